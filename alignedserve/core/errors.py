@@ -1,0 +1,85 @@
+"""The closed tree of errors that outside input or a lost peer can raise.
+
+AlignedServeError
+├── ConfigError                 a config field, command-line value or environment variable is wrong
+├── InvalidRequest              a client asked for something malformed or unsupported (HTTP 400)
+│   └── ContextTooLong          prompt and requested tokens do not fit the model's context
+├── ModelError                  the model folder cannot be served
+│   ├── ModelNotFound           no such folder, or files of it are missing
+│   ├── UnsupportedModel        an architecture or option that the engine does not have
+│   └── UnsafeWeights           weights in a format that executes code when loaded (pickle)
+├── ResourceError               this machine lacks what was asked for
+│   ├── NotEnoughMemory         says how much is needed and what to set
+│   └── AddressInUse            another process listens there
+└── PeerError                   another process of the cluster misbehaved or went away
+    ├── PeerLost                connection closed or silent past its deadline
+    ├── ProtocolError           a message that does not decode, is too large, or has an unknown tag
+    └── HandoffRejected         a KV handoff whose lease, bounds or checksum do not hold
+
+Broken invariants of our own are `assert` with a message; "not now" is a value, not an error.
+"""
+
+
+class AlignedServeError(Exception):
+    """Root of the tree. The message is safe to show to a user."""
+
+
+class ConfigError(AlignedServeError, ValueError):
+    """A config value is wrong; the message names the field."""
+
+
+class InvalidRequest(AlignedServeError, ValueError):
+    """The client's request is wrong; `param` names the field where one is to blame."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and requested output together exceed the context length."""
+
+
+class ModelError(AlignedServeError):
+    """The model folder cannot be served."""
+
+
+class ModelNotFound(ModelError):
+    """The folder or one of its files is missing."""
+
+
+class UnsupportedModel(ModelError):
+    """The engine does not have this architecture or option."""
+
+
+class UnsafeWeights(ModelError):
+    """Weights in a pickle-based format; only safetensors are read."""
+
+
+class ResourceError(AlignedServeError):
+    """This machine lacks what was asked for."""
+
+
+class NotEnoughMemory(ResourceError):
+    """Memory for weights, blocks or the pool does not fit; the message says what to set."""
+
+
+class AddressInUse(ResourceError):
+    """The port or socket is taken."""
+
+
+class PeerError(AlignedServeError):
+    """Another process of the cluster misbehaved or went away."""
+
+
+class PeerLost(PeerError):
+    """The connection closed or stayed silent past its deadline."""
+
+
+class ProtocolError(PeerError):
+    """A message does not decode, exceeds its bounds or has an unknown tag."""
+
+
+class HandoffRejected(PeerError):
+    """A KV handoff whose lease, bounds or checksum do not hold: treated as a miss, never as data."""

@@ -1,0 +1,132 @@
+"""What a request is on arrival: facts that never change, so that it may cross rooms."""
+
+import enum
+from dataclasses import dataclass
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.ids import RequestId
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS_ENTRIES = 300
+
+
+class RequestClass(enum.Enum):
+    """Real-time: a person waits. Best-effort: only a deadline counts."""
+
+    REAL_TIME = "rt"
+    BEST_EFFORT = "be"
+
+
+class FinishReason(enum.Enum):
+    """Why the last token of a request was its last (OpenAI's words)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Temperature 0 is greedy; the neutral value of every other field changes nothing.
+
+    The same `seed` and the same request give the same tokens, whatever shares the batch (design, section 5).
+    Raises InvalidRequest naming the field.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
+    num_logprobs: int | None = None  # None: none; 0: of the chosen token; n: of the n likeliest as well
+    num_prompt_logprobs: int | None = None  # the same, for every prompt token after the first
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 0, "max_tokens", "must be at least 0")
+        _require(0 <= self.min_tokens <= max(self.max_tokens, 0), "min_tokens", "must be between 0 and max_tokens")
+        _require(0.0 <= self.temperature <= 2.0, "temperature", "must be between 0 and 2")
+        _require(0.0 < self.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
+        _require(0 <= self.top_k < 1 << 31, "top_k", "must be at least 0")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", "must be between 0 and 1")
+        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be between -2 and 2")
+        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be between -2 and 2")
+        _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "must be above 0 and at most 10")
+        _require(-(1 << 63) <= self.seed < 1 << 63, "seed", "must fit 64 bits")
+        _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", "too many entries")
+        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias", "too many entries")
+        _require(all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias), "logit_bias", "must lie in -100..100")
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            count = getattr(self, name)
+            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens seen so far change the logits."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Service-level objective of one request; None means that nobody counts it."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    deadline_s: float | None = None  # from arrival to the last token
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Facts at arrival. Progress lives in each room's own record."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    reply_to: str  # address of the gateway that streams the tokens
+    arrival_s: float  # seconds on the gateway's monotonic clock, which all processes of a host share
+    request_class: RequestClass = RequestClass.REAL_TIME
+    slo: Slo = Slo()
+    priority: int = 0  # smaller goes first among equals
+
+    def __post_init__(self) -> None:
+        _require(len(self.prompt_token_ids) > 0, "prompt", "must hold at least one token")
+
+    @property
+    def prompt_len(self) -> int:
+        """Prompt length in tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens that the request can come to hold."""
+        return self.prompt_len + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token and of the likeliest tokens at its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One new token of one request."""
+
+    request_id: RequestId
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+def _require(holds: bool, field: str, problem: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{field} {problem}.", param=field)
