@@ -1,0 +1,75 @@
+"""Reading the configuration: one YAML file, then `--set section.field=value` on top."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alignedserve.config.sections import ClusterConfig, from_mapping
+from alignedserve.core.errors import ConfigError
+
+MAX_CONFIG_BYTES = 1024 * 1024
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*$", re.IGNORECASE)
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
+    """Parse the file (none: all defaults) and apply `a.b=c` overrides. Raises ConfigError naming the field."""
+    values = _read_yaml(path) if path is not None else {}
+    for override in overrides:
+        _apply_override(values, override)
+    return from_mapping(_with_parsed_sizes(values))
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as 256MiB or 1.5G. Raises ConfigError."""
+    match = _SIZE.match(text)
+    if match is None:
+        raise ConfigError(f"not a size: {text[:40]!r} (write for example 256MiB)")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes")
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: the file must be a mapping of sections")
+    return values
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not separator or not all(keys):
+        raise ConfigError(f"--set {override!r}: write section.field=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML") from error
+    section = values
+    for key in keys[:-1]:
+        section = section.setdefault(key, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"--set {override!r}: {key} is not a section")
+    section[keys[-1]] = value
+
+
+def _with_parsed_sizes(values: dict[str, Any]) -> dict[str, Any]:
+    """The same mapping with `x_bytes: 256MiB` as integers."""
+    parsed: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            parsed[key] = _with_parsed_sizes(value)
+        elif isinstance(value, str) and str(key).endswith("_bytes"):
+            parsed[key] = parse_size(value)
+        else:
+            parsed[key] = value
+    return parsed

@@ -1,0 +1,304 @@
+"""What the rooms say to each other: every message, then the closed union that each room accepts.
+
+KV never travels here (it lies in the pool's arena), and tokens never pass through the router.
+"""
+
+import enum
+from typing import Annotated
+
+import msgspec
+
+from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerName
+from alignedserve.core.request import FinishReason, Request, TokenLogprob
+from alignedserve.messages.handshake import Ping
+from alignedserve.messages.wire import Message
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)], ...]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class FailureKind(enum.Enum):
+    """Why a request that was accepted will not be completed."""
+
+    OVERLOADED = "overloaded"  # no room and no time left to wait for it
+    WORKER_LOST = "worker_lost"  # its worker died after tokens had gone out
+    INTERNAL = "internal"  # a fault of ours, logged where it happened
+    UNSERVABLE = "unservable"  # can never fit this cluster
+
+
+# --- gateway <-> router -------------------------------------------------------------------------------------------
+
+
+class SubmitRequest(Message, frozen=True):
+    """Gateway to router: serve this. Answered by tokens from a worker, RequestRejected or RequestFailed."""
+
+    request: Request
+
+
+class AbortRequest(Message, frozen=True):
+    """Gateway to router, router to whoever holds it: the client is gone. May be repeated; unknown ids are ignored."""
+
+    request_id: RequestId
+
+
+class RequestRejected(Message, frozen=True):
+    """Router to gateway: not accepted; nothing is held."""
+
+    request_id: RequestId
+    reason: Text
+    retry_after_s: Seconds  # predicted time until the queue has drained enough
+
+
+class RequestFailed(Message, frozen=True):
+    """Router to gateway, or worker to router: accepted, but will not complete."""
+
+    request_id: RequestId
+    kind: FailureKind
+    reason: Text
+
+
+class ClusterStatus(Message, frozen=True):
+    """Router to every gateway, about once a second: counts for /metrics and /ready."""
+
+    num_queued: Count
+    num_prefilling: Count
+    num_pooled: Count
+    num_decoding: Count
+    num_prefill_workers: Count
+    num_decode_workers: Count
+    num_pool_blocks: Count
+    num_pool_blocks_used: Count
+    num_worker_blocks: Count  # block storage of all workers
+    num_worker_blocks_used: Count
+    num_preemptions: Count  # since the router started, like the next two
+    num_handoffs_verified: Count
+    num_handoffs_refused: Count
+
+
+# --- worker -> gateway --------------------------------------------------------------------------------------------
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request. `first_index` lets the gateway order deltas of two workers and drop repeats."""
+
+    request_id: RequestId
+    first_index: Count  # place of the first of these tokens in the output
+    token_ids: TokenIds
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token when asked for
+    finish_reason: FinishReason | None = None  # set on the last delta
+
+
+class TokensEmitted(Message, frozen=True):
+    """Worker to gateway, one per iteration: everything new for that gateway's requests."""
+
+    deltas: tuple[TokenDelta, ...]
+
+
+class PromptScored(Message, frozen=True):
+    """Prefill worker to gateway: log-probabilities of prompt tokens, in order, for requests that asked."""
+
+    request_id: RequestId
+    first_position: Count  # position in the prompt of the first entry (the very first token has none)
+    entries: tuple[TokenLogprob, ...]
+
+
+# --- router <-> workers -------------------------------------------------------------------------------------------
+
+
+class WorkerRegistered(Message, frozen=True):
+    """Worker to router on every (re)connect: what I am and what I can hold."""
+
+    num_blocks: Count  # block storage of this worker
+    block_size: Count  # token slots per block
+    layout_digest: Text  # workers and pools whose layouts differ are refused
+    pool_name: Text  # the pool of this worker's node
+    can_prefill: bool
+    can_decode: bool
+
+
+class PrefillRequest(Message, frozen=True):
+    """Router to worker: compute this context and its next token."""
+
+    request: Request
+    generated_token_ids: TokenIds = ()  # emitted before a preemption or a lost handoff; recomputed with the prompt
+
+
+class PrefillCompleted(Message, frozen=True):
+    """Prefill worker to router: first token is out and the blocks are on their way to the pool."""
+
+    request_id: RequestId
+    num_tokens: Count  # tokens computed, for the throughput estimate
+
+
+class RequestFinished(Message, frozen=True):
+    """Worker to router: last token is out, blocks are freed."""
+
+    request_id: RequestId
+    num_generated: Count
+
+
+class RequestPreempted(Message, frozen=True):
+    """Decode worker to router: stopped for lack of room anywhere (or a refused handoff); recompute it later."""
+
+    request: Request
+    generated_token_ids: TokenIds
+    handoff_refused: bool = False
+
+
+class WorkerLoad(Message, frozen=True):
+    """Worker to router, when it changed: counts for placement."""
+
+    num_waiting: Count  # prefills not yet begun or not complete
+    num_running: Count
+    num_candidates: Count  # granted, not yet admitted
+    num_candidate_blocks: Count  # decode blocks that those will take
+    num_free_blocks: Count
+    num_handoffs_verified: Count
+
+
+# --- workers <-> pool ---------------------------------------------------------------------------------------------
+
+
+class BlockRun(msgspec.Struct, frozen=True, array_like=True):
+    """A contiguous run of arena blocks and the checksum of its bytes."""
+
+    first_block: Count
+    num_blocks: Count
+    checksum: int  # XXH3-64 of the run's bytes; unsigned
+
+
+class ReserveBlocks(Message, frozen=True):
+    """Worker to pool: I shall need room for this request. Answered when there is room, in order."""
+
+    request_id: RequestId
+    num_blocks: Count
+
+
+class CancelReservation(Message, frozen=True):
+    """Worker to pool: the request ended before its blocks were written. Unknown ids are ignored."""
+
+    request_id: RequestId
+
+
+class BlocksReserved(Message, frozen=True):
+    """Pool to worker: write here. The lease ends at its deadline unless BlocksWritten came."""
+
+    request_id: RequestId
+    lease_id: LeaseId
+    generation: Count  # stamped on the blocks in the arena; grows with every lease of a block
+    block_ids: tuple[BlockId, ...]
+
+
+class ReservationRefused(Message, frozen=True):
+    """Pool to worker: this many blocks can never be had here."""
+
+    request_id: RequestId
+
+
+class BlocksWritten(Message, frozen=True):
+    """Worker to pool: the blocks are filled; index the request."""
+
+    lease_id: LeaseId
+    generation: Count
+    runs: tuple[BlockRun, ...]
+    context_len: Count  # tokens whose cache lies in the blocks
+    request: Request
+    generated_token_ids: TokenIds  # the last of them is not yet in the cache
+
+
+class Handoff(msgspec.Struct, frozen=True, array_like=True):
+    """One pooled request on its way to a decode worker. Everything the receiver checks is in here."""
+
+    request: Request
+    generated_token_ids: TokenIds
+    lease_id: LeaseId
+    generation: Count
+    context_len: Count
+    runs: tuple[BlockRun, ...]
+
+
+class BatchGranted(Message, frozen=True):
+    """Pool to decode worker: these requests are yours, shortest context first. Answer with LeasesReleased."""
+
+    batch_id: BatchId
+    handoffs: tuple[Handoff, ...]
+
+
+class LeasesReleased(Message, frozen=True):
+    """Decode worker to pool: copied (or given up); the arena blocks are free."""
+
+    lease_ids: tuple[LeaseId, ...]
+
+
+# --- pool <-> router ----------------------------------------------------------------------------------------------
+
+
+class PoolRegistered(Message, frozen=True):
+    """Pool to router on every (re)connect."""
+
+    num_blocks: Count
+    block_size: Count
+    layout_digest: Text
+
+
+class RequestPooled(Message, frozen=True):
+    """Pool to router: indexed and ready for a batch."""
+
+    request_id: RequestId
+    context_len: Count
+    num_blocks: Count
+
+
+class FormBatch(Message, frozen=True):
+    """Router to pool: form one batch for this worker within these limits. Always answered by BatchFormed."""
+
+    batch_id: BatchId
+    worker: WorkerName
+    max_blocks: Count
+    max_requests: Count
+
+
+class BatchFormed(Message, frozen=True):
+    """Pool to router: these requests were granted (none when nothing fits)."""
+
+    batch_id: BatchId
+    worker: WorkerName
+    request_ids: tuple[RequestId, ...]
+    num_blocks: Count
+
+
+class PoolLoad(Message, frozen=True):
+    """Pool to router, when it changed."""
+
+    num_blocks_used: Count
+    num_pooled: Count
+    num_reserved: Count
+
+
+class DropRequest(Message, frozen=True):
+    """Router to pool: forget this request, whatever state it is in. Unknown ids are ignored."""
+
+    request_id: RequestId
+
+
+RouterInbound = (
+    SubmitRequest
+    | AbortRequest
+    | RequestFailed
+    | WorkerRegistered
+    | PrefillCompleted
+    | RequestFinished
+    | RequestPreempted
+    | WorkerLoad
+    | PoolRegistered
+    | RequestPooled
+    | BatchFormed
+    | PoolLoad
+    | Ping
+)
+GatewayInbound = RequestRejected | RequestFailed | ClusterStatus | TokensEmitted | PromptScored | Ping
+PoolInbound = ReserveBlocks | CancelReservation | BlocksWritten | LeasesReleased | FormBatch | DropRequest | Ping
+PrefillWorkerInbound = PrefillRequest | AbortRequest | BlocksReserved | ReservationRefused | Ping
+DecodeWorkerInbound = PrefillRequest | AbortRequest | BlocksReserved | ReservationRefused | BatchGranted | Ping

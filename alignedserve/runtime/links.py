@@ -1,0 +1,217 @@
+"""One end of a link: framing, mutual proof of the cluster's secret, liveness.
+
+A frame is a 4-byte little-endian length and a MessagePack message. The listener challenges, the dialler answers and
+challenges back; until both proofs hold, nothing but handshake messages is decoded. A peer from which nothing came for
+`peer_timeout_s` is lost, whether it died, was stopped or was cut off.
+"""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from alignedserve.core.errors import PeerLost, ProtocolError
+from alignedserve.messages.handshake import Challenge, HandshakeMessage, Hello, Ping, Role, Welcome
+from alignedserve.messages.wire import MAX_FRAME_BYTES, PROTOCOL_VERSION, Codec, Message
+
+logger = logging.getLogger(__name__)
+
+_HEADER = struct.Struct("<I")
+_HANDSHAKE_CODEC = Codec(HandshakeMessage)
+_MAX_HANDSHAKE_BYTES = 4096
+# A peer that does not read is cut off before its backlog fills our memory.
+_MAX_BACKLOG_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is on every link."""
+
+    role: Role
+    name: str
+    secret: bytes
+    peer_timeout_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end."""
+
+    role: Role
+    name: str
+
+
+class Link(asyncio.Protocol):
+    """One connection. All callbacks run on the loop that owns it; `send` never blocks."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        codec: Codec,
+        *,
+        is_dialler: bool,
+        on_linked: Callable[["Link"], None],
+        on_message: Callable[["Link", Message], None],
+        on_lost: Callable[["Link"], None],
+    ) -> None:
+        self.peer: Peer | None = None
+        self._identity = identity
+        self._codec = codec
+        self._is_dialler = is_dialler
+        self._on_linked = on_linked
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._nonce = secrets.token_bytes(32)
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[None] = self._loop.create_future()  # done when the connection is gone
+        self._last_heard_s = self._loop.time()
+        self._watch: asyncio.TimerHandle | None = None
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake and the watch on silence."""
+        assert isinstance(transport, asyncio.Transport), "links are stream connections"
+        self._transport = transport
+        self._watch_silence()
+        if not self._is_dialler:
+            self._write(_HANDSHAKE_CODEC.encode(Challenge(PROTOCOL_VERSION, self._nonce)))
+
+    def data_received(self, data: bytes) -> None:
+        """Cut the stream into frames; anything malformed ends the connection."""
+        self._last_heard_s = self._loop.time()
+        self._buffer += data
+        try:
+            while (payload := self._next_frame()) is not None:
+                if self.peer is None:
+                    self._shake_hands(_HANDSHAKE_CODEC.decode(payload))
+                else:
+                    self._receive(payload)
+        except ProtocolError as error:
+            logger.warning("link to %s closed: %s", self.peer or "unknown peer", error)
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Tell the owner once."""
+        self._transport = None
+        if self._watch is not None:
+            self._watch.cancel()
+        if not self.lost.done():
+            self.lost.set_result(None)
+        self._on_lost(self)
+
+    # --- for the owner
+
+    def send(self, message: Message) -> None:
+        """Queue one message. On a lost link it goes nowhere; the owner hears of the loss by `on_lost`."""
+        if self._transport is None:
+            return
+        if self._transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
+            logger.warning("link to %s closed: it does not read what it is sent", self.peer)
+            self.close()
+            return
+        self._write(self._codec.encode(message))
+
+    def close(self) -> None:
+        """Drop the connection now; what is queued and unsent is lost."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- inside
+
+    def _write(self, payload: bytes) -> None:
+        assert self._transport is not None, "a write before the connection was made"
+        self._transport.write(_HEADER.pack(len(payload)) + payload)
+
+    def _next_frame(self) -> bytes | None:
+        if len(self._buffer) < _HEADER.size:
+            return None
+        (length,) = _HEADER.unpack_from(self._buffer)
+        limit = MAX_FRAME_BYTES if self.peer is not None else _MAX_HANDSHAKE_BYTES
+        if length > limit:
+            raise ProtocolError(f"a frame of {length} bytes, more than {limit}")
+        end = _HEADER.size + length
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(memoryview(self._buffer)[_HEADER.size : end])
+        del self._buffer[:end]
+        return payload
+
+    def _receive(self, payload: bytes) -> None:
+        message = self._codec.decode(payload)
+        if not isinstance(message, Ping):
+            self._on_message(self, message)
+
+    def _shake_hands(self, message: Message) -> None:
+        match message:
+            case Challenge() if self._is_dialler:
+                self._check_version(message.version)
+                proof = self._proof("dialler", message.nonce, self._identity.name)
+                hello = Hello(PROTOCOL_VERSION, self._identity.role, self._identity.name, proof, self._nonce)
+                self._write(_HANDSHAKE_CODEC.encode(hello))
+            case Hello() if not self._is_dialler:
+                self._check_version(message.version)
+                self._check_proof(message.proof, "dialler", message.name)
+                proof = self._proof("listener", message.nonce, self._identity.name)
+                self._write(_HANDSHAKE_CODEC.encode(Welcome(self._identity.role, self._identity.name, proof)))
+                self._linked(Peer(message.role, message.name))
+            case Welcome() if self._is_dialler:
+                self._check_proof(message.proof, "listener", message.name)
+                self._linked(Peer(message.role, message.name))
+            case _:
+                raise ProtocolError("a handshake message out of turn")
+
+    def _linked(self, peer: Peer) -> None:
+        self.peer = peer
+        self._on_linked(self)
+
+    def _proof(self, side: str, nonce: bytes, name: str) -> bytes:
+        return hmac.digest(self._identity.secret, side.encode() + nonce + name.encode(), "sha256")
+
+    def _check_proof(self, proof: bytes, side: str, name: str) -> None:
+        if not hmac.compare_digest(proof, self._proof(side, self._nonce, name)):
+            raise ProtocolError("the peer does not know this cluster's secret")
+
+    @staticmethod
+    def _check_version(version: int) -> None:
+        if version != PROTOCOL_VERSION:
+            raise ProtocolError(f"the peer speaks protocol version {version}, this process {PROTOCOL_VERSION}")
+
+    def _watch_silence(self) -> None:
+        """Several times within the timeout: say that we live, and see whether the peer does."""
+        timeout_s = self._identity.peer_timeout_s
+        if self._loop.time() - self._last_heard_s > timeout_s:
+            logger.warning("link to %s closed: silent for more than %.1f s", self.peer or "unknown peer", timeout_s)
+            self.close()
+            return
+        if self.peer is not None:
+            self.send(Ping())
+        self._watch = self._loop.call_later(timeout_s / 5, self._watch_silence)
+
+
+async def connect(address: str, make_link: Callable[[], Link]) -> Link:
+    """Dial `unix:/path` or `tcp:host:port`. Raises PeerLost when nobody answers."""
+    loop = asyncio.get_running_loop()
+    kind, _, rest = address.partition(":")
+    try:
+        if kind == "unix":
+            return (await loop.create_unix_connection(make_link, rest))[1]
+        host, _, port = rest.rpartition(":")
+        return (await loop.create_connection(make_link, host, int(port)))[1]
+    except (OSError, ValueError) as error:
+        raise PeerLost(f"nobody answers at {address}") from error
+
+
+async def listen(address: str, make_link: Callable[[], Link]) -> asyncio.Server:
+    """Listen at `unix:/path` or `tcp:host:port`. Raises OSError when the address is taken."""
+    loop = asyncio.get_running_loop()
+    kind, _, rest = address.partition(":")
+    if kind == "unix":
+        return await loop.create_unix_server(make_link, rest)
+    host, _, port = rest.rpartition(":")
+    return await loop.create_server(make_link, host, int(port))

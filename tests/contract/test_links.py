@@ -1,0 +1,155 @@
+"""Links between processes: proof of the secret, order, loss, silence, malformed input."""
+
+import asyncio
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from alignedserve.core.ids import LeaseId, RequestId
+from alignedserve.messages.handshake import Ping, Role
+from alignedserve.messages.links import AbortRequest, LeasesReleased
+from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.links import Identity, Peer
+from alignedserve.runtime.switchboard import Switchboard
+
+CODEC = Codec(AbortRequest | Ping)
+
+
+@dataclass
+class Recorder:
+    events: list[tuple[str, str]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_linked(self, peer: Peer) -> None:
+        self._note("linked", peer.name)
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        assert isinstance(message, AbortRequest)
+        self._note("message", message.request_id)
+
+    def on_lost(self, peer: Peer) -> None:
+        self._note("lost", peer.name)
+
+    def _note(self, kind: str, what: str) -> None:
+        self.events.append((kind, what))
+        self.changed.set()
+
+    async def wait_for(self, event: tuple[str, str], timeout_s: float = 5.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while event not in self.events:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def board(name: str, recorder: Recorder, secret: bytes = b"s" * 32, peer_timeout_s: float = 5.0) -> Switchboard:
+    return Switchboard(Identity(Role.ROUTER, name, secret, peer_timeout_s), CODEC, recorder)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path, unused_tcp_port: int) -> str:
+    return f"unix:{tmp_path}/a.sock" if request.param == "unix" else f"tcp:127.0.0.1:{unused_tcp_port}"
+
+
+async def test_messages_arrive_in_order_both_ways(address: str) -> None:
+    here, there = Recorder(), Recorder()
+    listener, dialler = board("listener", here), board("dialler", there)
+    await listener.listen(address)
+    dialler.dial(address)
+    await here.wait_for(("linked", "dialler"))
+    await there.wait_for(("linked", "listener"))
+    for number in range(50):
+        assert dialler.send("listener", AbortRequest(RequestId(f"r{number}")))
+    assert listener.send("dialler", AbortRequest(RequestId("back")))
+    await here.wait_for(("message", "r49"))
+    await there.wait_for(("message", "back"))
+    assert [what for kind, what in here.events if kind == "message"] == [f"r{number}" for number in range(50)]
+    await dialler.close()
+    await listener.close()
+
+
+async def test_sending_to_an_address_before_anybody_listens(address: str) -> None:
+    here, there = Recorder(), Recorder()
+    listener, dialler = board("listener", here), board("dialler", there)
+    dialler.send_to(address, AbortRequest(RequestId("early")))
+    await asyncio.sleep(0.05)
+    await listener.listen(address)
+    await here.wait_for(("message", "early"))
+    await dialler.close()
+    await listener.close()
+
+
+async def test_a_peer_without_the_secret_is_refused(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    here, there = Recorder(), Recorder()
+    listener, dialler = board("listener", here), board("dialler", there, secret=b"x" * 32)
+    await listener.listen(address)
+    dialler.dial(address)
+    await asyncio.sleep(0.2)
+    assert here.events == []
+    assert there.events == []
+    assert "does not know this cluster's secret" in caplog.text
+    await dialler.close()
+    await listener.close()
+
+
+async def test_a_lost_peer_is_redialled(address: str) -> None:
+    here, there = Recorder(), Recorder()
+    listener, dialler = board("listener", here), board("dialler", there)
+    await listener.listen(address)
+    dialler.dial(address)
+    await here.wait_for(("linked", "dialler"))
+    listener.hang_up("dialler")
+    await here.wait_for(("lost", "dialler"))
+    here.events.clear()
+    await here.wait_for(("linked", "dialler"))
+    await dialler.close()
+    await listener.close()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        struct.pack("<I", 1 << 31),
+        struct.pack("<I", 5) + b"hello",
+        struct.pack("<I", 3) + b"\x91\xa3X",
+    ],
+)
+async def test_garbage_before_the_handshake_ends_the_connection(tmp_path: Path, payload: bytes) -> None:
+    here = Recorder()
+    listener = board("listener", here)
+    await listener.listen(f"unix:{tmp_path}/a.sock")
+    reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/a.sock")
+    writer.write(payload)
+    async with asyncio.timeout(2):
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(1 << 20)
+    writer.close()
+    assert here.events == []
+    await listener.close()
+
+
+async def test_a_message_outside_the_union_closes_the_link(address: str) -> None:
+    here, there = Recorder(), Recorder()
+    listener, dialler = board("listener", here), board("dialler", there)
+    await listener.listen(address)
+    dialler.dial(address)
+    await there.wait_for(("linked", "listener"))
+    dialler.send("listener", LeasesReleased((LeaseId(1),)))
+    await here.wait_for(("lost", "dialler"))
+    await dialler.close()
+    await listener.close()
+
+
+async def test_a_silent_peer_is_lost_within_its_timeout(tmp_path: Path) -> None:
+    here = Recorder()
+    listener = board("listener", here, peer_timeout_s=0.5)
+    await listener.listen(f"unix:{tmp_path}/a.sock")
+    reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/a.sock")
+    started_s = asyncio.get_running_loop().time()
+    async with asyncio.timeout(3):
+        while await reader.read(1024):
+            pass
+    assert asyncio.get_running_loop().time() - started_s < 2.0
+    writer.close()
+    await listener.close()
