@@ -1,0 +1,97 @@
+"""The one place for metric formulas: load generator, simulator and benchmarks share them.
+
+Times are seconds on one monotonic clock. A measure that does not exist (a request without tokens has no first token)
+is None, never 0.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignedserve.core.request import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What a set of measurements looks like."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+def percentile(ascending: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of the values lie, linearly interpolated between the two closest ranks.
+
+    Rank `percent / 100 * (n - 1)` counted from 0, as numpy's default does. `ascending` is sorted and not empty.
+    """
+    assert ascending, "a percentile of nothing"
+    assert 0.0 <= percent <= 100.0, "a percentile outside 0..100"
+    rank = percent / 100.0 * (len(ascending) - 1)
+    below = math.floor(rank)
+    above = min(below + 1, len(ascending) - 1)
+    return ascending[below] + (ascending[above] - ascending[below]) * (rank - below)
+
+
+def describe(values: Sequence[float]) -> Distribution | None:
+    """Mean, percentiles and maximum; None when there is nothing to describe."""
+    if not values:
+        return None
+    ascending = sorted(values)
+    return Distribution(
+        count=len(ascending),
+        mean=math.fsum(ascending) / len(ascending),
+        p50=percentile(ascending, 50),
+        p90=percentile(ascending, 90),
+        p95=percentile(ascending, 95),
+        p99=percentile(ascending, 99),
+        max=ascending[-1],
+    )
+
+
+def ttft_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
+    """Time to first token."""
+    return token_times_s[0] - arrival_s if token_times_s else None
+
+
+def tbt_s(token_times_s: Sequence[float]) -> tuple[float, ...]:
+    """Time between tokens: each gap between an output token and the one before it."""
+    return tuple(later - earlier for earlier, later in itertools.pairwise(token_times_s))
+
+
+def tpot_s(token_times_s: Sequence[float], num_tokens: int | None = None) -> float | None:
+    """Time per output token after the first: the mean gap of one request; None with fewer than two tokens.
+
+    `num_tokens`: the true number of tokens where several came at one time and only one time was noted.
+    """
+    count = len(token_times_s) if num_tokens is None else num_tokens
+    if count < 2 or len(token_times_s) < 2:
+        return None
+    return (token_times_s[-1] - token_times_s[0]) / (count - 1)
+
+
+def meets_slo(slo: Slo, *, ttft: float | None, tpot: float | None, end_to_end: float) -> bool:
+    """Whether a completed request held every objective it had.
+
+    No first token misses a TTFT objective; a single token has no gap and so cannot miss a TPOT objective.
+    """
+    if slo.ttft_s is not None and (ttft is None or ttft > slo.ttft_s):
+        return False
+    if slo.tpot_s is not None and tpot is not None and tpot > slo.tpot_s:
+        return False
+    return slo.deadline_s is None or end_to_end <= slo.deadline_s
+
+
+def attainment(num_met: int, num_sent: int) -> float | None:
+    """Share of all requests sent that held their objectives: one that failed or was refused counts as missed."""
+    return num_met / num_sent if num_sent else None
+
+
+def per_second(count: float, duration_s: float) -> float:
+    """A rate: of requests, of tokens, or (goodput) of requests that held all their objectives."""
+    return count / duration_s if duration_s > 0 else 0.0
