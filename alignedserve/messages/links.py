@@ -59,6 +59,19 @@ class RequestFailed(Message, frozen=True):
     reason: Text
 
 
+class RequestInterrupted(Message, frozen=True):
+    """Router to gateway: whoever held this request is lost. Answered by ResumeRequest, or AbortRequest."""
+
+    request_id: RequestId
+
+
+class ResumeRequest(Message, frozen=True):
+    """Gateway to router: go on with this request after the tokens that the client has."""
+
+    request: Request
+    generated_token_ids: TokenIds
+
+
 class ClusterStatus(Message, frozen=True):
     """Router to every gateway, about once a second: counts for /metrics and /ready."""
 
@@ -87,7 +100,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     first_index: Count  # place of the first of these tokens in the output
     token_ids: TokenIds
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token when asked for
-    finish_reason: FinishReason | None = None  # set on the last delta
+    finish_reason: FinishReason | None = None  # set on the last delta; with STOP the last token is the stop token
 
 
 class TokensEmitted(Message, frozen=True):
@@ -112,7 +125,7 @@ class WorkerRegistered(Message, frozen=True):
 
     num_blocks: Count  # block storage of this worker
     block_size: Count  # token slots per block
-    layout_digest: Text  # workers and pools whose layouts differ are refused
+    max_running: Count
     pool_name: Text  # the pool of this worker's node
     can_prefill: bool
     can_decode: bool
@@ -140,7 +153,7 @@ class RequestFinished(Message, frozen=True):
 
 
 class RequestPreempted(Message, frozen=True):
-    """Decode worker to router: stopped for lack of room anywhere (or a refused handoff); recompute it later."""
+    """Decode worker or pool to router: stopped for lack of room, or its handoff was refused; recompute it later."""
 
     request: Request
     generated_token_ids: TokenIds
@@ -169,6 +182,15 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True):
     checksum: int  # XXH3-64 of the run's bytes; unsigned
 
 
+class ArenaOffered(Message, frozen=True):
+    """Pool to worker on every (re)connect: map this arena. Leases of an earlier arena are void."""
+
+    path: Text
+    num_blocks: Count
+    block_bytes: Count
+    layout_digest: Text
+
+
 class ReserveBlocks(Message, frozen=True):
     """Worker to pool: I shall need room for this request. Answered when there is room, in order."""
 
@@ -187,7 +209,7 @@ class BlocksReserved(Message, frozen=True):
 
     request_id: RequestId
     lease_id: LeaseId
-    generation: Count  # stamped on the blocks in the arena; grows with every lease of a block
+    generation: Count  # stamped on the blocks in the arena; a later lease of a block has a larger one
     block_ids: tuple[BlockId, ...]
 
 
@@ -239,8 +261,6 @@ class PoolRegistered(Message, frozen=True):
     """Pool to router on every (re)connect."""
 
     num_blocks: Count
-    block_size: Count
-    layout_digest: Text
 
 
 class RequestPooled(Message, frozen=True):
@@ -285,6 +305,7 @@ class DropRequest(Message, frozen=True):
 
 RouterInbound = (
     SubmitRequest
+    | ResumeRequest
     | AbortRequest
     | RequestFailed
     | WorkerRegistered
@@ -298,7 +319,11 @@ RouterInbound = (
     | PoolLoad
     | Ping
 )
-GatewayInbound = RequestRejected | RequestFailed | ClusterStatus | TokensEmitted | PromptScored | Ping
+GatewayInbound = (
+    RequestRejected | RequestFailed | RequestInterrupted | ClusterStatus | TokensEmitted | PromptScored | Ping
+)
 PoolInbound = ReserveBlocks | CancelReservation | BlocksWritten | LeasesReleased | FormBatch | DropRequest | Ping
-PrefillWorkerInbound = PrefillRequest | AbortRequest | BlocksReserved | ReservationRefused | Ping
-DecodeWorkerInbound = PrefillRequest | AbortRequest | BlocksReserved | ReservationRefused | BatchGranted | Ping
+PrefillWorkerInbound = PrefillRequest | AbortRequest | ArenaOffered | BlocksReserved | ReservationRefused | Ping
+DecodeWorkerInbound = (
+    PrefillRequest | AbortRequest | ArenaOffered | BlocksReserved | ReservationRefused | BatchGranted | Ping
+)

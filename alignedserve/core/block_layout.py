@@ -1,0 +1,64 @@
+"""The shape and byte size of one KV block, known alike to the engine, the pool and the transports (no torch here)."""
+
+import hashlib
+from dataclasses import astuple, dataclass
+
+from alignedserve.core.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """One block: keys and values of `block_size` tokens on every layer, one contiguous run of `block_bytes` bytes.
+
+    Order inside a block, outermost first: [num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim].
+    Raises ConfigError naming the field.
+    """
+
+    block_size: int  # token slots
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # a key of DTYPE_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1.")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}.")
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of one token's keys (or values) on one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def run_elements(self) -> int:
+        """Elements of one block's keys (or values) on one layer: the contiguous run that attention gathers."""
+        return self.block_size * self.kv_width
+
+    @property
+    def runs_per_block(self) -> int:
+        """Such runs in one block: keys and values of every layer."""
+        return 2 * self.num_layers
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of one block."""
+        return self.runs_per_block * self.run_elements
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.block_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values on all layers."""
+        return self.block_bytes // self.block_size
+
+    def digest(self) -> bytes:
+        """32 bytes that differ between any two layouts; processes compare it before they share blocks."""
+        return hashlib.sha256(repr(astuple(self)).encode()).digest()

@@ -1,0 +1,145 @@
+"""The pool's arena: blocks in shared memory, mapped by the pool that owns them and by the workers of its node.
+
+File layout: one header page (magic, layout digest, counts), the table of generations (8 bytes a block), the blocks.
+The pool stamps a block with the generation of its lease when it hands it out and with 0 when it takes it back, so a
+reader that finds the generation it was told before and after its copy has read what the lease's writer wrote.
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
+from alignedserve.core.ids import BlockId
+
+_MAGIC = b"ALSVKV01"
+_HEADER = struct.Struct("<8s32sQQ")
+_PAGE = 4096
+ARENA_SUFFIX = ".arena"
+
+
+class Arena:
+    """One mapping of the shared blocks. `blocks` is uint8 [num_blocks, block_bytes]; `generations` uint64 [num_blocks].
+
+    Created by the pool, attached by workers. The file's lock belongs to the creator and ends with its process, which
+    is how a file left behind by a killed run is told from one in use.
+    """
+
+    def __init__(self, path: Path, file_descriptor: int, num_blocks: int, block_bytes: int) -> None:
+        self.path = path
+        self._file_descriptor = file_descriptor
+        self._mapping = mmap.mmap(file_descriptor, _file_bytes(num_blocks, block_bytes))
+        self.generations: npt.NDArray[np.uint64] = np.frombuffer(self._mapping, np.uint64, num_blocks, _PAGE)
+        start = _blocks_offset(num_blocks)
+        flat = np.frombuffer(self._mapping, np.uint8, num_blocks * block_bytes, start)
+        self.blocks: npt.NDArray[np.uint8] = flat.reshape(num_blocks, block_bytes)
+
+    @classmethod
+    def create(cls, path: Path, layout: BlockLayout, num_blocks: int) -> "Arena":
+        """Make a fresh file, replacing whatever lay there, with its memory really taken. Raises NotEnoughMemory."""
+        path.unlink(missing_ok=True)
+        file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        size = _file_bytes(num_blocks, layout.block_bytes)
+        try:
+            fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(file_descriptor, 0, size)
+            header = _HEADER.pack(_MAGIC, layout.digest(), num_blocks, layout.block_bytes)
+            os.pwrite(file_descriptor, header, 0)
+        except OSError as error:
+            os.close(file_descriptor)
+            path.unlink(missing_ok=True)
+            raise NotEnoughMemory(_no_room(path, size)) from error
+        return cls(path, file_descriptor, num_blocks, layout.block_bytes)
+
+    @classmethod
+    def attach(cls, path: Path, layout: BlockLayout) -> "Arena":
+        """Map an existing arena. Raises HandoffRejected when it is absent or does not have this layout."""
+        try:
+            file_descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise HandoffRejected(f"no arena at {path}") from error
+        header = os.pread(file_descriptor, _HEADER.size, 0)
+        size = os.fstat(file_descriptor).st_size
+        problem = _header_problem(header, size, layout)
+        if problem is not None:
+            os.close(file_descriptor)
+            raise HandoffRejected(f"arena {path.name} refused: {problem}")
+        _, _, num_blocks, block_bytes = _HEADER.unpack(header)
+        return cls(path, file_descriptor, num_blocks, block_bytes)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the arena."""
+        return int(self.blocks.shape[0])
+
+    def stamp(self, block_ids: tuple[BlockId, ...], generation: int) -> None:
+        """Pool only: mark these blocks as belonging to this lease (0: to nobody)."""
+        self.generations[list(block_ids)] = generation
+
+    def close(self, *, unlink: bool = False) -> None:
+        """Unmap; the pool also removes the file. Views of the blocks must not be used afterwards."""
+        if unlink:
+            self.path.unlink(missing_ok=True)
+        os.close(self._file_descriptor)
+        del self.blocks, self.generations
+        try:
+            self._mapping.close()
+        except BufferError:
+            # Somebody still holds a view: the memory goes when the view does.
+            return
+
+
+def remove_stale_arenas(folder: Path, prefix: str) -> list[Path]:
+    """Delete arena files whose owner is gone (its lock is free). Files in use stay. Returns what was removed."""
+    removed = []
+    for path in sorted(folder.glob(f"{prefix}*{ARENA_SUFFIX}")):
+        try:
+            file_descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's, or just gone
+        try:
+            fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(file_descriptor)
+    return removed
+
+
+def _blocks_offset(num_blocks: int) -> int:
+    return _PAGE + -(-num_blocks * 8 // _PAGE) * _PAGE
+
+
+def _file_bytes(num_blocks: int, block_bytes: int) -> int:
+    return _blocks_offset(num_blocks) + num_blocks * block_bytes
+
+
+def _header_problem(header: bytes, size: int, layout: BlockLayout) -> str | None:
+    if len(header) < _HEADER.size:
+        return "the header is cut short"
+    magic, digest, num_blocks, block_bytes = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        return "not an arena of this version"
+    if digest != layout.digest() or block_bytes != layout.block_bytes:
+        return "its block layout is not this worker's"
+    if num_blocks > size or _file_bytes(num_blocks, block_bytes) > size:
+        return "it is smaller than its header says"
+    return None
+
+
+def _no_room(path: Path, size: int) -> str:
+    stats = os.statvfs(path.parent)
+    free = stats.f_bavail * stats.f_frsize
+    mib = 1024 * 1024
+    return (
+        f"the KV pool needs {size / mib:.0f} MiB in {path.parent}, where {free / mib:.0f} MiB are free; "
+        f"set pool.memory_bytes to at most {free // mib}MiB"
+    )

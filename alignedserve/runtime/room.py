@@ -1,0 +1,74 @@
+"""A room at work: one logic, its links, and whatever performs the commands that are not messages."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
+from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.links import Identity, Peer
+from alignedserve.runtime.switchboard import Switchboard
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+
+EventT = TypeVar("EventT", contravariant=True)
+CommandT = TypeVar("CommandT")
+
+
+class Logic(Protocol[EventT, CommandT]):
+    """Decides. Same state, event and now always give the same commands; touches nothing outside itself."""
+
+    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | CommandT]:
+        """What to do about this event at this time (seconds, monotonic)."""
+
+
+class Room(Generic[EventT, CommandT]):
+    """Feeds the logic with what happens and performs what it answers. Runs on one event loop."""
+
+    def __init__(
+        self,
+        logic: Logic[CommonEvent | EventT, CommandT],
+        identity: Identity,
+        codec: Codec,
+        perform: Callable[[CommandT], None],
+    ) -> None:
+        self.switchboard = Switchboard(identity, codec, self)
+        self._logic = logic
+        self._perform = perform
+        self._ticker = asyncio.create_task(self._tick())
+
+    def dispatch(self, event: CommonEvent | EventT) -> None:
+        """Tell the logic and perform its commands. The clock is read here and nowhere below."""
+        for command in self._logic.on_event(event, time.monotonic()):
+            if isinstance(command, Send):
+                self.switchboard.send(command.peer, command.message)
+            elif isinstance(command, SendTo):
+                self.switchboard.send_to(command.address, command.message)
+            else:
+                self._perform(command)
+
+    def on_linked(self, peer: Peer) -> None:
+        """LinkHandler."""
+        self.dispatch(PeerLinked(peer.role, peer.name))
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        """LinkHandler."""
+        self.dispatch(Received(peer.name, message))
+
+    def on_lost(self, peer: Peer) -> None:
+        """LinkHandler."""
+        self.dispatch(PeerLost(peer.role, peer.name))
+
+    async def close(self) -> None:
+        """Stop ticking and drop the links."""
+        self._ticker.cancel()
+        await self.switchboard.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.dispatch(Ticked())

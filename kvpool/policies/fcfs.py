@@ -1,0 +1,57 @@
+"""First come, first served: the batch of whoever waits longest, whatever its length."""
+
+import heapq
+
+from alignedserve.core.ids import RequestId
+from kvpool.policies.batch_former import AlignedBatch, BatchLimits, batch_of
+from kvpool.state import PooledRequest
+
+_Entry = tuple[float, RequestId, int]  # arrival, id, number of the insertion
+
+
+class FcfsBatchFormer:
+    """BatchFormer in order of arrival at the gateway. Nobody overtakes: a request that does not fit ends the batch.
+
+    Example: contexts of 900, 40 and 50 tokens arrive in this order, `max_requests` is 2: the batch is {900, 40}.
+    """
+
+    def __init__(self) -> None:
+        self._pooled: dict[RequestId, tuple[_Entry, PooledRequest]] = {}
+        self._order: list[_Entry] = []  # heap; entries of removed requests are skipped
+        self._num_insertions = 0
+
+    def insert(self, pooled: PooledRequest) -> None:
+        """See BatchFormer."""
+        assert pooled.request_id not in self._pooled, "a request pooled twice"
+        self._num_insertions += 1
+        entry = (pooled.arrival_s, pooled.request_id, self._num_insertions)
+        self._pooled[pooled.request_id] = (entry, pooled)
+        heapq.heappush(self._order, entry)
+
+    def remove(self, request_id: RequestId) -> None:
+        """See BatchFormer."""
+        del self._pooled[request_id]
+
+    def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
+        """See BatchFormer."""
+        chosen: list[PooledRequest] = []
+        examined: list[_Entry] = []
+        num_blocks = 0
+        while len(chosen) < limits.max_requests and (pooled := self._pop(examined)) is not None:
+            num_blocks += pooled.num_blocks
+            if num_blocks > limits.max_blocks:
+                break
+            chosen.append(pooled)
+        for entry in examined:
+            heapq.heappush(self._order, entry)
+        return batch_of(chosen) if chosen else None
+
+    def _pop(self, examined: list[_Entry]) -> PooledRequest | None:
+        """The next request still pooled; its entry is noted in `examined` so that it can be put back."""
+        while self._order:
+            entry = heapq.heappop(self._order)
+            current = self._pooled.get(entry[1])
+            if current is not None and current[0] == entry:
+                examined.append(entry)
+                return current[1]
+        return None

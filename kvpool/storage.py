@@ -1,0 +1,62 @@
+"""The pool at work: the arena it owns, and the room in which its logic runs."""
+
+import os
+from pathlib import Path
+
+from alignedserve.config.sections import PoolConfig
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.messages.events import CommonEvent
+from alignedserve.messages.links import ArenaOffered, PoolInbound
+from alignedserve.messages.wire import Codec
+from alignedserve.runtime.arena import ARENA_SUFFIX, Arena
+from alignedserve.runtime.links import Identity
+from alignedserve.runtime.room import Room
+from kvpool.logic import PoolLogic, StampBlocks
+from kvpool.policies import make_batch_former
+
+
+class KvPool:
+    """One node's pool. `arena_path` lies in a memory file system; its file lives as long as this object."""
+
+    def __init__(self, *, config: PoolConfig, layout: BlockLayout, arena_path: Path, identity: Identity) -> None:
+        num_blocks = config.memory_bytes // layout.block_bytes
+        if num_blocks < 1:
+            raise NotEnoughMemory(
+                f"pool.memory_bytes is {config.memory_bytes}, but one block of this model takes {layout.block_bytes}"
+            )
+        self._arena = Arena.create(arena_path, layout, num_blocks)
+        offered = ArenaOffered(str(arena_path), num_blocks, layout.block_bytes, layout.digest().hex())
+        logic = PoolLogic(
+            arena=offered,
+            block_size=layout.block_size,
+            batch_former=make_batch_former(config.batching),
+            lease_s=config.lease_s,
+        )
+        self._room: Room[CommonEvent, StampBlocks] = Room(logic, identity, Codec(PoolInbound), self._stamp)
+
+    async def start(self, *, listen_at: str, router_at: str) -> None:
+        """Accept workers and introduce ourselves to the router."""
+        await self._room.switchboard.listen(listen_at)
+        self._room.switchboard.dial(router_at)
+
+    async def close(self) -> None:
+        """Drop the links and give the memory back."""
+        await self._room.close()
+        self._arena.close(unlink=True)
+
+    def _stamp(self, command: StampBlocks) -> None:
+        self._arena.stamp(command.block_ids, command.generation)
+
+
+def arena_folder() -> Path:
+    """Where arenas lie: the machine's memory file system."""
+    shared_memory = Path("/dev/shm")  # noqa: S108  (a memory file system, files made with O_EXCL and mode 0600)
+    if not os.access(shared_memory, os.W_OK):
+        raise NotEnoughMemory(f"{shared_memory} is not writable; the KV pool keeps its blocks there")
+    return shared_memory
+
+
+def arena_path(cluster_id: str, pool_name: str) -> Path:
+    """The arena file of this pool of this cluster."""
+    return arena_folder() / f"alignedserve-{cluster_id}-{pool_name}{ARENA_SUFFIX}"

@@ -1,0 +1,377 @@
+"""What the router decides: admission, the order of prefills, placement, and when a batch is formed for whom.
+
+The life of a request in the router:
+1. SubmitRequest: admitted into the bounded queue, or rejected with the time after which to come back.
+2. As soon as a worker has room it gets PrefillRequest, in the order of the policy; it emits the first token itself.
+3. RequestPooled: the blocks lie in a pool. (A colocated worker keeps the request: PrefillCompleted moves it on.)
+4. When a decode worker wants work, the pool is told to form a batch for it; BatchFormed says who went.
+5. RequestFinished ends it. RequestPreempted sends it back to the queue, to be recomputed.
+Whoever holds a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
+asks it (RequestInterrupted) and goes on from its answer (ResumeRequest). The router never sees a token or a block.
+"""
+
+from collections.abc import Iterable
+
+from alignedserve.config.sections import RouterConfig
+from alignedserve.core.blocks import blocks_for
+from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.core.lifecycle import Stage
+from alignedserve.core.request import Request
+from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, Ticked
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.links import (
+    AbortRequest,
+    BatchFormed,
+    DropRequest,
+    FailureKind,
+    FormBatch,
+    PoolLoad,
+    PoolRegistered,
+    PrefillCompleted,
+    PrefillRequest,
+    RequestFailed,
+    RequestFinished,
+    RequestInterrupted,
+    RequestPooled,
+    RequestPreempted,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+    WorkerLoad,
+    WorkerRegistered,
+)
+from alignedserve.messages.wire import Message
+from router.policies.forecast import DrainForecast, OutputLengthForecast
+from router.policies.prefill_order import PrefillOrder
+from router.prefill_queue import PrefillQueue
+from router.state import PoolRecord, TrackedRequest, WorkerRecord
+from router.status import Counters, status_of
+
+# Share of a decode worker's blocks that granted, not yet admitted requests may need (design, section 3: max_blocks).
+_CANDIDATE_SHARE = 0.4
+_TICKS_PER_STATUS = 4
+
+
+class RouterLogic:
+    """Every request that was accepted and is not over, every worker and pool, and the queue between them."""
+
+    def __init__(self, *, config: RouterConfig, order: PrefillOrder) -> None:
+        self._config = config
+        self._queue = PrefillQueue(order)
+        self._requests: dict[RequestId, TrackedRequest] = {}
+        self._workers: dict[str, WorkerRecord] = {}
+        self._pools: dict[str, PoolRecord] = {}
+        self._gateways: dict[str, None] = {}
+        self._lengths = OutputLengthForecast()
+        self._drain = DrainForecast()
+        self._counters = Counters()
+        self._next_batch = 1
+        self._num_ticks = 0
+
+    def on_event(self, event: CommonEvent, now: float) -> list[Send]:
+        """Same state, event and now always give the same commands. Touches nothing outside self."""
+        match event:
+            case Received(peer, message):
+                commands = self._on_message(peer, message, now)
+            case PeerLinked(role, peer):
+                if role is Role.GATEWAY:
+                    self._gateways[peer] = None
+                commands = []
+            case PeerLost(_, peer):
+                commands = self._on_lost(peer)
+            case Ticked():
+                return self._on_tick()
+        return commands + self._dispatch_prefills() + self._form_batches()
+
+    # --- messages
+
+    def _on_message(self, peer: str, message: Message, now: float) -> list[Send]:
+        match message:
+            case SubmitRequest():
+                return self._submit(peer, message.request)
+            case ResumeRequest():
+                return self._resume(peer, message)
+            case AbortRequest():
+                return self._abort(message.request_id)
+            case WorkerRegistered() | PoolRegistered():
+                self._register(peer, message)
+            case PrefillCompleted():
+                self._prefill_completed(peer, message, now)
+            case RequestPooled():
+                return self._pooled(peer, message.request_id)
+            case BatchFormed():
+                return self._batch_formed(message)
+            case RequestFinished():
+                self._finished(message)
+            case RequestPreempted():
+                return self._preempted(message)
+            case RequestFailed():
+                return self._failed(message)
+            case WorkerLoad():
+                if peer in self._workers:
+                    self._workers[peer].load = message
+            case PoolLoad():
+                if peer in self._pools:
+                    self._pools[peer].num_blocks_used = message.num_blocks_used
+            case _:
+                raise AssertionError(f"the router does not take {type(message).__name__}")
+        return []
+
+    def _submit(self, gateway: str, request: Request) -> list[Send]:
+        rejection = self._rejection(request)
+        if rejection is not None:
+            return [Send(gateway, rejection)]
+        self._track(gateway, request, ())
+        return []
+
+    def _rejection(self, request: Request) -> RequestRejected | RequestFailed | None:
+        if request.request_id in self._requests:
+            return RequestRejected(request.request_id, "this request is already being served", 0.0)
+        if self._can_never_fit(request):
+            reason = "its context needs more cache blocks than any worker or pool of this cluster has"
+            return RequestFailed(request.request_id, FailureKind.UNSERVABLE, reason)
+        is_full = (
+            len(self._queue) >= self._config.max_queued_requests
+            or self._queue.num_tokens + request.prompt_len > self._config.max_queued_tokens
+        )
+        if not is_full:
+            return None
+        retry_after_s = self._drain.seconds_for(self._queue.num_tokens)
+        return RequestRejected(request.request_id, "the queue is full", retry_after_s)
+
+    def _can_never_fit(self, request: Request) -> bool:
+        """Whether no worker that decodes could hold it at its longest (none registered yet: we do not know)."""
+        decoders = [worker.registered for worker in self._workers.values() if worker.registered.can_decode]
+        if not decoders:
+            return False
+        return all(blocks_for(request.max_context_len, known.block_size) > known.num_blocks for known in decoders)
+
+    def _track(self, gateway: str, request: Request, generated_token_ids: tuple[int, ...]) -> None:
+        tracked = TrackedRequest(request, gateway, self._lengths.predict(request))
+        tracked.generated_token_ids = generated_token_ids
+        self._requests[request.request_id] = tracked
+        self._enqueue(tracked)
+
+    def _enqueue(self, tracked: TrackedRequest) -> None:
+        self._queue.push(tracked.request, tracked.num_prefill_tokens)
+
+    def _resume(self, gateway: str, message: ResumeRequest) -> list[Send]:
+        request_id = message.request.request_id
+        tracked = self._requests.get(request_id)
+        if tracked is None:  # accepted by a router before this one
+            self._track(gateway, message.request, message.generated_token_ids)
+        elif tracked.stage is Stage.QUEUED and tracked.gateway == gateway:
+            self._queue.discard(request_id)
+            tracked.generated_token_ids = message.generated_token_ids
+            self._enqueue(tracked)
+        return []
+
+    def _abort(self, request_id: RequestId) -> list[Send]:
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return []
+        return self._let_go(tracked, Stage.ABORTED)
+
+    def _register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> None:
+        if isinstance(message, PoolRegistered):
+            self._pools[peer] = PoolRecord(peer, message.num_blocks)
+        else:
+            self._workers[peer] = WorkerRecord(peer, message)
+
+    def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> None:
+        worker = self._workers.get(peer)
+        tracked = self._requests.get(message.request_id)
+        if worker is None or worker.prefilling.pop(message.request_id, None) is None:
+            return
+        self._observe_drain(message.num_tokens, now)
+        if worker.registered.can_decode and tracked is not None and tracked.stage is Stage.PREFILLING:
+            tracked.move(Stage.DECODING, peer)
+            worker.decoding.add(message.request_id)
+
+    def _observe_drain(self, num_tokens: int, now: float) -> None:
+        if len(self._queue):
+            self._drain.observe(num_tokens, now)
+        else:
+            self._drain.idle()
+
+    def _pooled(self, pool: str, request_id: RequestId) -> list[Send]:
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.stage is not Stage.PREFILLING or pool not in self._pools:
+            return [Send(pool, DropRequest(request_id))]
+        tracked.move(Stage.POOLED, pool)
+        self._pools[pool].num_pooled += 1
+        return []
+
+    def _batch_formed(self, message: BatchFormed) -> list[Send]:
+        worker = self._workers.get(message.worker)
+        if worker is not None and worker.forming == message.batch_id:
+            worker.forming = None
+        commands = []
+        for request_id in message.request_ids:
+            commands += self._granted(request_id, worker, message.worker)
+        return commands
+
+    def _granted(self, request_id: RequestId, worker: WorkerRecord | None, worker_name: str) -> list[Send]:
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.stage is not Stage.POOLED:
+            # It ended while the batch was being formed.
+            return [Send(worker_name, AbortRequest(request_id))]
+        self._pools[tracked.holder or ""].num_pooled -= 1
+        tracked.move(Stage.DECODING, worker_name)
+        if worker is None:
+            return self._interrupt([tracked])
+        worker.decoding.add(request_id)
+        return []
+
+    def _finished(self, message: RequestFinished) -> None:
+        tracked = self._requests.get(message.request_id)
+        # The report can overtake the pool's BatchFormed. One about a request that was taken back comes too late.
+        if tracked is not None and tracked.stage is not Stage.QUEUED:
+            self._lengths.observe(tracked.request, message.num_generated)
+            self._end(tracked, Stage.FINISHED)
+
+    def _preempted(self, message: RequestPreempted) -> list[Send]:
+        tracked = self._requests.get(message.request.request_id)
+        if tracked is None or tracked.stage is Stage.QUEUED:
+            return []
+        self._counters.count_preemption(is_refused=message.handoff_refused)
+        self._forget_holder(tracked)
+        tracked.move(Stage.QUEUED)
+        tracked.generated_token_ids = message.generated_token_ids
+        tracked.num_requeues += message.handoff_refused
+        if tracked.num_requeues > self._config.max_requeues:
+            return self._give_up(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
+        self._enqueue(tracked)
+        return []
+
+    def _failed(self, message: RequestFailed) -> list[Send]:
+        tracked = self._requests.get(message.request_id)
+        if tracked is None:
+            return []
+        return self._give_up(tracked, message.kind, message.reason)
+
+    # --- losses
+
+    def _on_lost(self, peer: str) -> list[Send]:
+        self._gateways.pop(peer, None)
+        orphans = [tracked for tracked in self._requests.values() if tracked.gateway == peer]
+        commands = [command for tracked in orphans for command in self._let_go(tracked, Stage.ABORTED)]
+        if peer not in self._workers and peer not in self._pools:
+            return commands
+        held = [tracked for tracked in self._requests.values() if tracked.holder == peer]
+        commands += self._interrupt(held)
+        self._workers.pop(peer, None)
+        self._pools.pop(peer, None)
+        return commands
+
+    def _interrupt(self, lost: Iterable[TrackedRequest]) -> list[Send]:
+        """Take requests back from whoever held them; their gateways say how far they got."""
+        commands = []
+        for tracked in lost:
+            self._forget_holder(tracked)
+            tracked.move(Stage.QUEUED)
+            tracked.num_requeues += 1
+            if tracked.num_requeues > self._config.max_requeues:
+                commands += self._give_up(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
+            else:
+                commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
+        return commands
+
+    def _let_go(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
+        """End a request and tell whoever holds it to free what it holds."""
+        request_id, holder, was = tracked.request.request_id, tracked.holder, tracked.stage
+        self._end(tracked, stage)
+        if holder is None:
+            return []
+        if was is Stage.POOLED:
+            return [Send(holder, DropRequest(request_id))]
+        # A prefill worker may have handed its blocks over already; the pool is told as well.
+        pools = [worker.registered.pool_name for worker in self._workers.values() if worker.name == holder]
+        drops = [Send(pool, DropRequest(request_id)) for pool in pools if was is Stage.PREFILLING]
+        return [Send(holder, AbortRequest(request_id)), *drops]
+
+    def _give_up(self, tracked: TrackedRequest, kind: FailureKind, reason: str) -> list[Send]:
+        failed = RequestFailed(tracked.request.request_id, kind, reason)
+        return [*self._let_go(tracked, Stage.FAILED), Send(tracked.gateway, failed)]
+
+    def _end(self, tracked: TrackedRequest, stage: Stage) -> None:
+        self._forget_holder(tracked)
+        self._queue.discard(tracked.request.request_id)
+        tracked.move(stage)
+        del self._requests[tracked.request.request_id]
+
+    def _forget_holder(self, tracked: TrackedRequest) -> None:
+        request_id = tracked.request.request_id
+        worker = self._workers.get(tracked.holder or "")
+        if worker is not None:
+            worker.prefilling.pop(request_id, None)
+            worker.decoding.discard(request_id)
+        if tracked.stage is Stage.POOLED and tracked.holder in self._pools:
+            self._pools[tracked.holder].num_pooled -= 1
+
+    # --- placement
+
+    def _dispatch_prefills(self) -> list[Send]:
+        """Keep every worker that prefills supplied, the least loaded first; the rest waits here, still in order."""
+        commands: list[Send] = []
+        while (worker := self._least_loaded_prefiller()) is not None:
+            request_id = self._next_prefill_for(worker)
+            if request_id is None:
+                break
+            tracked = self._requests[request_id]
+            tracked.move(Stage.PREFILLING, worker.name)
+            worker.prefilling[request_id] = tracked.num_prefill_tokens
+            commands.append(Send(worker.name, PrefillRequest(tracked.request, tracked.generated_token_ids)))
+        return commands
+
+    def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
+        room = self._config.max_prefill_tokens_per_worker - worker.num_prefill_tokens
+        # A prompt longer than the whole allowance goes to a worker that has nothing else.
+        return self._queue.pop_if(lambda num_tokens: num_tokens <= room or not worker.prefilling)
+
+    def _least_loaded_prefiller(self) -> WorkerRecord | None:
+        able = [worker for worker in self._workers.values() if worker.registered.can_prefill and _has_room(worker)]
+        return min(able, key=lambda worker: (worker.num_prefill_tokens, worker.name), default=None)
+
+    def _form_batches(self) -> list[Send]:
+        """Ask the pools for batches on behalf of decode workers that will soon have room, the emptiest first."""
+        commands: list[Send] = []
+        for worker in sorted(self._workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
+            pool = self._pools.get(worker.registered.pool_name)
+            if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill or worker.forming is not None:
+                continue
+            max_requests, max_blocks = self._appetite(worker, pool)
+            if max_requests > 0 and max_blocks > 0:
+                worker.forming = BatchId(self._next_batch)
+                self._next_batch += 1
+                form = FormBatch(worker.forming, WorkerName(worker.name), max_blocks, max_requests)
+                commands.append(Send(pool.name, form))
+        return commands
+
+    def _appetite(self, worker: WorkerRecord, pool: PoolRecord) -> tuple[int, int]:
+        """How many more requests and blocks to grant: what fits, and a few candidates ahead of need."""
+        peers = sum(
+            other.registered.can_decode and other.registered.pool_name == pool.name for other in self._workers.values()
+        )
+        fair_share = -(-pool.num_pooled // peers)
+        wanted = worker.registered.max_running + self._config.candidate_requests - len(worker.decoding)
+        if not worker.decoding:
+            return min(wanted, fair_share), worker.registered.num_blocks
+        candidate_blocks = worker.load.num_candidate_blocks if worker.load is not None else 0
+        return min(wanted, fair_share), int(_CANDIDATE_SHARE * worker.registered.num_blocks) - candidate_blocks
+
+    # --- status
+
+    def _on_tick(self) -> list[Send]:
+        self._num_ticks += 1
+        if self._num_ticks % _TICKS_PER_STATUS:
+            return []
+        status = status_of(self._requests.values(), self._workers.values(), self._pools.values(), self._counters)
+        return [Send(gateway, status) for gateway in self._gateways]
+
+
+def _has_room(worker: WorkerRecord) -> bool:
+    """A colocated worker takes no more requests than it can run; others are bounded by tokens alone."""
+    if not worker.registered.can_decode:
+        return True
+    return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running

@@ -1,0 +1,19 @@
+"""The router's policies by name."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from alignedserve.core.errors import ConfigError
+from router.policies.prefill_order import FcfsOrder, LeastSlackOrder, PrefillOrder
+
+PREFILL_ORDERS: Mapping[str, Callable[[], PrefillOrder]] = MappingProxyType(
+    {"fcfs": FcfsOrder, "least_slack": LeastSlackOrder}
+)
+
+
+def make_prefill_order(name: str) -> PrefillOrder:
+    """Raises ConfigError listing the valid names."""
+    if name not in PREFILL_ORDERS:
+        known = ", ".join(sorted(PREFILL_ORDERS))
+        raise ConfigError(f"router.prefill_order: unknown order {name!r}; known: {known}")
+    return PREFILL_ORDERS[name]()

@@ -1,0 +1,50 @@
+"""What the router expects: how long answers get, and how soon the queue drains."""
+
+from alignedserve.core.request import Request, RequestClass
+
+_WINDOW = 64.0  # observations that weigh in a running mean
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 120.0
+
+
+class OutputLengthForecast:
+    """Mean output length of recent requests of the same class, never above the request's own limit."""
+
+    def __init__(self) -> None:
+        self._mean: dict[RequestClass, float] = {}
+
+    def predict(self, request: Request) -> float:
+        """Expected output tokens."""
+        limit = float(request.sampling.max_tokens)
+        return min(limit, self._mean.get(request.request_class, limit))
+
+    def observe(self, request: Request, num_generated: int) -> None:
+        """Learn from a finished request."""
+        mean = self._mean.get(request.request_class, float(num_generated))
+        self._mean[request.request_class] = mean + (num_generated - mean) / _WINDOW
+
+
+class DrainForecast:
+    """When a queue of tokens will have drained, from the rate at which tokens were worked off while any waited."""
+
+    def __init__(self) -> None:
+        self._tokens_per_s: float | None = None
+        self._last_s: float | None = None
+
+    def observe(self, num_tokens: int, now: float) -> None:
+        """`num_tokens` were worked off since the last call."""
+        if self._last_s is not None and now > self._last_s:
+            rate = num_tokens / (now - self._last_s)
+            known = self._tokens_per_s
+            self._tokens_per_s = rate if known is None else known + (rate - known) / 8.0
+        self._last_s = now
+
+    def idle(self) -> None:
+        """Nothing waited: the next interval says nothing about the rate."""
+        self._last_s = None
+
+    def seconds_for(self, num_tokens: int) -> float:
+        """Predicted seconds for this many tokens, between 1 and 120 s; 1 s while no rate is known."""
+        if not self._tokens_per_s:
+            return _MIN_RETRY_S
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, num_tokens / self._tokens_per_s))

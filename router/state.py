@@ -1,0 +1,63 @@
+"""The router's records: what it tracks of each request, worker and pool."""
+
+from dataclasses import dataclass, field
+
+from alignedserve.core.ids import BatchId, RequestId
+from alignedserve.core.lifecycle import Stage, advance
+from alignedserve.core.request import Request
+from alignedserve.messages.links import WorkerLoad, WorkerRegistered
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """Progress of one accepted request. It exists from admission until its terminal stage."""
+
+    request: Request
+    gateway: str
+    predicted_output_len: float
+    stage: Stage = Stage.QUEUED
+    holder: str | None = None  # the worker or pool that has it; None while queued
+    generated_token_ids: tuple[int, ...] = ()  # known here only when they must be recomputed
+    num_requeues: int = 0
+
+    def move(self, stage: Stage, holder: str | None = None) -> None:
+        """Take a legal step of the lifecycle."""
+        self.stage = advance(self.stage, stage)
+        self.holder = holder
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that a prefill worker has to compute for it."""
+        return self.request.prompt_len + len(self.generated_token_ids)
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """One registered worker and what it was given."""
+
+    name: str
+    registered: WorkerRegistered
+    load: WorkerLoad | None = None
+    prefilling: dict[RequestId, int] = field(default_factory=dict)  # tokens handed over and not reported computed
+    decoding: set[RequestId] = field(default_factory=set)  # running or candidates there; membership only
+    forming: BatchId | None = None  # an unanswered FormBatch
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens that it has still to compute."""
+        return sum(self.prefilling.values())
+
+    @property
+    def num_blocks_used(self) -> int:
+        """As last reported."""
+        return self.registered.num_blocks - self.load.num_free_blocks if self.load is not None else 0
+
+
+@dataclass(slots=True)
+class PoolRecord:
+    """One registered pool."""
+
+    name: str
+    num_blocks: int
+    num_blocks_used: int = 0
+    num_pooled: int = 0  # by the router's own count: RequestPooled less BatchFormed and drops

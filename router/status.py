@@ -1,0 +1,47 @@
+"""Counts for /metrics and /ready, made from the router's records."""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from alignedserve.core.lifecycle import Stage
+from alignedserve.messages.links import ClusterStatus
+from router.state import PoolRecord, TrackedRequest, WorkerRecord
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the router started."""
+
+    num_preemptions: int = 0
+    num_handoffs_refused: int = 0
+
+    def count_preemption(self, *, is_refused: bool) -> None:
+        """One request went back to the queue: its handoff was refused, or there was no room."""
+        self.num_handoffs_refused += is_refused
+        self.num_preemptions += not is_refused
+
+
+def status_of(
+    requests: Collection[TrackedRequest],
+    workers: Collection[WorkerRecord],
+    pools: Collection[PoolRecord],
+    counters: Counters,
+) -> ClusterStatus:
+    """The cluster in numbers, now."""
+    stages = Counter(tracked.stage for tracked in requests)
+    return ClusterStatus(
+        num_queued=stages[Stage.QUEUED],
+        num_prefilling=stages[Stage.PREFILLING],
+        num_pooled=stages[Stage.POOLED],
+        num_decoding=stages[Stage.DECODING],
+        num_prefill_workers=sum(worker.registered.can_prefill for worker in workers),
+        num_decode_workers=sum(worker.registered.can_decode for worker in workers),
+        num_pool_blocks=sum(pool.num_blocks for pool in pools),
+        num_pool_blocks_used=sum(pool.num_blocks_used for pool in pools),
+        num_worker_blocks=sum(worker.registered.num_blocks for worker in workers),
+        num_worker_blocks_used=sum(worker.num_blocks_used for worker in workers),
+        num_preemptions=counters.num_preemptions,
+        num_handoffs_verified=sum(worker.load.num_handoffs_verified for worker in workers if worker.load is not None),
+        num_handoffs_refused=counters.num_handoffs_refused,
+    )
