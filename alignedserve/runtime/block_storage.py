@@ -1,0 +1,137 @@
+"""The memory of KV blocks on one device.
+
+Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim]: one block is one contiguous run
+of bytes, which pool and transports copy as a whole (docs/decisions/0002-block-layout.md).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+from torch import Tensor
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.core.ids import BlockId
+from alignedserve.runtime.dtypes import torch_dtype
+
+BlockIds = Sequence[BlockId] | npt.NDArray[np.int64]
+ByteRows = memoryview | npt.NDArray[np.uint8]
+
+
+class BlockStorage:
+    """Blocks 0 .. num_blocks - 1. Knows nothing of who owns them; content is arbitrary until written.
+
+    Raises NotEnoughMemory saying how many bytes are needed.
+    """
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        assert num_blocks >= 1, "a storage needs at least one block"
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        self._blocks = _allocate(layout, num_blocks, self.device)
+        self._bytes = self._blocks.view(torch.uint8)
+        flat = self._blocks.view(-1)
+        starts = range(0, layout.block_elements, layout.run_elements)
+        runs = [flat[start:].view(-1, layout.run_elements) for start in starts]
+        slots = [flat[start:].view(-1, layout.kv_width) for start in starts]
+        self._key_runs, self._value_runs = runs[::2], runs[1::2]
+        self._key_slots, self._value_slots = slots[::2], slots[1::2]
+
+    @property
+    def run_stride(self) -> int:
+        """Distance of the runs of consecutive blocks: block b's run is row b * run_stride of `key_runs(layer)`."""
+        return self.layout.runs_per_block
+
+    @property
+    def slot_stride(self) -> int:
+        """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`."""
+        return self.layout.runs_per_block * self.layout.block_size
+
+    def layer_keys(self, layer: int) -> Tensor:
+        """Keys of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
+        return self._layer_view(layer, 0)
+
+    def layer_values(self, layer: int) -> Tensor:
+        """Values of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
+        return self._layer_view(layer, 1)
+
+    def key_runs(self, layer: int) -> Tensor:
+        """Contiguous rows [.., block_size * kv_width], the first one block 0's keys of this layer; see `run_stride`."""
+        return self._key_runs[layer]
+
+    def value_runs(self, layer: int) -> Tensor:
+        """Like `key_runs`, for values."""
+        return self._value_runs[layer]
+
+    def key_slots(self, layer: int) -> Tensor:
+        """Contiguous rows [.., kv_width] that start with block 0's first key of this layer; see `slot_stride`."""
+        return self._key_slots[layer]
+
+    def value_slots(self, layer: int) -> Tensor:
+        """Like `key_slots`, for values."""
+        return self._value_slots[layer]
+
+    def read_blocks(self, block_ids: BlockIds, out: ByteRows) -> None:
+        """Copy whole blocks out, one per row of `out`: uint8 [len(block_ids), block_bytes], writable."""
+        ids = self._checked(block_ids)
+        rows = self._byte_rows(out, len(ids))
+        assert rows.flags.writeable, "the target of read_blocks is read-only"
+        if self.device.type != "cpu":
+            rows[:] = self._bytes[torch.from_numpy(ids).to(self.device)].cpu().numpy()
+            return
+        np.take(self._bytes.numpy(), ids, axis=0, out=rows, mode="clip")
+
+    def write_blocks(self, block_ids: BlockIds, source: ByteRows) -> None:
+        """Overwrite whole blocks, one per row of `source`: uint8 [len(block_ids), block_bytes]. Ids are distinct."""
+        ids = self._checked(block_ids)
+        rows = self._byte_rows(source, len(ids))
+        if self.device.type != "cpu":
+            self._bytes[torch.from_numpy(ids).to(self.device)] = torch.from_numpy(rows.copy()).to(self.device)
+            return
+        target = self._bytes.numpy()
+        for row, block_id in enumerate(ids.tolist()):
+            target[block_id] = rows[row]
+
+    def zero_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
+        """Fill whole blocks with zeros."""
+        self._blocks.index_fill_(0, torch.from_numpy(self._checked(block_ids)).to(self.device), 0)
+
+    def zero_tail(self, block_id: BlockId, first_slot: int) -> None:
+        """Fill the token slots from `first_slot` on with zeros, on all layers."""
+        layout = self.layout
+        shape = (layout.num_layers, 2, layout.block_size, layout.kv_width)
+        self._blocks[self._checked([block_id])[0]].view(shape)[:, :, first_slot:] = 0
+
+    def _layer_view(self, layer: int, which: int) -> Tensor:
+        layout = self.layout
+        shape = (self.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        return self._blocks.view(shape)[:, layer, which]
+
+    def _checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
+        ids = np.asarray(block_ids, dtype=np.int64)
+        assert ids.ndim == 1, "block ids must be a flat list"
+        assert not len(ids) or (ids.min() >= 0 and ids.max() < self.num_blocks), "a block id outside the storage"
+        return ids
+
+    def _byte_rows(self, rows: ByteRows, count: int) -> npt.NDArray[np.uint8]:
+        array = np.frombuffer(rows, dtype=np.uint8) if isinstance(rows, memoryview) else rows
+        assert array.dtype == np.uint8, "blocks are copied as bytes (uint8)"
+        assert array.size == count * self.layout.block_bytes, "the buffer does not fit the blocks"
+        assert array.flags.c_contiguous, "the buffer must be contiguous"
+        return array.reshape(count, self.layout.block_bytes)
+
+
+def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:
+    needed = num_blocks * layout.block_bytes
+    message = f"{num_blocks} KV blocks of {layout.block_bytes} bytes need {needed} bytes on {device}"
+    if device.type == "cpu" and needed > psutil.virtual_memory().available:
+        raise NotEnoughMemory(f"{message}, more than is available; lower the number of blocks.")
+    try:
+        shape = (num_blocks, layout.block_elements)
+        return torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise NotEnoughMemory(f"{message}; lower the number of blocks.") from error

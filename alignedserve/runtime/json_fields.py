@@ -1,0 +1,126 @@
+"""Reading JSON files that come with a model: nobody vouches for them, so every field is checked for type and bounds."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from alignedserve.core.errors import ModelError, ModelNotFound
+
+
+def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in the file. Raises ModelNotFound or ModelError naming the file."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise ModelNotFound(f"{path} does not exist.") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+    if len(content) > max_bytes:
+        raise ModelError(f"{path} is larger than {max_bytes} bytes.")
+    try:
+        decoded = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON.") from error
+    if not isinstance(decoded, dict):
+        raise ModelError(f"{path} must hold a JSON object.")
+    return decoded
+
+
+class JsonFields:
+    """Typed, bounded access to one JSON object. A field that is absent or null has its default.
+
+    Every method raises ModelError naming the field when the value has the wrong type or lies out of bounds, or
+    when there is neither value nor default.
+    """
+
+    __slots__ = ("_fields", "_where")
+
+    def __init__(self, fields: dict[str, Any], where: str) -> None:
+        self._fields = fields
+        self._where = where
+
+    def has(self, name: str) -> bool:
+        """Whether the field is present and not null."""
+        return self._fields.get(name) is not None
+
+    def is_present(self, name: str) -> bool:
+        """Whether the field is present, null included."""
+        return name in self._fields
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """A whole number in low..high."""
+        value = self._value(name, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.error(name, "must be a whole number")
+        if not low <= value <= high:
+            raise self.error(name, f"must be between {low} and {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in low..high."""
+        value = self._value(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise self.error(name, "must be a number")
+        if not low <= value <= high or not math.isfinite(value):
+            raise self.error(name, f"must be between {low:g} and {high:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "must be true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string of at most 200 characters."""
+        value = self._value(name, default)
+        if not isinstance(value, str) or len(value) > 200:
+            raise self.error(name, "must be a short string")
+        return value
+
+    def section(self, name: str) -> "JsonFields | None":
+        """A nested object, or None when it is absent."""
+        if not self.has(name):
+            return None
+        value = self._fields[name]
+        if not isinstance(value, dict):
+            raise self.error(name, "must be an object")
+        return JsonFields(value, f"{self._where}, {name}")
+
+    def texts(self, name: str, max_entries: int) -> tuple[str, ...]:
+        """A list of strings; empty when the field is absent."""
+        value = self._fields.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or len(value) > max_entries or not all(isinstance(item, str) for item in value):
+            raise self.error(name, f"must be a list of at most {max_entries} strings")
+        return tuple(value)
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id or a list of them; empty when the field is absent."""
+        value = self._fields.get(name)
+        if value is None:
+            return ()
+        values: Sequence[Any] = value if isinstance(value, list) else [value]
+        if len(values) > 256 or not all(_is_token_id(item, vocab_size) for item in values):
+            raise self.error(name, "must be a token id of the vocabulary or a short list of them")
+        return tuple(values)
+
+    def error(self, name: str, problem: str) -> ModelError:
+        """The error to raise for this field."""
+        return ModelError(f"{self._where}: {name} {problem}.")
+
+    def _value(self, name: str, default: object) -> object:
+        value = self._fields.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(name, "is missing")
+        return value
+
+
+def _is_token_id(value: object, vocab_size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size

@@ -1,0 +1,158 @@
+"""What a model is: sizes and options of a decoder, without torch, so that gateway and CLI can read it too.
+
+`read_model_config` (model_config_reader.py) makes one from a Hugging Face folder; benchmarks write one by hand.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout
+
+
+class Family(enum.Enum):
+    """Model families by the `model_type` of config.json."""
+
+    OPT = "opt"
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    GPT_NEOX = "gpt_neox"
+
+
+class NormKind(enum.Enum):
+    """How a layer's input is normalised."""
+
+    LAYER = "layer"  # subtract the mean, divide by the deviation, scale and shift
+    RMS = "rms"  # divide by the root mean square, scale
+
+
+class Activation(enum.Enum):
+    """Nonlinearity of the feed-forward part."""
+
+    RELU = "relu"
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+
+
+class RopeScaling(enum.Enum):
+    """How rotary frequencies are stretched beyond the trained context."""
+
+    NONE = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding."""
+
+    theta: float = 10000.0
+    rotary_dim: int = 0  # leading dimensions of each head that are rotated
+    scaling: RopeScaling = RopeScaling.NONE
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # this and the two below: LLAMA3 only
+    high_freq_factor: float = 4.0
+    original_context_len: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only model. All sizes are positive and consistent (the reader checks them)."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    activation: Activation
+    norm: NormKind
+    norm_eps: float
+    embedding_size: int  # differs from hidden_size where embeddings are projected in and out
+    dtype: str  # the dtype of the files, a key of DTYPE_BYTES
+    rope: RopeConfig | None = None  # None: learned positions
+    position_offset: int = 0  # learned positions start at this row of their table
+    sliding_window: int | None = None  # a windowed layer reads this many last tokens, its own included
+    windowed_layers: tuple[int, ...] = ()
+    is_gated: bool = True  # activation(gate) * up rather than activation(up)
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    is_norm_first: bool = True
+    has_final_norm: bool = True
+    has_parallel_residual: bool = False
+    ties_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def query_width(self) -> int:
+        """Elements of one token's queries on one layer."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of one token's keys (or values) on one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights in all, tied ones once."""
+        return self.num_layers * self._layer_parameters + self._outer_parameters
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of all weights in `dtype`."""
+        return self.num_parameters * DTYPE_BYTES[dtype]
+
+    def kv_token_bytes(self, dtype: str) -> int:
+        """Bytes of one token's keys and values on all layers."""
+        return 2 * self.num_layers * self.kv_width * DTYPE_BYTES[dtype]
+
+    def hidden_token_bytes(self, dtype: str) -> int:
+        """Bytes of one token's layer inputs on all layers (the hidden cache)."""
+        return self.num_layers * self.hidden_size * DTYPE_BYTES[dtype]
+
+    def block_layout(self, block_size: int, dtype: str) -> BlockLayout:
+        """The layout of this model's blocks."""
+        return BlockLayout(
+            block_size=block_size,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+        )
+
+    @property
+    def _norm_parameters(self) -> int:
+        return self.hidden_size * (2 if self.norm is NormKind.LAYER else 1)
+
+    @property
+    def _layer_parameters(self) -> int:
+        attention = 2 * self.hidden_size * (self.query_width + self.kv_width)
+        attention += (self.query_width + 2 * self.kv_width) * self.has_qkv_bias
+        attention += self.hidden_size * self.has_output_bias + 2 * self.head_dim * self.has_qk_norm
+        num_up = 2 if self.is_gated else 1
+        mlp = (num_up + 1) * self.hidden_size * self.intermediate_size
+        mlp += (num_up * self.intermediate_size + self.hidden_size) * self.has_mlp_bias
+        return attention + mlp + 2 * self._norm_parameters
+
+    @property
+    def _outer_parameters(self) -> int:
+        embeddings = self.vocab_size * self.embedding_size * (1 if self.ties_embeddings else 2)
+        positions = 0
+        if self.rope is None:
+            positions = (self.max_position_embeddings + self.position_offset) * self.hidden_size
+        projections = 0
+        if self.embedding_size != self.hidden_size:
+            projections = 2 * self.embedding_size * self.hidden_size
+        return embeddings + positions + projections + self._norm_parameters * self.has_final_norm

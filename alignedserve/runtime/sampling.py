@@ -1,0 +1,163 @@
+"""Applies each sequence's sampling parameters to its logits. Rows that need nothing special cost one argmax."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from alignedserve.core.request import TokenLogprob
+from alignedserve.runtime.sequences import IntArray, NewSequence
+from kernels.sampling import Filters, greedy, penalise, sample, top_logprobs, uniforms
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One token per row that was asked for, in that order."""
+
+    token_ids: IntArray
+    is_usable: npt.NDArray[np.bool_]  # False: the model's logits were not numbers, the token means nothing
+    logprobs: dict[int, TokenLogprob]  # by position among the rows; only of those that asked
+
+
+class _SeenTokens:
+    """What the penalties of one sequence look at."""
+
+    __slots__ = ("counts", "is_in_prompt")
+
+    def __init__(self, sequence: NewSequence, vocab_size: int) -> None:
+        prompt = sequence.token_ids[: sequence.prompt_len]
+        generated = np.array(sequence.token_ids[sequence.prompt_len :], np.int64)
+        self.is_in_prompt = torch.zeros(vocab_size, dtype=torch.bool)
+        self.is_in_prompt[torch.tensor(prompt)] = True
+        self.counts = torch.from_numpy(np.bincount(generated, minlength=vocab_size).astype(np.int32))
+
+
+class Sampler:
+    """Sampling state of the engine's rows. A row is added before it is sampled and removed when it is freed."""
+
+    def __init__(self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._sequences: list[NewSequence | None] = [None] * max_sequences
+        self._seen: dict[int, _SeenTokens] = {}
+        self._prompt_lens = np.zeros(max_sequences, np.int64)
+        self._temperatures = np.zeros(max_sequences, np.float32)
+        self._top_ks = np.zeros(max_sequences, np.int64)
+        self._top_ps = np.ones(max_sequences, np.float32)
+        self._min_ps = np.zeros(max_sequences, np.float32)
+        self._seeds = np.zeros(max_sequences, np.int64)
+        self._min_lens = np.zeros(max_sequences, np.int64)  # shorter sequences must not stop
+        self._is_adjusted = np.zeros(max_sequences, np.bool_)  # penalties or biases change the logits
+        self._wants_logprobs = np.zeros(max_sequences, np.bool_)
+
+    def add(self, row: int, sequence: NewSequence) -> None:
+        """Take over the sequence's parameters and the tokens that it already has."""
+        params = sequence.sampling
+        self._sequences[row] = sequence
+        self._prompt_lens[row] = sequence.prompt_len
+        self._temperatures[row] = params.temperature
+        self._top_ks[row] = params.top_k
+        self._top_ps[row] = params.top_p
+        self._min_ps[row] = params.min_p
+        self._seeds[row] = params.seed
+        self._min_lens[row] = sequence.prompt_len + params.min_tokens
+        self._is_adjusted[row] = params.has_penalties or bool(params.logit_bias)
+        self._wants_logprobs[row] = params.num_logprobs is not None
+        if params.has_penalties:
+            self._seen[row] = _SeenTokens(sequence, self._vocab_size)
+
+    def remove(self, row: int) -> None:
+        """Forget the row."""
+        self._sequences[row] = None
+        self._seen.pop(row, None)
+
+    def choose(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Choice:
+        """The next token of each row.
+
+        rows [n]; num_tokens [n]: tokens that each has so far; logits [n, vocab_size] float32, left as they are.
+        """
+        adjusted = self._adjust(rows, num_tokens, logits)
+        random_at = np.flatnonzero(self._temperatures[rows] > 0.0)
+        if not len(random_at):
+            token_ids, is_usable = greedy(adjusted)
+        elif len(random_at) == len(rows):
+            token_ids, is_usable = self._sample(rows, num_tokens, adjusted)
+        else:
+            token_ids, is_usable = greedy(adjusted)
+            at = torch.from_numpy(random_at).to(logits.device)
+            token_ids[at], is_usable[at] = self._sample(rows[random_at], num_tokens[random_at], adjusted[at])
+        chosen: IntArray = token_ids.cpu().numpy()
+        for row in self._seen.keys() & set(rows.tolist()) if self._seen else ():
+            self._seen[row].counts[int(chosen[np.flatnonzero(rows == row)[0]])] += 1
+        return Choice(chosen, is_usable.cpu().numpy(), self._logprobs(rows, logits, token_ids))
+
+    def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
+        device = logits.device
+        filters = Filters(
+            torch.from_numpy(self._top_ks[rows]).to(device),
+            torch.from_numpy(self._top_ps[rows]).to(device),
+            torch.from_numpy(self._min_ps[rows]).to(device),
+        )
+        draws = torch.from_numpy(uniforms(self._seeds[rows], num_tokens - self._prompt_lens[rows])).to(device)
+        temperatures = torch.from_numpy(self._temperatures[rows]).to(device)
+        return sample(logits / temperatures[:, None], filters, draws)
+
+    def _adjust(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
+        """The logits after bias, minimum length and penalties; the same tensor when nothing applies."""
+        positions = np.flatnonzero(self._is_adjusted[rows] | (num_tokens < self._min_lens[rows]))
+        if not len(positions):
+            return logits
+        adjusted = logits.clone()
+        for position in positions.tolist():
+            row = int(rows[position])
+            adjusted[position] = self._adjust_row(row, int(num_tokens[position]), adjusted[position])
+        return adjusted
+
+    def _adjust_row(self, row: int, num_tokens: int, logits: Tensor) -> Tensor:
+        sequence = self._sequences[row]
+        assert sequence is not None, f"row {row} was never added"
+        params = sequence.sampling
+        if params.has_penalties:
+            seen = self._seen[row]
+            logits = penalise(
+                logits,
+                seen.counts.to(logits.device),
+                seen.is_in_prompt.to(logits.device),
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+            )
+        for token_id, bias in params.logit_bias:
+            if 0 <= token_id < self._vocab_size:
+                logits[token_id] += bias
+        if num_tokens < self._min_lens[row]:
+            stops = (() if params.ignore_eos else self._eos_token_ids) + params.stop_token_ids
+            logits[[stop for stop in stops if 0 <= stop < self._vocab_size]] = -float("inf")
+        return logits
+
+    def _logprobs(self, rows: IntArray, logits: Tensor, token_ids: Tensor) -> dict[int, TokenLogprob]:
+        positions = np.flatnonzero(self._wants_logprobs[rows])
+        if not len(positions):
+            return {}
+        at = torch.from_numpy(positions).to(logits.device)
+        counts = [self._num_logprobs(int(rows[position])) for position in positions.tolist()]
+        entries = logprob_entries(logits[at], token_ids[at], counts)
+        return dict(zip(positions.tolist(), entries, strict=True))
+
+    def _num_logprobs(self, row: int) -> int:
+        sequence = self._sequences[row]
+        assert sequence is not None, f"row {row} was never added"
+        return sequence.sampling.num_logprobs or 0
+
+
+def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprob]:
+    """Log-probability of each row's token and its `counts[row]` likeliest. logits [rows, vocabulary] float32."""
+    chosen, values, ids = (tensor.tolist() for tensor in top_logprobs(logits, token_ids, max(counts)))
+    return [
+        TokenLogprob(token_id, chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)))
+        for row, (token_id, count) in enumerate(zip(token_ids.tolist(), counts, strict=True))
+    ]

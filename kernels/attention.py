@@ -1,0 +1,105 @@
+"""Attention over keys and values that lie in blocks, in plain PyTorch.
+
+Decode: one query token per sequence. The blocks of a few sequences of similar length are gathered into a buffer that
+fits the cache, and one scaled dot product is taken over them. Query heads that share a key head are the rows of one
+product ("grouped view"), so that no key is read twice.
+
+Chunk: several new tokens of one sequence on top of its cached context, with a causal mask.
+
+Scores, softmax and sums are float32 whatever the dtype. Every slot that is gathered must hold finite numbers (the
+engine zeroes a block before its first use); which of them count is up to the mask.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# With fewer query rows per key head than this, 16-bit products run slower on a CPU than converting to float32 first:
+# 64 sequences x 64 tokens x 12 heads: 3.2 ms as bfloat16, 1.45 ms converted (two cores, Zen 4).
+_MIN_GROUP_16_BIT = 4
+
+
+class GatherBuffers:
+    """Buffers that grow to the largest gather and are reused: fresh memory would cost a page fault per 4 KB."""
+
+    __slots__ = ("_device", "_tensors")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """A contiguous [rows, width] buffer with arbitrary content, valid until the next call with this name."""
+        size = rows * width
+        tensor = self._tensors.get((name, dtype))
+        if tensor is None or tensor.numel() < size:
+            tensor = torch.empty(size, dtype=dtype, device=self._device)
+            self._tensors[name, dtype] = tensor
+        return tensor[:size].view(rows, width)
+
+
+def attend_decode(
+    queries: Tensor, key_runs: Tensor, value_runs: Tensor, run_ids: Tensor, mask: Tensor, buffers: GatherBuffers
+) -> Tensor:
+    """One query token for each of `sequences` sequences.
+
+    queries    [sequences, kv_heads, group, head_dim]
+    key_runs   [runs, block_size * kv_heads * head_dim]; value_runs alike
+    run_ids    [sequences * blocks] int64: the runs of each sequence's blocks, padded to the same number
+    mask       [sequences, 1, 1, blocks * block_size] float32: 0 where a slot counts, -inf elsewhere
+    returns    [sequences, kv_heads, group, head_dim], dtype of queries
+    """
+    count, kv_heads, group, head_dim = queries.shape
+    keys = _gather(key_runs, run_ids, "keys", buffers)
+    values = _gather(value_runs, run_ids, "values", buffers)
+    dtype = queries.dtype
+    if dtype != torch.float32 and queries.device.type == "cpu" and group < _MIN_GROUP_16_BIT:
+        keys = _as_float32(keys, "keys", buffers)
+        values = _as_float32(values, "values", buffers)
+        queries = queries.float()
+    else:
+        mask = mask.to(dtype)
+    shape = (count, -1, kv_heads, head_dim)
+    attended = functional.scaled_dot_product_attention(
+        queries, keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2), attn_mask=mask
+    )
+    return attended.to(dtype)
+
+
+def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Several new tokens of one sequence.
+
+    queries    [tokens, kv_heads, group, head_dim]
+    keys       [context, kv_heads, head_dim]; values alike; the new tokens are the last of the context
+    mask       [tokens, context] float32 or dtype of queries, 0 or -inf; None: context is the new tokens alone, causal
+    returns    [tokens, kv_heads, group, head_dim]
+    """
+    group = queries.shape[2]
+    # Key heads as the batch, the group as heads of stride 0: no key is copied.
+    expanded = (-1, group, -1, -1)
+    attended = functional.scaled_dot_product_attention(
+        queries.permute(1, 2, 0, 3),
+        keys.permute(1, 0, 2)[:, None].expand(expanded),
+        values.permute(1, 0, 2)[:, None].expand(expanded),
+        attn_mask=mask,
+        is_causal=mask is None,
+    )
+    return attended.permute(2, 0, 1, 3)
+
+
+def gather_context(
+    runs: Tensor, run_ids: Tensor, shape: tuple[int, int, int], name: str, buffers: GatherBuffers
+) -> Tensor:
+    """The first slots of the runs `run_ids`, as `shape` = (context_len, kv_heads, head_dim); `name` of the buffer."""
+    context_len, kv_heads, head_dim = shape
+    return _gather(runs, run_ids, name, buffers).view(-1, kv_heads, head_dim)[:context_len]
+
+
+def _gather(runs: Tensor, run_ids: Tensor, name: str, buffers: GatherBuffers) -> Tensor:
+    gathered = buffers.take(name, run_ids.shape[0], runs.shape[1], runs.dtype)
+    return torch.index_select(runs, 0, run_ids, out=gathered)
+
+
+def _as_float32(gathered: Tensor, name: str, buffers: GatherBuffers) -> Tensor:
+    rows, width = gathered.shape
+    return buffers.take(name, rows, width, torch.float32).copy_(gathered)

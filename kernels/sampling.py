@@ -1,0 +1,125 @@
+"""Choosing tokens from logits, row by row independent: what shares the batch never changes a row's result."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+# Candidates that are sorted first; rows whose choice needs more of the vocabulary are sorted whole.
+_FIRST_CANDIDATES = 256
+_NEGATIVE_INFINITY = float("-inf")
+
+
+class Filters(NamedTuple):
+    """Per row; the neutral value of each lets every token through."""
+
+    top_k: Tensor  # [rows] int64, 0: no limit
+    top_p: Tensor  # [rows] float32, 1: no limit
+    min_p: Tensor  # [rows] float32, 0: no limit
+
+
+def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per (seed, position): a hash (splitmix64 twice), so there is no state to lose or share."""
+    with np.errstate(over="ignore"):
+        mixed = _splitmix(seeds.astype(np.uint64)) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = _splitmix(mixed)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [rows, vocabulary] -> the likeliest token [rows] int64, and whether the row is usable [rows] bool.
+
+    A row that holds NaN or +inf, or nothing but -inf, is not usable: the maximum shows all three.
+    """
+    highest, token_ids = logits.max(dim=-1)
+    return token_ids, highest.isfinite()
+
+
+def sample(logits: Tensor, filters: Filters, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per row from softmax(logits) after the filters.
+
+    Filters apply in this order: min_p (probability at least min_p times the highest), top_k (the k likeliest), top_p
+    (the fewest likeliest tokens that together hold top_p of what is left). `draws` [rows] float64 in [0, 1) picks by
+    the inverse of the cumulative distribution. logits [rows, vocabulary] float32, already divided by the temperature.
+    Returns token ids [rows] int64 and whether the row is usable [rows] bool (see `greedy`).
+    """
+    highest, token_ids = logits.max(dim=-1)
+    is_usable = highest.isfinite()
+    is_filtered = (filters.top_k > 0) | (filters.top_p < 1.0) | (filters.min_p > 0.0)
+    plain = (is_usable & ~is_filtered).nonzero().squeeze(1)
+    if len(plain):
+        token_ids[plain] = _draw((logits[plain] - highest[plain, None]).exp_(), draws[plain])
+    filtered = (is_usable & is_filtered).nonzero().squeeze(1)
+    num_candidates = min(_FIRST_CANDIDATES, logits.shape[1])
+    while len(filtered):
+        chosen, is_decided = _sample_filtered(
+            logits[filtered], Filters(*(f[filtered] for f in filters)), draws[filtered], num_candidates
+        )
+        token_ids[filtered[is_decided]] = chosen[is_decided]
+        filtered = filtered[~is_decided]
+        num_candidates = logits.shape[1]
+    return token_ids, is_usable
+
+
+def _sample_filtered(logits: Tensor, filters: Filters, draws: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """Sample among the `num_candidates` likeliest; False where a row's filters would let more through."""
+    vocabulary = logits.shape[1]
+    top, token_ids = logits.topk(num_candidates, dim=-1)
+    weights = (top - top[:, :1]).exp()
+    ranks = torch.arange(num_candidates, device=logits.device)
+    limits = torch.where(filters.top_k > 0, filters.top_k, vocabulary)
+    is_kept = (ranks < limits[:, None]) & (weights >= filters.min_p[:, None])
+    is_cut_inside = ~is_kept[:, -1]
+    kept = weights * is_kept
+    total = torch.where(is_cut_inside, kept.sum(-1), (logits - top[:, :1]).exp().sum(-1))
+    before = kept.cumsum(-1) - kept
+    is_kept &= (before < (filters.top_p * total)[:, None]) | (ranks == 0)
+    is_decided = ~is_kept[:, -1] | (num_candidates == vocabulary)
+    chosen = token_ids.gather(1, _draw(weights * is_kept, draws)[:, None]).squeeze(1)
+    return chosen, is_decided
+
+
+def _draw(weights: Tensor, draws: Tensor) -> Tensor:
+    """weights [rows, width], not negative, not all 0; draws [rows] in [0, 1) -> index [rows] of a positive weight."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = draws.to(cumulative.dtype) * cumulative[:, -1]
+    # The first index whose cumulative weight exceeds the target: a weight of zero can never be it.
+    index = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    return index.clamp_(max=weights.shape[1] - 1)
+
+
+def penalise(
+    logits: Tensor, counts: Tensor, is_in_prompt: Tensor, repetition: float, frequency: float, presence: float
+) -> Tensor:
+    """One row's logits [vocabulary] float32 after the penalties.
+
+    counts [vocabulary] int32: how often each token was generated; is_in_prompt [vocabulary] bool.
+    Repetition divides positive and multiplies negative logits of every token seen in prompt or output; frequency (times
+    the count) and presence are subtracted for generated tokens, as OpenAI defines them.
+    """
+    is_generated = counts > 0
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(is_generated | is_in_prompt, scaled, logits)
+    return logits - frequency * counts - presence * is_generated
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities in the raw distribution.
+
+    logits [rows, vocabulary] float32, token_ids [rows] int64 -> that token's log-probability [rows], and the `num_top`
+    likeliest: values and ids [rows, num_top], likeliest first.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
+    values, ids = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    return chosen, values, ids

@@ -1,0 +1,76 @@
+"""Small random checkpoints of every family, written by transformers, for tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA_SIZES: dict[str, Any] = {**_SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "attention_dropout": 0.0}
+_OPT_SIZES: dict[str, Any] = {**_SIZES, "ffn_dim": 128, "dropout": 0.0, "attention_dropout": 0.0}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# Family, or family and the option that is tried: config class and its arguments.
+TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_LLAMA_SIZES, "tie_word_embeddings": False}),
+    "llama_mha": ("LlamaConfig", {**_LLAMA_SIZES, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama_mqa": ("LlamaConfig", {**_LLAMA_SIZES, "num_attention_heads": 8, "num_key_value_heads": 1}),
+    "llama_llama3_rope": ("LlamaConfig", {**_LLAMA_SIZES, "rope_parameters": _LLAMA3_ROPE}),
+    "llama_linear_rope": (
+        "LlamaConfig",
+        {**_LLAMA_SIZES, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
+    ),
+    "mistral": ("MistralConfig", {**_LLAMA_SIZES, "sliding_window": None, "head_dim": 24}),
+    "mistral_window": ("MistralConfig", {**_LLAMA_SIZES, "sliding_window": 7}),
+    "qwen2": ("Qwen2Config", {**_LLAMA_SIZES, "tie_word_embeddings": True}),
+    "qwen2_window": (
+        "Qwen2Config",
+        {**_LLAMA_SIZES, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {**_LLAMA_SIZES, "head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2}),
+    "opt": ("OPTConfig", {**_OPT_SIZES}),
+    "opt_post_norm": (
+        "OPTConfig",
+        {**_OPT_SIZES, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", {**_SIZES, "intermediate_size": 128, "tie_word_embeddings": False}),
+    "gpt_neox_serial": (
+        "GPTNeoXConfig",
+        {**_SIZES, "intermediate_size": 128, "use_parallel_residual": False, "rotary_pct": 0.5},
+    ),
+}
+
+
+def make_tiny_model(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
+    """Write a checkpoint named in TINY_MODELS into `folder` and return the same model (float32, evaluation mode)."""
+    class_name, arguments = TINY_MODELS[family]
+    config = getattr(transformers, class_name)(**arguments)
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Larger and less regular than a fresh model: biases that do something, logits that differ.
+            parameter.add_(torch.randn(parameter.shape) * (0.05 if "norm" in name or "bias" in name else 0.08))
+    model.eval()
+    model.save_pretrained(folder, safe_serialization=True)
+    return model
