@@ -20,7 +20,7 @@ from alignedserve.core.progress import finish_reason, plan_chunks
 from alignedserve.core.request import FinishReason, SampledToken
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration, group_by_gateway
+from alignedserve.messages.iterations import Addition, IterationCompleted, MapArena, RunIteration, group_by_gateway
 from alignedserve.messages.links import (
     AbortRequest,
     ArenaOffered,
@@ -39,13 +39,6 @@ from alignedserve.messages.links import (
 )
 from alignedserve.messages.wire import Message
 from decode_worker.state import Candidate, RunningRequest
-
-
-@dataclass(frozen=True, slots=True)
-class MapArena:
-    """Command: map the arena that the pool offers."""
-
-    offered: ArenaOffered
 
 
 DecodeEvent = CommonEvent | IterationCompleted

@@ -21,6 +21,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
     IterationCompleted,
+    MapArena,
     OffloadBlocks,
     RunIteration,
     group_by_gateway,
@@ -55,13 +56,6 @@ class OffloadCompleted:
     request_id: RequestId
     reserved: BlocksReserved
     runs: tuple[BlockRun, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class MapArena:
-    """Command: map the arena that the pool offers."""
-
-    offered: ArenaOffered
 
 
 PrefillEvent = CommonEvent | IterationCompleted | OffloadCompleted

@@ -87,7 +87,7 @@ class RouterConfig(Section, frozen=True):
 
     max_queued_requests: int = 1024
     max_queued_tokens: int = 2_000_000
-    prefill_order: str = "fcfs"  # name of a policy in router/policies
+    prefill_order: str = "least_slack"  # name of a policy in router/policies
     max_prefill_tokens_per_worker: int = 8192  # handed to one worker and not yet computed; the rest waits in the router
     candidate_requests: int = 16  # granted to a decode worker ahead of need, at most
     max_requeues: int = 3  # after that a request fails

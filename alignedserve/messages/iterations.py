@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import Request, SampledToken, TokenLogprob
 from alignedserve.messages.events import SendTo
-from alignedserve.messages.links import BlocksReserved, Handoff, TokenDelta, TokensEmitted
+from alignedserve.messages.links import ArenaOffered, BlocksReserved, Handoff, TokenDelta, TokensEmitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,13 @@ class OffloadBlocks:
     request_id: RequestId
     block_ids: tuple[BlockId, ...]  # in the worker's storage
     reserved: BlocksReserved
+
+
+@dataclass(frozen=True, slots=True)
+class MapArena:
+    """Command: map the arena that the pool offers; leases of an earlier one are void."""
+
+    offered: ArenaOffered
 
 
 def group_by_gateway(deltas: list[tuple[str, TokenDelta]]) -> list[SendTo]:

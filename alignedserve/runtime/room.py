@@ -17,12 +17,13 @@ TICK_S = 0.25
 
 EventT = TypeVar("EventT", contravariant=True)
 CommandT = TypeVar("CommandT")
+DecidedT = TypeVar("DecidedT", covariant=True)
 
 
-class Logic(Protocol[EventT, CommandT]):
+class Logic(Protocol[EventT, DecidedT]):
     """Decides. Same state, event and now always give the same commands; touches nothing outside itself."""
 
-    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | CommandT]:
+    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | DecidedT]:
         """What to do about this event at this time (seconds, monotonic)."""
 
 

@@ -49,7 +49,7 @@ class ShmTransfer:
         for first, count in neighbours(arena_block_ids):
             destination = self._arena.blocks[first : first + count]
             self._storage.read_blocks(storage_block_ids[copied : copied + count], destination)
-            runs.append(BlockRun(first, count, xxhash.xxh3_64_intdigest(destination)))
+            runs.append(BlockRun(first, count, xxhash.xxh3_64_intdigest(destination.data)))
             copied += count
         return tuple(runs)
 
@@ -66,7 +66,7 @@ class ShmTransfer:
         copied = 0
         for run in handoff.runs:
             source = self._arena.blocks[run.first_block : run.first_block + run.num_blocks]
-            if xxhash.xxh3_64_intdigest(source) != run.checksum:
+            if xxhash.xxh3_64_intdigest(source.data) != run.checksum:
                 raise HandoffRejected("a checksum does not hold")
             self._storage.write_blocks(storage_block_ids[copied : copied + run.num_blocks], source)
             copied += run.num_blocks
