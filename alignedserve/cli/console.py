@@ -1,0 +1,70 @@
+"""What the commands share to talk to the person at the terminal: results on stdout, all else on stderr."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from alignedserve.core.errors import AlignedServeError, ConfigError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+_TABLE_WIDTH = 120  # when the output is a file, where rich would assume 80 columns
+
+
+def results() -> Console:
+    """Where results go. Made anew each time, as tests replace the streams."""
+    return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH, highlight=False)
+
+
+def notes() -> Console:
+    """Where progress and remarks go."""
+    return Console(stderr=True, highlight=False)
+
+
+def print_error(error: AlignedServeError | str) -> None:
+    """One line on stderr."""
+    line = " ".join(str(error).split())
+    print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def exit_code(error: AlignedServeError) -> int:
+    """2 for what the command line or the config file says, 1 for everything else."""
+    return USAGE_ERROR if isinstance(error, ConfigError) else FAILURE
+
+
+def progress() -> Progress:
+    """A progress bar on stderr; nothing where stderr is not a terminal."""
+    console = notes()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+        refresh_per_second=4,  # drawing costs CPU that the measured system may need
+    )
+
+
+def write_json(document: bytes, target: str) -> None:
+    """To a file, or to stdout when `target` is a dash. Raises ConfigError."""
+    if target == "-":
+        sys.stdout.write(document.decode())
+        sys.stdout.flush()
+        return
+    try:
+        Path(target).write_bytes(document)
+    except OSError as error:
+        raise ConfigError(f"--json {target}: cannot be written: {error.strerror}") from error
+
+
+def printable(text: str) -> str:
+    """The text without control characters, so that a model's answer cannot command the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(character for character in text if character in "\n\t" or character.isprintable())
