@@ -40,7 +40,6 @@ from alignedserve.messages.links import (
 from alignedserve.messages.wire import Message
 from decode_worker.state import Candidate, RunningRequest
 
-
 DecodeEvent = CommonEvent | IterationCompleted
 DecodeCommand = Send | SendTo | RunIteration | MapArena
 

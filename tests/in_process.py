@@ -1,0 +1,292 @@
+"""All rooms of a cluster on one event loop, over real sockets, with a small model of random weights."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from alignedserve.config.sections import (
+    ClusterConfig,
+    DecodeWorkerConfig,
+    EngineConfig,
+    ModelSectionConfig,
+    PoolConfig,
+    PrefillWorkerConfig,
+    Topology,
+)
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.links import (
+    AbortRequest,
+    ClusterStatus,
+    GatewayInbound,
+    PromptScored,
+    RequestFailed,
+    RequestInterrupted,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+    TokensEmitted,
+    WorkerRegistered,
+)
+from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.addresses import ROUTER, AddressBook
+from alignedserve.runtime.engine import Engine, NewSequence, StepSlice
+from alignedserve.runtime.links import Identity, Peer
+from alignedserve.runtime.served_model import ServedModel, resolve_model
+from alignedserve.runtime.switchboard import Switchboard
+from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
+from decode_worker.runner import DecodeWorker
+from kvpool.storage import KvPool
+from prefill_worker.runner import PrefillWorker
+from router.service import Router
+
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+
+
+def small_config(folder: Path, *, pool_blocks: int = 256, decode_blocks: int = 256, **changes: object) -> ClusterConfig:
+    """A config for the tiny model; sizes are given in blocks of 8 tokens."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    block_bytes = 2 * 2 * 8 * 2 * 8 * 4
+    return ClusterConfig(
+        model=ModelSectionConfig(path=str(folder), random_weights=True),
+        engine=EngineConfig(block_size=8, threads_per_worker=1),
+        pool=PoolConfig(memory_bytes=pool_blocks * block_bytes),
+        prefill=PrefillWorkerConfig(memory_bytes=256 * block_bytes, max_tokens_per_iteration=64),
+        decode=DecodeWorkerConfig(memory_bytes=decode_blocks * block_bytes, max_running=16),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+@dataclass
+class Answer:
+    """What the gateway got for one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_scores: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    failure: RequestFailed | RequestRejected | None = None
+    num_repeats: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    first_token: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ClientGateway:
+    """A gateway without HTTP: submits requests and collects what comes back, resuming what is interrupted."""
+
+    def __init__(self, address: str, router_at: str, identity: Identity) -> None:
+        self.address = address
+        self.status: ClusterStatus | None = None
+        self.answers: dict[str, Answer] = {}
+        self._requests: dict[str, Request] = {}
+        self._router_at = router_at
+        self._board = Switchboard(identity, Codec(GatewayInbound), self)
+        self._numbers = itertools.count()
+        self.linked = asyncio.Event()
+
+    async def start(self) -> None:
+        await self._board.listen(self.address)
+        self._board.dial(self._router_at)
+        async with asyncio.timeout(5):
+            await self.linked.wait()
+
+    def submit(self, prompt: list[int], sampling: SamplingParams) -> Answer:
+        request_id = RequestId(f"r{next(self._numbers)}")
+        request = Request(request_id, tuple(prompt), sampling, self.address, time.monotonic())
+        self._requests[request_id] = request
+        self.answers[request_id] = Answer()
+        self._board.send(ROUTER, SubmitRequest(request))
+        return self.answers[request_id]
+
+    def abort(self, answer: Answer) -> None:
+        request_id = next(key for key, value in self.answers.items() if value is answer)
+        self._board.send(ROUTER, AbortRequest(RequestId(request_id)))
+
+    async def generate(self, prompt: list[int], sampling: SamplingParams, timeout_s: float = 20.0) -> Answer:
+        answer = self.submit(prompt, sampling)
+        async with asyncio.timeout(timeout_s):
+            await answer.done.wait()
+        return answer
+
+    async def idle(self, timeout_s: float = 10.0) -> ClusterStatus:
+        """Wait until nothing is held anywhere."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                status = self.status
+                if status is not None and _is_idle(status):
+                    return status
+                await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        await self._board.close()
+
+    def on_linked(self, peer: Peer) -> None:
+        if peer.role is Role.ROUTER:
+            self.linked.set()
+
+    def on_lost(self, peer: Peer) -> None: ...
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        match message:
+            case TokensEmitted():
+                for delta in message.deltas:
+                    answer = self.answers[delta.request_id]
+                    fresh = len(answer.token_ids) - delta.first_index
+                    assert fresh >= 0, "a gap in the tokens"
+                    answer.num_repeats += min(fresh, len(delta.token_ids))
+                    answer.token_ids += delta.token_ids[fresh:]
+                    answer.logprobs += delta.logprobs[fresh:]
+                    answer.first_token.set()
+                    if delta.finish_reason is not None:
+                        answer.finish_reason = delta.finish_reason
+                        answer.done.set()
+            case PromptScored():
+                self.answers[message.request_id].prompt_scores += message.entries
+            case RequestFailed() | RequestRejected():
+                self.answers[message.request_id].failure = message
+                self.answers[message.request_id].done.set()
+            case RequestInterrupted():
+                generated = tuple(self.answers[message.request_id].token_ids)
+                self._board.send(ROUTER, ResumeRequest(self._requests[message.request_id], generated))
+            case ClusterStatus():
+                self.status = message
+
+
+def _is_idle(status: ClusterStatus) -> bool:
+    stages = (status.num_queued, status.num_prefilling, status.num_pooled, status.num_decoding)
+    return not any(stages) and status.num_pool_blocks_used == 0 and status.num_worker_blocks_used == 0
+
+
+class RoomCluster:
+    """Router, pool, workers and a client gateway; each can be stopped and started again alone."""
+
+    def __init__(self, config: ClusterConfig, folder: Path) -> None:
+        self.config = config
+        self.served: ServedModel = resolve_model(config.model)
+        self.book = AddressBook(folder)
+        self.arena_path = folder / "test.arena"
+        self.gateway = ClientGateway(
+            self.book.of("gateway-0"), self.book.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
+        )
+        self.rooms: dict[str, Router | KvPool | PrefillWorker | DecodeWorker] = {}
+
+    async def start(self) -> None:
+        await self.start_router()
+        if self.config.topology is Topology.DISAGGREGATED:
+            await self.start_pool()
+            for index in range(self.config.prefill.count):
+                await self.start_prefill(f"prefill-{index}")
+        for index in range(self.config.decode.count):
+            await self.start_decode(f"decode-{index}")
+        await self.gateway.start()
+
+    async def start_router(self) -> None:
+        router = Router(config=self.config.router, identity=self._identity(Role.ROUTER, ROUTER))
+        await router.start(listen_at=self.book.of(ROUTER))
+        self.rooms[ROUTER] = router
+
+    async def start_pool(self) -> None:
+        pool = KvPool(
+            config=self.config.pool,
+            layout=self.served.block_layout(self.config.engine.block_size),
+            arena_path=self.arena_path,
+            identity=self._identity(Role.KV_POOL, "pool-0"),
+        )
+        await pool.start(listen_at=self.book.of("pool-0"), router_at=self.book.of(ROUTER))
+        self.rooms["pool-0"] = pool
+
+    async def start_prefill(self, name: str) -> None:
+        section = self.config.prefill
+        engine = self._engine(section.memory_bytes, section.max_running)
+        worker = PrefillWorker(
+            config=section,
+            engine=engine,
+            registered=self._registered(engine, section.max_running, can_prefill=True, can_decode=False),
+            identity=self._identity(Role.PREFILL_WORKER, name),
+        )
+        await worker.start(router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"))
+        self.rooms[name] = worker
+
+    async def start_decode(self, name: str) -> None:
+        section = self.config.decode
+        is_colocated = self.config.topology is Topology.COLOCATED
+        engine = self._engine(section.memory_bytes, section.max_running)
+        worker = DecodeWorker(
+            config=section,
+            engine=engine,
+            registered=self._registered(engine, section.max_running, can_prefill=is_colocated, can_decode=True),
+            identity=self._identity(Role.DECODE_WORKER, name),
+        )
+        await worker.start(router_at=self.book.of(ROUTER), pool_at=None if is_colocated else self.book.of("pool-0"))
+        self.rooms[name] = worker
+
+    async def stop(self, name: str) -> None:
+        await self.rooms.pop(name).close()
+
+    async def close(self) -> None:
+        await self.gateway.close()
+        for name in list(self.rooms):
+            await self.stop(name)
+
+    def reference(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
+        """The same request computed alone by one engine in one process."""
+        worker = self._engine(1 << 22, 1)
+        engine: Engine = worker._engine
+        num_blocks = -(-(len(prompt) + sampling.max_tokens) // self.config.engine.block_size)
+        request_id = RequestId("reference")
+        engine.add_sequence(
+            NewSequence(request_id, tuple(prompt), len(prompt), 0, tuple(range(num_blocks)), sampling)  # type: ignore[arg-type]
+        )
+        tokens: list[int] = []
+        num_tokens = len(prompt)
+        while len(tokens) < sampling.max_tokens:
+            tokens.append(engine.execute([StepSlice(request_id, num_tokens)]).sampled[0].token_id)
+            num_tokens = 1
+            if tokens[-1] in worker.eos_token_ids and not sampling.ignore_eos:
+                break
+        worker.close()
+        return tokens
+
+    def _engine(self, memory_bytes: int, max_sequences: int) -> WorkerEngine:
+        return WorkerEngine(self.served, EngineSizes(memory_bytes, max_sequences, self.config.engine.block_size, 1))
+
+    def _registered(
+        self, engine: WorkerEngine, max_running: int, *, can_prefill: bool, can_decode: bool
+    ) -> WorkerRegistered:
+        return WorkerRegistered(
+            engine.num_blocks, self.config.engine.block_size, max_running, "pool-0", can_prefill, can_decode
+        )
+
+    def _identity(self, role: Role, name: str) -> Identity:
+        return Identity(role, name, b"t" * 32, self.config.links.peer_timeout_s)
+
+
+@contextlib.asynccontextmanager
+async def running(config: ClusterConfig, folder: Path) -> AsyncIterator[RoomCluster]:
+    cluster = RoomCluster(config, folder)
+    await cluster.start()
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
