@@ -1,0 +1,71 @@
+"""Builds the ASGI app from explicit arguments. Nothing here starts or stops anything."""
+
+import time
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.gateway.backend import CompletionBackend
+from alignedserve.gateway.canary import Canary
+from alignedserve.gateway.door import Door
+from alignedserve.gateway.errors import JSON_TYPE, error_body
+from alignedserve.gateway.keys import KeyGate
+from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.gateway.model import ServedModel
+from alignedserve.gateway.routes import generate, health, models, page, tokens
+from alignedserve.gateway.services import Capacity, Services
+from alignedserve.runtime.tokenizer import Tokenizer
+
+_MAX_ECHOED_PATH_LEN = 120
+
+
+def build_services(
+    *,
+    backend: CompletionBackend,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    config: GatewayConfig,
+    api_keys: Sequence[str] = (),
+    reply_to: str = "",
+) -> Services:
+    """Everything that the routes share."""
+    canary_token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0
+    return Services(
+        backend=backend,
+        tokenizer=tokenizer,
+        model=model,
+        config=config,
+        reply_to=reply_to,
+        keys=KeyGate(api_keys, requests_per_minute=config.requests_per_minute, clock=time.monotonic),
+        metrics=GatewayMetrics(model.name, backend.status),
+        capacity=Capacity(config.max_concurrent_requests),
+        canary=Canary(backend, token_id=canary_token, reply_to=reply_to),
+    )
+
+
+def build_app(services: Services) -> FastAPI:
+    """The whole HTTP side."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.services = services
+    for module in (generate, models, tokens, health, page):
+        app.include_router(module.router)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_middleware(Door, keys=services.keys, metrics=services.metrics)
+    return app
+
+
+async def _http_exception(http: Request, error: Exception) -> Response:
+    """404 and 405 in OpenAI's shape."""
+    assert isinstance(error, HTTPException), "registered for HTTPException only"
+    path = http.url.path[:_MAX_ECHOED_PATH_LEN]
+    if error.status_code == 405:
+        message = f"Not allowed to {http.method} on {path}."
+    else:
+        message = f"Invalid URL ({http.method} {path})."
+    code = "method_not_allowed" if error.status_code == 405 else "unknown_url"
+    body = error_body(message, "invalid_request_error", code=code)
+    return Response(body, error.status_code, headers=error.headers, media_type=JSON_TYPE)

@@ -1,0 +1,157 @@
+"""What can go wrong at the door, and the one table that turns every error into an HTTP answer.
+
+AlignedServeError
+├── InvalidRequest              (core) the client's request is wrong
+│   ├── Unauthorized            no key, or not one of ours
+│   ├── QuotaExceeded           this key asked too often (429: the client's quota)
+│   ├── UnknownModel            a model that is not served here
+│   ├── BodyTooLarge            more bytes than the gateway reads
+│   ├── BodyTooSlow             the body did not arrive in time
+│   ├── WrongContentType        not JSON
+│   └── ClientGone              the client closed the connection; nobody reads the answer
+└── GenerationError             the cluster did not answer; the closed set that a CompletionBackend raises
+    ├── Overloaded              not accepted now: our capacity (503), with the time to come back
+    ├── Unavailable             no router, or a worker was lost
+    ├── Unservable              can never fit this cluster
+    ├── TimedOut                silent past its deadline
+    └── GenerationFailed        a fault of ours
+"""
+
+import math
+from dataclasses import dataclass
+
+import orjson
+from starlette.responses import Response
+
+from alignedserve.core.errors import AlignedServeError, ContextTooLong, InvalidRequest
+
+JSON_TYPE = "application/json"
+
+
+class Unauthorized(InvalidRequest):
+    """No key, or not one of ours."""
+
+
+class QuotaExceeded(InvalidRequest):
+    """This key asked too often."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnknownModel(InvalidRequest):
+    """A model that is not served here."""
+
+
+class BodyTooLarge(InvalidRequest):
+    """More bytes than the gateway reads."""
+
+
+class BodyTooSlow(InvalidRequest):
+    """The body did not arrive in time."""
+
+
+class WrongContentType(InvalidRequest):
+    """The body is not declared as JSON."""
+
+
+class ClientGone(InvalidRequest):
+    """The client closed the connection; nobody reads the answer."""
+
+
+class GenerationError(AlignedServeError):
+    """The cluster did not answer. `retry_after_s` is set where coming back later can help."""
+
+    retry_after_s: float | None = None
+
+
+class Overloaded(GenerationError):
+    """Not accepted now: our capacity."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(GenerationError):
+    """No router, or a worker was lost."""
+
+    retry_after_s = 1.0
+
+
+class Unservable(GenerationError):
+    """Can never fit this cluster."""
+
+
+class TimedOut(GenerationError):
+    """Silent past its deadline."""
+
+
+class GenerationFailed(GenerationError):
+    """A fault of ours; the details are in the log of whoever noticed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """How one kind of error looks from outside."""
+
+    status: int
+    kind: str  # OpenAI's error.type
+    code: str | None = None  # OpenAI's error.code
+
+
+# The first row whose type matches wins: subclasses stand before their base.
+ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
+    (Unauthorized, HttpError(401, "invalid_request_error", "invalid_api_key")),
+    (QuotaExceeded, HttpError(429, "rate_limit_error", "rate_limit_exceeded")),
+    (UnknownModel, HttpError(404, "invalid_request_error", "model_not_found")),
+    (BodyTooLarge, HttpError(413, "invalid_request_error", "body_too_large")),
+    (BodyTooSlow, HttpError(408, "invalid_request_error", "body_too_slow")),
+    (WrongContentType, HttpError(415, "invalid_request_error", "unsupported_media_type")),
+    (ClientGone, HttpError(499, "invalid_request_error", "client_gone")),
+    (ContextTooLong, HttpError(400, "invalid_request_error", "context_length_exceeded")),
+    (InvalidRequest, HttpError(400, "invalid_request_error")),
+    (Overloaded, HttpError(503, "server_error", "overloaded")),
+    (Unavailable, HttpError(503, "server_error", "unavailable")),
+    (Unservable, HttpError(400, "invalid_request_error", "unservable")),
+    (TimedOut, HttpError(504, "server_error", "timeout")),
+    (GenerationFailed, HttpError(500, "server_error", "generation_failed")),
+)
+INTERNAL_ERROR = HttpError(500, "server_error", "internal_error")
+_HIDDEN_MESSAGE = "The server had an error while processing the request."
+
+
+def http_error_of(error: Exception) -> HttpError:
+    """The row of the table for this error; whatever is not in it is a fault of ours."""
+    return next((row for kind, row in ERROR_TABLE if isinstance(error, kind)), INTERNAL_ERROR)
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    """OpenAI's error object as JSON."""
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def body_of(error: Exception) -> bytes:
+    """The error object for this error. Faults of ours show nothing of their inside."""
+    row = http_error_of(error)
+    message = _HIDDEN_MESSAGE if row is INTERNAL_ERROR else str(error)
+    return error_body(message, row.kind, getattr(error, "param", None), getattr(error, "code", None) or row.code)
+
+
+def response_of(error: Exception) -> Response:
+    """The HTTP answer for this error, with `Retry-After` where coming back later can help."""
+    row = http_error_of(error)
+    response = Response(body_of(error), row.status, media_type=JSON_TYPE)
+    retry_after_s: float | None = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        response.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if row.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+def reason_of(error: Exception) -> str:
+    """A short word from a closed set, for metrics."""
+    row = http_error_of(error)
+    return row.code or "invalid_request"

@@ -1,0 +1,52 @@
+"""GET /health, /ready, /metrics and /version."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import orjson
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from alignedserve.gateway.errors import JSON_TYPE, error_body
+from alignedserve.gateway.services import services_of
+
+router = APIRouter()
+
+
+@router.get("/health", response_model=None)
+async def health() -> Response:
+    """The gateway is alive, whatever the rest of the cluster does."""
+    return Response(b'{"status":"alive"}', media_type=JSON_TYPE)
+
+
+@router.get("/ready", response_model=None)
+async def ready(http: Request) -> Response:
+    """A token went through the whole system; otherwise 503, saying what is missing."""
+    missing = services_of(http).canary.missing()
+    if missing is None:
+        return Response(b'{"status":"ready"}', media_type=JSON_TYPE)
+    body = error_body(f"Not ready: {missing}.", "server_error", code="not_ready")
+    return Response(body, 503, headers={"Retry-After": "1"}, media_type=JSON_TYPE)
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(http: Request) -> Response:
+    """What Prometheus scrapes."""
+    return Response(services_of(http).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version", response_model=None)
+async def get_version() -> Response:
+    """The version of AlignedServe."""
+    return Response(orjson.dumps({"version": _VERSION}), media_type=JSON_TYPE)
+
+
+def _installed_version() -> str:
+    try:
+        return version("alignedserve")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"
+
+
+_VERSION = _installed_version()

@@ -1,0 +1,39 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from alignedserve.gateway.errors import JSON_TYPE
+from alignedserve.gateway.model import ServedModel
+from alignedserve.gateway.services import services_of
+
+router = APIRouter()
+
+
+@router.get("/v1/models", response_model=None)
+async def list_models(http: Request) -> Response:
+    """The one model that is served."""
+    model = services_of(http).model
+    return Response(orjson.dumps({"object": "list", "data": [_shown(model)]}), media_type=JSON_TYPE)
+
+
+@router.get("/v1/models/{name:path}", response_model=None)
+async def get_model(http: Request, name: str) -> Response:
+    """The model, by its name; names may hold slashes."""
+    services = services_of(http)
+    services.check_model(name)
+    return Response(orjson.dumps(_shown(services.model)), media_type=JSON_TYPE)
+
+
+def _shown(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "alignedserve",
+        "max_model_len": model.max_context_len,
+    }

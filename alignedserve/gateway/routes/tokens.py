@@ -1,0 +1,45 @@
+"""POST /tokenize and /detokenize."""
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.errors import JSON_TYPE
+from alignedserve.gateway.parsing import parse, plain_messages, read_json
+from alignedserve.gateway.planning import known_token_ids
+from alignedserve.gateway.routes.generate import encode_chat, encode_text
+from alignedserve.gateway.schemas import DetokenizeRequest, TokenizeRequest
+from alignedserve.gateway.services import services_of
+
+router = APIRouter()
+
+
+@router.post("/tokenize", response_model=None)
+async def tokenize(http: Request) -> Response:
+    """Token ids of a text or a conversation, as generation would see them."""
+    services = services_of(http)
+    services.keys.spend(http.state.key_number)
+    asked = parse(TokenizeRequest, plain_messages(await read_json(http, services.config)))
+    services.check_model(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("Give either prompt or messages.", param="prompt")
+    if asked.messages is not None:
+        token_ids = await encode_chat(asked.messages, services)
+    else:
+        token_ids = await encode_text(asked.prompt or "", services, add_special_tokens=asked.add_special_tokens)
+    answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}
+    return Response(orjson.dumps(answer), media_type=JSON_TYPE)
+
+
+@router.post("/detokenize", response_model=None)
+async def detokenize(http: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    services = services_of(http)
+    services.keys.spend(http.state.key_number)
+    asked = parse(DetokenizeRequest, await read_json(http, services.config))
+    services.check_model(asked.model)
+    token_ids = known_token_ids(asked.tokens, services, param="tokens")
+    text = services.tokenizer.decode(token_ids, skip_special_tokens=False)
+    return Response(orjson.dumps({"prompt": text}), media_type=JSON_TYPE)

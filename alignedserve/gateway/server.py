@@ -1,0 +1,161 @@
+"""A whole gateway inside an event loop that already runs: links, app, HTTP server, canary."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import AddressInUse, ConfigError
+from alignedserve.gateway.app import build_app, build_services
+from alignedserve.gateway.cluster_backend import ClusterBackend
+from alignedserve.gateway.model import ServedModel
+from alignedserve.gateway.services import Services
+from alignedserve.runtime.links import Identity
+from alignedserve.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 1024
+_START_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLinks:
+    """How the gateway reaches the cluster."""
+
+    identity: Identity
+    router_address: str
+    own_address: str  # where workers send tokens
+
+
+class GatewayServer:
+    """`start`, then serve until `stop`. Both run on the loop that is to serve, in any thread; no signal handlers."""
+
+    def __init__(
+        self, *, links: GatewayLinks, model: ServedModel, config: GatewayConfig, api_keys: Sequence[str] = ()
+    ) -> None:
+        self._links = links
+        self._model = model
+        self._config = config
+        self._api_keys = tuple(api_keys)
+        self._backend: ClusterBackend | None = None
+        self._http: HttpServer | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"http://{self._config.host}:{self._config.port}"
+
+    async def start(self) -> None:
+        """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse or ConfigError."""
+        tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder)
+        listener = bind(self._config.host, self._config.port)
+        self._backend = ClusterBackend(
+            identity=self._links.identity,
+            router_address=self._links.router_address,
+            own_address=self._links.own_address,
+            config=self._config,
+        )
+        services = build_services(
+            backend=self._backend,
+            tokenizer=tokenizer,
+            model=self._model,
+            config=self._config,
+            api_keys=self._api_keys,
+            reply_to=self._links.own_address,
+        )
+        self._http = HttpServer(services, listener)
+        try:
+            await self._backend.start()
+            await self._http.start()
+        except BaseException:
+            await self.stop()
+            raise
+        logger.info("gateway %s serves %s at %s", self._links.identity.name, self._model.name, self.url)
+
+    async def stop(self) -> None:
+        """Close every connection and link; open requests fail. May be repeated."""
+        backend, self._backend = self._backend, None
+        http, self._http = self._http, None
+        if backend is not None:
+            await backend.stop()
+        if http is not None:
+            await http.stop()
+
+
+class HttpServer:
+    """The HTTP side over any backend: uvicorn and the canary, on a listener that is already bound."""
+
+    def __init__(self, services: Services, listener: socket.socket) -> None:
+        self._services = services
+        self._listener = listener
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                build_app(services),
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                ws="none",
+                backlog=_BACKLOG,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        return int(self._listener.getsockname()[1])
+
+    async def start(self) -> None:
+        """Returns when connections are accepted."""
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        self._tasks = [serving, asyncio.create_task(self._services.canary.run())]
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            while not self._server.started:
+                if serving.done():
+                    serving.result()
+                    raise ConfigError("the HTTP server ended while starting")
+                await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Stop accepting, end what is open."""
+        self._server.should_exit = True
+        for canary in self._tasks[1:]:
+            canary.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._listener.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to whoever owns the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises AddressInUse or ConfigError with what to change."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(
+                f"Port {port} on {host} is taken by another process; set gateway.port to a free one."
+            ) from error
+        raise ConfigError(f"gateway.host: cannot listen on {host} port {port}: {error.strerror or error}") from error

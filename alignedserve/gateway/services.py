@@ -1,0 +1,62 @@
+"""What the routes share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import HTTPConnection
+
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.gateway.backend import CompletionBackend
+from alignedserve.gateway.canary import Canary
+from alignedserve.gateway.errors import Overloaded, UnknownModel
+from alignedserve.gateway.keys import KeyGate
+from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.gateway.model import ServedModel
+from alignedserve.runtime.tokenizer import Tokenizer
+
+
+class Capacity:
+    """Requests that this gateway has open in the cluster, and how many it may have."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.num_open = 0
+
+    def take(self, count: int) -> None:
+        """Open requests. Raises Overloaded when that would be too many."""
+        if self.num_open + count > self._limit:
+            raise Overloaded("The gateway has too many requests open.", retry_after_s=1.0)
+        self.num_open += count
+
+    def give_back(self, count: int) -> None:
+        """Close requests."""
+        self.num_open -= count
+        assert self.num_open >= 0, "more requests closed than opened"
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Made once by the app's builder; routes find it in the app's state."""
+
+    backend: CompletionBackend
+    tokenizer: Tokenizer
+    model: ServedModel
+    config: GatewayConfig
+    reply_to: str  # address where workers send tokens
+    keys: KeyGate
+    metrics: GatewayMetrics
+    capacity: Capacity
+    canary: Canary
+
+    def check_model(self, name: str | None) -> None:
+        """Raise UnknownModel unless this is the model that is served; None means just that one."""
+        if name is not None and name != self.model.name:
+            raise UnknownModel("The requested model does not exist here; see /v1/models.", param="model")
+
+
+def services_of(connection: HTTPConnection) -> Services:
+    """The app's services."""
+    state: Any = connection.app.state
+    services = state.services
+    assert isinstance(services, Services), "an app without services"
+    return services

@@ -1,0 +1,46 @@
+"""Fields of OpenAI's description that we do not have: by field, the values that ask for nothing.
+
+Those values are accepted, as every answer honours them; any other is refused by name. JSON null is always neutral.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+NeutralValues = Mapping[str, tuple[Any, ...]]
+
+CHAT: NeutralValues = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+COMPLETION: NeutralValues = {
+    "best_of": (1,),
+    "suffix": (),
+}
+STREAM_OPTIONS: NeutralValues = {"include_obfuscation": (False,)}
+MESSAGE: NeutralValues = {
+    "audio": (),
+    "function_call": (),
+    "name": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+PART: NeutralValues = {"prompt_cache_breakpoint": ()}
+TIERS = ("scale",)
+ROLES = ("tool", "function")
+PART_TYPES = ("image_url", "input_audio", "file", "refusal")

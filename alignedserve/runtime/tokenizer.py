@@ -1,0 +1,360 @@
+"""Text to token ids and back, from the files of a Hugging Face model folder; no code of the folder runs.
+
+Incremental decoding does not use tokenizers' `DecodeStream`: it raises on output that is not valid UTF-8 (a model may
+produce any bytes) and has no way to flush what it holds. Byte-level vocabularies go through an incremental UTF-8
+decoder, all others through a window of recent tokens; neither ever emits half of a character.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+import tokenizers
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from alignedserve.core.errors import InvalidRequest, ModelNotFound, UnsupportedModel
+
+MAX_TOKENIZER_BYTES = 128 * 1024 * 1024
+MAX_TEXT_FILE_BYTES = 8 * 1024 * 1024
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.jinja2")
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# A character has at most four bytes; more tokens than this without a whole one are not UTF-8 at all.
+_MAX_HELD_TOKENS = 16
+# Private-use characters put around control tokens that a message spells out, so that they are encoded as plain text.
+_MARK_START, _MARK_END = "\U000f0000", "\U000f0001"
+
+
+class TextStream(Protocol):
+    """Turns the tokens of one answer into text as they come. Special tokens have no text."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Text that these tokens complete: whole characters only."""
+
+    def end(self) -> str:
+        """What is still held, with U+FFFD for incomplete characters."""
+
+
+class Tokenizer:
+    """The tokenizer and chat template of one model. Safe to share between threads."""
+
+    def __init__(self, definition: str, special_tokens: Mapping[str, str], chat_template: str | None) -> None:
+        self._tokenizer = _parse(definition)
+        self._literal = _parse(definition)
+        self._literal.encode_special_tokens = True
+        self._special_ids = frozenset(
+            token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._pieces = _pieces_for(json.loads(definition).get("decoder"))
+        self._bytes_of: dict[int, bytes] = {}  # grows to the vocabulary at most
+        self._special_tokens = dict(special_tokens)
+        self._template = ChatTemplate(chat_template, special_tokens) if chat_template is not None else None
+        contents = [self._tokenizer.id_to_token(token_id) or "" for token_id in self._special_ids]
+        pattern = "|".join(re.escape(content) for content in sorted(filter(None, contents), key=len, reverse=True))
+        self._control = re.compile(pattern or "(?!)")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template. Raises ModelError."""
+        definition = _read_text(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
+        if definition is None:
+            raise ModelNotFound(f"{folder}: tokenizer.json is missing")
+        config = _read_config(folder / "tokenizer_config.json")
+        template = _template_of(config)
+        for name in _TEMPLATE_FILES:
+            in_file = _read_text(folder / name, MAX_TEXT_FILE_BYTES)
+            template = in_file if in_file is not None else template
+        return cls(definition, _special_tokens_of(config), template)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat completions can be served."""
+        return self._template is not None
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a document, if the model has one."""
+        token = self._special_tokens.get("bos_token")
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens written in it count as such."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, now: datetime) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer.
+
+        Special tokens spelled out inside a message are encoded as plain text: no message can end its own turn.
+        Raises InvalidRequest when the model has no chat template or its template refuses the messages.
+        """
+        return self._encode_marked(self.render_chat([self._marked(message) for message in messages], now=now))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, now: datetime) -> str:
+        """The conversation as the chat template writes it. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest("This model has no chat template; use completions.", param="messages")
+        return self._template.render(messages, now=now)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def stream(self) -> TextStream:
+        """A fresh incremental decoder."""
+        if isinstance(self._pieces, _ByteLevelPieces):
+            return _ByteStream(self)
+        return _WindowStream(self._tokenizer, self._special_ids)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token controls the model and has no text of its own."""
+        return token_id in self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token stands for; parts of a character are given as they are."""
+        known = self._bytes_of.get(token_id)
+        if known is not None:
+            return known
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        raw = token.encode() if token_id in self._special_ids else self._pieces.to_bytes(token)
+        self._bytes_of[token_id] = raw
+        return raw
+
+    def token_text(self, token_id: int) -> str:
+        """The token as logprobs show it: its text, or `bytes:\\xe2\\x82` when it is no valid text by itself."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _marked(self, message: Mapping[str, str]) -> dict[str, str]:
+        marked = {}
+        for key, text in message.items():
+            plain = text.replace(_MARK_START, "").replace(_MARK_END, "")
+            marked[key] = plain if key == "role" else self._control.sub(f"{_MARK_START}\\g<0>{_MARK_END}", plain)
+        return marked
+
+    def _encode_marked(self, rendered: str) -> list[int]:
+        if _MARK_START not in rendered and _MARK_END not in rendered:
+            return self.encode(rendered, add_special_tokens=False)
+        pieces = re.split(f"{_MARK_START}({self._control.pattern}){_MARK_END}|[{_MARK_START}{_MARK_END}]", rendered)
+        token_ids: list[int] = []
+        for number, piece in enumerate(pieces):
+            if piece:
+                token_ids += self._encode_piece(piece, is_literal=number % 2 == 1, is_first=number == 0)
+        return token_ids
+
+    def _encode_piece(self, piece: str, *, is_literal: bool, is_first: bool) -> list[int]:
+        tokenizer = self._literal if is_literal else self._tokenizer
+        if is_first:
+            return list(tokenizer.encode(piece, add_special_tokens=False).ids)
+        # SentencePiece vocabularies put a space before a text; after a newline, which is cut off again, they do not.
+        newline = tokenizer.encode("\n", add_special_tokens=False).ids
+        token_ids: list[int] = tokenizer.encode("\n" + piece, add_special_tokens=False).ids
+        if token_ids[: len(newline)] == newline:
+            return token_ids[len(newline) :]
+        return list(tokenizer.encode(piece, add_special_tokens=False).ids)
+
+
+class ChatTemplate:
+    """A jinja2 chat template, rendered as transformers renders it, in a sandbox that can change nothing."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise UnsupportedModel(f"the chat template is not valid: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, now: datetime) -> str:
+        """The prompt for the assistant's next answer. Raises InvalidRequest with the template's own words."""
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                strftime_now=now.strftime,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(
+                f"The model's chat template refused the messages: {str(error)[:200]}", param="messages"
+            ) from error
+        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequest(
+                f"The model's chat template cannot render these messages ({type(error).__name__}).", param="messages"
+            ) from error
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks answers for training; for serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _ByteLevelPieces:
+    """Vocabularies whose every character stands for a byte (GPT-2 and its descendants)."""
+
+    def __init__(self) -> None:
+        printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+        others = [byte for byte in range(256) if byte not in set(printable)]
+        self._byte_of = {chr(byte): byte for byte in printable}
+        self._byte_of |= {chr(256 + place): byte for place, byte in enumerate(others)}
+
+    def to_bytes(self, token: str) -> bytes:
+        try:
+            return bytes([self._byte_of[character] for character in token])
+        except KeyError:
+            return token.encode()  # an added token, written as plain text
+
+
+class _TextPieces:
+    """Vocabularies of text pieces, with `<0xNN>` for bytes and a mark for spaces where the decoder says so."""
+
+    def __init__(self, decoder_kinds: frozenset[str]) -> None:
+        self._has_bytes = "ByteFallback" in decoder_kinds
+        self._has_space_mark = bool(decoder_kinds & {"Metaspace", "Replace"})
+
+    def to_bytes(self, token: str) -> bytes:
+        match = _BYTE_TOKEN.fullmatch(token) if self._has_bytes else None
+        if match is not None:
+            return bytes([int(match[1], 16)])
+        return (token.replace("\u2581", " ") if self._has_space_mark else token).encode()
+
+
+class _ByteStream:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        tokenizer = self._tokenizer
+        raw = b"".join(tokenizer.token_bytes(token) for token in token_ids if not tokenizer.is_special(token))
+        return self._decoder.decode(raw)
+
+    def end(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowStream:
+    """Decodes the tokens since the last but one emission: decoders look at neighbours, but not far."""
+
+    def __init__(self, tokenizer: Any, special_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._window: list[int] = []  # tokens already shown, then tokens held
+        self._num_shown = 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._special_ids])
+
+    def end(self) -> str:
+        return self._new_text()
+
+    def _push_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._new_text()
+        num_held = len(self._window) - self._num_shown
+        if not text or (text.endswith(_REPLACEMENT) and num_held <= _MAX_HELD_TOKENS):
+            return ""
+        del self._window[: self._num_shown]
+        self._num_shown = len(self._window)
+        return text
+
+    def _new_text(self) -> str:
+        shown: str = self._tokenizer.decode(self._window[: self._num_shown])
+        return str(self._tokenizer.decode(self._window))[len(shown) :]
+
+
+def _pieces_for(decoder: Mapping[str, Any] | None) -> _ByteLevelPieces | _TextPieces:
+    parts = [] if decoder is None else decoder.get("decoders", [decoder])
+    kinds = [str(part.get("type")) for part in parts]
+    return _ByteLevelPieces() if kinds == ["ByteLevel"] else _TextPieces(frozenset(kinds))
+
+
+def _parse(definition: str) -> Any:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # the library raises nothing more precise
+        raise UnsupportedModel(f"tokenizer.json cannot be read: {str(error)[:200]}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_text(path: Path, limit: int) -> str | None:
+    """The file's text, None when there is no file."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(limit + 1)
+        if len(raw) > limit:
+            raise UnsupportedModel(f"{path}: larger than {limit} bytes")
+        return raw.decode()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnsupportedModel(f"{path}: cannot be read: {error}") from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    text = _read_text(path, MAX_TEXT_FILE_BYTES)
+    try:
+        config = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedModel(f"{path}: not a JSON object")
+    return config
+
+
+def _template_of(config: Mapping[str, Any]) -> str | None:
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name, token in config.items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML characters, which a model would see.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
