@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from alignedserve.bench.sse import DONE, SseEvent, SseParser, error_message, read_chunk
+from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import PeerError, PeerLost, ProtocolError
 
 CONNECT_TIMEOUT_S = 10.0
@@ -174,7 +175,11 @@ class OpenAiClient:
             async with asyncio.timeout(PLAIN_TIMEOUT_S), self._open.get(self.url + path) as response:
                 body = await response.content.read(-1)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
-            raise PeerLost(f"nothing answers at {self.url} ({type(error).__name__})") from error
+            raise PeerLost(
+                f"nothing answers at {self.url} ({type(error).__name__}); `alignedserve serve` starts a server"
+            ) from error
+        if response.status in (401, 403):
+            raise PeerError(f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows")
         if response.status != 200:
             raise PeerError(f"{self.url}{path} answered {response.status}: {error_message(body)}")
         return body

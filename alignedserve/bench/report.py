@@ -1,5 +1,7 @@
 """Reports as tables for a person."""
 
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.table import Table
 
@@ -107,3 +109,12 @@ def _share(value: float | None) -> str:
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def print_fields(console: Console, fields: Mapping[str, object], *, title: str) -> None:
+    """A flat record as a table with one row per field."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in fields.items():
+        shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        table.add_row(name.replace("_", " "), shown)
+    console.print(table)

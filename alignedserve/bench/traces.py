@@ -7,6 +7,7 @@ Two public formats, plain or gzipped, told apart by their first line:
 """
 
 import gzip
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -43,7 +44,7 @@ def read_trace(path: Path) -> list[TraceRow]:
         if content.startswith(_GZIP_MAGIC):
             content = gzip.decompress(content)
         lines = content.decode("utf-8-sig").splitlines()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     return parse_trace(lines, name=str(path))
 

@@ -1,7 +1,7 @@
-"""`alignedserve bench`: load on a running server."""
+"""`alignedserve bench`: load on a running server, and the engine alone."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.progress import Progress
@@ -9,7 +9,7 @@ from rich.progress import Progress
 from alignedserve.bench.client import Endpoint, OpenAiClient, Outcome
 from alignedserve.bench.load import LoadGenerator, Run, Sent
 from alignedserve.bench.prompts import CallMaker, load_tokenizer, to_json
-from alignedserve.bench.report import print_load_report
+from alignedserve.bench.report import print_fields, print_load_report
 from alignedserve.bench.summary import summarise
 from alignedserve.bench.traces import mean_rate, read_trace, sped_up, window
 from alignedserve.bench.workload import LengthLimits, Plan, PlannedRequest, TrafficClass, plan_synthetic, plan_trace
@@ -141,3 +141,33 @@ async def _send_all(plan: Plan, maker: CallMaker, client: OpenAiClient, bar: Pro
         await client.complete(maker.call(request, classes[request.class_name]), outcome)
 
     return await LoadGenerator(plan=plan, send=send, on_done=on_done).run()
+
+
+# --- bench engine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the command line says."""
+
+    model: str
+    workload: str
+    dtype: str
+    seed: int
+    json_output: bool
+
+
+def bench_engine(options: EngineOptions) -> int:
+    """Run the command; returns its exit code."""
+    # Here and not above: it loads PyTorch, which bench serve does not need.
+    from alignedserve.bench.engine import EngineBenchmarkSpec, parse_workload, run_engine_benchmark
+
+    groups = parse_workload(options.workload)
+    spec = EngineBenchmarkSpec(model=options.model, groups=groups, dtype=options.dtype, seed=options.seed)
+    with notes().status(f"{options.model}, {options.workload}"):
+        result = run_engine_benchmark(spec)
+    if options.json_output:
+        write_json(to_json(result), "-")
+    else:
+        print_fields(results(), asdict(result), title="engine")
+    return 0

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from alignedserve.cli.console import DEFAULT_URL, exit_code, print_error
-from alignedserve.core.errors import AlignedServeError
+from alignedserve.core.errors import AlignedServeError, ConfigError
 
 app = typer.Typer(
     name="alignedserve",
@@ -29,7 +29,9 @@ app.add_typer(bench_app, name="bench")
 UrlOption = Annotated[
     str, typer.Option("--url", help="Address of the server. Its key is read from ALIGNEDSERVE_API_KEY.")
 ]
-ModelOption = Annotated[str | None, typer.Option("--model", help="Model name [default: the first the server lists].")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Model name.", show_default="the first the server lists")
+]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with the configuration.")]
 SetOption = Annotated[
     list[str] | None,
@@ -103,7 +105,9 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")] = 0.0,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer [default: the server's limit].")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer.", show_default="the server's limit")
+    ] = None,
 ) -> None:
     """Talk to a running server in the terminal."""
     from alignedserve.cli.chat import ChatOptions
@@ -146,7 +150,8 @@ def evaluate(
 def demo(
     duration_s: Annotated[float, typer.Option("--duration", min=1.0, help="Seconds of arrivals.")] = 120.0,
     rate: Annotated[
-        float | None, typer.Option("--rate", min=0.001, help="Mean requests per second [default: what two cores hold].")
+        float | None,
+        typer.Option("--rate", min=0.001, help="Mean requests per second.", show_default="what two cores hold"),
     ] = None,
     url: Annotated[str | None, typer.Option("--url", help="Use this running server and do not start one.")] = None,
     config: ConfigOption = None,
@@ -173,55 +178,71 @@ def demo(
     raise typer.Exit(run(options))
 
 
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", help="Azure CSV or Mooncake JSONL, also gzipped.", exists=True, dir_okay=False)
+]
+SyntheticOption = Annotated[
+    str | None, typer.Option("--synthetic", metavar="SPEC", help="Made-up traffic; the grammar stands above.")
+]
+CountOption = Annotated[int | None, typer.Option("--num-requests", min=1, help="Send at most this many.")]
+StartOption = Annotated[float, typer.Option("--start", min=0.0, help="Trace: begin at this second.")]
+DurationOption = Annotated[
+    float | None,
+    typer.Option("--duration", min=0.001, help="Trace: seconds of it to play. Synthetic: end of arrivals."),
+]
+RateOption = Annotated[float | None, typer.Option(min=0.001, help="Trace: stretch to this mean rate (1/s).")]
+FactorOption = Annotated[float, typer.Option(min=0.001, help="Trace: arrivals this many times as fast.")]
+PromptScaleOption = Annotated[float, typer.Option(min=0.001, help="Multiply prompt lengths.")]
+OutputScaleOption = Annotated[float, typer.Option(min=0.001, help="Multiply output lengths.")]
+MaxPromptOption = Annotated[int | None, typer.Option(min=1, help="Clamp prompts to this many tokens.")]
+MaxOutputOption = Annotated[int | None, typer.Option(min=1, help="Clamp outputs to this many tokens.")]
+OutputLenOption = Annotated[str, typer.Option(help="exact: send max_tokens; free: let the model decide.")]
+EosOption = Annotated[
+    bool, typer.Option("--ignore-eos/--honour-eos", help="Go on to max_tokens whatever the model says.")
+]
+TtftOption = Annotated[float | None, typer.Option("--slo-ttft", min=0.0, help="Seconds to the first token.")]
+TpotOption = Annotated[float | None, typer.Option("--slo-tpot", min=0.0, help="Mean seconds between tokens.")]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(help="Folder with a tokenizer.json: prompts of exact length.", file_okay=False)
+]
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.001, help="Give a request up after this long.")]
+JsonTarget = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the report as JSON.")]
+
+
 @bench_app.command("serve")
 def bench_serve(
     url: UrlOption = DEFAULT_URL,
     model: ModelOption = None,
     endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Azure CSV or Mooncake JSONL, also gzipped.", exists=True, dir_okay=False),
-    ] = None,
-    synthetic: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SPEC",
-            help="For example 'rt: rate=2, cv=1, prompt=lognormal(100,300), output=60, ttft=1, tpot=0.1; "
-            "be: outstanding=4, prompt=uniform(200,800), output=exponential(60)'.",
-        ),
-    ] = None,
-    num_requests: Annotated[int | None, typer.Option(min=1, help="Send at most this many.")] = None,
-    start_s: Annotated[float, typer.Option("--start", min=0.0, help="Trace: begin at this second.")] = 0.0,
-    duration_s: Annotated[
-        float | None,
-        typer.Option("--duration", min=0.001, help="Trace: seconds of it to play. Synthetic: end of arrivals."),
-    ] = None,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Trace: stretch to this mean rate (1/s).")] = None,
-    rate_scale: Annotated[float, typer.Option(min=0.001, help="Trace: arrivals this many times as fast.")] = 1.0,
-    prompt_scale: Annotated[float, typer.Option(min=0.001, help="Multiply prompt lengths.")] = 1.0,
-    output_scale: Annotated[float, typer.Option(min=0.001, help="Multiply output lengths.")] = 1.0,
-    max_prompt: Annotated[int | None, typer.Option(min=1, help="Clamp prompts to this many tokens.")] = None,
-    max_output: Annotated[int | None, typer.Option(min=1, help="Clamp outputs to this many tokens.")] = None,
-    output_len: Annotated[str, typer.Option(help="exact: send max_tokens; free: let the model decide.")] = "exact",
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos/--honour-eos", help="Go on to max_tokens whatever the model says.")
-    ] = False,
-    slo_ttft_s: Annotated[float | None, typer.Option("--slo-ttft", min=0.0, help="Seconds to the first token.")] = None,
-    slo_tpot_s: Annotated[
-        float | None, typer.Option("--slo-tpot", min=0.0, help="Mean seconds between tokens.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder with a tokenizer.json: prompts of exact length.", file_okay=False)
-    ] = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.001, help="Give a request up after this long.")
-    ] = 600.0,
+    trace: TraceOption = None,
+    synthetic: SyntheticOption = None,
+    num_requests: CountOption = None,
+    start_s: StartOption = 0.0,
+    duration_s: DurationOption = None,
+    rate: RateOption = None,
+    rate_scale: FactorOption = 1.0,
+    prompt_scale: PromptScaleOption = 1.0,
+    output_scale: OutputScaleOption = 1.0,
+    max_prompt: MaxPromptOption = None,
+    max_output: MaxOutputOption = None,
+    output_len: OutputLenOption = "exact",
+    ignore_eos: EosOption = False,
+    slo_ttft_s: TtftOption = None,
+    slo_tpot_s: TpotOption = None,
+    tokenizer: TokenizerOption = None,
+    timeout_s: TimeoutOption = 600.0,
     seed: SeedOption = 0,
-    json_target: Annotated[
-        str | None, typer.Option("--json", metavar="FILE|-", help="Write the report as JSON.")
-    ] = None,
+    json_target: JsonTarget = None,
 ) -> None:
-    """Put load on any OpenAI-compatible server, from a trace or made up, and report what its clients saw."""
+    """Put load on any OpenAI-compatible server, from a trace or made up, and report what its clients saw.
+
+    SPEC is one or more classes: "rt: rate=2, cv=1, prompt=lognormal(100,300), output=60, ttft=1, tpot=0.1;
+    be: outstanding=4, prompt=uniform(200,800), output=exponential(60), deadline=60, tier=flex".
+
+    rate opens the loop (requests per second, cv 1 is Poisson), outstanding closes it (requests in the air).
+    Lengths in tokens: a number, uniform(low,high), exponential(mean), choice(a,b,...), lognormal(median,p95).
+    Objectives in seconds: ttft, tpot, deadline.
+    """
     from alignedserve.bench.workload import LengthLimits
     from alignedserve.cli.bench import LoadOptions
     from alignedserve.cli.bench import bench_serve as run
@@ -248,3 +269,25 @@ def bench_serve(
         json_target=json_target,
     )
     raise typer.Exit(run(options))
+
+
+@bench_app.command("engine")
+def bench_engine(
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="Named shape with random weights.", show_default="opt-125m")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model folder, in place of a shape.")] = None,
+    workload: Annotated[
+        str, typer.Option(help="Requests x prompt tokens : output tokens; a comma separates groups.")
+    ] = "64x32:64",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    seed: SeedOption = 0,
+    json_output: JsonFlag = False,
+) -> None:
+    """Measure the engine alone, offline: no gateway, no router, no pool."""
+    from alignedserve.cli.bench import EngineOptions
+    from alignedserve.cli.bench import bench_engine as run
+
+    if shape is not None and model is not None:
+        raise ConfigError("give either --shape or --model")
+    raise typer.Exit(run(EngineOptions(model or shape or "opt-125m", workload, dtype, seed, json_output)))
