@@ -11,7 +11,17 @@ from alignedserve.config.loading import load_config
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound
 
 HEAVY = ("ray", "torch", "transformers", "fastapi", "httpx", "aiohttp", "numpy", "tokenizers", "msgspec")
-PATHS = ([], ["serve"], ["chat"], ["eval"], ["doctor"], ["demo"], ["bench"], ["bench", "serve"], ["bench", "engine"])
+PATHS: tuple[list[str], ...] = (
+    [],
+    ["serve"],
+    ["chat"],
+    ["eval"],
+    ["doctor"],
+    ["demo"],
+    ["bench"],
+    ["bench", "serve"],
+    ["bench", "engine"],
+)
 HELP_OF_ALL = f"""
 import contextlib, io, sys
 from alignedserve.cli.main import main
