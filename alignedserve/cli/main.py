@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from alignedserve.cli.console import DEFAULT_URL, exit_code, print_error
+from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
 from alignedserve.core.errors import AlignedServeError, ConfigError
 
 app = typer.Typer(
@@ -89,10 +89,10 @@ def serve_overrides(model: str | None, port: int | None, overrides: list[str]) -
 
 @app.command()
 def doctor(json_output: JsonFlag = False) -> None:
-    """Check this machine: Python, memory, devices, transports, and what is missing."""
+    """Check this machine: Python, memory, devices, transports, and what is missing (exit code 1)."""
     from alignedserve.cli.doctor import doctor as run
 
-    run(json_output)
+    raise typer.Exit(0 if run(json_output) else FAILURE)
 
 
 @app.command()
