@@ -6,6 +6,7 @@ from pathlib import Path
 API_KEYS_VARIABLE = "ALIGNEDSERVE_API_KEYS"
 RUN_DIR_VARIABLE = "ALIGNEDSERVE_RUN_DIR"
 CLIENT_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
+RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 
 def api_keys() -> tuple[str, ...]:
@@ -16,6 +17,11 @@ def api_keys() -> tuple[str, ...]:
 def client_api_key() -> str | None:
     """The key that our own client commands present."""
     return os.environ.get(CLIENT_KEY_VARIABLE) or None
+
+
+def ray_address() -> str | None:
+    """The Ray cluster to join, in Ray's own RAY_ADDRESS; None: start one on this machine."""
+    return os.environ.get(RAY_ADDRESS_VARIABLE) or None
 
 
 def run_root() -> Path:

@@ -8,16 +8,20 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
 import uvloop
 
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.membership import Membership
+
 logger = logging.getLogger(__name__)
 
 _EXIT_BROKEN = 70  # EX_SOFTWARE
+_START_TIMEOUT_S = 600.0  # weights of a large model take their time
+_STOP_TIMEOUT_S = 10.0
 
 
 class Hosted(Protocol):
@@ -27,32 +31,36 @@ class Hosted(Protocol):
         """Give everything back."""
 
 
-class RoomThread:
-    """One event loop in a daemon thread. `start` builds the room on it and returns when it is up, or raises."""
+class RoomHost:
+    """A process's one room on an event loop in a daemon thread. Base of the Ray actors, usable without Ray.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    An error of the known tree while building does not raise: it is kept, so that whoever made this process can ask
+    for it by `failure`. Anything else ends the process.
+    """
+
+    def __init__(self, membership: Membership, build: Callable[[], Coroutine[Any, Any, Hosted]]) -> None:
+        self._name = membership.name
+        _log_to_file(membership.log_folder, self._name)
+        self._failure: AlignedServeError | None = None
+        self._room: Hosted | None = None
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._on_unhandled)
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._room: Hosted | None = None
+        threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+        try:
+            self._room = asyncio.run_coroutine_threadsafe(build(), self._loop).result(_START_TIMEOUT_S)
+        except AlignedServeError as error:
+            logger.exception("%s cannot start", self._name)
+            self._failure = error
 
-    def start(self, build: Callable[[], Awaitable[Hosted]], timeout_s: float = 120.0) -> None:
-        """Run `build` on the loop. Whatever it raises is raised here."""
-        self._thread.start()
-        self._room = self._call(build).result(timeout_s)
+    def failure(self) -> AlignedServeError | None:
+        """Why it could not start; None when it is up."""
+        return self._failure
 
-    def stop(self, timeout_s: float = 5.0) -> None:
+    def stop(self) -> None:
         """Close the room; the process may end afterwards. May be repeated."""
         room, self._room = self._room, None
         if room is not None:
-            self._call(room.close).result(timeout_s)
-
-    def _call(self, make: Callable[[], Awaitable[Any]]) -> "Future[Any]":
-        async def run() -> Any:
-            return await make()
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+            asyncio.run_coroutine_threadsafe(room.close(), self._loop).result(_STOP_TIMEOUT_S)
 
     def _on_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -64,8 +72,7 @@ class RoomThread:
         os._exit(_EXIT_BROKEN)
 
 
-def log_to_file(folder: Path, name: str) -> None:
-    """Send this process's log to `folder/name.log`."""
+def _log_to_file(folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(
         filename=folder / f"{name}.log",

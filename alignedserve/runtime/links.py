@@ -12,6 +12,7 @@ import secrets
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.handshake import Challenge, HandshakeMessage, Hello, Ping, Role, Welcome
@@ -76,8 +77,7 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin the handshake and the watch on silence."""
-        assert isinstance(transport, asyncio.Transport), "links are stream connections"
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # of a stream; uvloop's are of no asyncio class
         self._watch_silence()
         if not self._is_dialler:
             self._write(_HANDSHAKE_CODEC.encode(Challenge(PROTOCOL_VERSION, self._nonce)))

@@ -1,0 +1,50 @@
+# Two commands matter: `make serve` and `make test`. Both install what they need, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: serve demo chat eval test test-all check format bench install install-dev clean
+
+serve: install  ## start a cluster on this machine and serve the pocket model
+	@$(BIN)/alignedserve serve
+
+demo: install  ## replay two minutes of a real trace and check every answer
+	@$(BIN)/alignedserve demo
+
+chat: install  ## talk to what `make serve` started
+	@$(BIN)/alignedserve chat
+
+eval: install  ## the pocket model's accuracy per skill, through the running system
+	@$(BIN)/alignedserve eval pocket
+
+test: install-dev  ## the default tests: about two minutes, no GPU, no network
+	@$(BIN)/python -m pytest
+
+test-all: install-dev  ## the longer ones as well
+	@$(BIN)/python -m pytest -m "slow and not gpu"
+
+check: install-dev  ## format, lint, types, import contracts
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: install-dev
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+# Reinstalled only when the list of dependencies changes.
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/install.sh
+	@scripts/install.sh $(PYTHON) $(VENV) .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@scripts/install.sh $(PYTHON) $(VENV) ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,101 @@
+"""`alignedserve doctor`: what this machine has, and what will be used."""
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+
+import psutil
+import torch
+from rich.table import Table
+
+from alignedserve.cli.console import results
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.served_model import pocket_folder
+from alignedserve.runtime.tokenizer import Tokenizer
+from kvpool.storage import arena_folder
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    found: str
+    is_fine: bool = True
+
+
+def doctor(json_output: bool) -> bool:
+    """Print the report. Returns whether everything needed is there."""
+    findings = [*_machine(), *_engine(), *_cluster()]
+    if json_output:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        table = Table(title="AlignedServe on this machine", show_header=False)
+        for finding in findings:
+            mark = "[green]ok[/]" if finding.is_fine else "[red]missing[/]"
+            table.add_row(mark, finding.topic, finding.found)
+        results().print(table)
+    return all(finding.is_fine for finding in findings)
+
+
+def _machine() -> list[Finding]:
+    memory = psutil.virtual_memory()
+    return [
+        Finding("Python", platform.python_version()),
+        Finding("Cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}; {_instruction_sets()}"),
+        Finding(
+            "Memory",
+            f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB",
+            memory.available > 3 * _GIB,
+        ),
+    ]
+
+
+def _instruction_sets() -> str:
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            flags = next((line.split() for line in file if line.startswith("flags")), [])
+    except OSError:
+        return "instruction sets unknown"
+    return ", ".join(name for name in wanted if name in flags) or "no vector extensions beyond the base"
+
+
+def _engine() -> list[Finding]:
+    has_cuda = torch.cuda.is_available()
+    device = f"{torch.cuda.get_device_name(0)} found, but this version computes on the CPU" if has_cuda else "CPU"
+    flash = "installed" if importlib.util.find_spec("flash_attn") else "not installed (not needed on a CPU)"
+    return [
+        Finding("PyTorch", torch.__version__),
+        Finding("Device", device),
+        Finding("Weights", "oneDNN-packed linear layers" if torch.backends.mkldnn.is_available() else "plain layers"),
+        Finding("Attention", "paged, plain PyTorch"),
+        Finding("flash-attn", flash),
+        _pocket(),
+    ]
+
+
+def _pocket() -> Finding:
+    try:
+        Tokenizer.load(pocket_folder())
+    except AlignedServeError as error:
+        return Finding("Pocket model", str(error), is_fine=False)
+    has_weights = (pocket_folder() / "model.safetensors").exists()
+    return Finding("Pocket model", "installed" if has_weights else "weights are missing", has_weights)
+
+
+def _cluster() -> list[Finding]:
+    try:
+        folder = arena_folder()
+    except AlignedServeError as error:
+        return [Finding("KV transfer", str(error), is_fine=False)]
+    free = shutil.disk_usage(folder).free
+    return [
+        Finding("KV transfer", f"shm: shared memory in {folder}, {free / _GIB:.1f} GiB free", free > _GIB // 4),
+        Finding("Tokens", "Unix sockets of this host"),
+    ]

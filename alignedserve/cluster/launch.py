@@ -1,0 +1,201 @@
+"""Starting a cluster: Ray places, supervises and restarts the actors; everything they say goes over their own links."""
+
+import logging
+import os
+import secrets
+import shutil
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray._raylet import Config
+from ray.exceptions import RayError
+
+from alignedserve.cluster import preflight
+from alignedserve.config.environment import api_keys, ray_address, run_root
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
+from alignedserve.gateway.actor import GatewayActor
+from alignedserve.messages.handshake import Role
+from alignedserve.runtime.addresses import ROUTER, AddressBook
+from alignedserve.runtime.arena import remove_stale_arenas
+from alignedserve.runtime.membership import POOL, Membership
+from alignedserve.runtime.served_model import ServedModel, resolve_model
+from decode_worker.actor import DecodeWorkerActor
+from kvpool.actor import KvPoolActor
+from kvpool.storage import arena_folder
+from prefill_worker.actor import PrefillWorkerActor
+from router.actor import RouterActor
+
+logger = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's smallest; nothing of ours travels through it
+_START_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 5.0
+# Ray notices a lost node in about a second with these, after more than ten seconds without.
+_RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    # Two workers share the cores: a thread that waits must sleep, not spin.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+
+class RunningCluster:
+    """A started cluster. Stops everything it started on `stop`, and when used as a context manager at its end."""
+
+    def __init__(self, config: ClusterConfig, served: ServedModel, folder: Path) -> None:
+        self.config = config
+        self.served = served
+        self.folder = folder
+        self._actors: dict[str, Any] = {}
+        self._cluster_id = folder.name
+        self._secret = secrets.token_bytes(32)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the first gateway."""
+        host = self.config.gateway.host
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104
+        return f"http://{reachable}:{self.config.gateway.port}"
+
+    def start(self) -> None:
+        """Create every actor and wait until each is up. Raises what the first failing one raised."""
+        self._start_ray()
+        self._create_actors()
+        failures = {name: actor.failure.remote() for name, actor in self._actors.items()}
+        for name, reference in failures.items():
+            failure = _result(reference, name)
+            if failure is not None:
+                raise failure
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Until a token has gone through the whole system. Raises PeerLost when that does not happen in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            try:
+                with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0) as response:  # noqa: S310
+                    if response.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.05)
+        raise PeerLost(f"the cluster was not ready within {timeout_s:.0f} s; its logs are in {self.folder / 'logs'}")
+
+    def stop(self) -> None:
+        """End every actor and Ray itself. May be repeated; never raises."""
+        if ray.is_initialized():
+            stops = [actor.stop.remote() for actor in self._actors.values()]
+            try:
+                ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
+            except (RayError, ValueError):
+                logger.debug("an actor was gone before it was stopped")
+            ray.shutdown()
+        self._actors.clear()
+        remove_stale_arenas(arena_folder(), f"alignedserve-{self._cluster_id}-")
+        for socket_path in self.folder.glob("*.sock"):
+            socket_path.unlink(missing_ok=True)
+
+    def __enter__(self) -> "RunningCluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _start_ray(self) -> None:
+        namespace = f"alignedserve-{self._cluster_id}"
+        os.environ.update(_RAY_ENVIRONMENT)
+        if ray_address() is not None:  # a cluster that `ray up` made: its authentication is its owner's
+            ray.init(address=ray_address(), namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        # Said outright, with a token of this cluster alone: what Ray does by default depends on what ran before.
+        token = self.folder / "ray_token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+        Config.initialize("")  # Ray read its settings when it was imported; this has it read them again
+        ray.init(
+            address="local",
+            namespace=namespace,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+
+    def _create_actors(self) -> None:
+        config, served = self.config, self.served
+        self._create(RouterActor, Role.ROUTER, ROUTER, config.router)
+        if config.topology is Topology.DISAGGREGATED:
+            self._create(KvPoolActor, Role.KV_POOL, POOL, config.pool, served.block_layout(config.engine.block_size))
+            for index in range(config.prefill.count):
+                name = f"prefill-{index}"
+                self._create(PrefillWorkerActor, Role.PREFILL_WORKER, name, config.prefill, config.engine, served)
+        for index in range(config.decode.count):
+            decode = (config.decode, config.engine, config.topology, served)
+            self._create(DecodeWorkerActor, Role.DECODE_WORKER, f"decode-{index}", *decode)
+        for index in range(config.gateway.count):
+            gateway = (config.gateway, config.gateway.port + index, served, api_keys())
+            self._create(GatewayActor, Role.GATEWAY, f"gateway-{index}", *gateway)
+
+    def _create(self, actor_class: Any, role: Role, name: str, *arguments: object) -> None:
+        membership = Membership(
+            role=role,
+            name=name,
+            cluster_id=self._cluster_id,
+            secret=self._secret,
+            peer_timeout_s=self.config.links.peer_timeout_s,
+            addresses=AddressBook(self.folder),
+            log_folder=self.folder / "logs",
+        )
+        # Placement is by node, not by CPU shares; a dead actor is restarted for as long as the cluster lives.
+        options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0)
+        self._actors[name] = options.remote(*arguments, membership)
+
+
+def launch_cluster(config: ClusterConfig) -> RunningCluster:
+    """Start a cluster on this machine (or, with RAY_ADDRESS set, on that Ray cluster) and return it when it is up.
+
+    Raises an error of the tree, with nothing left running, when it cannot.
+    """
+    served = resolve_model(config.model)
+    preflight.check(config, served)
+    remove_stale_arenas(arena_folder(), "alignedserve-")
+    cluster = RunningCluster(config, served, _make_folder())
+    try:
+        cluster.start()
+    except BaseException:
+        cluster.stop()
+        raise
+    return cluster
+
+
+def _result(reference: Any, name: str) -> AlignedServeError | None:
+    try:
+        failure: AlignedServeError | None = ray.get(reference, timeout=_START_TIMEOUT_S)
+    except RayError as error:
+        raise ResourceError(f"{name} did not start: {str(error).splitlines()[0]}") from error
+    return failure
+
+
+def _make_folder() -> Path:
+    """A fresh private folder for sockets and logs; those of clusters long gone are removed."""
+    root = run_root()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if root.stat().st_uid != os.getuid() or root.stat().st_mode & 0o077:
+        raise ResourceError(f"{root} must belong to you and be closed to others (mode 700); it holds the sockets")
+    earlier = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for path in earlier[:-8]:
+        shutil.rmtree(path, ignore_errors=True)
+    folder = root / secrets.token_hex(4)
+    folder.mkdir(mode=0o700)
+    return folder

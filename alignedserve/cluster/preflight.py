@@ -1,0 +1,75 @@
+"""Checks before anything is started, so that what cannot work is said at once and in one line."""
+
+import os
+import socket
+
+import psutil
+
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
+from alignedserve.runtime.served_model import ServedModel
+from alignedserve.runtime.tokenizer import Tokenizer
+from kvpool.storage import arena_folder
+
+_MIB = 1024 * 1024
+
+
+def check(config: ClusterConfig, served: ServedModel) -> None:
+    """Raises ConfigError, ModelError, NotEnoughMemory or AddressInUse saying what to change."""
+    Tokenizer.load(served.folder)
+    _check_ports(config)
+    _check_blocks(config, served)
+    _check_memory(config, served)
+
+
+def _check_ports(config: ClusterConfig) -> None:
+    for index in range(config.gateway.count):
+        port = config.gateway.port + index
+        family = socket.AF_INET6 if ":" in config.gateway.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.gateway.host, port))
+            except OSError as error:
+                raise AddressInUse(
+                    f"cannot listen on {config.gateway.host}:{port} ({error.strerror}); "
+                    "is another server running there? Choose another with --port or --set gateway.port=N"
+                ) from error
+
+
+def _check_blocks(config: ClusterConfig, served: ServedModel) -> None:
+    """A request of the longest context must fit every memory that it passes through."""
+    needed = served.config.kv_token_bytes(served.dtype) * (served.max_context_len + config.engine.block_size)
+    sizes = {"decode.memory_bytes": config.decode.memory_bytes}
+    if config.topology is Topology.DISAGGREGATED:
+        sizes |= {"pool.memory_bytes": config.pool.memory_bytes, "prefill.memory_bytes": config.prefill.memory_bytes}
+    for name, size in sizes.items():
+        if size < needed:
+            raise ConfigError(
+                f"{name} is {size // _MIB} MiB, but one request of {served.max_context_len} tokens needs "
+                f"{-(-needed // _MIB)} MiB of cache; set it higher, or model.max_context_len lower"
+            )
+
+
+def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
+    is_disaggregated = config.topology is Topology.DISAGGREGATED
+    weights = served.config.weight_bytes(served.dtype)
+    workers = config.decode.count * (weights + config.decode.memory_bytes)
+    pool = config.pool.memory_bytes if is_disaggregated else 0
+    workers += config.prefill.count * (weights + config.prefill.memory_bytes) if is_disaggregated else 0
+    if is_disaggregated:
+        folder = arena_folder()
+        stats = os.statvfs(folder)
+        free = stats.f_bavail * stats.f_frsize
+        if pool > free:
+            raise NotEnoughMemory(
+                f"the KV pool needs {pool // _MIB} MiB in {folder}, where {free // _MIB} MiB are free; "
+                "set pool.memory_bytes lower"
+            )
+    available = psutil.virtual_memory().available
+    if workers + pool > available:
+        raise NotEnoughMemory(
+            f"{(workers + pool) // _MIB} MiB are needed (workers {workers // _MIB}, KV pool {pool // _MIB}), "
+            f"{available // _MIB} MiB are available; set pool.memory_bytes, prefill.memory_bytes and "
+            "decode.memory_bytes lower, or use topology=colocated"
+        )

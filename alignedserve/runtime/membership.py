@@ -1,0 +1,31 @@
+"""What every process of a cluster is told when it is made, and again, unchanged, when it is restarted."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from alignedserve.messages.handshake import Role
+from alignedserve.runtime.addresses import AddressBook
+from alignedserve.runtime.links import Identity
+
+POOL = "pool-0"  # one node, one pool
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One process's place in one cluster."""
+
+    role: Role
+    name: str
+    cluster_id: str
+    secret: bytes
+    peer_timeout_s: float
+    addresses: AddressBook
+    log_folder: Path
+
+    def identity(self) -> Identity:
+        """How it introduces itself on links."""
+        return Identity(self.role, self.name, self.secret, self.peer_timeout_s)
+
+    def own_address(self) -> str:
+        """Where it listens."""
+        return self.addresses.of(self.name)
