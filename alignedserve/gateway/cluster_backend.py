@@ -4,6 +4,8 @@ The life of a request here: 1. `submit` sends it to the router. 2. Workers send 
 `first_index`, repeats are dropped, and nothing behind a gap is given on until the gap is filled. 3. It leaves the table
 with its last token, by `abort`, or by failing: refused by the router, failed by it, the router lost before the first
 token, or silence past its deadline, which one sweep watches for all requests.
+Only the gateway knows which tokens the client has: when the router says that a request was interrupted, or comes back
+after a loss, it is told where to go on.
 """
 
 import asyncio
@@ -29,7 +31,9 @@ from alignedserve.messages.links import (
     GatewayInbound,
     PromptScored,
     RequestFailed,
+    RequestInterrupted,
     RequestRejected,
+    ResumeRequest,
     SubmitRequest,
     TokenDelta,
     TokensEmitted,
@@ -92,9 +96,12 @@ class ClusterBackend:
     # --- LinkHandler
 
     def on_linked(self, peer: Peer) -> None:
-        """Remember the router."""
-        if peer.role is Role.ROUTER:
-            self._router = peer.name
+        """Remember the router. One that comes back knows nothing of what is open; it is told."""
+        if peer.role is not Role.ROUTER:
+            return
+        self._router = peer.name
+        for entry in self._open.values():
+            self._switchboard.send(peer.name, entry.resumption())
 
     def on_message(self, peer: Peer, message: Message) -> None:
         """Hand output and verdicts to their requests; unknown ids are of requests that ended here."""
@@ -109,6 +116,8 @@ class ClusterBackend:
                 self._fail(message.request_id, Overloaded(message.reason, retry_after_s=message.retry_after_s))
             case RequestFailed():
                 self._fail(message.request_id, _error_of(message))
+            case RequestInterrupted():
+                self._resume(peer, message.request_id)
             case ClusterStatus():
                 self._status = message
 
@@ -139,6 +148,10 @@ class ClusterBackend:
         if entry.is_complete:
             del self._open[message.request_id]
 
+    def _resume(self, router: Peer, request_id: RequestId) -> None:
+        entry = self._open.get(request_id)
+        self._switchboard.send(router.name, AbortRequest(request_id) if entry is None else entry.resumption())
+
     def _fail(self, request_id: RequestId, error: GenerationError) -> None:
         entry = self._open.pop(request_id, None)
         if entry is not None:
@@ -164,23 +177,33 @@ class _OpenRequest:
 
     def __init__(self, request: Request, stream: RequestStream, now: float) -> None:
         self.stream = stream
-        self.num_tokens = 0  # given on, without gap
         self.last_heard_s = now  # when the answer last grew
         self._has_last = False
-        self._max_tokens = request.sampling.max_tokens
+        self._request = request
+        self._token_ids: list[int] = []  # given on, without gap
         self._num_scores = 0
         self._early: dict[int, TokenDelta] = {}  # behind a gap, by first index
         self._early_scores: dict[int, tuple[TokenLogprob, ...]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens given on."""
+        return len(self._token_ids)
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing more is to come: the last token and all prompt scores are here."""
         return self._has_last and self.stream.num_scores_missing <= 0
 
+    def resumption(self) -> ResumeRequest:
+        """Where to go on. With prompt scores missing that is the beginning; repeated tokens are dropped."""
+        token_ids = self._token_ids if self.stream.num_scores_missing <= 0 else ()
+        return ResumeRequest(self._request, tuple(token_ids))
+
     def accept(self, delta: TokenDelta, now: float) -> None:
         """Take a delta, early, in place or repeated."""
         if delta.first_index > self.num_tokens:
-            if delta.first_index <= self._max_tokens:
+            if delta.first_index <= self._request.sampling.max_tokens:
                 self._early[delta.first_index] = delta
             return
         self._give(delta, now)
@@ -199,7 +222,7 @@ class _OpenRequest:
                 self._num_scores += len(new)
                 self.last_heard_s = now
                 self.stream.push_scores(new)
-        if self._max_tokens == 0 and self.stream.num_scores_missing <= 0 and not self._has_last:
+        if self._request.sampling.max_tokens == 0 and self.stream.num_scores_missing <= 0 and not self._has_last:
             # Nothing was to be generated: with its scores the answer is complete, whether or not a delta says so.
             self._has_last = True
             self.stream.push((), (), FinishReason.LENGTH)
@@ -211,7 +234,7 @@ class _OpenRequest:
         is_old = not new and (delta.finish_reason is None or num_known > len(delta.token_ids))
         if self._has_last or is_old:
             return
-        self.num_tokens += len(new)
+        self._token_ids += new
         self.last_heard_s = now
         self._has_last = delta.finish_reason is not None
         self.stream.push(new, delta.logprobs[num_known:], delta.finish_reason)

@@ -55,12 +55,13 @@ class Generation:
         """(choice, what became visible of it), as it comes, until every choice has ended. Raises GenerationError."""
         while self._open:
             self._ready.clear()
+            has_news = False
             for choice in tuple(self._open):
                 output = choice.stream.take()
                 if output is not None:
-                    piece = self._take(choice, output)
-                    yield choice.index, piece
-            if self._open:
+                    has_news = True
+                    yield choice.index, self._take(choice, output)
+            if not has_news:  # a failure may stand right behind what was taken
                 await self._ready.wait()
 
     @property

@@ -1,0 +1,123 @@
+"""What the gateway's tests share: a small tokenizer, apps over scripts, and a reader of event streams."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.request import Request
+from alignedserve.gateway.app import build_app, build_services
+from alignedserve.gateway.model import ServedModel
+from alignedserve.gateway.scripted_backend import Script, ScriptedBackend
+from alignedserve.gateway.services import Services
+from alignedserve.runtime import tokenizer as ours
+
+EOS = 1
+CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?", "stop here and now"] * 4
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@cache
+def tokenizer_folder() -> Path:
+    """A model folder with a small byte-level BPE and a chat template."""
+    folder = Path(mkdtemp(prefix="alignedserve-test-tokenizer-"))
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    special = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[AddedToken(token, special=True) for token in special],
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|end|>"}
+    config |= {"chat_template": template} if template is not None else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@cache
+def tokenizer() -> ours.Tokenizer:
+    return ours.Tokenizer.load(tokenizer_folder())
+
+
+def tokens_of(text: str) -> tuple[int, ...]:
+    return tuple(tokenizer().encode(text, add_special_tokens=False))
+
+
+def saying(text: str, **fields: Any) -> Callable[[Request], Script]:
+    """A script that says this and ends."""
+    script = Script((*tokens_of(text), EOS), **fields)
+    return lambda _: script
+
+
+@dataclass
+class Gateway:
+    """An app over a scripted backend, and a client of it."""
+
+    client: httpx.AsyncClient
+    backend: ScriptedBackend
+    services: Services
+    app: FastAPI
+
+    async def chat(self, *, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}
+        return await self.client.post("/v1/chat/completions", json=body, headers=headers)
+
+    async def complete(self, *, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "prompt": "hello world", **fields}
+        return await self.client.post("/v1/completions", json=body, headers=headers)
+
+
+def services_for(backend: ScriptedBackend, config: GatewayConfig, api_keys: tuple[str, ...] = ()) -> Services:
+    model = ServedModel("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
+    return build_services(
+        backend=backend, tokenizer=tokenizer(), model=model, config=config, api_keys=api_keys, reply_to="unix:/nowhere"
+    )
+
+
+@asynccontextmanager
+async def gateway(
+    script: Callable[[Request], Script] | None = None, *, api_keys: tuple[str, ...] = (), **config: Any
+) -> AsyncIterator[Gateway]:
+    backend = ScriptedBackend(script or saying("hello world"))
+    services = services_for(backend, GatewayConfig(**config), api_keys)
+    app = build_app(services)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        yield Gateway(client, backend, services, app)
+
+
+def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The JSON of every event; the stream must end with [DONE]."""
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object, complete and alone."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error

@@ -1,0 +1,274 @@
+"""Every bad input: status, OpenAI's error object, the field to blame."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from alignedserve.gateway.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
+from alignedserve.gateway.scripted_backend import Script
+from tests.gateway.support import error_of, gateway, saying, tokens_of
+
+CHAT_PATH = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("function_call", {"name": "f"}),
+        ("functions", [{"name": "f"}]),
+        ("metadata", {"a": "b"}),
+        ("modalities", ["text", "audio"]),
+        ("moderation", {"model": "m"}),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("prompt_cache_options", {}),
+        ("prompt_cache_retention", "24h"),
+        ("reasoning_effort", "high"),
+        ("response_format", {"type": "json_object"}),
+        ("store", True),
+        ("tool_choice", "required"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("verbosity", "low"),
+        ("web_search_options", {}),
+        ("service_tier", "scale"),
+    ],
+)
+async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any) -> None:
+    async with gateway() as door:
+        error = error_of(await door.chat(**{field: value}), 400)
+    assert error["code"] == "unsupported_parameter"
+    assert error["param"] == field
+    assert error["message"].startswith(field)
+    assert error["message"].endswith("is not supported.")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("store", False),
+        ("parallel_tool_calls", True),
+        ("modalities", ["text"]),
+        ("response_format", {"type": "text"}),
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("metadata", {}),
+        ("metadata", None),
+        ("audio", None),
+        ("stop", None),
+        ("max_tokens", None),
+        ("temperature", None),
+        ("stream_options", None),
+        ("user", "someone"),
+        ("safety_identifier", "hash"),
+    ],
+)
+async def test_what_asks_for_nothing_is_accepted(field: str, value: Any) -> None:
+    async with gateway() as door:
+        assert (await door.chat(**{field: value})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages[0].name"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"n": True}, "n"),
+        ({"n": "1"}, "n"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"seed": 0.5}, "seed"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"priority": 5000}, "priority"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
+    async with gateway() as door:
+        error = error_of(await door.chat(**fields), 400)
+        assert door.backend.submitted == []
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [100_000]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+    ],
+)
+async def test_bad_fields_of_completions(fields: dict[str, Any], param: str) -> None:
+    async with gateway() as door:
+        assert error_of(await door.complete(**fields), 400)["param"] == param
+
+
+@pytest.mark.parametrize("value", ["", "abc", "-5", "0", "1e3", "inf", "nan", "99999999", "٣"])
+async def test_bad_slo_headers(value: str) -> None:
+    async with gateway() as door:
+        response = await door.chat(headers={"x-slo-ttft-ms": value.encode()})  # type: ignore[dict-item]
+        assert error_of(response, 400)["param"] == "x-slo-ttft-ms"
+
+
+async def test_unknown_model() -> None:
+    async with gateway() as door:
+        for response in (await door.chat(model="gpt-9"), await door.client.get("/v1/models/gpt-9")):
+            error = error_of(response, 404)
+            assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"null", 400),
+        (b'{"model": NaN}', 400),
+        (b'{"model": "\xff"}', 400),
+        (b'{"model": "\\ud800"}', 400),
+        (b'{"model": ' + b"[" * 40 + b"]" * 40 + b"}", 400),
+        (b'{"model": ' + b"[" * 50_000 + b"}", 400),
+        (b'{"model": "' + b"x" * 200_000 + b'"}', 413),
+    ],
+)
+async def test_bad_bodies(body: bytes, status: int) -> None:
+    async with gateway(max_body_bytes=100_000) as door:
+        error = error_of(await door.client.post(CHAT_PATH, content=body, headers=JSON), status)
+    assert len(error["message"]) < 200
+
+
+async def test_a_body_without_length_is_cut_off_as_well() -> None:
+    read = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal read
+        for _ in range(1000):
+            read += 1000
+            yield b" " * 1000
+
+    async with gateway(max_body_bytes=10_000) as door:
+        error_of(await door.client.post(CHAT_PATH, content=endless(), headers=JSON), 413)
+    assert read >= 11_000
+
+
+async def test_other_content_types_are_refused() -> None:
+    async with gateway() as door:
+        response = await door.client.post(CHAT_PATH, content=b"{}", headers={"content-type": "text/plain"})
+        assert error_of(response, 415)["code"] == "unsupported_media_type"
+
+
+async def test_unknown_paths_and_methods() -> None:
+    async with gateway() as door:
+        assert error_of(await door.client.get("/v1/nothing"), 404)["code"] == "unknown_url"
+        response = await door.client.get(CHAT_PATH)
+        assert error_of(response, 405)["code"] == "method_not_allowed"
+        assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "retry_after"),
+    [
+        (Overloaded("the queue is full", retry_after_s=2.1), 503, "3"),
+        (Unavailable("a worker was lost"), 503, "1"),
+        (Unservable("too large"), 400, None),
+        (TimedOut("silence"), 504, None),
+        (GenerationFailed("broken"), 500, None),
+    ],
+)
+async def test_failures_before_the_first_token(failure: Any, status: int, retry_after: str | None) -> None:
+    async with gateway(lambda _: Script((), failure=failure)) as door:
+        for is_streamed in (False, True):
+            response = await door.chat(stream=is_streamed)
+            error = error_of(response, status)
+            assert error["message"] == str(failure)
+            assert response.headers.get("retry-after") == retry_after
+
+
+async def test_a_failure_after_the_first_token_is_an_event() -> None:
+    script = saying("the quick", failure=Unavailable("a worker was lost"))
+    async with gateway(script) as door:
+        response = await door.chat(stream=True)
+        assert (await door.chat()).status_code == 503
+        assert door.services.capacity.num_open == 0
+    assert response.status_code == 200
+    assert '"content":"the"' in response.text
+    last = 'data: {"error":{"message":"a worker was lost","type":"server_error","param":null,"code":"unavailable"}}\n\n'
+    assert response.text.endswith(last)
+
+
+async def test_faults_of_ours_show_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def breaks(_: Any) -> Script:
+        raise ZeroDivisionError("a secret of the inside")
+
+    async with gateway(breaks) as door:
+        response = await door.chat()
+        error = error_of(response, 500)
+    assert error["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] in caplog.text
+
+
+async def test_too_many_requests_at_once_is_our_capacity() -> None:
+    async with gateway(saying("the", first_token_delay_s=0.2), max_concurrent_requests=2) as door:
+        first = asyncio.create_task(door.chat(n=2))
+        await asyncio.sleep(0.05)
+        response = await door.chat()
+        assert error_of(response, 503)["code"] == "overloaded"
+        assert response.headers["retry-after"] == "1"
+        assert (await first).status_code == 200
+        assert error_of(await door.chat(n=3), 400)["param"] == "prompt"
+
+
+async def test_a_failing_request_is_logged_once_without_its_content(caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway(api_keys=("right",)) as door:
+        headers = {"authorization": "Bearer verysecret"}
+        response = await door.chat(headers=headers, messages=[{"role": "user", "content": "private"}])
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("alignedserve")]
+    assert len(lines) == 1
+    assert response.headers["x-request-id"] in lines[0]
+    assert "verysecret" not in caplog.text + response.text
+    assert "private" not in caplog.text + response.text
+
+
+async def test_half_characters_in_scripts_do_not_break_scoring() -> None:
+    async with gateway(lambda _: Script(tokens_of("€")[:2])) as door:
+        assert (await door.complete(logprobs=1, echo=True, prompt="€")).status_code == 200
