@@ -34,6 +34,7 @@ class Run:
     ended_s: float = 0.0
     sent: list[Sent] = field(default_factory=list)  # in order of sending
     loop_lags_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0  # processor time that the generator itself took
 
     @property
     def duration_s(self) -> float:
@@ -55,7 +56,7 @@ class LoadGenerator:
     async def run(self) -> Run:
         """Send everything and wait for every answer."""
         run = self._run
-        run.started_s = time.monotonic()
+        run.started_s, cpu_before_s = time.monotonic(), time.process_time()
         watch = asyncio.create_task(self._watch_loop())
         try:
             async with asyncio.TaskGroup() as group:
@@ -65,7 +66,7 @@ class LoadGenerator:
                 await self._send_on_time(group)
         finally:
             watch.cancel()
-        run.ended_s = time.monotonic()
+        run.ended_s, run.cpu_s = time.monotonic(), time.process_time() - cpu_before_s
         return run
 
     async def _send_on_time(self, group: asyncio.TaskGroup) -> None:

@@ -28,7 +28,7 @@ WORDS = (
     "change", "morning", "reason", "research", "girl", "guy", "moment", "air", "teacher", "force",
 )
 # fmt: on
-_ATTEMPTS = 8
+_FILLERS = (" a", " I", " 1", " x", ".", "?")  # one token each, in most tokenizers
 CountTokens = Callable[[str], int]
 
 
@@ -47,18 +47,16 @@ def words(num_words: int, rng: random.Random) -> str:
 
 
 def exact_prompt(num_tokens: int, rng: random.Random, count_tokens: CountTokens) -> str:
-    """A text that `count_tokens` finds `num_tokens` long, or as near as a few corrections come."""
-    chosen = rng.choices(WORDS, k=max(1, num_tokens))
-    for _ in range(_ATTEMPTS):
-        excess = count_tokens(" ".join(chosen)) - num_tokens
-        if excess == 0:
-            break
-        if excess > 0:
-            # A token too many may sit inside one word, so at least one word goes.
-            del chosen[max(1, len(chosen) - max(1, excess // 2)) :]
-        else:
-            chosen += rng.choices(WORDS, k=max(1, -excess // 2))
-    return " ".join(chosen)
+    """A text that `count_tokens` finds `num_tokens` long, or a little shorter where no filler fits its tokenizer."""
+    chosen = rng.choices(WORDS, k=num_tokens)
+    tokens_per_word = max(1.0, count_tokens(" ".join(chosen)) / len(chosen))
+    del chosen[int(num_tokens / tokens_per_word) :]
+    while chosen and count_tokens(" ".join(chosen)) > num_tokens:
+        chosen.pop()
+    text = " ".join(chosen)
+    num_missing = num_tokens - count_tokens(text)
+    candidates = (text + filler * num_missing for filler in _FILLERS)
+    return next((candidate for candidate in candidates if count_tokens(candidate) == num_tokens), text or WORDS[0])
 
 
 class CallMaker:

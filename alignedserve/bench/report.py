@@ -33,7 +33,8 @@ def _shown(report: LoadReport) -> tuple[ClassReport, ...]:
 
 def print_counts(console: Console, report: LoadReport, *, title: str) -> None:
     """Counts and rates, one column per class."""
-    table = Table(title=title, title_justify="left", header_style="bold")
+    console.print(title, markup=False, style="bold")
+    table = Table(header_style="bold")
     table.add_column(f"{report.duration_s:.1f} s")
     shown = _shown(report)
     for numbers in shown:
@@ -87,8 +88,11 @@ def _generator_remark(generator: GeneratorReport) -> str:
         else f"p50 {found.p50 * 1000:.1f}, p99 {found.p99 * 1000:.1f}, max {found.max * 1000:.1f} ms"
         for found in (generator.lateness_s, generator.loop_lag_s)
     )
-    verdict = "it was a limit itself, do not trust these latencies" if generator.was_limit else "not the limit"
-    return f"load generator: sent late by {lateness}; own loop late by {lag}: {verdict}"
+    verdict = "not the limit"
+    if generator.was_limit:
+        verdict = "the generator, or the machine it shares, was a limit: these latencies hold its delays as well"
+    own = f"{generator.cpu_share:.0%} of a core"
+    return f"load generator: sent late by {lateness}; own loop late by {lag}; took {own}: {verdict}"
 
 
 def _milliseconds(found: Distribution | None) -> list[str]:

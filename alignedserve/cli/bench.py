@@ -121,7 +121,9 @@ def _prepare_prompts(options: LoadOptions, plan: Plan, maker: CallMaker, bar: Pr
         return
     count_tokens = load_tokenizer(options.tokenizer)
     if plan.closed_loops:
-        notes().print("prompts of closed-loop classes are not made ahead of time: their lengths are approximate")
+        notes().print(
+            "prompts of closed-loop classes are not made ahead of time: their lengths are approximate", soft_wrap=True
+        )
     for request in bar.track(plan.open_requests, description="prompts"):
         maker.prepare(request, count_tokens)
 

@@ -41,6 +41,7 @@ DEFAULT_RATE = 1.0
 READY_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 20.0
 _DRAIN_POLL_S = 0.25
+_SETTLE_S = 1.0  # the gateway's numbers are reports of the other processes, a moment old
 _SHOWN_WRONG = 5
 
 
@@ -177,6 +178,7 @@ class _Demo:
     async def _drained_metrics(self) -> dict[str, float]:
         """The metrics once no block is in use, or when waiting for that became pointless."""
         end_s = time.monotonic() + DRAIN_TIMEOUT_S
+        await asyncio.sleep(_SETTLE_S)
         metrics = await self._metrics()
         while blocks_used(metrics) and time.monotonic() < end_s:
             await asyncio.sleep(_DRAIN_POLL_S)

@@ -59,6 +59,11 @@ def is_first_task(body: dict[str, Any]) -> bool:
     return bool(body["messages"][-1]["content"] == CHECKED.tasks[0].prompt)
 
 
+@pytest.fixture(autouse=True)
+def _settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_module, "_SETTLE_S", 0.0)
+
+
 def run_demo(cluster: Cluster, *, json_output: bool = True) -> int:
     options = DemoOptions(
         duration_s=0.5, rate=30.0, url="", config_path=None, overrides=(), seed=0, json_output=json_output
