@@ -54,6 +54,10 @@ class ScriptedBackend:
         """The status given at construction."""
         return self._status
 
+    def set_status(self, status: ClusterStatus | None) -> None:
+        """Change what `status` says."""
+        self._status = status
+
     async def _play(self, request: Request, script: Script, stream: RequestStream) -> None:
         await asyncio.sleep(script.first_token_delay_s)
         if request.sampling.num_prompt_logprobs is not None:

@@ -1,6 +1,7 @@
 """Chat completions: streamed bytes, bodies, every field that changes an answer."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -91,7 +92,10 @@ async def test_logprobs_with_bytes_of_partial_characters() -> None:
     async with gateway(saying("é")) as door:
         chunks = chunks_of(await door.chat(stream=True, logprobs=True, top_logprobs=2))
     entries = [
-        entry for chunk in chunks if chunk["choices"][0]["logprobs"] for entry in chunk["choices"][0]["logprobs"]["content"]
+        entry
+        for chunk in chunks
+        if chunk["choices"][0]["logprobs"]
+        for entry in chunk["choices"][0]["logprobs"]["content"]
     ]
     assert [entry["bytes"] for entry in entries] == [[0xC3], [0xA9]]
     assert [entry["token"] for entry in entries] == ["bytes:\\xc3", "bytes:\\xa9"]
@@ -135,7 +139,7 @@ def by_seed_tokens(seed: int) -> Sequence[int]:
 
 
 async def test_sampling_fields_reach_the_request() -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.9, "presence_penalty": 1, "frequency_penalty": -1.5, "logit_bias": {"7": -100},
         "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
         "stop_token_ids": [9], "priority": 4, "max_completion_tokens": 7, "user": "someone",

@@ -129,5 +129,3 @@ async def test_tokens_that_are_no_text_become_replacement_characters() -> None:
 async def test_max_tokens_zero_without_echo_is_refused() -> None:
     async with gateway() as door:
         assert error_of(await door.complete(max_tokens=0), 400)["param"] == "max_tokens"
-
-

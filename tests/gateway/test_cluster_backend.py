@@ -1,0 +1,294 @@
+"""The backend of a cluster against a hand-made router and worker over real links."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
+from alignedserve.gateway.backend import Output, RequestStream
+from alignedserve.gateway.cluster_backend import ClusterBackend
+from alignedserve.gateway.errors import GenerationError, GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.links import (
+    AbortRequest,
+    ClusterStatus,
+    FailureKind,
+    PromptScored,
+    RequestFailed,
+    RequestInterrupted,
+    RequestRejected,
+    ResumeRequest,
+    RouterInbound,
+    SubmitRequest,
+    TokenDelta,
+    TokensEmitted,
+)
+from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.links import Identity, Peer
+from alignedserve.runtime.switchboard import Switchboard
+
+SECRET = b"s" * 32
+STATUS = ClusterStatus(1, 2, 3, 4, 1, 1, 10, 5, 20, 10, 0, 7, 0)
+
+
+@dataclass
+class Recorder:
+    """A peer that keeps what it is sent."""
+
+    inbox: list[Message] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_linked(self, peer: Peer) -> None:
+        self.changed.set()
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        self.inbox.append(message)
+        self.changed.set()
+
+    def on_lost(self, peer: Peer) -> None:
+        self.changed.set()
+
+    async def wait_for(self, kind: type[Message], count: int = 1) -> list[Message]:
+        async with asyncio.timeout(5):
+            while len(found := [message for message in self.inbox if isinstance(message, kind)]) < count:
+                self.changed.clear()
+                await self.changed.wait()
+        return found
+
+
+@dataclass
+class Cluster:
+    """One gateway backend, one router, one worker."""
+
+    backend: ClusterBackend
+    router: Switchboard
+    worker: Switchboard
+    heard: Recorder
+    gateway_address: str
+    router_address: str
+
+    def submit(self, *, max_tokens: int = 8, num_prompt_logprobs: int | None = None, name: str = "r") -> RequestStream:
+        sampling = SamplingParams(max_tokens=max_tokens, num_prompt_logprobs=num_prompt_logprobs)
+        return self.backend.submit(Request(RequestId(name), (5, 6, 7), sampling, self.gateway_address, 0.0))
+
+    def emit(self, first_index: int, *token_ids: int, end: bool = False, name: str = "r") -> None:
+        finish_reason = FinishReason.STOP if end else None
+        delta = TokenDelta(RequestId(name), first_index, token_ids, (), finish_reason)
+        self.worker.send_to(self.gateway_address, TokensEmitted((delta,)))
+
+    def says(self, message: Message) -> None:
+        assert self.router.send("gateway-0", message)
+
+
+@asynccontextmanager
+async def cluster(folder: Path, **config: float) -> AsyncIterator[Cluster]:
+    router_at, gateway_at = f"unix:{folder}/router.sock", f"unix:{folder}/gateway.sock"
+    heard = Recorder()
+    router = Switchboard(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), heard)
+    worker = Switchboard(Identity(Role.DECODE_WORKER, "decode-0", SECRET), Codec(RouterInbound), Recorder())
+    await router.listen(router_at)
+    identity = Identity(Role.GATEWAY, "gateway-0", SECRET)
+    backend = ClusterBackend(
+        identity=identity,
+        router_address=router_at,
+        own_address=gateway_at,
+        config=GatewayConfig(**config),  # type: ignore[arg-type]
+    )
+    await backend.start()
+    made = Cluster(backend, router, worker, heard, gateway_at, router_at)
+    await eventually(lambda: bool(router.peers()))
+    made.says(STATUS)
+    await eventually(lambda: backend.status() is not None)
+    try:
+        yield made
+    finally:
+        await backend.stop()
+        await made.router.close()
+        await worker.close()
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail("it never happened")
+
+
+async def read(stream: RequestStream) -> tuple[list[int], FinishReason | None, list[Output]]:
+    async with asyncio.timeout(5):
+        outputs = [output async for output in stream]
+    return [token for output in outputs for token in output.token_ids], outputs[-1].finish_reason, outputs
+
+
+async def failure_of(stream: RequestStream) -> GenerationError:
+    async with asyncio.timeout(5):
+        with pytest.raises(GenerationError) as caught:
+            async for _ in stream:
+                pass
+    return caught.value
+
+
+async def test_tokens_come_straight_from_the_worker(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        stream = made.submit()
+        (submitted,) = await made.heard.wait_for(SubmitRequest)
+        assert isinstance(submitted, SubmitRequest)
+        assert submitted.request.reply_to == made.gateway_address
+        made.emit(0, 11)
+        made.emit(1, 12, 13)
+        made.emit(3, 14, end=True)
+        token_ids, reason, _ = await read(stream)
+        assert (token_ids, reason) == ([11, 12, 13, 14], FinishReason.STOP)
+        assert made.backend.status() == STATUS
+
+
+async def test_order_repeats_and_gaps(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        stream = made.submit()
+        made.emit(4, 15, 16, end=True)  # behind a gap, with the end
+        made.emit(0, 11, 12)
+        made.emit(1, 12, 13)  # overlaps
+        made.emit(0, 11, 12, 13)  # a repeat
+        made.emit(2, 13, end=False)
+        made.emit(0, 99, name="somebody else")
+        first = await anext(stream)
+        tokens = list(first.token_ids)
+        made.emit(2, 13, 14)
+        rest, reason, _ = await read(stream)
+        assert tokens + rest == [11, 12, 13, 14, 15, 16]
+        assert reason is FinishReason.STOP
+
+
+async def test_nothing_is_given_on_behind_a_gap(tmp_path: Path) -> None:
+    async with cluster(tmp_path, token_timeout_s=0.3) as made:
+        stream = made.submit()
+        made.emit(0, 11)
+        made.emit(2, 13, end=True)
+        assert (await anext(stream)).token_ids == (11,)
+        assert isinstance(await failure_of(stream), TimedOut)
+        await made.heard.wait_for(AbortRequest)
+
+
+async def test_tokens_after_the_end_are_ignored(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        stream = made.submit()
+        made.emit(0, 11, end=True)
+        made.emit(1, 12)
+        made.emit(0, 11, end=True)
+        assert (await read(stream))[0] == [11]
+
+
+async def test_prompt_scores_come_first_and_in_order(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        stream = made.submit(num_prompt_logprobs=0)
+        made.emit(0, 11, end=True)
+        for position in (2, 1, 1):
+            scored = PromptScored(RequestId("r"), position, (TokenLogprob(position, -1.0),))
+            made.worker.send_to(made.gateway_address, scored)
+        token_ids, reason, outputs = await read(stream)
+        assert [score.token_id for score in outputs[0].prompt_scores] == [1, 2]
+        assert (token_ids, reason) == ([11], FinishReason.STOP)
+
+
+async def test_scores_alone_end_a_request_for_no_tokens(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        stream = made.submit(max_tokens=0, num_prompt_logprobs=0)
+        scores = (TokenLogprob(6, -1.0), TokenLogprob(7, -2.0))
+        made.worker.send_to(made.gateway_address, PromptScored(RequestId("r"), 1, scores))
+        token_ids, reason, _ = await read(stream)
+        assert (token_ids, reason) == ([], FinishReason.LENGTH)
+
+
+async def test_rejections_and_failures(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        stream = made.submit()
+        made.says(RequestRejected(RequestId("r"), "the queue is full", 7.2))
+        error = await failure_of(stream)
+        assert isinstance(error, Overloaded)
+        assert error.retry_after_s == 7.2
+        expected = {
+            FailureKind.OVERLOADED: Overloaded,
+            FailureKind.WORKER_LOST: Unavailable,
+            FailureKind.INTERNAL: GenerationFailed,
+            FailureKind.UNSERVABLE: Unservable,
+        }
+        for kind, error_class in expected.items():
+            stream = made.submit(name=kind.value)
+            made.says(RequestFailed(RequestId(kind.value), kind, "why"))
+            assert type(await failure_of(stream)) is error_class
+
+
+async def test_a_failure_comes_after_the_tokens_before_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        stream = made.submit()
+        made.emit(0, 11)
+        assert (await anext(stream)).token_ids == (11,)
+        made.says(RequestFailed(RequestId("r"), FailureKind.WORKER_LOST, "gone"))
+        assert isinstance(await failure_of(stream), Unavailable)
+
+
+async def test_abort_reaches_the_router_once(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        made.submit()
+        made.backend.abort(RequestId("r"))
+        made.backend.abort(RequestId("r"))
+        made.backend.abort(RequestId("unknown"))
+        made.submit(name="second")
+        await made.heard.wait_for(SubmitRequest, 2)
+        assert made.heard.inbox.count(AbortRequest(RequestId("r"))) == 1
+
+
+async def test_no_first_token_in_time(tmp_path: Path) -> None:
+    async with cluster(tmp_path, first_token_timeout_s=0.2) as made:
+        assert isinstance(await failure_of(made.submit()), TimedOut)
+        await made.heard.wait_for(AbortRequest)
+
+
+async def test_an_interrupted_request_goes_on_where_the_client_is(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        stream = made.submit()
+        made.emit(0, 11, 12)
+        await anext(stream)
+        made.says(RequestInterrupted(RequestId("r")))
+        made.says(RequestInterrupted(RequestId("long gone")))
+        (resumed,) = await made.heard.wait_for(ResumeRequest)
+        assert isinstance(resumed, ResumeRequest)
+        assert resumed.generated_token_ids == (11, 12)
+        assert (await made.heard.wait_for(AbortRequest)) == [AbortRequest(RequestId("long gone"))]
+        made.emit(2, 13, end=True)
+        assert (await read(stream))[0] == [13]
+
+
+async def test_a_lost_router(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        waiting, streaming = made.submit(name="waiting"), made.submit(name="streaming")
+        made.emit(0, 11, name="streaming")
+        await anext(streaming)
+        await made.router.close()
+        assert isinstance(await failure_of(waiting), Unavailable)
+        assert made.backend.status() is None
+        with pytest.raises(Unavailable):
+            made.submit(name="later")
+        made.backend.abort(RequestId("unknown"))
+        heard = Recorder()
+        made.router = Switchboard(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), heard)
+        await made.router.listen(made.router_address)
+        (resumed,) = await heard.wait_for(ResumeRequest)
+        assert isinstance(resumed, ResumeRequest)
+        assert resumed.request.request_id == "streaming"
+        made.emit(1, 12, end=True, name="streaming")
+        assert (await read(streaming))[0] == [12]
+
+
+async def test_stopping_ends_what_is_open(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as made:
+        stream = made.submit()
+        await made.backend.stop()
+        assert isinstance(await failure_of(stream), Unavailable)

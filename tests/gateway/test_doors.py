@@ -1,0 +1,159 @@
+"""Keys, quotas, readiness, metrics, models, tokens, the page."""
+
+import asyncio
+import base64
+import hashlib
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from alignedserve.gateway.errors import QuotaExceeded, Unavailable
+from alignedserve.gateway.keys import KeyGate
+from alignedserve.gateway.scripted_backend import IDLE_STATUS, Script
+from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
+
+CLOSED = ["/v1/models", "/v1/models/tiny", "/metrics", "/v1/nothing", "/tokenize", "/v1/chat/completions"]
+
+
+@pytest.mark.parametrize("path", CLOSED)
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic right", "right", "Bearer ri\xe9"]
+)
+async def test_every_route_is_closed_once_a_key_is_set(path: str, header: str | None) -> None:
+    async with gateway(api_keys=("right", "other")) as door:
+        headers = {} if header is None else {"authorization": header.encode("latin-1")}
+        response = await door.client.get(path, headers=headers)  # type: ignore[arg-type]
+    error = error_of(response, 401)
+    assert error["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+async def test_what_stays_open_and_what_a_key_opens() -> None:
+    async with gateway(api_keys=("right", "other")) as door:
+        for path, status in (("/", 200), ("/health", 200), ("/ready", 503), ("/version", 200)):
+            assert (await door.client.get(path)).status_code == status
+        for scheme in ("Bearer right", "bearer other"):
+            assert (await door.chat(headers={"authorization": scheme})).status_code == 200
+
+
+async def test_a_quota_is_429_with_the_time_to_come_back() -> None:
+    async with gateway(api_keys=("a", "b"), requests_per_minute=2) as door:
+        for _ in range(2):
+            assert (await door.chat(headers={"authorization": "Bearer a"})).status_code == 200
+        response = await door.chat(headers={"authorization": "Bearer a"})
+        assert error_of(response, 429)["code"] == "rate_limit_exceeded"
+        assert int(response.headers["retry-after"]) in (29, 30)
+        assert (await door.chat(headers={"authorization": "Bearer b"})).status_code == 200
+
+
+def test_a_quota_refills() -> None:
+    now = [0.0]
+    gate = KeyGate((), requests_per_minute=60, clock=lambda: now[0])
+    for _ in range(60):
+        gate.spend(0)
+    with pytest.raises(QuotaExceeded) as caught:
+        gate.spend(0)
+    assert caught.value.retry_after_s == pytest.approx(1.0)
+    now[0] = 1.0
+    gate.spend(0)
+
+
+async def test_ready_only_after_a_token_came_through() -> None:
+    failures = [Unavailable("a worker was lost")]
+
+    def script(_: Any) -> Script:
+        return Script((), failure=failures.pop()) if failures else Script((5, EOS))
+
+    async with gateway(script) as door:
+        canary = asyncio.create_task(door.services.canary.run(pause_s=0.01))
+        answers: list[httpx.Response] = []
+        while not answers or answers[-1].status_code != 200:
+            answers.append(await door.client.get("/ready"))
+            await asyncio.sleep(0.002)
+        assert "no canary token" in error_of(answers[0], 503)["message"]
+        assert answers[0].headers["retry-after"] == "1"
+        assert any("a worker was lost" in answer.text for answer in answers)
+        num_sent = len(door.backend.submitted)
+        await asyncio.sleep(0.05)
+        assert len(door.backend.submitted) == num_sent  # not repeated while ready
+        door.backend.set_status(None)
+        assert "the router is not connected" in error_of(await door.client.get("/ready"), 503)["message"]
+        await asyncio.sleep(0.03)
+        door.backend.set_status(IDLE_STATUS)
+        assert (await door.client.get("/ready")).status_code == 503
+        await asyncio.sleep(0.05)
+        assert (await door.client.get("/ready")).status_code == 200
+        canary.cancel()
+        await asyncio.gather(canary, return_exceptions=True)
+
+
+async def test_metrics_have_the_names_that_dashboards_read() -> None:
+    async with gateway(saying("the quick brown")) as door:
+        await door.chat()
+        await door.chat(model="unknown")
+        text = (await door.client.get("/metrics")).text
+    for name in (
+        'vllm:num_requests_running{model_name="tiny"} 0.0',
+        'vllm:num_requests_waiting{model_name="tiny"} 0.0',
+        'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0',
+        'vllm:prompt_tokens_total{model_name="tiny"}',
+        'vllm:generation_tokens_total{model_name="tiny"} 4.0',
+        'vllm:time_to_first_token_seconds_bucket{le="0.005",model_name="tiny"}',
+        'vllm:inter_token_latency_seconds_count{model_name="tiny"}',
+        'vllm:request_time_per_output_token_seconds_count{model_name="tiny"} 1.0',
+        'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1.0',
+        'vllm:request_success_total{finished_reason="stop",model_name="tiny"} 1.0',
+        'vllm:num_preemptions_total{model_name="tiny"} 0.0',
+        "alignedserve_pool_blocks 64.0",
+        "alignedserve_pool_blocks_used 0.0",
+        "alignedserve_worker_blocks 64.0",
+        "alignedserve_worker_blocks_used 0.0",
+        "alignedserve_requests_pooled 0.0",
+        "alignedserve_handoffs_verified_total 0.0",
+        "alignedserve_handoffs_refused_total 0.0",
+        'alignedserve_rejected_total{reason="model_not_found"} 1.0',
+    ):
+        assert name in text
+    assert not re.search(r"[0-9a-f]{32}", text)
+
+
+async def test_models() -> None:
+    async with gateway() as door:
+        listed = (await door.client.get("/v1/models")).json()
+        one = (await door.client.get("/v1/models/tiny")).json()
+    assert listed == {"object": "list", "data": [one]}
+    assert one["id"] == "tiny"
+    assert one["max_model_len"] == 256
+
+
+async def test_tokenize_and_detokenize() -> None:
+    async with gateway() as door:
+        asked = (await door.client.post("/tokenize", json={"prompt": "the dog"})).json()
+        assert asked == {"count": 2, "max_model_len": 256, "tokens": list(tokens_of("the dog"))}
+        text = await door.client.post("/detokenize", json={"tokens": asked["tokens"]})
+        assert text.json() == {"prompt": "the dog"}
+        messages = [{"role": "user", "content": "hello"}]
+        chat = (await door.client.post("/tokenize", json={"messages": messages})).json()
+        await door.chat(messages=messages)
+        assert chat["tokens"] == list(door.backend.submitted[0].prompt_token_ids)
+        for path, body in (
+            ("/tokenize", {}),
+            ("/tokenize", {"prompt": "a", "messages": messages}),
+            ("/detokenize", {"tokens": [10**6]}),
+            ("/detokenize", {"tokens": "a"}),
+        ):
+            error_of(await door.client.post(path, json=body), 400)
+
+
+async def test_the_page_needs_nothing_from_elsewhere() -> None:
+    async with gateway() as door:
+        response = await door.client.get("/")
+    page, policy = response.text, response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert not re.search(r"(src|href)\s*=|https?://|@import|\son\w+=|\sstyle=", page.replace("http://www.w3.org", ""))
+    for tag in ("script", "style"):
+        (block,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, flags=re.DOTALL)
+        assert base64.b64encode(hashlib.sha256(block.encode()).digest()).decode() in policy

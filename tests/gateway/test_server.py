@@ -1,0 +1,198 @@
+"""A real server on a real port: OpenAI's SDK, disconnects, ports in use, start and stop, a whole gateway on links."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound
+from alignedserve.core.request import FinishReason
+from alignedserve.gateway.errors import Overloaded, Unavailable
+from alignedserve.gateway.model import ServedModel
+from alignedserve.gateway.scripted_backend import IDLE_STATUS, Script, ScriptedBackend
+from alignedserve.gateway.server import GatewayLinks, GatewayServer, HttpServer, bind
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.links import RouterInbound, SubmitRequest, TokenDelta, TokensEmitted
+from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.links import Identity, Peer
+from alignedserve.runtime.switchboard import Switchboard
+from tests.gateway.support import EOS, saying, services_for, tokenizer_folder, tokens_of
+
+SECRET = b"s" * 32
+
+
+@asynccontextmanager
+async def serving(script: Any = None, *, api_keys: tuple[str, ...] = (), **config: Any) -> AsyncIterator[Any]:
+    """(base URL, backend, SDK client) of a running server."""
+    backend = ScriptedBackend(script or saying("the quick brown fox"))
+    listener = bind("127.0.0.1", 0)
+    server = HttpServer(services_for(backend, GatewayConfig(**config), api_keys), listener)
+    await server.start()
+    url = f"http://127.0.0.1:{server.port}"
+    key = api_keys[0] if api_keys else "none"
+    try:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            yield url, backend, client
+    finally:
+        await server.stop()
+
+
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+async def test_the_openai_sdk() -> None:
+    async with serving() as (_, _, client):
+        chat = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, n=2, logprobs=True, top_logprobs=1, service_tier="flex"
+        )
+        assert chat.choices[1].message.content == "the quick brown fox"
+        assert chat.choices[0].logprobs.content[0].token == "the"
+        assert chat.service_tier == "flex"
+        assert chat.usage.completion_tokens == 10
+        stream = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}, stop=" fox"
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "the quick brown"
+        assert chunks[-1].usage.total_tokens > 3
+        completion = await client.completions.create(model="tiny", prompt=["a", "b"], logprobs=1, echo=True)
+        assert [choice.text[0] for choice in completion.choices] == ["a", "b"]
+        assert completion.choices[0].logprobs.token_logprobs[0] is None
+        pieces = await client.completions.create(model="tiny", prompt="a", stream=True, max_tokens=2)
+        assert "".join([piece.choices[0].text async for piece in pieces]) == "the quick"
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        assert (await client.models.retrieve("tiny")).owned_by == "alignedserve"
+        raw = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, extra_body={"top_k": 2}, extra_headers={"x-slo-ttft-ms": "10000"}
+        )
+        assert raw.model_extra["alignedserve"]["slo"]["ttft"]["held"] is True
+
+
+async def test_error_classes_of_the_sdk() -> None:
+    async with serving(api_keys=("right",), requests_per_minute=3) as (url, _, client):
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[{"type": "function"}])
+        assert (bad.value.param, bad.value.code) == ("tools", "unsupported_parameter")
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="other", messages=MESSAGES)
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9999)
+        assert long.value.code == "context_length_exceeded"
+        with pytest.raises(openai.RateLimitError) as limited:
+            await client.completions.create(model="tiny", prompt="a")
+        assert int(limited.value.response.headers["retry-after"]) > 0
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
+
+
+async def test_failures_in_the_sdk() -> None:
+    scripts = [
+        Script((), failure=Overloaded("full", retry_after_s=1.0)),
+        Script(tokens_of("the quick"), failure=Unavailable("a worker was lost")),
+    ]
+    async with serving(lambda request: scripts[0 if request.sampling.seed == 1 else 1]) as (_, _, client):
+        with pytest.raises(openai.InternalServerError) as full:
+            await client.chat.completions.create(model="tiny", messages=MESSAGES, seed=1)
+        assert full.value.status_code == 503
+        stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, seed=2, stream=True)
+        with pytest.raises(openai.APIError, match="a worker was lost"):
+            async for _ in stream:
+                pass
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("first_token_delay_s", [0.0, 30.0])
+async def test_a_disconnect_aborts_at_once(is_streamed: bool, first_token_delay_s: float) -> None:
+    script = Script((5,) * 100, token_delay_s=0.02, first_token_delay_s=first_token_delay_s)
+    async with serving(lambda _: script) as (url, backend, _):
+        port = int(url.rpartition(":")[2])
+        body = json.dumps({"model": "tiny", "messages": MESSAGES, "stream": is_streamed, "n": 2}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        await asyncio.sleep(0.15)
+        writer.close()
+        await asyncio.sleep(0.1)
+        asked = [request.request_id for request in backend.submitted if not request.request_id.startswith("canary")]
+        assert len(asked) == 2
+        assert set(asked) <= set(backend.aborted)
+
+
+async def test_a_port_in_use() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(AddressInUse, match=f"Port {port} on 127.0.0.1 is taken"):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"gateway\.host"):
+        bind("203.0.113.1", port)
+
+
+class EchoingWorker:
+    """Router and worker in one: answers every request with its prompt's tokens, over links."""
+
+    def __init__(self) -> None:
+        self.router = Switchboard(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), self)
+        self.worker = Switchboard(Identity(Role.DECODE_WORKER, "decode-0", SECRET), Codec(RouterInbound), self)
+
+    def on_linked(self, peer: Peer) -> None:
+        if peer.role is Role.GATEWAY:
+            self.router.send(peer.name, IDLE_STATUS)
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, SubmitRequest):
+            request = message.request
+            for place, token_id in enumerate(request.prompt_token_ids):
+                is_last = place + 1 == request.prompt_len
+                reason = FinishReason.STOP if is_last else None
+                delta = TokenDelta(request.request_id, place, (token_id,), (), reason)
+                self.worker.send_to(request.reply_to, TokensEmitted((delta,)))
+
+    def on_lost(self, peer: Peer) -> None: ...
+
+
+async def test_a_whole_gateway(tmp_path: Path, unused_tcp_port: int) -> None:
+    cluster = EchoingWorker()
+    await cluster.router.listen(f"unix:{tmp_path}/router.sock")
+    identity = Identity(Role.GATEWAY, "gateway-0", SECRET)
+    server = GatewayServer(
+        links=GatewayLinks(identity, f"unix:{tmp_path}/router.sock", f"unix:{tmp_path}/gateway.sock"),
+        model=ServedModel("tiny", tokenizer_folder(), 256, (EOS,)),
+        config=GatewayConfig(port=unused_tcp_port),
+    )
+    await server.start()
+    try:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            for _ in range(200):
+                ready = await client.get("/ready")
+                if ready.status_code == 200:
+                    break
+                await asyncio.sleep(0.02)
+            assert ready.status_code == 200
+            answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "the lazy dog"})
+            assert answer.json()["choices"][0]["text"] == "the lazy dog"
+    finally:
+        await server.stop()
+        await server.stop()
+        await cluster.router.close()
+        await cluster.worker.close()
+
+
+async def test_a_gateway_that_cannot_start_leaves_nothing(tmp_path: Path, unused_tcp_port: int) -> None:
+    links = GatewayLinks(Identity(Role.GATEWAY, "g", SECRET), f"unix:{tmp_path}/r.sock", f"unix:{tmp_path}/g.sock")
+    config = GatewayConfig(port=unused_tcp_port)
+    with pytest.raises(ModelNotFound):
+        await GatewayServer(links=links, model=ServedModel("m", tmp_path, 16), config=config).start()
+    model = ServedModel("m", tokenizer_folder(), 16)
+    with bind("127.0.0.1", unused_tcp_port), pytest.raises(AddressInUse):
+        await GatewayServer(links=links, model=model, config=config).start()
+    again = GatewayServer(links=links, model=model, config=config)
+    await again.start()
+    await again.stop()
