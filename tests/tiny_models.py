@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
+
+# transformers is not typed in a way that strict checking accepts.
+_auto_model: Any = AutoModelForCausalLM
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -59,18 +62,17 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_tiny_model(folder: Path, family: str, seed: int = 0) -> PreTrainedModel:
+def make_tiny_model(folder: Path, family: str, seed: int = 0) -> Any:
     """Write a checkpoint named in TINY_MODELS into `folder` and return the same model (float32, evaluation mode)."""
     class_name, arguments = TINY_MODELS[family]
     config = getattr(transformers, class_name)(**arguments)
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
+    model: Any = _auto_model.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Larger and less regular than a fresh model: biases that do something, logits that differ.
             parameter.add_(torch.randn(parameter.shape) * (0.05 if "norm" in name or "bias" in name else 0.08))
-    model.eval()
+    model.train(False)
+    transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, safe_serialization=True)
     return model

@@ -146,22 +146,22 @@ class Engine:
         table, rows = self._table, step.sampled_rows
         num_tokens = table.num_tokens[rows]
         choice = self._sampler.choose(rows, num_tokens, logits)
-        ids = [table.sequence(row).request_id for row in rows.tolist()]
-        failed = []
-        if not choice.is_usable.all():
-            failed = [ids[index] for index in np.flatnonzero(~choice.is_usable).tolist()]
-            rows, num_tokens = rows[choice.is_usable], num_tokens[choice.is_usable]
-        table.tokens[rows, num_tokens] = choice.token_ids[choice.is_usable]
-        table.num_tokens[rows] = num_tokens + 1
+        request_ids = table.request_ids
+        ids = [request_ids[row] for row in rows.tolist()]
         logprobs = choice.logprobs
         sampled = [
             SampledToken(request_id, token_id, logprobs.get(index))
-            for index, (request_id, token_id, is_usable) in enumerate(
-                zip(ids, choice.token_ids.tolist(), choice.is_usable.tolist(), strict=True)
-            )
-            if is_usable
+            for index, (request_id, token_id) in enumerate(zip(ids, choice.token_ids.tolist(), strict=True))
         ]
-        return sampled, failed
+        is_usable = choice.is_usable
+        if is_usable.all():
+            table.tokens[rows, num_tokens] = choice.token_ids
+            table.num_tokens[rows] = num_tokens + 1
+            return sampled, []
+        table.tokens[rows[is_usable], num_tokens[is_usable]] = choice.token_ids[is_usable]
+        table.num_tokens[rows[is_usable]] += 1
+        good, bad = np.flatnonzero(is_usable).tolist(), np.flatnonzero(~is_usable).tolist()
+        return [sampled[index] for index in good], [ids[index] for index in bad]
 
     def _prompt_logprobs(self, step: StepBatch, index: int, hidden: Tensor) -> PromptLogprobs:
         """Entries for the prompt tokens that follow the tokens of slice `index`."""

@@ -34,6 +34,7 @@ class SequenceTable:
         self.version = 0
         self.sequences: list[NewSequence | None] = [None] * max_sequences
         max_blocks = blocks_for(max_context_len, block_size)
+        self.request_ids = [RequestId("")] * max_sequences  # what a free row holds means nothing
         self.block_tables = np.zeros((max_sequences, max_blocks), np.int64)
         # One more than the context: the token sampled at its end is known, but never computed.
         self.tokens = np.zeros((max_sequences, max_context_len + 1), np.int32)
@@ -74,6 +75,7 @@ class SequenceTable:
         row = self._free_rows.pop()
         self._row_of[request_id] = row
         self.sequences[row] = sequence
+        self.request_ids[row] = request_id
         self.tokens[row, :count] = sequence.token_ids
         self.num_tokens[row] = count
         self.num_computed[row] = sequence.num_cached

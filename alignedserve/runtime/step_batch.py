@@ -55,13 +55,14 @@ class BatchBuilder:
     def _check(self, rows: IntArray, counts: IntArray) -> None:
         table = self._table
         assert len(rows), "a step needs at least one slice"
-        assert len(np.unique(rows)) == len(rows), "two slices of one request in one step"
+        assert len(set(rows.tolist())) == len(rows), "two slices of one request in one step"
         after = table.num_computed[rows] + counts
         assert counts.min() >= 1, "a slice computes at least one token"
         assert (after <= table.num_tokens[rows]).all(), "a slice goes beyond the known tokens"
         assert (after <= table.num_blocks[rows] * table.block_size).all(), "too few blocks for the slice"
-        for row in rows[table.has_unclean_tail[rows]].tolist():
-            self._clean_tail(row)
+        if table.has_unclean_tail[rows].any():
+            for row in rows[table.has_unclean_tail[rows]].tolist():
+                self._clean_tail(row)
 
     def _clean_tail(self, row: int) -> None:
         """Attention reads whole blocks: the slots after the cached tokens must hold finite numbers."""

@@ -1,6 +1,7 @@
 """Reads the safetensors files of a Hugging Face model folder. Pickle-based files are refused, whatever their name."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -97,7 +98,7 @@ def _shard_name(index: Path, shard: object) -> str:
     return shard
 
 
-def _open(path: Path) -> "safe_open":
+def _open(path: Path) -> Any:
     if not path.exists():
         raise ModelNotFound(f"{path} is missing.")
     try:

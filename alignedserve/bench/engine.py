@@ -1,0 +1,267 @@
+"""Offline throughput of the engine alone: no router, no pool, no Ray.
+
+A simple loop admits requests in order while rows and blocks last, prefills them within a token budget per step, and
+decodes all running ones in every step.
+"""
+
+import resource
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from alignedserve.bench.shapes import SHAPES
+from alignedserve.core.blocks import BlockAllocator, blocks_for
+from alignedserve.core.errors import ConfigError
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.decoder import Decoder
+from alignedserve.runtime.dtypes import torch_dtype
+from alignedserve.runtime.engine import Engine, NewSequence, StepOutput, StepSlice
+from alignedserve.runtime.model_config import ModelConfig
+from alignedserve.runtime.model_config_reader import read_model_config
+from alignedserve.runtime.weight_files import load_weights
+from alignedserve.runtime.weights import random_weights
+
+_MAX_REQUESTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGroup:
+    """Requests of the same lengths."""
+
+    num_requests: int
+    prompt_len: int
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBenchmarkSpec:
+    """What to run. Raises ConfigError naming the field."""
+
+    model: str  # a name in SHAPES (random weights) or a model folder
+    groups: tuple[RequestGroup, ...]
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_sequences: int = 64
+    max_step_tokens: int = 2048  # prefill tokens of one step
+    block_size: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ConfigError("groups must name at least one group of requests.")
+        for name in ("max_sequences", "max_step_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1.")
+
+    @property
+    def max_context_len(self) -> int:
+        """Longest prompt and output together."""
+        return max(group.prompt_len + group.output_len for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBenchmarkResult:
+    """What was measured; times in seconds. Every field is plain JSON."""
+
+    model: str
+    dtype: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_steps: int
+    wall_s: float
+    prefill_s: float  # forward passes with prompt tokens in them
+    decode_s: float  # forward passes with nothing but decodes
+    prepare_s: float
+    sampling_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    weight_bytes: int
+    kv_token_bytes: int
+    peak_rss_bytes: int
+
+
+def parse_workload(text: str) -> tuple[RequestGroup, ...]:
+    """`64x32:64` is 64 requests of 32 prompt and 64 output tokens; a comma separates groups. Raises ConfigError."""
+    return tuple(_parse_group(part.strip()) for part in text.split(","))
+
+
+def _parse_group(text: str) -> RequestGroup:
+    count, separator, lengths = text.partition("x")
+    prompt_len, colon, output_len = lengths.partition(":")
+    numbers = (count, prompt_len, output_len)
+    is_valid = separator and colon and all(number.isascii() and number.isdigit() for number in numbers)
+    if not is_valid or not all(1 <= int(number) <= _MAX_REQUESTS for number in numbers):
+        raise ConfigError(f"workload {text!r} must read like 64x32:64 (requests x prompt tokens : output tokens).")
+    return RequestGroup(*(int(number) for number in numbers))
+
+
+def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
+    """A named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
+    if model in SHAPES:
+        config = SHAPES[model]
+        return Decoder(config, random_weights(config, seed, torch_dtype(dtype), device))
+    folder = Path(model)
+    if not folder.is_dir():
+        raise ConfigError(f"model {model!r} is neither a folder nor one of {', '.join(SHAPES)}.")
+    config = read_model_config(folder)
+    return Decoder(config, load_weights(folder, config, torch_dtype(dtype), device))
+
+
+def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
+    """Load the model and run the workload once, after one short run that warms caches up."""
+    decoder = load_decoder(spec.model, spec.dtype, spec.device, spec.seed)
+    _check_context(decoder.config, spec)
+    engine = make_engine(decoder, spec)
+    warm_up = RequestGroup(min(4, spec.max_sequences), min(8, spec.max_context_len - 1), 2)
+    if warm_up.prompt_len >= 1 and spec.max_context_len > warm_up.prompt_len + 2:
+        WorkloadRun(engine, spec, (warm_up,)).run()
+    run = WorkloadRun(engine, spec, spec.groups)
+    started = time.perf_counter()
+    run.run()
+    return _result(spec, decoder.config, run, time.perf_counter() - started)
+
+
+def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
+    """An engine with blocks for `max_sequences` sequences of the longest context."""
+    layout = decoder.config.block_layout(spec.block_size, spec.dtype)
+    num_blocks = spec.max_sequences * blocks_for(spec.max_context_len, spec.block_size)
+    storage = BlockStorage(layout, num_blocks, spec.device)
+    return Engine(
+        model=decoder, storage=storage, max_sequences=spec.max_sequences, max_context_len=spec.max_context_len
+    )
+
+
+@dataclass(slots=True)
+class _Running:
+    prompt_len: int
+    output_len: int
+    block_ids: tuple[BlockId, ...]
+    num_prefilled: int = 0
+    num_generated: int = 0
+
+
+@dataclass(slots=True)
+class WorkloadTimes:
+    """Sums over the steps of a run, in seconds."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    prepare_s: float = 0.0
+    sampling_s: float = 0.0
+    num_steps: int = 0
+
+
+@dataclass(slots=True)
+class WorkloadRun:
+    """One pass over the groups. Ends when every request has its output."""
+
+    engine: Engine
+    spec: EngineBenchmarkSpec
+    groups: tuple[RequestGroup, ...]
+    times: WorkloadTimes = field(default_factory=WorkloadTimes)
+    _running: dict[RequestId, _Running] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Run every request to its end."""
+        waiting = deque(self._requests())
+        allocator = BlockAllocator(self.engine.storage.num_blocks)
+        while waiting or self._running:
+            while waiting and self._admit(waiting[0], allocator):
+                waiting.popleft()
+            slices, has_prefill = self._slices()
+            output = self.engine.execute(slices)
+            self._account(output, has_prefill)
+            self._finish(output, allocator)
+
+    def _requests(self) -> list[NewSequence]:
+        generator = np.random.default_rng(self.spec.seed)
+        vocab_size = self.engine.model.config.vocab_size
+        requests: list[NewSequence] = []
+        for group in self.groups:
+            for _ in range(group.num_requests):
+                prompt = tuple(generator.integers(0, vocab_size, group.prompt_len).tolist())
+                sampling = SamplingParams(temperature=0.0, max_tokens=group.output_len, ignore_eos=True)
+                request_id = RequestId(f"request-{len(requests)}")
+                requests.append(NewSequence(request_id, prompt, len(prompt), 0, (), sampling))
+        return requests
+
+    def _admit(self, request: NewSequence, allocator: BlockAllocator) -> bool:
+        if len(self._running) >= self.spec.max_sequences:
+            return False
+        output_len = request.sampling.max_tokens
+        block_ids = allocator.allocate(blocks_for(request.prompt_len + output_len, self.spec.block_size))
+        if block_ids is None:
+            return False
+        self.engine.add_sequence(request)
+        self.engine.append_blocks(request.request_id, block_ids)
+        self._running[request.request_id] = _Running(request.prompt_len, output_len, block_ids)
+        return True
+
+    def _slices(self) -> tuple[list[StepSlice], bool]:
+        slices = [StepSlice(request_id, 1) for request_id, running in self._running.items() if running.num_generated]
+        budget = self.spec.max_step_tokens
+        num_decodes = len(slices)
+        for request_id, running in self._running.items():
+            count = min(budget, running.prompt_len - running.num_prefilled)
+            if count <= 0:
+                continue
+            slices.append(StepSlice(request_id, count))
+            running.num_prefilled += count
+            budget -= count
+        return slices, len(slices) > num_decodes
+
+    def _account(self, output: StepOutput, has_prefill: bool) -> None:
+        times = self.times
+        times.num_steps += 1
+        times.prepare_s += output.times.prepare_s
+        times.sampling_s += output.times.sampling_s
+        if has_prefill:
+            times.prefill_s += output.times.forward_s
+        else:
+            times.decode_s += output.times.forward_s
+
+    def _finish(self, output: StepOutput, allocator: BlockAllocator) -> None:
+        assert not output.failed, "the model's logits are not numbers"
+        for token in output.sampled:
+            running = self._running[token.request_id]
+            running.num_generated += 1
+            if running.num_generated == running.output_len:
+                self.engine.remove_sequence(token.request_id)
+                allocator.free(running.block_ids)
+                del self._running[token.request_id]
+
+
+def _check_context(config: ModelConfig, spec: EngineBenchmarkSpec) -> None:
+    if spec.max_context_len > config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise ConfigError(f"workload needs {spec.max_context_len} tokens of context, the model has {limit}.")
+
+
+def _result(spec: EngineBenchmarkSpec, config: ModelConfig, run: WorkloadRun, wall_s: float) -> EngineBenchmarkResult:
+    num_prompt_tokens = sum(group.num_requests * group.prompt_len for group in spec.groups)
+    num_output_tokens = sum(group.num_requests * group.output_len for group in spec.groups)
+    times = run.times
+    return EngineBenchmarkResult(
+        model=spec.model,
+        dtype=spec.dtype,
+        num_requests=sum(group.num_requests for group in spec.groups),
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=num_output_tokens,
+        num_steps=times.num_steps,
+        wall_s=wall_s,
+        prefill_s=times.prefill_s,
+        decode_s=times.decode_s,
+        prepare_s=times.prepare_s,
+        sampling_s=times.sampling_s,
+        output_tokens_per_s=num_output_tokens / wall_s,
+        total_tokens_per_s=(num_prompt_tokens + num_output_tokens) / wall_s,
+        weight_bytes=config.weight_bytes(spec.dtype),
+        kv_token_bytes=config.kv_token_bytes(spec.dtype),
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )

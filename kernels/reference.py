@@ -1,0 +1,60 @@
+"""Plain references for the kernels whose fast version is not plain itself: loops, one row at a time, float64.
+
+Tests compare against them; nothing else uses them.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One query over one context.
+
+    query [num_heads, head_dim]; keys, values [context, kv_heads, head_dim]; query head h reads key head
+    h // (num_heads / kv_heads) -> [num_heads, head_dim] float64.
+    """
+    num_heads, head_dim = query.shape
+    group = num_heads // keys.shape[1]
+    attended = torch.empty(num_heads, head_dim, dtype=torch.float64)
+    for head in range(num_heads):
+        scores = keys[:, head // group].double() @ query[head].double() / math.sqrt(head_dim)
+        attended[head] = torch.softmax(scores, dim=0) @ values[:, head // group].double()
+    return attended
+
+
+def penalised(
+    logits: list[float],
+    prompt: list[int],
+    generated: list[int],
+    repetition: float,
+    frequency: float,
+    presence: float,
+) -> list[float]:
+    """Logits of one row after the penalties, token by token; see `kernels.sampling.penalise`."""
+    result = list(logits)
+    for token_id in range(len(logits)):
+        count = generated.count(token_id)
+        if count or token_id in prompt:
+            result[token_id] = result[token_id] / repetition if result[token_id] > 0 else result[token_id] * repetition
+        if count:
+            result[token_id] -= frequency * count + presence
+    return result
+
+
+def kept_tokens(probabilities: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Tokens that the filters let through, token by token; see `kernels.sampling.sample`."""
+    order = sorted(range(len(probabilities)), key=lambda token_id: -probabilities[token_id])
+    highest = probabilities[order[0]]
+    kept = [token_id for token_id in order if probabilities[token_id] >= min_p * highest]
+    kept = kept[:top_k] if top_k else kept
+    total = sum(probabilities[token_id] for token_id in kept)
+    chosen: set[int] = set()
+    mass = 0.0
+    for token_id in kept:
+        if chosen and mass >= top_p * total:
+            break
+        chosen.add(token_id)
+        mass += probabilities[token_id]
+    return chosen

@@ -1,0 +1,105 @@
+"""Logits of every family against transformers on the same random checkpoint."""
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.tiny_models import TINY_MODELS, make_tiny_model
+
+
+class Case(NamedTuple):
+    folder: Path
+    reference: Any
+    tokens: dict[str, list[int]]
+    expected: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module", params=list(TINY_MODELS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = make_tiny_model(folder, request.param)
+    tokens = {"a": random_tokens(1, 41), "b": random_tokens(2, 7), "c": random_tokens(3, 22)}
+    return Case(folder, reference, tokens, reference_logits(reference, tokens))
+
+
+def reference_logits(reference: Any, tokens: dict[str, list[int]]) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {name: reference(torch.tensor([ids])).logits[0].double() for name, ids in tokens.items()}
+
+
+def root_mean_square(difference: Tensor) -> float:
+    return float(difference.double().square().mean().sqrt())
+
+
+def check_float32(probe: LogitsProbe, case: Case) -> None:
+    for name, expected in case.expected.items():
+        # Sums of some hundred float32 products in another order: a few units in the last place of the largest logit.
+        tolerance = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(probe.logits(name).double(), expected, rtol=0.0, atol=tolerance)
+
+
+def probe_of(case: Case, dtype: str = "float32", block_size: int = 4) -> LogitsProbe:
+    probe = LogitsProbe(tiny_decoder(case.folder, dtype), block_size)
+    for name, tokens in case.tokens.items():
+        probe.add(name, tokens)
+    return probe
+
+
+def run_mixture(probe: LogitsProbe) -> None:
+    """Whole prompts, odd chunks and single tokens, in one pass wherever possible."""
+    probe.step(a=5, b=7)
+    probe.step(a=1, c=13)
+    probe.step(c=1, a=11)
+    for _ in range(8):
+        probe.step(a=1, c=1)
+    probe.step(a=16)
+
+
+def test_whole_prompts_in_one_pass(case: Case) -> None:
+    probe = probe_of(case)
+    probe.step(a=41, b=7, c=22)
+    check_float32(probe, case)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_chunks_and_decodes_in_one_pass(case: Case, block_size: int) -> None:
+    probe = probe_of(case, block_size=block_size)
+    run_mixture(probe)
+    check_float32(probe, case)
+
+
+def test_one_token_at_a_time(case: Case) -> None:
+    probe = probe_of(case)
+    for step in range(41):
+        probe.step(**{name: 1 for name, tokens in case.tokens.items() if step < len(tokens)})
+    check_float32(probe, case)
+
+
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(case: Case) -> None:
+    """Rounding to 8 bits dominates, so the yardstick is what transformers itself loses in bfloat16, with some room."""
+    reference = copy.deepcopy(case.reference).to(torch.bfloat16)
+    losses = reference_logits(reference, case.tokens)
+    probe = probe_of(case, "bfloat16")
+    run_mixture(probe)
+    for name, expected in case.expected.items():
+        lost_there = root_mean_square(losses[name] - expected)
+        assert root_mean_square(probe.logits(name).double() - expected) < 1.3 * lost_there + 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_float32_is_as_close_to_float64_as_transformers(family: str, tmp_path: Path) -> None:
+    reference = make_tiny_model(tmp_path, family)
+    tokens = {"a": random_tokens(1, 41)}
+    float32 = reference_logits(reference, tokens)["a"]
+    float64 = reference_logits(reference.double(), tokens)["a"]
+    probe = LogitsProbe(tiny_decoder(tmp_path))
+    probe.add("a", tokens["a"])
+    probe.step(a=30)
+    for _ in range(11):
+        probe.step(a=1)
+    assert root_mean_square(probe.logits("a").double() - float64) < 2.0 * root_mean_square(float32 - float64)
