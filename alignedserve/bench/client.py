@@ -21,7 +21,7 @@ import msgspec
 
 from alignedserve.bench.sse import DONE, SseEvent, SseParser, error_message, read_chunk
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
-from alignedserve.core.errors import PeerError, PeerLost, ProtocolError
+from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
 
 CONNECT_TIMEOUT_S = 10.0
 PLAIN_TIMEOUT_S = 30.0  # of requests that are not completions
@@ -100,9 +100,14 @@ class Call:
 
 
 class OpenAiClient:
-    """Used as an async context manager. Completions never raise for what a server does: see Outcome.failure."""
+    """Used as an async context manager. Completions never raise for what a server does: see Outcome.failure.
+
+    `url` may end in /v1 or not. Raises ConfigError when it is no HTTP address.
+    """
 
     def __init__(self, *, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url}: must begin with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

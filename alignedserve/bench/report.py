@@ -76,7 +76,7 @@ def remarks(report: LoadReport) -> list[str]:
         )
     if report.num_clamped_prompts or report.num_clamped_outputs:
         found.append(
-            f"clamped: {report.num_clamped_prompts} prompts and {report.num_clamped_outputs} outputs were shortened"
+            f"clamped to the limits: {report.num_clamped_prompts} prompts and {report.num_clamped_outputs} outputs"
         )
     return found
 

@@ -54,6 +54,8 @@ class LoadOptions:
             raise ConfigError(f"--endpoint {self.endpoint}: must be chat or completions")
         if self.output_len not in ("exact", "free"):
             raise ConfigError(f"--output-len {self.output_len}: must be exact or free")
+        if self.ignore_eos and self.output_len == "free":
+            raise ConfigError("--ignore-eos needs --output-len exact: without a limit no answer would end")
 
 
 def bench_serve(options: LoadOptions) -> int:

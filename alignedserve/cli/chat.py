@@ -114,9 +114,11 @@ class ChatSession:
                 if not self._obey(line):
                     return 0
             elif line:
-                _, was_interrupted = self._answer(line)
+                outcome, was_interrupted = self._answer(line)
                 if was_interrupted:
                     console.print("[dim](stopped)[/dim]")
+                elif outcome.finish_reason == "length":
+                    console.print("[dim](cut at the length limit)[/dim]")
 
     def _obey(self, line: str) -> bool:
         """Carry out a command; False to leave."""

@@ -126,6 +126,12 @@ def test_unknown_command_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert server.requests == []
 
 
+def test_cut_answer_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(respond=lambda body: Script(finish_reason="length"))) as server:
+        _typed(monkeypatch, server, "one")
+    assert "length limit" in capsys.readouterr().err
+
+
 def test_once(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer()) as server:
         assert run_chat(ChatOptions(server.url, once="hi", system="be brief")) == 0

@@ -65,6 +65,9 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         ("bench", "serve", "--synthetic", "rate=1,prompt=1,output=1", "--rate", "3"),
         ("bench", "serve", "--synthetic", "rate=1,prompt=1,output=1", "--endpoint", "embeddings"),
         ("bench", "engine", "--shape", "a", "--model", "b"),
+        ("bench", "serve", "--synthetic", "rate=1,prompt=1,output=1", "--ignore-eos", "--output-len", "free"),
+        ("demo", "--url", "http://127.0.0.1:1", "--set", "gateway.port=9"),
+        ("chat", "--url", "localhost:8000", "--once", "hi"),
         ("eval", "mmlu"),
     ],
 )
