@@ -90,7 +90,7 @@ def _server(options: DemoOptions) -> Iterator[str]:
         yield options.url
         return
     # Here and not above: it loads Ray, which --url does not need.
-    from alignedserve.cluster.launch import launch_cluster
+    from alignedserve.cli.wiring import start_cluster
 
     overrides = list(options.overrides)
     if options.config_path is None:
@@ -100,7 +100,7 @@ def _server(options: DemoOptions) -> Iterator[str]:
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         with notes().status("starting a cluster"):
-            cluster = stack.enter_context(launch_cluster(config))
+            cluster = stack.enter_context(start_cluster(config))
             cluster.wait_ready(READY_TIMEOUT_S)
         notes().print(f"cluster ready at {cluster.url} after {time.monotonic() - began_s:.1f} s", markup=False)
         yield cluster.url

@@ -69,11 +69,12 @@ def _instruction_sets() -> str:
 def _engine() -> list[Finding]:
     has_cuda = torch.cuda.is_available()
     device = f"{torch.cuda.get_device_name(0)} found, but this version computes on the CPU" if has_cuda else "CPU"
+    has_packing = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     flash = "installed" if importlib.util.find_spec("flash_attn") else "not installed (not needed on a CPU)"
     return [
         Finding("PyTorch", torch.__version__),
         Finding("Device", device),
-        Finding("Weights", "oneDNN-packed linear layers" if torch.backends.mkldnn.is_available() else "plain layers"),
+        Finding("Weights", "oneDNN-packed linear layers" if has_packing else "plain linear layers"),
         Finding("Attention", "paged, plain PyTorch"),
         Finding("flash-attn", flash),
         _pocket(),

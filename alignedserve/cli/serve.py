@@ -9,7 +9,8 @@ from rich.panel import Panel
 from rich.table import Table
 
 from alignedserve.cli.console import notes, results
-from alignedserve.cluster.launch import RunningCluster, launch_cluster
+from alignedserve.cli.wiring import start_cluster
+from alignedserve.cluster.launch import RunningCluster
 from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
@@ -23,7 +24,7 @@ def serve(config_path: Path | None, overrides: list[str]) -> None:
     config = load_config(config_path, overrides)
     _listen_for_the_end()
     with notes().status("Starting the cluster …"):
-        cluster = launch_cluster(config)
+        cluster = start_cluster(config)
     _listen_for_the_end()  # again: Ray has put handlers of its own in place
     try:
         with notes().status("Waiting for the first token …"):

@@ -1,5 +1,6 @@
 """Starting a cluster: Ray places, supervises and restarts the actors; everything they say goes over their own links."""
 
+import contextlib
 import logging
 import os
 import secrets
@@ -11,15 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 import ray
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
 from alignedserve.cluster import preflight
 from alignedserve.config.environment import api_keys, ray_address, run_root
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
-from alignedserve.gateway.actor import GatewayActor
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.addresses import ROUTER, AddressBook
 from alignedserve.runtime.arena import remove_stale_arenas
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's smallest; nothing of ours travels through it
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 5.0
+_RAY_EXIT_S = 3.0
 # Ray notices a lost node in about a second with these, after more than ten seconds without.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -51,8 +53,9 @@ _RAY_ENVIRONMENT = {
 class RunningCluster:
     """A started cluster. Stops everything it started on `stop`, and when used as a context manager at its end."""
 
-    def __init__(self, config: ClusterConfig, served: ServedModel, folder: Path) -> None:
+    def __init__(self, config: ClusterConfig, served: ServedModel, folder: Path, gateway_actor: Any) -> None:
         self.config = config
+        self._gateway_actor = gateway_actor
         self.served = served
         self.folder = folder
         self._actors: dict[str, Any] = {}
@@ -91,14 +94,16 @@ class RunningCluster:
 
     def stop(self) -> None:
         """End every actor and Ray itself. May be repeated; never raises."""
-        if ray.is_initialized():
+        started = psutil.Process().children(recursive=True)
+        if ray.is_initialized() and self._actors:
             stops = [actor.stop.remote() for actor in self._actors.values()]
             try:
                 ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
             except (RayError, ValueError):
                 logger.debug("an actor was gone before it was stopped")
-            ray.shutdown()
+        ray.shutdown()
         self._actors.clear()
+        _end_survivors(started)
         remove_stale_arenas(arena_folder(), f"alignedserve-{self._cluster_id}-")
         for socket_path in self.folder.glob("*.sock"):
             socket_path.unlink(missing_ok=True)
@@ -123,14 +128,18 @@ class RunningCluster:
         token.write_text(secrets.token_hex(32))
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
         Config.initialize("")  # Ray read its settings when it was imported; this has it read them again
-        ray.init(
-            address="local",
-            namespace=namespace,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
+        try:
+            ray.init(
+                address="local",
+                namespace=namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_OBJECT_STORE_BYTES,
+            )
+        except Exception as error:
+            # Ray raises plain Exception when a process of its own is late.
+            raise ResourceError(f"Ray did not start: {error}; is this machine overloaded?") from error
 
     def _create_actors(self) -> None:
         config, served = self.config, self.served
@@ -145,7 +154,7 @@ class RunningCluster:
             self._create(DecodeWorkerActor, Role.DECODE_WORKER, f"decode-{index}", *decode)
         for index in range(config.gateway.count):
             gateway = (config.gateway, config.gateway.port + index, served, api_keys())
-            self._create(GatewayActor, Role.GATEWAY, f"gateway-{index}", *gateway)
+            self._create(self._gateway_actor, Role.GATEWAY, f"gateway-{index}", *gateway)
 
     def _create(self, actor_class: Any, role: Role, name: str, *arguments: object) -> None:
         membership = Membership(
@@ -162,21 +171,30 @@ class RunningCluster:
         self._actors[name] = options.remote(*arguments, membership)
 
 
-def launch_cluster(config: ClusterConfig) -> RunningCluster:
+def launch_cluster(config: ClusterConfig, gateway_actor: Any) -> RunningCluster:
     """Start a cluster on this machine (or, with RAY_ADDRESS set, on that Ray cluster) and return it when it is up.
 
-    Raises an error of the tree, with nothing left running, when it cannot.
+    `gateway_actor` is the Ray actor class of the gateway, a door on this module's own floor. Raises an error of the
+    tree, with nothing left running, when it cannot.
     """
     served = resolve_model(config.model)
     preflight.check(config, served)
     remove_stale_arenas(arena_folder(), "alignedserve-")
-    cluster = RunningCluster(config, served, _make_folder())
+    cluster = RunningCluster(config, served, _make_folder(), gateway_actor)
     try:
         cluster.start()
     except BaseException:
         cluster.stop()
         raise
     return cluster
+
+
+def _end_survivors(processes: list[psutil.Process]) -> None:
+    """Ray's agents outlive a start that is broken off; what we started must not."""
+    _, alive = psutil.wait_procs(processes, timeout=_RAY_EXIT_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _result(reference: Any, name: str) -> AlignedServeError | None:

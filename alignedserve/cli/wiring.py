@@ -1,0 +1,10 @@
+"""Where the doors are joined to the cluster: the CLI is the only floor that sees both."""
+
+from alignedserve.cluster.launch import RunningCluster, launch_cluster
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.gateway.actor import GatewayActor
+
+
+def start_cluster(config: ClusterConfig) -> RunningCluster:
+    """Start a cluster with our HTTP gateway. Raises an error of the tree, with nothing left running."""
+    return launch_cluster(config, GatewayActor)
