@@ -51,6 +51,7 @@ class TinyEngine:
             model=decoder, storage=self.storage, max_sequences=max_sequences, max_context_len=MAX_CONTEXT_LEN
         )
         self.free_blocks = shuffled_blocks(seed)
+        self.blocks: dict[str, tuple[BlockId, ...]] = {}
 
     def take_blocks(self, num_tokens: int) -> tuple[BlockId, ...]:
         return tuple(self.free_blocks.pop() for _ in range(blocks_for(num_tokens, BLOCK_SIZE)))
@@ -64,7 +65,7 @@ class TinyEngine:
         prompt_len: int | None = None,
         room: int = 60,
     ) -> None:
-        blocks = self.take_blocks(len(tokens) + room)
+        blocks = self.blocks[name] = self.take_blocks(len(tokens) + room)
         self.engine.add_sequence(
             NewSequence(RequestId(name), tuple(tokens), prompt_len or len(tokens), 0, blocks, sampling)
         )

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 # transformers is not typed in a way that strict checking accepts.
 _auto_model: Any = AutoModelForCausalLM
+_logging: Any = transformers.utils.logging
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -73,6 +74,6 @@ def make_tiny_model(folder: Path, family: str, seed: int = 0) -> Any:
             # Larger and less regular than a fresh model: biases that do something, logits that differ.
             parameter.add_(torch.randn(parameter.shape) * (0.05 if "norm" in name or "bias" in name else 0.08))
     model.train(False)
-    transformers.utils.logging.disable_progress_bar()
+    _logging.disable_progress_bar()
     model.save_pretrained(folder, safe_serialization=True)
     return model
