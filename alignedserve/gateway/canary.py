@@ -29,6 +29,8 @@ class Canary:
             return "the router is not connected"
         if status.num_decode_workers == 0:
             return "no decode worker is registered"
+        if status.num_prefill_workers == 0:
+            return "no prefill worker is registered"
         return self._problem
 
     async def run(self, pause_s: float = _PAUSE_S) -> None:
@@ -42,7 +44,7 @@ class Canary:
 
     def _is_cluster_incomplete(self) -> bool:
         status = self._backend.status()
-        return status is None or status.num_decode_workers == 0
+        return status is None or status.num_decode_workers == 0 or status.num_prefill_workers == 0
 
     async def _ask(self) -> str | None:
         request = Request(

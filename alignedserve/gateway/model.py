@@ -1,6 +1,7 @@
 """What the gateway knows of the model it serves."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -12,4 +13,4 @@ class ServedModel:
     folder: Path  # holds tokenizer.json
     max_context_len: int  # tokens, prompt and answer together
     eos_token_ids: tuple[int, ...] = ()
-    created: int = 0  # Unix time, for /v1/models
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time, for /v1/models

@@ -11,10 +11,11 @@ from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway import unsupported
 from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, WrongContentType
-from alignedserve.gateway.schemas import ChatCompletionRequest, CompletionRequest, Schema
+from alignedserve.gateway.schemas import PROMPT_FORMS, ChatCompletionRequest, CompletionRequest, Schema
 
 _BODY_TIMEOUT_S = 30.0
 _MAX_ECHOED_NAME_LEN = 64
+_MAX_MEMBERS = 1000  # of one object; logit_bias has the most
 
 SchemaT = TypeVar("SchemaT", bound=Schema)
 
@@ -30,10 +31,9 @@ async def read_json(request: Request, config: GatewayConfig) -> dict[str, Any]:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg}.", code="invalid_json") from error
-    if _depth(body, config.max_json_depth) > config.max_json_depth:
-        raise InvalidRequest(f"The body is nested more than {config.max_json_depth} deep.", code="invalid_json")
     if not isinstance(body, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
+    _check_shape(body, config.max_json_depth)
     return body
 
 
@@ -81,25 +81,29 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def _depth(value: Any, limit: int) -> int:
-    """Nesting depth, not followed far beyond the limit."""
-    level, depth = [value], 0
-    while level and depth <= limit:
+def _check_shape(body: Any, max_depth: int) -> None:
+    """Bound what validation may have to look at. Raises InvalidRequest."""
+    level, depth = [body], 0
+    while level:
         depth += 1
+        if depth > max_depth:
+            raise InvalidRequest(f"The body is nested more than {max_depth} deep.", code="invalid_json")
+        if any(len(container) > _MAX_MEMBERS for container in level if isinstance(container, dict)):
+            raise InvalidRequest(f"An object has more than {_MAX_MEMBERS} members.", code="invalid_json")
         level = [
             child
             for container in level
-            if isinstance(container, dict | list)
             for child in (container.values() if isinstance(container, dict) else container)
             if isinstance(child, dict | list)
         ]
-    return depth
 
 
 def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
     options = fields.get("stream_options")
     if isinstance(options, dict):
         fields["stream_options"] = _without_neutral(options, unsupported.STREAM_OPTIONS, "stream_options.")
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
     if fields.get("service_tier") in unsupported.TIERS:
         _refuse_unsupported("service_tier", fields["service_tier"])
     return fields
@@ -132,7 +136,7 @@ def _without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, p
         if name not in table:
             kept[name] = value
         elif value is not None and not _is_neutral(value, table[name]):
-            _refuse_unsupported(f"{path}{name}", value if isinstance(value, str) else None)
+            _refuse_unsupported(f"{path}{name}")
     return kept
 
 
@@ -141,8 +145,9 @@ def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
     return any(value == neutral and type(value) is type(neutral) for neutral in neutral_values)
 
 
-def _refuse_unsupported(path: str, value: str | None) -> NoReturn:
-    what = f"{path} {value[:_MAX_ECHOED_NAME_LEN]!r}" if value is not None else path
+def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:
+    """Only values of OpenAI's own lists are repeated; anything else could be a client's content."""
+    what = f"{path} {known_value!r}" if known_value is not None else path
     raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
 
 
@@ -172,7 +177,7 @@ def _path_of(location: tuple[int | str, ...]) -> str:
 
 
 _UNION_FIELDS = {
-    "prompt": "Input should be a string, a list of strings, a list of token ids or a list of such lists, none empty",
+    "prompt": f"Input {PROMPT_FORMS}",
     "stop": "Input should be a string or a list of strings, none empty",
     "content": "Input should be a string or a list of text parts, not empty",
 }

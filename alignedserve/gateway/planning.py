@@ -86,17 +86,18 @@ def plan_completion(
     completion: CompletionRequest, prompts: Sequence[Prompt], arrival: Arrival, services: Services
 ) -> Plan:
     """Requests of a completion. Raises InvalidRequest."""
-    max_tokens = _DEFAULT_COMPLETION_TOKENS if completion.max_tokens is None else completion.max_tokens
-    if max_tokens == 0 and not completion.echo:
+    if completion.max_tokens == 0 and not completion.echo:
         raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
     num_prompt_logprobs = completion.logprobs if completion.echo else None
-    return _plan(completion, prompts, arrival, services, _Wanted(max_tokens, completion.logprobs, num_prompt_logprobs))
+    wanted = _Wanted(completion.max_tokens, completion.logprobs, num_prompt_logprobs, _DEFAULT_COMPLETION_TOKENS)
+    return _plan(completion, prompts, arrival, services, wanted)
 
 
 class _Wanted(NamedTuple):
-    max_tokens: int | None  # None: the rest of the context
+    max_tokens: int | None
     num_logprobs: int | None
     num_prompt_logprobs: int | None
+    default_max_tokens: int | None = None  # at most the rest of the context; None: all of it
 
 
 def _plan(
@@ -105,7 +106,7 @@ def _plan(
     config = services.config
     if fields.n > config.max_choices:
         raise InvalidRequest(f"n must be at most {config.max_choices}.", param="n")
-    if len(fields.stop_strings) > config.max_stop_strings:
+    if len(fields.stop) > config.max_stop_strings:
         raise InvalidRequest(f"stop must hold at most {config.max_stop_strings} strings.", param="stop")
     if fields.n * len(prompts) > config.max_concurrent_requests:
         raise InvalidRequest(f"More than {config.max_concurrent_requests} choices in one request.", param="prompt")
@@ -122,7 +123,7 @@ def _plan(
             request_id = RequestId(f"{arrival.request_id}-{len(requests)}")
             one = replace(sampling, seed=_choice_seed(seed, choice))
             requests.append(_request(request_id, prompt, one, arrival, fields, slo, services.reply_to))
-    return Plan(tuple(requests), tuple(prompts), fields.stop_strings, slo, TIERS[fields.service_tier].name)
+    return Plan(tuple(requests), tuple(prompts), tuple(fields.stop), slo, TIERS[fields.service_tier].name)
 
 
 def _request(
@@ -149,8 +150,10 @@ def _request(
 
 def _sampling_of(fields: GenerationFields, prompt_len: int, services: Services, wanted: _Wanted) -> SamplingParams:
     limit = services.model.max_context_len
-    max_tokens = limit - prompt_len if wanted.max_tokens is None else wanted.max_tokens
-    if prompt_len + max_tokens > limit or max_tokens < 0 or (max_tokens == 0 and wanted.max_tokens is None):
+    rest = limit - prompt_len
+    default = rest if wanted.default_max_tokens is None else min(rest, wanted.default_max_tokens)
+    max_tokens = default if wanted.max_tokens is None else wanted.max_tokens
+    if max_tokens > rest or (wanted.max_tokens is None and rest < 1):
         asked = "at least 1" if wanted.max_tokens is None else str(wanted.max_tokens)
         raise ContextTooLong(
             f"This model's maximum context length is {limit} tokens. However, you requested {prompt_len} tokens in "

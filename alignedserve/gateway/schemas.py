@@ -1,12 +1,15 @@
 """What clients may send. Types are checked here; ranges of sampling fields by SamplingParams, which names the field."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator
 
 MAX_STOP_STRING_LEN = 1024
+MAX_PARTS = 1024
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LEN)]
-TokenIdList = Annotated[list[StrictInt], Field(min_length=1)]
+TokenIdList = Annotated[list[int], FailFast()]
+PromptForms = str | list[str] | list[int] | list[list[int]]
+PROMPT_FORMS = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
 Tier = Literal["auto", "default", "priority", "fast", "flex"]
 
 
@@ -29,7 +32,7 @@ class GenerationFields(Schema):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1)
-    stop: StopString | list[StopString] = Field(default_factory=list)
+    stop: Annotated[list[StopString], FailFast()] = Field(default_factory=list)  # one string is sent as itself as well
     seed: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -44,17 +47,12 @@ class GenerationFields(Schema):
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: TokenIdList = Field(default_factory=list)
     priority: int | None = Field(None, ge=-1000, le=1000)  # smaller goes first; by service_tier when unset
     # Hints about the end user; they never change an answer.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Stop strings, in whichever form they were sent."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def includes_usage(self) -> bool:
@@ -73,7 +71,7 @@ class ChatMessage(Schema):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
 
     def as_template_message(self) -> dict[str, str]:
         """What chat templates know: `developer` is the newer name of `system`, parts are lines of one text."""
@@ -85,22 +83,29 @@ class ChatMessage(Schema):
 class ChatCompletionRequest(GenerationFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
+def _checked_prompt(prompt: Any) -> PromptForms:
+    """A union would try every form on every item, and report every item of every form."""
+    items = prompt if isinstance(prompt, list) else [prompt]
+    kind = type(items[0]) if items else None
+    is_uniform = all(type(item) is kind for item in items)
+    if kind is list and is_uniform and all(item and all(type(inner) is int for inner in item) for item in items):
+        return prompt  # type: ignore[no-any-return]
+    if is_uniform and (kind is str or (kind is int and isinstance(prompt, list))):
+        return prompt  # type: ignore[no-any-return]
+    raise ValueError(PROMPT_FORMS)
+
+
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: (
-        StrictStr
-        | Annotated[list[StrictStr], Field(min_length=1)]
-        | TokenIdList
-        | Annotated[list[TokenIdList], Field(min_length=1)]
-    )
+    prompt: Annotated[PromptForms, PlainValidator(_checked_prompt)]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -110,12 +115,12 @@ class TokenizeRequest(Schema):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    add_special_tokens: StrictBool = True
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(default_factory=list)
+    add_special_tokens: bool = True
 
 
 class DetokenizeRequest(Schema):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIdList

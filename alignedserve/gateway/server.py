@@ -22,6 +22,7 @@ from alignedserve.runtime.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 1024
+_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed under a new request
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 
@@ -105,6 +106,7 @@ class HttpServer:
                 server_header=False,
                 ws="none",
                 backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             )
         )

@@ -276,7 +276,7 @@ class _WindowStream:
         self._window.append(token_id)
         text = self._new_text()
         num_held = len(self._window) - self._num_shown
-        if not text or (text.endswith(_REPLACEMENT) and num_held <= _MAX_HELD_TOKENS):
+        if num_held <= _MAX_HELD_TOKENS and (not text or text.endswith(_REPLACEMENT)):
             return ""
         del self._window[: self._num_shown]
         self._num_shown = len(self._window)

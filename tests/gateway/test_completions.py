@@ -126,6 +126,14 @@ async def test_tokens_that_are_no_text_become_replacement_characters() -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "the\ufffd"
 
 
+async def test_the_default_of_max_tokens_gives_way_to_the_context() -> None:
+    async with gateway() as door:
+        assert (await door.complete(prompt=[40] * 250)).status_code == 200
+        assert door.backend.submitted[0].sampling.max_tokens == 6
+        assert error_of(await door.complete(prompt=[40] * 256), 400)["code"] == "context_length_exceeded"
+        assert error_of(await door.complete(prompt=[40] * 250, max_tokens=7), 400)["param"] == "prompt"
+
+
 async def test_max_tokens_zero_without_echo_is_refused() -> None:
     async with gateway() as door:
         assert error_of(await door.complete(max_tokens=0), 400)["param"] == "max_tokens"

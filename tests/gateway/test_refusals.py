@@ -1,6 +1,7 @@
 """Every bad input: status, OpenAI's error object, the field to blame."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -98,8 +99,8 @@ async def test_what_asks_for_nothing_is_accepted(field: str, value: Any) -> None
         ({"seed": 1 << 63}, "seed"),
         ({"seed": 0.5}, "seed"),
         ({"stop": ["a"] * 17}, "stop"),
-        ({"stop": ""}, "stop"),
-        ({"stop": [1]}, "stop"),
+        ({"stop": ""}, "stop[0]"),
+        ({"stop": [1]}, "stop[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
@@ -168,6 +169,7 @@ async def test_unknown_model() -> None:
         (b'{"model": ' + b"[" * 40 + b"]" * 40 + b"}", 400),
         (b'{"model": ' + b"[" * 50_000 + b"}", 400),
         (b'{"model": "' + b"x" * 200_000 + b'"}', 413),
+        (json.dumps({str(number): 1 for number in range(2000)}).encode(), 400),
     ],
 )
 async def test_bad_bodies(body: bytes, status: int) -> None:
@@ -267,6 +269,17 @@ async def test_a_failing_request_is_logged_once_without_its_content(caplog: pyte
     assert response.headers["x-request-id"] in lines[0]
     assert "verysecret" not in caplog.text + response.text
     assert "private" not in caplog.text + response.text
+
+
+async def test_refusals_do_not_repeat_what_was_sent() -> None:
+    secret = "a private text"
+    async with gateway() as door:
+        completions: list[dict[str, Any]] = [{"suffix": secret}, {"prompt": {"a": secret}}]
+        chats: list[dict[str, Any]] = [{"tool_choice": secret}, {"seed": secret}, {secret: 1}]
+        answers = [await door.complete(**fields) for fields in completions]
+        answers += [await door.chat(**fields) for fields in chats]
+    assert [answer.status_code for answer in answers] == [400] * 5
+    assert all(secret not in answer.text for answer in answers)
 
 
 async def test_half_characters_in_scripts_do_not_break_scoring() -> None:

@@ -89,15 +89,14 @@ async def _prompts_of(completion: CompletionRequest, services: Services) -> list
     prompt = completion.prompt
     if isinstance(prompt, str):
         return [await _text_prompt(prompt, services)]
-    prompts: list[Prompt] = []
-    if isinstance(prompt[0], int):
-        return [_token_prompt([token_id for token_id in prompt if isinstance(token_id, int)], services)]
-    for one in prompt:
-        assert not isinstance(one, int), "the schema lets no mixture through"
-        prompts.append(
-            await _text_prompt(one, services) if isinstance(one, str) else _token_prompt(list(one), services)
-        )
-    return prompts
+    token_ids = [item for item in prompt if isinstance(item, int)]
+    if token_ids:
+        return [_token_prompt(token_ids, services)]
+    if len(prompt) > services.config.max_concurrent_requests:
+        raise InvalidRequest(f"More than {services.config.max_concurrent_requests} prompts.", param="prompt")
+    texts = [item for item in prompt if isinstance(item, str)]
+    lists = [item for item in prompt if isinstance(item, list)]
+    return [await _text_prompt(text, services) for text in texts] + [_token_prompt(one, services) for one in lists]
 
 
 async def _text_prompt(text: str, services: Services) -> Prompt:

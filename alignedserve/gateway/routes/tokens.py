@@ -23,12 +23,12 @@ async def tokenize(http: Request) -> Response:
     services.keys.spend(http.state.key_number)
     asked = parse(TokenizeRequest, plain_messages(await read_json(http, services.config)))
     services.check_model(asked.model)
-    if (asked.prompt is None) == (asked.messages is None):
+    if (asked.prompt is None) == (not asked.messages):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
-    if asked.messages is not None:
+    if asked.prompt is None:
         token_ids = await encode_chat(asked.messages, services)
     else:
-        token_ids = await encode_text(asked.prompt or "", services, add_special_tokens=asked.add_special_tokens)
+        token_ids = await encode_text(asked.prompt, services, add_special_tokens=asked.add_special_tokens)
     answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}
     return Response(orjson.dumps(answer), media_type=JSON_TYPE)
 
