@@ -1,4 +1,4 @@
-"""Nonlinearities of the feed-forward part."""
+"""Nonlinearities of the feed-forward part. Each may overwrite its argument."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": functional.relu,
+    "relu": functional.relu_,
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": gelu_tanh,

@@ -32,7 +32,7 @@ def penalised(
     frequency: float,
     presence: float,
 ) -> list[float]:
-    """Logits of one row after the penalties, token by token; see `kernels.sampling.penalise`."""
+    """Logits of one row after the penalties, token by token; see `kernels.sampling.penalise_`."""
     result = list(logits)
     for token_id in range(len(logits)):
         count = generated.count(token_id)

@@ -7,8 +7,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Candidates that are sorted first; rows whose choice needs more of the vocabulary are sorted whole.
-_FIRST_CANDIDATES = 256
+# Candidates that are sorted first; a row whose filters let more through is tried with the next number, then whole.
+_CANDIDATES = (256, 4096)
+# Wide rows are summed in spans of this many tokens first: one span is searched, not the whole row.
+_SPAN = 512
 
 
 class Filters(NamedTuple):
@@ -67,17 +69,19 @@ def sample(logits: Tensor, filters: Filters, draws: Tensor) -> tuple[Tensor, Ten
     is_usable = highest.isfinite()
     is_filtered = (filters.top_k > 0) | (filters.top_p < 1.0) | (filters.min_p > 0.0)
     plain = (is_usable & ~is_filtered).nonzero().squeeze(1)
+    if len(plain) == len(logits):
+        return _draw((logits - highest[:, None]).exp_(), draws), is_usable
     if len(plain):
         token_ids[plain] = _draw((logits[plain] - highest[plain, None]).exp_(), draws[plain])
-    filtered = (is_usable & is_filtered).nonzero().squeeze(1)
-    num_candidates = min(_FIRST_CANDIDATES, logits.shape[1])
-    while len(filtered):
-        chosen, is_decided = _sample_filtered(
-            logits[filtered], Filters(*(f[filtered] for f in filters)), draws[filtered], num_candidates
-        )
-        token_ids[filtered[is_decided]] = chosen[is_decided]
-        filtered = filtered[~is_decided]
-        num_candidates = logits.shape[1]
+    remaining = (is_usable & is_filtered).nonzero().squeeze(1)
+    for num_candidates in (*_CANDIDATES, logits.shape[1]):
+        if not len(remaining):
+            break
+        own_filters = Filters(*(column[remaining] for column in filters))
+        count = min(num_candidates, logits.shape[1])
+        chosen, is_decided = _sample_filtered(logits[remaining], own_filters, draws[remaining], count)
+        token_ids[remaining[is_decided]] = chosen[is_decided]
+        remaining = remaining[~is_decided]
     return token_ids, is_usable
 
 
@@ -101,26 +105,42 @@ def _sample_filtered(logits: Tensor, filters: Filters, draws: Tensor, num_candid
 
 def _draw(weights: Tensor, draws: Tensor) -> Tensor:
     """weights [rows, width], not negative, not all 0; draws [rows] in [0, 1) -> index [rows] of a positive weight."""
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    target = draws.to(cumulative.dtype) * cumulative[:, -1]
-    # The first index whose cumulative weight exceeds the target: a weight of zero can never be it.
-    index = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
-    return index.clamp_(max=weights.shape[1] - 1)
+    rows, width = weights.shape
+    if width <= 2 * _SPAN:
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        return _first_above(cumulative, draws * cumulative[:, -1])
+    whole = width // _SPAN * _SPAN
+    sums = weights[:, :whole].view(rows, -1, _SPAN).sum(-1, dtype=torch.float64)
+    if whole < width:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], dim=-1)
+    cumulative = sums.cumsum(-1)
+    target = draws * cumulative[:, -1]
+    span = _first_above(cumulative, target)[:, None]
+    target = target - (cumulative - sums).gather(1, span).squeeze(1)
+    columns = span * _SPAN + torch.arange(_SPAN, device=weights.device)
+    inner = weights.gather(1, columns.clamp(max=width - 1)) * (columns < width)
+    return span.squeeze(1) * _SPAN + _first_above(inner.cumsum(-1, dtype=torch.float64), target)
 
 
-def penalise(
-    logits: Tensor, counts: Tensor, is_in_prompt: Tensor, repetition: float, frequency: float, presence: float
-) -> Tensor:
-    """One row's logits [vocabulary] float32 after the penalties.
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """The first index whose cumulative weight exceeds the target: one of weight zero can never be it."""
+    # Rounding may have carried the target up to the sum itself, which nothing exceeds.
+    target = torch.minimum(target, torch.nextafter(cumulative[:, -1], torch.zeros_like(target)))
+    return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
 
-    counts [vocabulary] int32: how often each token was generated; is_in_prompt [vocabulary] bool.
-    Repetition divides positive and multiplies negative logits of every token seen in prompt or output; frequency (times
-    the count) and presence are subtracted for generated tokens, as OpenAI defines them.
+
+def penalise_(
+    logits: Tensor, token_ids: Tensor, counts: Tensor, repetition: float, frequency: float, presence: float
+) -> None:
+    """Change one row's logits [vocabulary] float32 in place by the penalties.
+
+    token_ids [seen] int64: the tokens of prompt and output, each once; counts [seen] int32: times each was generated.
+    Repetition divides positive and multiplies negative logits of every token seen; frequency (times the count) and
+    presence are subtracted for generated tokens, as OpenAI defines them.
     """
-    is_generated = counts > 0
-    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(is_generated | is_in_prompt, scaled, logits)
-    return logits - frequency * counts - presence * is_generated
+    seen = logits[token_ids]
+    scaled = torch.where(seen > 0, seen / repetition, seen * repetition)
+    logits[token_ids] = scaled - frequency * counts - presence * (counts > 0)
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

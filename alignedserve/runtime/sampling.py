@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alignedserve.core.request import TokenLogprob
 from alignedserve.runtime.sequences import IntArray, NewSequence
-from kernels.sampling import Filters, greedy, penalise, sample, top_logprobs, uniforms
+from kernels.sampling import Filters, greedy, penalise_, sample, top_logprobs, uniforms
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -24,16 +24,31 @@ class Choice:
 
 
 class _SeenTokens:
-    """What the penalties of one sequence look at."""
+    """What the penalties of one sequence look at: every token of it once, and how often it was generated."""
 
-    __slots__ = ("counts", "is_in_prompt")
+    __slots__ = ("_counts", "_index_of", "_token_ids")
 
-    def __init__(self, sequence: NewSequence, vocab_size: int) -> None:
-        prompt = sequence.token_ids[: sequence.prompt_len]
-        generated = np.array(sequence.token_ids[sequence.prompt_len :], np.int64)
-        self.is_in_prompt = torch.zeros(vocab_size, dtype=torch.bool)
-        self.is_in_prompt[torch.tensor(prompt)] = True
-        self.counts = torch.from_numpy(np.bincount(generated, minlength=vocab_size).astype(np.int32))
+    def __init__(self, sequence: NewSequence) -> None:
+        self._index_of: dict[int, int] = {}
+        self._token_ids = np.zeros(64, np.int64)
+        self._counts = np.zeros(64, np.int32)
+        for position, token_id in enumerate(sequence.token_ids):
+            self.note(token_id, is_generated=position >= sequence.prompt_len)
+
+    def note(self, token_id: int, *, is_generated: bool = True) -> None:
+        """Count one more token."""
+        index = self._index_of.setdefault(token_id, len(self._index_of))
+        if index == len(self._token_ids):
+            self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._token_ids[index] = token_id
+        self._counts[index] += is_generated
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Token ids [seen] and their counts [seen]."""
+        num_seen = len(self._index_of)
+        token_ids = torch.from_numpy(self._token_ids[:num_seen])
+        return token_ids.to(device), torch.from_numpy(self._counts[:num_seen]).to(device)
 
 
 class Sampler:
@@ -68,7 +83,7 @@ class Sampler:
         self._is_adjusted[row] = params.has_penalties or bool(params.logit_bias)
         self._wants_logprobs[row] = params.num_logprobs is not None
         if params.has_penalties:
-            self._seen[row] = _SeenTokens(sequence, self._vocab_size)
+            self._seen[row] = _SeenTokens(sequence)
 
     def remove(self, row: int) -> None:
         """Forget the row."""
@@ -91,9 +106,14 @@ class Sampler:
             at = torch.from_numpy(random_at).to(logits.device)
             token_ids[at], is_usable[at] = self._sample(rows[random_at], num_tokens[random_at], adjusted[at])
         chosen: IntArray = token_ids.cpu().numpy()
-        for row in self._seen.keys() & set(rows.tolist()) if self._seen else ():
-            self._seen[row].counts[int(chosen[np.flatnonzero(rows == row)[0]])] += 1
+        if self._seen:
+            self._note(rows, chosen)
         return Choice(chosen, is_usable.cpu().numpy(), self._logprobs(rows, logits, token_ids))
+
+    def _note(self, rows: IntArray, chosen: IntArray) -> None:
+        for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
+            if row in self._seen:
+                self._seen[row].note(token_id)
 
     def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
         device = logits.device
@@ -114,30 +134,23 @@ class Sampler:
         adjusted = logits.clone()
         for position in positions.tolist():
             row = int(rows[position])
-            adjusted[position] = self._adjust_row(row, int(num_tokens[position]), adjusted[position])
+            self._adjust_row(row, int(num_tokens[position]), adjusted[position])
         return adjusted
 
-    def _adjust_row(self, row: int, num_tokens: int, logits: Tensor) -> Tensor:
+    def _adjust_row(self, row: int, num_tokens: int, logits: Tensor) -> None:
+        """Change the row's logits [vocab_size] in place."""
         sequence = self._sequences[row]
         assert sequence is not None, f"row {row} was never added"
         params = sequence.sampling
         if params.has_penalties:
-            seen = self._seen[row]
-            logits = penalise(
-                logits,
-                seen.counts.to(logits.device),
-                seen.is_in_prompt.to(logits.device),
-                params.repetition_penalty,
-                params.frequency_penalty,
-                params.presence_penalty,
-            )
+            penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+            penalise_(logits, *self._seen[row].tensors(logits.device), *penalties)
         for token_id, bias in params.logit_bias:
             if 0 <= token_id < self._vocab_size:
                 logits[token_id] += bias
         if num_tokens < self._min_lens[row]:
             stops = (() if params.ignore_eos else self._eos_token_ids) + params.stop_token_ids
             logits[[stop for stop in stops if 0 <= stop < self._vocab_size]] = -float("inf")
-        return logits
 
     def _logprobs(self, rows: IntArray, logits: Tensor, token_ids: Tensor) -> dict[int, TokenLogprob]:
         positions = np.flatnonzero(self._wants_logprobs[rows])

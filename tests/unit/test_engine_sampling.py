@@ -1,5 +1,7 @@
 """Sampling: each parameter's effect, distributions, and independence of what shares the batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.sampling import Choice, Sampler
 from alignedserve.runtime.sequences import NewSequence
 from kernels.reference import kept_tokens, penalised
-from kernels.sampling import Filters, greedy, penalise, sample, uniforms
+from kernels.sampling import Filters, greedy, penalise_, sample, uniforms
 
 VOCABULARY = 12
 EOS = 2
@@ -99,6 +101,20 @@ def test_rows_do_not_depend_on_each_other() -> None:
         assert sample(logits[row : row + 1], own, draws[row : row + 1])[0].item() == together[row].item()
 
 
+def test_wide_rows_are_drawn_from_their_distribution() -> None:
+    """Several spans, one of them partial, most tokens impossible."""
+    logits = torch.full((1, 2000), float("-inf"))
+    possible = torch.tensor([0, 511, 512, 1023, 1700, 1999])
+    logits[0, possible] = torch.tensor([0.0, 1.0, 0.5, -1.0, 0.0, 1.5])
+    observed = frequencies(SamplingParams(), logits, 20000)
+    assert observed.nonzero().flatten().tolist() == possible.tolist()
+    expected = torch.softmax(logits[0, possible].double(), dim=0)
+    assert float(((observed[possible] - expected) ** 2 / expected).sum() * 20000) < 30.0
+    filters = Filters(torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.zeros(2))
+    extremes = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
+    assert sample(logits.expand(2, -1), filters, extremes)[0].tolist() == [0, 1999]
+
+
 def test_uniforms_are_uniform_and_depend_on_seed_and_position() -> None:
     draws = uniforms(np.repeat(np.arange(-50, 50), 100), np.tile(np.arange(100), 100))
     assert 0.0 <= draws.min() < draws.max() < 1.0
@@ -127,12 +143,26 @@ def test_rows_that_are_not_numbers_are_not_usable() -> None:
 def test_penalties_against_the_reference() -> None:
     prompt, generated = [1, 4, 4, 7], [7, 7, 2, 9]
     logits = random_logits(1)[0]
-    counts = torch.bincount(torch.tensor(generated), minlength=VOCABULARY).to(torch.int32)
-    is_in_prompt = torch.zeros(VOCABULARY, dtype=torch.bool)
-    is_in_prompt[prompt] = True
+    token_ids = torch.tensor([1, 4, 7, 2, 9])
+    counts = torch.tensor([generated.count(token_id) for token_id in token_ids.tolist()], dtype=torch.int32)
     penalties = (1.7, 0.6, -0.4)
     expected = penalised(logits.tolist(), prompt, generated, *penalties)
-    assert penalise(logits, counts, is_in_prompt, *penalties).tolist() == pytest.approx(expected, abs=1e-6)
+    penalise_(logits, token_ids, counts, *penalties)
+    assert logits.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_penalties_of_a_long_sequence_against_the_reference() -> None:
+    vocabulary = 300
+    prompt, generated = tuple(range(0, 150, 2)), (7, 7, 8, 280, 281, 0)
+    greedily = SamplingParams(
+        temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=1.0, logit_bias=((7, 1.5),)
+    )
+    logits = random_logits(1, vocabulary)
+    expected = penalised(logits[0].tolist(), list(prompt), list(generated), 1.3, 0.5, 1.0)
+    expected[7] += 1.5
+    for params in (greedily, replace(greedily, temperature=1.0, top_k=1)):
+        choice = choose(params, logits, prompt=prompt, generated=generated)
+        assert choice.token_ids.tolist() == [expected.index(max(expected))]
 
 
 def test_penalties_count_what_was_generated_so_far() -> None:
