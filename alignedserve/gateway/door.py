@@ -33,7 +33,8 @@ class Door:
             await self._app(scope, receive, visit.send)
         except Exception as error:  # noqa: BLE001  (the gateway's single handler)
             self._note(visit.request_id, scope["path"], error)
-            await visit.answer(error, scope, receive)
+            if not isinstance(error, ClientGone):  # nobody would read it; the server closes the connection
+                await visit.answer(error, scope, receive)
 
     def _note(self, request_id: str, path: str, error: Exception) -> None:
         """One line per failed request; the traceback only for faults of ours."""
@@ -42,9 +43,10 @@ class Door:
         if row is INTERNAL_ERROR:
             logger.error("request %s failed: %s", request_id, type(error).__name__, exc_info=error)
         elif isinstance(error, ClientGone):
-            logger.info("request %s aborted: the client closed the connection", request_id)
+            logger.info("request %s aborted: %s", request_id, error)
         else:
-            logger.warning("request %s to %.80r failed with %d: %s", request_id, path, row.status, error)
+            # As a literal: the words may come from a chat template, and must not forge a line.
+            logger.warning("request %s to %.80r failed with %d: %.300r", request_id, path, row.status, str(error))
 
 
 class _Visit:

@@ -132,7 +132,7 @@ class _Choice:
 
     def measure(self, num_new: int, now: float) -> None:
         """Count tokens that came together now."""
-        if self._first_s is None:
+        if num_new and self._first_s is None:
             self._first_s = now
             self._metrics.ttft_s.observe(now - self.request.arrival_s)
             self._metrics.prompt_tokens.inc(self.request.prompt_len)

@@ -1,12 +1,12 @@
 """Sends an answer while watching the client: when it hangs up, the work is cancelled and its requests are aborted."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from alignedserve.gateway.answers import Answer, Envelope, extension_for_last_choice
 from alignedserve.gateway.choice import Piece
@@ -18,6 +18,10 @@ EVENT_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+# A client that does not read holds its requests' places; after this it counts as gone.
+_SEND_TIMEOUT_S = 60.0
+_CHECK_PAUSE_S = 5.0
 
 T = TypeVar("T")
 
@@ -57,7 +61,8 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send as it comes."""
-        await while_connected(receive, self._stream(send))
+        sender = _WatchedSender(send)
+        await while_connected(receive, self._stream(sender.send), sender.is_stuck)
 
     async def _stream(self, send: Send) -> None:
         has_started = False
@@ -74,12 +79,36 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": closing, "more_body": False})
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+class _WatchedSender:
+    """Knows since when a send has been waiting for the client. Far cheaper than a timer for every token."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._since_s: float | None = None
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on."""
+        self._since_s = self._loop.time()
+        await self._send(message)
+        self._since_s = None
+
+    def is_stuck(self) -> bool:
+        """Whether the client has not read for too long."""
+        return self._since_s is not None and self._loop.time() - self._since_s > _SEND_TIMEOUT_S
+
+
+async def while_connected(
+    receive: Receive, work: Coroutine[Any, Any, T], is_stuck: Callable[[], bool] = lambda: False
+) -> T:
     """Await `work`; when the client goes first, cancel it and raise ClientGone. The body must have been read."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
+    both: set[asyncio.Task[Any]] = {task, watcher}
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        while not (await asyncio.wait(both, timeout=_CHECK_PAUSE_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+            if is_stuck():
+                raise ClientGone("The client does not read its answer.")
         if not task.done():
             raise ClientGone("The client closed the connection.")
         return task.result()

@@ -52,7 +52,8 @@ class GatewayServer:
     @property
     def url(self) -> str:
         """Where clients connect."""
-        return f"http://{self._config.host}:{self._config.port}"
+        host = self._config.host
+        return f"http://[{host}]:{self._config.port}" if ":" in host else f"http://{host}:{self._config.port}"
 
     async def start(self) -> None:
         """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse or ConfigError."""

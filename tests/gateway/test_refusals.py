@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from alignedserve.gateway import responding
 from alignedserve.gateway.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
 from alignedserve.gateway.scripted_backend import Script
 from tests.gateway.support import error_of, gateway, saying, tokens_of
@@ -285,3 +286,26 @@ async def test_refusals_do_not_repeat_what_was_sent() -> None:
 async def test_half_characters_in_scripts_do_not_break_scoring() -> None:
     async with gateway(lambda _: Script(tokens_of("€")[:2])) as door:
         assert (await door.complete(logprobs=1, echo=True, prompt="€")).status_code == 200
+
+
+async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responding, "_SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(responding, "_CHECK_PAUSE_S", 0.02)
+    body = json.dumps({"model": "tiny", "prompt": "a", "stream": True}).encode()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[str] = []
+
+    async def receive() -> Any:
+        return incoming.pop() if incoming else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1"}
+    scope |= {"headers": [(b"content-type", b"application/json")]}
+    async with gateway(saying("the quick brown fox", token_delay_s=0.05)) as door, asyncio.timeout(5):
+        await door.app(scope, receive, send)
+        assert door.services.capacity.num_open == 0
+    assert sent == ["http.response.start", "http.response.body"]
