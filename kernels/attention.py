@@ -57,7 +57,7 @@ def attend_decode(
         keys = _as_float32(keys, "keys", buffers)
         values = _as_float32(values, "values", buffers)
         queries = queries.float()
-    else:
+    elif queries.device.type != "cpu":
         mask = mask.to(dtype)
     shape = (count, -1, kv_heads, head_dim)
     attended = functional.scaled_dot_product_attention(

@@ -71,6 +71,9 @@ class Engine:
 
     def __init__(self, *, model: Decoder, storage: BlockStorage, max_sequences: int, max_context_len: int) -> None:
         layout, config = storage.layout, model.config
+        assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
+            "more context than positions"
+        )
         assert layout == config.block_layout(layout.block_size, model.dtype_name), "the storage is not of this model"
         self.model = model
         self.storage = storage
@@ -97,6 +100,7 @@ class Engine:
         Blocks that hold cached tokens must be written before the sequence's first slice, which clears the unused slots
         of the last of them. Full cached blocks may be shared with others, a partly filled one may not.
         """
+        assert 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < self.model.config.vocab_size, "unknown token"
         row = self._table.add(sequence)
         self._sampler.add(row, sequence)
 

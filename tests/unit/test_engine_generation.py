@@ -203,6 +203,8 @@ def test_bad_calls_are_broken_invariants(decoder: Decoder) -> None:
         tiny.add("a", [4, 5])
     with pytest.raises(AssertionError, match="beyond the known"):
         tiny.step(a=3)
+    with pytest.raises(AssertionError, match="unknown token"):
+        tiny.add("c", [4, 199])
     tiny.generate("a", 3)
     with pytest.raises(AssertionError, match="too few blocks"):
         tiny.step(a=1)
