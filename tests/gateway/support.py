@@ -1,6 +1,8 @@
 """What the gateway's tests share: a small tokenizer, apps over scripts, and a reader of event streams."""
 
+import atexit
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ TEMPLATE = (
 def tokenizer_folder() -> Path:
     """A model folder with a small byte-level BPE and a chat template."""
     folder = Path(mkdtemp(prefix="alignedserve-test-tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_tokenizer(folder)
     return folder
 
