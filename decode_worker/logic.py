@@ -1,7 +1,7 @@
 """What a decode worker decides, every iteration, by itself and without any remote call.
 
 The life of a request on a decode worker:
-1. BatchGranted: it is a candidate; its cache waits in the arena under a lease.
+1. BatchGranted: it is a candidate; its cache waits in the arena under a lease. The router hears of it.
 2. When its blocks fit, it is admitted between two iterations: fetched, verified, and part of the running batch.
    A handoff that does not verify is a miss: RequestPreempted sends it back to be recomputed.
 3. Every iteration gives it one token, which goes straight to its gateway.
@@ -24,13 +24,14 @@ from alignedserve.messages.iterations import Addition, IterationCompleted, MapAr
 from alignedserve.messages.links import (
     AbortRequest,
     ArenaOffered,
+    AttemptFailed,
     BatchGranted,
+    BatchReceived,
     FailureKind,
     LeasesReleased,
     PrefillCompleted,
     PrefillRequest,
     PromptScored,
-    RequestFailed,
     RequestFinished,
     RequestPreempted,
     TokenDelta,
@@ -113,35 +114,44 @@ class DecodeLogic:
     def _on_message(self, message: Message) -> list[DecodeCommand]:
         match message:
             case BatchGranted():
-                self._take(Candidate.of_handoff(handoff) for handoff in message.handoffs)
-                return []
+                return self._granted(message)
             case PrefillRequest():
-                self._take([Candidate.of_prefill(message)])
-                return []
+                return self._take([Candidate.of_prefill(message)])
             case AbortRequest():
-                return self._abort(message.request_id)
+                return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
                 return [MapArena(message)]
             case _:
                 raise AssertionError(f"a decode worker does not take {type(message).__name__}")
 
-    def _take(self, candidates: Iterable[Candidate]) -> None:
+    def _granted(self, message: BatchGranted) -> list[DecodeCommand]:
+        members = tuple((handoff.request.request_id, handoff.attempt) for handoff in message.handoffs)
+        commands = self._to_router(BatchReceived(message.batch_id, members))
+        return commands + self._take(Candidate.of_handoff(handoff) for handoff in message.handoffs)
+
+    def _take(self, candidates: Iterable[Candidate]) -> list[DecodeCommand]:
+        commands: list[DecodeCommand] = []
         for candidate in candidates:
             request_id = candidate.request.request_id
-            assert request_id not in self._candidates, "a request granted twice"
+            # What an earlier attempt left here is stale: its abort is on the way, over another link.
+            commands += self._abort(request_id, candidate.attempt - 1)
             self._candidates[request_id] = candidate
+        return commands
 
-    def _abort(self, request_id: RequestId) -> list[DecodeCommand]:
-        candidate = self._candidates.pop(request_id, None)
-        if candidate is not None:
-            return self._release([candidate.handoff.lease_id] if candidate.handoff is not None else [])
+    def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DecodeCommand]:
+        """End what is here of a request; with an attempt, only of that one and earlier ones."""
+        commands: list[DecodeCommand] = []
+        candidate = self._candidates.get(request_id)
+        if candidate is not None and (attempt is None or candidate.attempt <= attempt):
+            del self._candidates[request_id]
+            commands += self._release([candidate.handoff.lease_id] if candidate.handoff is not None else [])
         running = self._running.get(request_id)
-        if running is None:
-            return []
+        if running is None or (attempt is not None and running.attempt > attempt):
+            return commands
         running.is_aborted = True
         if not self._is_iterating:
             self._drop(running)
-        return []
+        return commands
 
     # --- starting an iteration
 
@@ -174,7 +184,8 @@ class DecodeLogic:
     def _preempt_longest(self) -> list[DecodeCommand]:
         victim = max(self._running.values(), key=lambda running: (running.context_len, running.request.request_id))
         self._drop(victim)
-        return self._to_router(RequestPreempted(victim.request, tuple(victim.generated_token_ids)))
+        generated = tuple(victim.generated_token_ids)
+        return self._to_router(RequestPreempted(victim.request.request_id, victim.attempt, generated))
 
     def _admit(self) -> tuple[Addition, ...]:
         """Candidates that fit, in order. Every running request keeps a block in reserve, so that growing it rarely
@@ -196,7 +207,8 @@ class DecodeLogic:
     def _addition(self, candidate: Candidate, block_ids: tuple[BlockId, ...]) -> Addition:
         request, handoff = candidate.request, candidate.handoff
         num_computed = handoff.context_len if handoff is not None else 0
-        running = RunningRequest(request, list(candidate.generated_token_ids), list(block_ids), num_computed)
+        generated = list(candidate.generated_token_ids)
+        running = RunningRequest(request, candidate.attempt, generated, list(block_ids), num_computed)
         running.is_prefilling = handoff is None
         self._running[request.request_id] = running
         if handoff is not None:
@@ -230,9 +242,10 @@ class DecodeLogic:
         for token in event.sampled:
             commands += self._sampled(token, deltas)
         for request_id in event.failed:
-            self._drop(self._running[request_id])
+            running = self._running[request_id]
+            self._drop(running)
             reason = "the model gave no usable logits"
-            commands += self._to_router(RequestFailed(request_id, FailureKind.INTERNAL, reason))
+            commands += self._to_router(AttemptFailed(request_id, running.attempt, FailureKind.INTERNAL, reason))
         for running in [running for running in self._running.values() if running.is_aborted]:
             self._drop(running)
         # Scores of a prompt go before its token; reports to router and pool last, nobody waits for them.
@@ -249,7 +262,8 @@ class DecodeLogic:
             self._drop(running, was_added=False)
             if not running.is_aborted:
                 generated = tuple(running.generated_token_ids)
-                commands += self._to_router(RequestPreempted(running.request, generated, handoff_refused=True))
+                missed = RequestPreempted(request_id, running.attempt, generated, handoff_refused=True)
+                commands += self._to_router(missed)
         return commands + self._release(lease_ids)
 
     def _sampled(self, token: SampledToken, deltas: list[tuple[str, TokenDelta]]) -> list[DecodeCommand]:
@@ -261,7 +275,7 @@ class DecodeLogic:
         commands: list[DecodeCommand] = []
         if running.is_prefilling:
             running.is_prefilling = False
-            commands += self._to_router(PrefillCompleted(request.request_id, running.context_len))
+            commands += self._to_router(PrefillCompleted(request.request_id, running.attempt, running.context_len))
         if request.sampling.max_tokens == 0:  # only the prompt was to be scored
             deltas.append((request.reply_to, TokenDelta(request.request_id, 0, (), (), FinishReason.LENGTH)))
             return commands + self._finish(running)
@@ -274,7 +288,7 @@ class DecodeLogic:
     def _finish(self, running: RunningRequest) -> list[DecodeCommand]:
         self._drop(running)
         num_generated = len(running.generated_token_ids)
-        return self._to_router(RequestFinished(running.request.request_id, num_generated))
+        return self._to_router(RequestFinished(running.request.request_id, running.attempt, num_generated))
 
     def _drop(self, running: RunningRequest, *, was_added: bool = True) -> None:
         request_id = running.request.request_id
@@ -284,7 +298,8 @@ class DecodeLogic:
             self._removals.append(request_id)
 
     def _missed(self, candidate: Candidate) -> list[DecodeCommand]:
-        missed = RequestPreempted(candidate.request, candidate.generated_token_ids, handoff_refused=True)
+        request_id, generated = candidate.request.request_id, candidate.generated_token_ids
+        missed = RequestPreempted(request_id, candidate.attempt, generated, handoff_refused=True)
         return self._to_router(missed)
 
     # --- reports

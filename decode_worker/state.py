@@ -12,6 +12,7 @@ class RunningRequest:
     """One request in the running batch."""
 
     request: Request
+    attempt: int
     generated_token_ids: list[int]
     block_ids: list[BlockId]
     num_computed: int  # tokens whose cache lies in its blocks
@@ -38,18 +39,19 @@ class Candidate:
     """
 
     request: Request
+    attempt: int
     generated_token_ids: tuple[int, ...]
     handoff: Handoff | None = None
 
     @classmethod
     def of_handoff(cls, handoff: Handoff) -> "Candidate":
         """From the pool."""
-        return cls(handoff.request, handoff.generated_token_ids, handoff)
+        return cls(handoff.request, handoff.attempt, handoff.generated_token_ids, handoff)
 
     @classmethod
     def of_prefill(cls, message: PrefillRequest) -> "Candidate":
         """From the router."""
-        return cls(message.request, message.generated_token_ids)
+        return cls(message.request, message.attempt, message.generated_token_ids)
 
     @property
     def context_len(self) -> int:

@@ -2,8 +2,10 @@
 
 The life of a request in the pool:
 1. A worker with a finished prefill sends ReserveBlocks; when there is room (in order) it gets a lease: BlocksReserved.
-2. It copies its blocks into the arena and sends BlocksWritten; the request is indexed and the router hears of it.
-3. The router sends FormBatch for a decode worker; the batch former chooses; the worker gets BatchGranted.
+2. It copies its blocks into the arena and sends BlocksWritten; the request is indexed, the router hears of it, and
+   the worker may forget it (BlocksTaken).
+3. The router sends FormBatch for a decode worker; the batch former chooses; the worker gets BatchGranted, the router
+   hears of it from us and from the worker.
 4. The decode worker copies, verifies and sends LeasesReleased; the blocks are free and their generation is void.
 A lease whose holder is lost or late is taken back. What was in it is recomputed elsewhere: a lost pool entry is a
 miss, never data.
@@ -22,8 +24,10 @@ from alignedserve.messages.links import (
     BatchFormed,
     BatchGranted,
     BlocksReserved,
+    BlocksTaken,
     BlocksWritten,
     CancelReservation,
+    CopyLost,
     DropRequest,
     FormBatch,
     Handoff,
@@ -31,7 +35,6 @@ from alignedserve.messages.links import (
     PoolLoad,
     PoolRegistered,
     RequestPooled,
-    RequestPreempted,
     ReservationRefused,
     ReserveBlocks,
 )
@@ -63,9 +66,10 @@ class PoolLogic:
         self._lease_s = lease_s
         self._allocator = BlockAllocator(arena.num_blocks)
         self._leases: dict[LeaseId, Lease] = {}
-        self._lease_of: dict[RequestId, LeaseId] = {}
+        self._lease_of: dict[RequestId, LeaseId] = {}  # reserved and pooled ones
         self._reservations: deque[Reservation] = deque()
         self._router: str | None = None
+        self._workers: dict[str, None] = {}  # linked now
         self._next_lease = NO_GENERATION + 1
         self._num_pooled = 0
         self._reported: PoolLoad | None = None
@@ -87,17 +91,20 @@ class PoolLogic:
 
     def _on_linked(self, role: Role, peer: str, now: float) -> list[PoolCommand]:
         if role is not Role.ROUTER:
+            self._workers[peer] = None
             return [Send(peer, self._arena)]
         self._router = peer
         self._reported = None
         # Whatever a router knew of us ended with its link: it recomputes those requests, so their copies go.
-        dropped = self._take_back(lambda lease: lease.stage is LeaseStage.POOLED, now)
+        self._reservations.clear()
+        dropped = self._take_back(lambda lease: lease.stage is not LeaseStage.GRANTED, now)
         return [Send(peer, PoolRegistered(self._allocator.num_blocks)), *dropped]
 
     def _on_lost(self, peer: str, now: float) -> list[PoolCommand]:
         if peer == self._router:
             self._router = None
             return []
+        self._workers.pop(peer, None)
         self._reservations = deque(entry for entry in self._reservations if entry.worker != peer)
         return self._take_back(lambda lease: lease.stage is not LeaseStage.POOLED and lease.holder == peer, now)
 
@@ -106,9 +113,9 @@ class PoolLogic:
     def _on_message(self, peer: str, message: Message, now: float) -> list[PoolCommand]:
         match message:
             case ReserveBlocks():
-                return self._reserve(Reservation(message.request_id, message.num_blocks, peer), now)
+                return self._reserve(Reservation(message.request_id, message.attempt, message.num_blocks, peer), now)
             case CancelReservation():
-                return self._drop(message.request_id, now)
+                return self._drop(message.request_id, message.attempt, now)
             case BlocksWritten():
                 return self._written(peer, message)
             case FormBatch():
@@ -116,17 +123,25 @@ class PoolLogic:
             case LeasesReleased():
                 return self._released(peer, message.lease_ids, now)
             case DropRequest():
-                return self._drop(message.request_id, now)
+                return self._drop(message.request_id, message.attempt, now)
             case _:
                 raise AssertionError(f"the pool does not take {type(message).__name__}")
 
     def _reserve(self, reservation: Reservation, now: float) -> list[PoolCommand]:
-        if reservation.num_blocks > self._allocator.num_blocks:
-            return [Send(reservation.worker, ReservationRefused(reservation.request_id))]
-        # A request that comes again (its first lease is void) must not hold two.
-        commands = self._drop(reservation.request_id, now)
+        request_id, attempt = reservation.request_id, reservation.attempt
+        if reservation.num_blocks > self._allocator.num_blocks or attempt < self._latest_attempt(request_id):
+            return [Send(reservation.worker, ReservationRefused(request_id, attempt))]
+        # A request that comes again must not hold two leases.
+        commands = self._drop(request_id, attempt, now)
         self._reservations.append(reservation)
         return commands + self._serve_reservations(now)
+
+    def _latest_attempt(self, request_id: RequestId) -> int:
+        """The latest attempt at a request that reserves or holds anything here; 0 when none does."""
+        attempts = [entry.attempt for entry in self._reservations if entry.request_id == request_id]
+        if request_id in self._lease_of:
+            attempts.append(self._leases[self._lease_of[request_id]].attempt)
+        return max(attempts, default=0)
 
     def _serve_reservations(self, now: float) -> list[PoolCommand]:
         commands: list[PoolCommand] = []
@@ -140,47 +155,54 @@ class PoolLogic:
     def _lease(self, reservation: Reservation, block_ids: tuple[BlockId, ...], now: float) -> list[PoolCommand]:
         lease_id = LeaseId(self._next_lease)
         self._next_lease += 1
-        request_id = reservation.request_id
+        request_id, attempt, worker = reservation.request_id, reservation.attempt, reservation.worker
         deadline_s = now + self._lease_s
-        lease = Lease(lease_id, request_id, block_ids, LeaseStage.RESERVED, reservation.worker, deadline_s)
-        self._leases[lease_id] = lease
+        self._leases[lease_id] = Lease(
+            lease_id, request_id, attempt, block_ids, LeaseStage.RESERVED, worker, deadline_s
+        )
         self._lease_of[request_id] = lease_id
-        reserved = BlocksReserved(request_id, lease_id, lease_id, block_ids)
+        reserved = BlocksReserved(request_id, attempt, lease_id, lease_id, block_ids)
         return [StampBlocks(block_ids, lease_id), Send(reservation.worker, reserved)]
 
     def _written(self, peer: str, written: BlocksWritten) -> list[PoolCommand]:
         lease = self._leases.get(written.lease_id)
-        if lease is None or lease.stage is not LeaseStage.RESERVED or not self._describes(lease, peer, written):
-            # Stale or malformed: what it says about the arena is not believed, but the request itself goes on.
-            missed = RequestPreempted(written.request, written.generated_token_ids, handoff_refused=True)
-            return self._to_router(missed)
+        is_accepted = lease is not None and self._describes(lease, peer, written)
+        taken = Send(peer, BlocksTaken(written.request.request_id, written.attempt, is_accepted))
+        if lease is None or not is_accepted:
+            return [taken]  # stale or malformed: nothing that it says about the arena is believed
         lease.stage = LeaseStage.POOLED
         lease.content = written
         self._num_pooled += 1
         self._former.insert(_indexed(lease, written))
-        return self._to_router(RequestPooled(lease.request_id, written.context_len, len(lease.block_ids)))
+        num_blocks = len(lease.block_ids)
+        pooled = RequestPooled(lease.request_id, lease.attempt, written.context_len, num_blocks)
+        return [taken, *self._to_router(pooled)]
 
     def _describes(self, lease: Lease, peer: str, written: BlocksWritten) -> bool:
         covered = tuple(run.first_block + offset for run in written.runs for offset in range(run.num_blocks))
         return (
-            lease.holder == peer
+            lease.stage is LeaseStage.RESERVED
+            and lease.holder == peer
             and written.generation == lease.lease_id
-            and written.request.request_id == lease.request_id
+            and (written.request.request_id, written.attempt) == (lease.request_id, lease.attempt)
             and covered == lease.block_ids
             and blocks_for(written.context_len, self._block_size) == len(lease.block_ids)
         )
 
     def _form(self, message: FormBatch, now: float) -> list[PoolCommand]:
-        batch = self._former.form(BatchLimits(message.max_blocks, message.max_requests), now)
+        limits = BatchLimits(message.max_blocks, message.max_requests)
+        # A worker whose link is down would never get its grant, nor release it.
+        batch = self._former.form(limits, now) if message.worker in self._workers else None
         if batch is None:
-            return self._to_router(BatchFormed(message.batch_id, message.worker, (), 0))
+            return self._to_router(BatchFormed(message.batch_id, message.worker, ()))
         handoffs = tuple(self._grant(request_id, message.worker, now) for request_id in batch.request_ids)
-        formed = BatchFormed(message.batch_id, message.worker, batch.request_ids, batch.num_blocks)
-        # The router hears first, so that no report of the worker about these requests can surprise it.
+        members = tuple((handoff.request.request_id, handoff.attempt) for handoff in handoffs)
+        formed = BatchFormed(message.batch_id, message.worker, members)
         return [*self._to_router(formed), Send(message.worker, BatchGranted(message.batch_id, handoffs))]
 
     def _grant(self, request_id: RequestId, worker: str, now: float) -> Handoff:
-        lease = self._leases[self._lease_of[request_id]]
+        # From here on the request may come again (refused, recomputed) while this lease still waits for its release.
+        lease = self._leases[self._lease_of.pop(request_id)]
         assert lease.content is not None, "an indexed request without content"
         self._former.remove(request_id)
         self._num_pooled -= 1
@@ -190,6 +212,7 @@ class PoolLogic:
         content = lease.content
         return Handoff(
             request=content.request,
+            attempt=lease.attempt,
             generated_token_ids=content.generated_token_ids,
             lease_id=lease.lease_id,
             generation=content.generation,
@@ -205,11 +228,14 @@ class PoolLogic:
                 commands += self._free(lease)
         return commands + self._serve_reservations(now)
 
-    def _drop(self, request_id: RequestId, now: float) -> list[PoolCommand]:
-        self._reservations = deque(entry for entry in self._reservations if entry.request_id != request_id)
+    def _drop(self, request_id: RequestId, attempt: int, now: float) -> list[PoolCommand]:
+        """End what is reserved or pooled of this attempt at a request and earlier ones."""
+        self._reservations = deque(
+            entry for entry in self._reservations if entry.request_id != request_id or entry.attempt > attempt
+        )
         lease_id = self._lease_of.get(request_id)
         # A granted lease is its worker's to release; a reserved one may be being written, and its generation is voided.
-        if lease_id is None or self._leases[lease_id].stage is LeaseStage.GRANTED:
+        if lease_id is None or self._leases[lease_id].attempt > attempt:
             return []
         return self._free(self._leases[lease_id]) + self._serve_reservations(now)
 
@@ -221,6 +247,8 @@ class PoolLogic:
     def _take_back(self, is_void: Callable[[Lease], bool], now: float) -> list[PoolCommand]:
         commands: list[PoolCommand] = []
         for lease in [lease for lease in self._leases.values() if is_void(lease)]:
+            if lease.stage is LeaseStage.GRANTED:
+                commands += self._to_router(CopyLost(lease.request_id, lease.attempt))
             commands += self._free(lease)
         return commands + self._serve_reservations(now)
 
@@ -229,7 +257,9 @@ class PoolLogic:
             self._former.remove(lease.request_id)
             self._num_pooled -= 1
         self._allocator.free(lease.block_ids)
-        del self._leases[lease.lease_id], self._lease_of[lease.request_id]
+        del self._leases[lease.lease_id]
+        if lease.stage is not LeaseStage.GRANTED:
+            del self._lease_of[lease.request_id]
         return [StampBlocks(lease.block_ids, NO_GENERATION)]
 
     # --- reports

@@ -21,6 +21,7 @@ class Lease:
 
     lease_id: LeaseId
     request_id: RequestId
+    attempt: int
     block_ids: tuple[BlockId, ...]
     stage: LeaseStage
     holder: str  # the worker that writes or reads
@@ -33,6 +34,7 @@ class Reservation:
     """A worker waiting for room."""
 
     request_id: RequestId
+    attempt: int
     num_blocks: int
     worker: str
 

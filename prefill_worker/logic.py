@@ -5,9 +5,10 @@ The life of a request on a prefill worker:
 2. Iterations compute it in chunks under the token budget; the last chunk samples the next token.
 3. The token goes to the gateway at once. If the answer is over with it, the blocks are freed: RequestFinished.
 4. Otherwise PrefillCompleted goes to the router and ReserveBlocks to the pool.
-5. BlocksReserved: the blocks are copied beside the running iteration. BlocksWritten hands the request to the pool.
-A lost router has forgotten or taken over whatever we had, so its return empties this worker. A lost pool takes nothing
-with it: jobs that were leaving reserve again when it is back.
+5. BlocksReserved: the blocks are copied beside the running iteration. BlocksWritten offers the request to the pool;
+   with BlocksTaken it is the pool's, and the blocks here are freed.
+A lost router has forgotten or taken over whatever we had, so its return empties this worker. A lost pool takes with it
+what was offered and not yet acknowledged (RequestPreempted); jobs that were leaving reserve again when it is back.
 """
 
 from dataclasses import dataclass
@@ -29,16 +30,18 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.links import (
     AbortRequest,
     ArenaOffered,
+    AttemptFailed,
     BlockRun,
     BlocksReserved,
+    BlocksTaken,
     BlocksWritten,
     CancelReservation,
     FailureKind,
     PrefillCompleted,
     PrefillRequest,
     PromptScored,
-    RequestFailed,
     RequestFinished,
+    RequestPreempted,
     ReservationRefused,
     ReserveBlocks,
     TokenDelta,
@@ -103,8 +106,7 @@ class PrefillLogic:
             case PeerLinked(role, peer):
                 return self._on_linked(role, peer)
             case PeerLost(_, peer):
-                self._pool = None if peer == self._pool else self._pool
-                return []
+                return self._on_pool_lost() if peer == self._pool else []
             case Ticked():
                 return []
 
@@ -120,38 +122,56 @@ class PrefillLogic:
             commands += self._abort(request_id)
         return commands
 
+    def _on_pool_lost(self) -> list[PrefillCommand]:
+        """What was offered may or may not have been taken and passed on; only the router can know."""
+        self._pool = None
+        commands: list[PrefillCommand] = []
+        for request_id, job in list(self._jobs.items()):
+            if job.is_written:
+                commands += self._to_router(RequestPreempted(request_id, job.attempt, job.generated_token_ids))
+                self._forget(job)
+        return commands
+
     def _on_message(self, message: Message) -> list[PrefillCommand]:
         match message:
             case PrefillRequest():
-                self._begin(message)
-                return []
+                return self._begin(message)
             case AbortRequest():
-                return self._abort(message.request_id)
+                return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
                 return self._map_arena(message)
             case BlocksReserved():
                 return self._reserved(message)
+            case BlocksTaken():
+                return self._taken(message)
             case ReservationRefused():
                 return self._fail(message.request_id, FailureKind.UNSERVABLE, "the KV pool is too small for it")
             case _:
                 raise AssertionError(f"a prefill worker does not take {type(message).__name__}")
 
-    def _begin(self, message: PrefillRequest) -> None:
+    def _begin(self, message: PrefillRequest) -> list[PrefillCommand]:
         request = message.request
+        # What an earlier attempt left here is stale: word from the pool that took it is still on the way.
+        commands = self._abort(request.request_id, message.attempt - 1)
         earlier = self._jobs.get(request.request_id)
         if earlier is not None:
-            assert earlier.is_aborted, "a request given twice"
             earlier.successor = message
-            return
+            return commands
         generated = message.generated_token_ids
-        self._jobs[request.request_id] = PrefillJob(request, generated, request.prompt_len + len(generated))
+        num_tokens = request.prompt_len + len(generated)
+        self._jobs[request.request_id] = PrefillJob(request, message.attempt, generated, num_tokens)
+        return commands
 
-    def _abort(self, request_id: RequestId) -> list[PrefillCommand]:
+    def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[PrefillCommand]:
+        """End a job; with an attempt, only if it is of that attempt or an earlier one."""
         job = self._jobs.get(request_id)
         if job is None:
             return []
+        if job.successor is not None and (attempt is None or job.successor.attempt <= attempt):
+            job.successor = None
+        if attempt is not None and job.attempt > attempt:
+            return []
         job.is_aborted = True
-        job.successor = None
         is_busy = job.is_copying or (job.stage is JobStage.COMPUTING and self._is_running)
         return [] if is_busy else self._end(job)
 
@@ -227,10 +247,10 @@ class PrefillLogic:
         num_generated = len(job.generated_token_ids)
         # Reported in any case: the router counts what this worker has still to compute.
         num_tokens = job.request.prompt_len + max(num_generated - 1, 0)
-        commands = self._to_router(PrefillCompleted(request_id, num_tokens))
+        commands = self._to_router(PrefillCompleted(request_id, job.attempt, num_tokens))
         self._removals.append(request_id)
         if finished is not None:
-            return commands + self._end(job) + self._to_router(RequestFinished(request_id, num_generated))
+            return commands + self._end(job) + self._to_router(RequestFinished(request_id, job.attempt, num_generated))
         job.stage = JobStage.LEAVING
         return [*commands, self._reserve(job)] if self._pool is not None else commands
 
@@ -238,11 +258,11 @@ class PrefillLogic:
 
     def _reserve(self, job: PrefillJob) -> PrefillCommand:
         assert self._pool is not None, "a reservation without a pool"
-        return Send(self._pool, ReserveBlocks(job.request.request_id, len(job.block_ids)))
+        return Send(self._pool, ReserveBlocks(job.request.request_id, job.attempt, len(job.block_ids)))
 
     def _reserved(self, reserved: BlocksReserved) -> list[PrefillCommand]:
         job = self._jobs.get(reserved.request_id)
-        if job is None or job.stage is not JobStage.LEAVING or job.is_copying:
+        if job is None or job.attempt != reserved.attempt or job.stage is not JobStage.LEAVING or job.is_copying:
             return []
         job.is_copying = True
         return [OffloadBlocks(reserved.request_id, job.block_ids, reserved)]
@@ -262,11 +282,22 @@ class PrefillLogic:
             reserved.generation,
             event.runs,
             job.context_len,
+            job.attempt,
             job.request,
             job.generated_token_ids,
         )
-        self._forget(job)
+        job.is_written = True
         return [Send(self._pool, written)]
+
+    def _taken(self, message: BlocksTaken) -> list[PrefillCommand]:
+        job = self._jobs.get(message.request_id)
+        if job is None or job.attempt != message.attempt or job.stage is not JobStage.LEAVING or job.is_copying:
+            return []
+        if not message.is_accepted:
+            job.is_written = False
+            return [self._reserve(job)]
+        self._forget(job)
+        return []
 
     # --- ends
 
@@ -274,7 +305,7 @@ class PrefillLogic:
         job = self._jobs.get(request_id)
         if job is None:
             return []
-        return self._end(job) + self._to_router(RequestFailed(request_id, kind, reason))
+        return self._end(job) + self._to_router(AttemptFailed(request_id, job.attempt, kind, reason))
 
     def _end(self, job: PrefillJob) -> list[PrefillCommand]:
         """Drop a job that nobody computes or copies any more."""
@@ -283,7 +314,9 @@ class PrefillLogic:
         if job.stage is JobStage.COMPUTING and request_id not in self._removals:
             self._removals.append(request_id)
         self._forget(job)
-        return [Send(self._pool, CancelReservation(request_id))] if was_leaving and self._pool is not None else []
+        if self._pool is None or not was_leaving:
+            return []
+        return [Send(self._pool, CancelReservation(request_id, job.attempt))]
 
     def _forget(self, job: PrefillJob) -> None:
         self._allocator.free(job.block_ids)

@@ -21,11 +21,13 @@ class PrefillJob:
     """One request on this worker."""
 
     request: Request
+    attempt: int
     generated_token_ids: tuple[int, ...]  # emitted before (recompute) and, once computed, the new one
     num_remaining: int  # tokens not yet computed
     stage: JobStage = JobStage.WAITING
     block_ids: tuple[BlockId, ...] = ()
     is_copying: bool = False  # the transfer thread reads its blocks: they must not be freed
+    is_written: bool = False  # offered to the pool, which may have taken it already
     is_aborted: bool = False
     successor: PrefillRequest | None = None  # the same request, given again while this life of it was ending
 

@@ -4,7 +4,8 @@ The life of a request in the router:
 1. SubmitRequest: admitted into the bounded queue, or rejected with the time after which to come back.
 2. As soon as a worker has room it gets PrefillRequest, in the order of the policy; it emits the first token itself.
 3. RequestPooled: the blocks lie in a pool. (A colocated worker keeps the request: PrefillCompleted moves it on.)
-4. When a decode worker wants work, the pool is told to form a batch for it; BatchFormed says who went.
+4. When a decode worker wants work, the pool is told to form a batch for it: BatchFormed says who is on the way,
+   BatchReceived who has arrived.
 5. RequestFinished ends it. RequestPreempted sends it back to the queue, to be recomputed.
 Whoever holds a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
 asks it (RequestInterrupted) and goes on from its answer (ResumeRequest). The router never sees a token or a block.
@@ -21,7 +22,10 @@ from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Rece
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import (
     AbortRequest,
+    AttemptFailed,
     BatchFormed,
+    BatchReceived,
+    CopyLost,
     DropRequest,
     FailureKind,
     FormBatch,
@@ -66,6 +70,8 @@ class RouterLogic:
         self._drain = DrainForecast()
         self._counters = Counters()
         self._next_batch = 1
+        self._last_attempt = 0
+        self._num_pool_lives = 0
         self._num_ticks = 0
 
     def on_event(self, event: CommonEvent, now: float) -> list[Send]:
@@ -80,8 +86,8 @@ class RouterLogic:
             case PeerLost(_, peer):
                 commands = self._on_lost(peer)
             case Ticked():
-                return self._on_tick()
-        return commands + self._dispatch_prefills() + self._form_batches()
+                commands = self._on_tick()
+        return commands + self._dispatch_prefills(now) + self._form_batches()
 
     # --- messages
 
@@ -96,20 +102,23 @@ class RouterLogic:
             case WorkerRegistered() | PoolRegistered():
                 self._register(peer, message)
             case PrefillCompleted():
-                self._prefill_completed(peer, message, now)
+                return self._prefill_completed(peer, message, now)
             case RequestPooled():
-                return self._pooled(peer, message.request_id)
+                return self._pooled(peer, message)
+            case BatchReceived():
+                return self._batch_received(peer, message)
             case BatchFormed():
                 return self._batch_formed(message)
+            case CopyLost():
+                return self._copy_lost(message)
             case RequestFinished():
                 self._finished(message)
             case RequestPreempted():
-                return self._preempted(message)
-            case RequestFailed():
+                return self._preempted(peer, message)
+            case AttemptFailed():
                 return self._failed(message)
             case WorkerLoad():
-                if peer in self._workers:
-                    self._workers[peer].load = message
+                self._note_load(peer, message)
             case PoolLoad():
                 if peer in self._pools:
                     self._pools[peer].num_blocks_used = message.num_blocks_used
@@ -158,13 +167,18 @@ class RouterLogic:
     def _resume(self, gateway: str, message: ResumeRequest) -> list[Send]:
         request_id = message.request.request_id
         tracked = self._requests.get(request_id)
-        if tracked is None:  # accepted by a router before this one
+        if tracked is None:  # accepted by a router before this one, or finished with tokens that never arrived
             self._track(gateway, message.request, message.generated_token_ids)
-        elif tracked.stage is Stage.QUEUED and tracked.gateway == gateway:
-            self._queue.discard(request_id)
-            tracked.generated_token_ids = message.generated_token_ids
-            self._enqueue(tracked)
-        return []
+            return []
+        # One that goes on needs nothing, unless it goes on from tokens that a lost worker took with it.
+        has_gap = len(message.generated_token_ids) < len(tracked.generated_token_ids)
+        if tracked.gateway != gateway or (tracked.stage is not Stage.QUEUED and not has_gap):
+            return []
+        commands = self._take_back(tracked)
+        self._queue.discard(request_id)
+        tracked.generated_token_ids = message.generated_token_ids
+        self._enqueue(tracked)
+        return commands
 
     def _abort(self, request_id: RequestId) -> list[Send]:
         tracked = self._requests.get(request_id)
@@ -172,21 +186,36 @@ class RouterLogic:
             return []
         return self._let_go(tracked, Stage.ABORTED)
 
+    def _current(self, request_id: RequestId, attempt: int) -> TrackedRequest | None:
+        """The request, if this attempt at it is the one that goes on; None: what was said of it is stale."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.stage is Stage.QUEUED or tracked.attempt != attempt:
+            return None
+        return tracked
+
     def _register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> None:
         if isinstance(message, PoolRegistered):
-            self._pools[peer] = PoolRecord(peer, message.num_blocks)
+            self._num_pool_lives += 1
+            self._pools[peer] = PoolRecord(peer, self._num_pool_lives, message.num_blocks)
         else:
             self._workers[peer] = WorkerRecord(peer, message)
 
-    def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> None:
+    def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
         worker = self._workers.get(peer)
-        tracked = self._requests.get(message.request_id)
-        if worker is None or worker.prefilling.pop(message.request_id, None) is None:
-            return
+        tracked = self._current(message.request_id, message.attempt)
+        if worker is None or tracked is None or worker.prefilling.pop(message.request_id, None) is None:
+            return []
         self._observe_drain(message.num_tokens, now)
-        if worker.registered.can_decode and tracked is not None and tracked.stage is Stage.PREFILLING:
+        if worker.registered.can_decode:
             tracked.move(Stage.DECODING, peer)
             worker.decoding.add(message.request_id)
+            return []
+        tracked.is_computed = True
+        pool = self._pools.get(worker.registered.pool_name)
+        if pool is not None and pool.life == tracked.pool_life:
+            return []
+        # The pool was lost meanwhile, perhaps after it had taken the blocks and before its word could reach us.
+        return [Send(peer, AbortRequest(message.request_id, message.attempt)), *self._interrupt([tracked])]
 
     def _observe_drain(self, num_tokens: int, now: float) -> None:
         if len(self._queue):
@@ -194,45 +223,77 @@ class RouterLogic:
         else:
             self._drain.idle()
 
-    def _pooled(self, pool: str, request_id: RequestId) -> list[Send]:
-        tracked = self._requests.get(request_id)
+    def _pooled(self, pool: str, message: RequestPooled) -> list[Send]:
+        tracked = self._current(message.request_id, message.attempt)
         if tracked is None or tracked.stage is not Stage.PREFILLING or pool not in self._pools:
-            return [Send(pool, DropRequest(request_id))]
+            return [Send(pool, DropRequest(message.request_id, message.attempt))]
         tracked.move(Stage.POOLED, pool)
         self._pools[pool].num_pooled += 1
+        for worker in self._workers.values():
+            worker.has_news = True
         return []
 
     def _batch_formed(self, message: BatchFormed) -> list[Send]:
         worker = self._workers.get(message.worker)
+        is_expected = worker is not None and worker.forming == message.batch_id
+        if worker is not None and is_expected and not message.members:
+            worker.forming = None
+        commands = []
+        for tracked in [self._current(request_id, attempt) for request_id, attempt in message.members]:
+            if tracked is None or tracked.stage is not Stage.POOLED:
+                continue  # it ended, or its worker's word was faster
+            if is_expected:
+                tracked.granted_to = message.worker
+            else:  # granted to a worker that is gone; should its next life get it, it will be told to let go
+                commands += self._interrupt([tracked])
+        return commands
+
+    def _batch_received(self, peer: str, message: BatchReceived) -> list[Send]:
+        worker = self._workers.get(peer)
         if worker is not None and worker.forming == message.batch_id:
             worker.forming = None
         commands = []
-        for request_id in message.request_ids:
-            commands += self._granted(request_id, worker, message.worker)
+        for request_id, attempt in message.members:
+            tracked = self._current(request_id, attempt)
+            if tracked is None or tracked.stage not in (Stage.PREFILLING, Stage.POOLED) or worker is None:
+                commands.append(Send(peer, AbortRequest(request_id, attempt)))  # it ended on the way
+                continue
+            self._forget_holder(tracked)
+            tracked.move(Stage.DECODING, peer)
+            worker.decoding.add(request_id)
         return commands
 
-    def _granted(self, request_id: RequestId, worker: WorkerRecord | None, worker_name: str) -> list[Send]:
-        tracked = self._requests.get(request_id)
-        if tracked is None or tracked.stage is not Stage.POOLED:
-            # It ended while the batch was being formed.
-            return [Send(worker_name, AbortRequest(request_id))]
-        self._pools[tracked.holder or ""].num_pooled -= 1
-        tracked.move(Stage.DECODING, worker_name)
-        if worker is None:
-            return self._interrupt([tracked])
-        worker.decoding.add(request_id)
-        return []
+    def _copy_lost(self, message: CopyLost) -> list[Send]:
+        tracked = self._current(message.request_id, message.attempt)
+        # Had its worker received it, the loss of that worker is dealt with by itself.
+        if tracked is None or tracked.stage is Stage.DECODING:
+            return []
+        worker = self._workers.get(tracked.granted_to or "")
+        if worker is not None:
+            worker.forming = None
+        return self._interrupt([tracked])
+
+    def _note_load(self, peer: str, load: WorkerLoad) -> None:
+        worker = self._workers.get(peer)
+        if worker is not None:
+            worker.load = load
+            worker.has_news = True
 
     def _finished(self, message: RequestFinished) -> None:
-        tracked = self._requests.get(message.request_id)
-        # The report can overtake the pool's BatchFormed. One about a request that was taken back comes too late.
-        if tracked is not None and tracked.stage is not Stage.QUEUED:
+        tracked = self._current(message.request_id, message.attempt)
+        if tracked is not None:
             self._lengths.observe(tracked.request, message.num_generated)
-            self._end(tracked, Stage.FINISHED)
+            self._forget_holder(tracked)
+            tracked.move(Stage.FINISHED)
+            del self._requests[message.request_id]
 
-    def _preempted(self, message: RequestPreempted) -> list[Send]:
-        tracked = self._requests.get(message.request.request_id)
-        if tracked is None or tracked.stage is Stage.QUEUED:
+    def _preempted(self, peer: str, message: RequestPreempted) -> list[Send]:
+        tracked = self._current(message.request_id, message.attempt)
+        worker = self._workers.get(peer)
+        if tracked is None or worker is None:
+            return []
+        # A prefill worker gives up what it offered to a lost pool; whoever has taken it by then goes on with it.
+        if not worker.registered.can_decode and tracked.holder != peer:
             return []
         self._counters.count_preemption(is_refused=message.handoff_refused)
         self._forget_holder(tracked)
@@ -244,8 +305,8 @@ class RouterLogic:
         self._enqueue(tracked)
         return []
 
-    def _failed(self, message: RequestFailed) -> list[Send]:
-        tracked = self._requests.get(message.request_id)
+    def _failed(self, message: AttemptFailed) -> list[Send]:
+        tracked = self._current(message.request_id, message.attempt)
         if tracked is None:
             return []
         return self._give_up(tracked, message.kind, message.reason)
@@ -258,11 +319,19 @@ class RouterLogic:
         commands = [command for tracked in orphans for command in self._let_go(tracked, Stage.ABORTED)]
         if peer not in self._workers and peer not in self._pools:
             return commands
-        held = [tracked for tracked in self._requests.values() if tracked.holder == peer]
-        commands += self._interrupt(held)
+        commands += self._interrupt([tracked for tracked in self._requests.values() if self._was_with(tracked, peer)])
         self._workers.pop(peer, None)
-        self._pools.pop(peer, None)
+        if self._pools.pop(peer, None) is not None:
+            for worker in self._workers.values():  # what it was asked, it will not answer any more
+                worker.forming, worker.has_news = None, True
         return commands
+
+    def _was_with(self, tracked: TrackedRequest, peer: str) -> bool:
+        """Whether this request may have been lost with this peer: held by it, or on its way to it."""
+        if peer in (tracked.holder, tracked.granted_to) or not tracked.is_computed:
+            return peer in (tracked.holder, tracked.granted_to)
+        worker = self._workers.get(tracked.holder or "")
+        return worker is not None and worker.registered.pool_name == peer
 
     def _interrupt(self, lost: Iterable[TrackedRequest]) -> list[Send]:
         """Take requests back from whoever held them; their gateways say how far they got."""
@@ -279,26 +348,29 @@ class RouterLogic:
 
     def _let_go(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
         """End a request and tell whoever holds it to free what it holds."""
-        request_id, holder, was = tracked.request.request_id, tracked.holder, tracked.stage
-        self._end(tracked, stage)
+        commands = self._take_back(tracked)
+        self._queue.discard(tracked.request.request_id)
+        tracked.move(stage)
+        del self._requests[tracked.request.request_id]
+        return commands
+
+    def _take_back(self, tracked: TrackedRequest) -> list[Send]:
+        """Into the queue's stage (not yet the queue), and tell whoever holds it to let go of this attempt."""
+        request_id, attempt, holder, was = tracked.request.request_id, tracked.attempt, tracked.holder, tracked.stage
         if holder is None:
             return []
+        self._forget_holder(tracked)
+        tracked.move(Stage.QUEUED)
         if was is Stage.POOLED:
-            return [Send(holder, DropRequest(request_id))]
+            return [Send(holder, DropRequest(request_id, attempt))]
         # A prefill worker may have handed its blocks over already; the pool is told as well.
         pools = [worker.registered.pool_name for worker in self._workers.values() if worker.name == holder]
-        drops = [Send(pool, DropRequest(request_id)) for pool in pools if was is Stage.PREFILLING]
-        return [Send(holder, AbortRequest(request_id)), *drops]
+        drops = [Send(pool, DropRequest(request_id, attempt)) for pool in pools if was is Stage.PREFILLING]
+        return [Send(holder, AbortRequest(request_id, attempt)), *drops]
 
     def _give_up(self, tracked: TrackedRequest, kind: FailureKind, reason: str) -> list[Send]:
         failed = RequestFailed(tracked.request.request_id, kind, reason)
         return [*self._let_go(tracked, Stage.FAILED), Send(tracked.gateway, failed)]
-
-    def _end(self, tracked: TrackedRequest, stage: Stage) -> None:
-        self._forget_holder(tracked)
-        self._queue.discard(tracked.request.request_id)
-        tracked.move(stage)
-        del self._requests[tracked.request.request_id]
 
     def _forget_holder(self, tracked: TrackedRequest) -> None:
         request_id = tracked.request.request_id
@@ -306,12 +378,13 @@ class RouterLogic:
         if worker is not None:
             worker.prefilling.pop(request_id, None)
             worker.decoding.discard(request_id)
+            worker.has_news = True
         if tracked.stage is Stage.POOLED and tracked.holder in self._pools:
             self._pools[tracked.holder].num_pooled -= 1
 
     # --- placement
 
-    def _dispatch_prefills(self) -> list[Send]:
+    def _dispatch_prefills(self, now: float) -> list[Send]:
         """Keep every worker that prefills supplied, the least loaded first; the rest waits here, still in order."""
         commands: list[Send] = []
         while (worker := self._least_loaded_prefiller()) is not None:
@@ -320,8 +393,14 @@ class RouterLogic:
                 break
             tracked = self._requests[request_id]
             tracked.move(Stage.PREFILLING, worker.name)
+            # At least the time in milliseconds: larger than any that a router before this one gave out.
+            self._last_attempt = max(self._last_attempt + 1, int(now * 1000))
+            tracked.attempt = self._last_attempt
+            pool = self._pools.get(worker.registered.pool_name)
+            tracked.pool_life = pool.life if pool is not None else None
             worker.prefilling[request_id] = tracked.num_prefill_tokens
-            commands.append(Send(worker.name, PrefillRequest(tracked.request, tracked.generated_token_ids)))
+            message = PrefillRequest(tracked.request, tracked.attempt, tracked.generated_token_ids)
+            commands.append(Send(worker.name, message))
         return commands
 
     def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
@@ -330,19 +409,27 @@ class RouterLogic:
         return self._queue.pop_if(lambda num_tokens: num_tokens <= room or not worker.prefilling)
 
     def _least_loaded_prefiller(self) -> WorkerRecord | None:
-        able = [worker for worker in self._workers.values() if worker.registered.can_prefill and _has_room(worker)]
+        able = [worker for worker in self._workers.values() if self._can_prefill_now(worker)]
         return min(able, key=lambda worker: (worker.num_prefill_tokens, worker.name), default=None)
+
+    def _can_prefill_now(self, worker: WorkerRecord) -> bool:
+        """A colocated worker takes no more requests than it can run; others need a pool, and are bounded by tokens."""
+        if not worker.registered.can_prefill:
+            return False
+        if worker.registered.can_decode:
+            return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running
+        return worker.registered.pool_name in self._pools
 
     def _form_batches(self) -> list[Send]:
         """Ask the pools for batches on behalf of decode workers that will soon have room, the emptiest first."""
         commands: list[Send] = []
         for worker in sorted(self._workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
             pool = self._pools.get(worker.registered.pool_name)
-            if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill or worker.forming is not None:
+            if pool is None or pool.num_pooled == 0 or not worker.wants_batches:
                 continue
             max_requests, max_blocks = self._appetite(worker, pool)
             if max_requests > 0 and max_blocks > 0:
-                worker.forming = BatchId(self._next_batch)
+                worker.forming, worker.has_news = BatchId(self._next_batch), False
                 self._next_batch += 1
                 form = FormBatch(worker.forming, WorkerName(worker.name), max_blocks, max_requests)
                 commands.append(Send(pool.name, form))
@@ -363,15 +450,10 @@ class RouterLogic:
     # --- status
 
     def _on_tick(self) -> list[Send]:
+        for worker in self._workers.values():  # a pool may know of a worker by now that it did not know before
+            worker.has_news = True
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []
         status = status_of(self._requests.values(), self._workers.values(), self._pools.values(), self._counters)
         return [Send(gateway, status) for gateway in self._gateways]
-
-
-def _has_room(worker: WorkerRecord) -> bool:
-    """A colocated worker takes no more requests than it can run; others are bounded by tokens alone."""
-    if not worker.registered.can_decode:
-        return True
-    return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running

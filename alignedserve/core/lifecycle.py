@@ -21,8 +21,7 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.PREFILLING: frozenset(
         {Stage.POOLED, Stage.DECODING, Stage.QUEUED, Stage.FINISHED, Stage.ABORTED, Stage.FAILED}
     ),
-    # Straight to FINISHED: the decode worker's report can overtake the pool's.
-    Stage.POOLED: frozenset({Stage.DECODING, Stage.QUEUED, Stage.FINISHED, Stage.ABORTED, Stage.FAILED}),
+    Stage.POOLED: frozenset({Stage.DECODING, Stage.QUEUED, Stage.ABORTED, Stage.FAILED}),
     # Evicted to the pool, preempted (recompute), or done.
     Stage.DECODING: frozenset({Stage.POOLED, Stage.QUEUED, Stage.FINISHED, Stage.ABORTED, Stage.FAILED}),
     Stage.FINISHED: frozenset(),

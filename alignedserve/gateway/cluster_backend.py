@@ -45,6 +45,9 @@ from alignedserve.runtime.switchboard import Switchboard
 logger = logging.getLogger(__name__)
 
 _MAX_SWEEP_PAUSE_S = 0.5
+# A request that is silent for this long is put to the router again, which ignores it if all is well: whatever was lost
+# on the way, and by whom, nobody waits for ever.
+_ASK_AGAIN_S = 10.0
 
 
 class ClusterBackend:
@@ -109,7 +112,7 @@ class ClusterBackend:
             case TokensEmitted():
                 now = asyncio.get_running_loop().time()
                 for delta in message.deltas:
-                    self._on_delta(delta, now)
+                    self._on_delta(peer, delta, now)
             case PromptScored():
                 self._on_scores(message)
             case RequestRejected():
@@ -122,8 +125,15 @@ class ClusterBackend:
                 self._status = message
 
     def on_lost(self, peer: Peer) -> None:
-        """Without its router a request that has no token yet fails; the others go on, as workers need no router."""
+        """Without its router a request that has no token yet fails; the others go on, as workers need no router.
+
+        What a lost worker had sent last may not have arrived, though it has told the router that it was done: the
+        router is asked to go on from here, which it ignores for requests that it knows to be going on.
+        """
         if peer.name != self._router:
+            for entry in self._open.values():
+                if entry.last_worker in (None, peer.name) and self._router is not None:
+                    self._switchboard.send(self._router, entry.resumption())
             return
         self._router = self._status = None
         waiting = [request_id for request_id, entry in self._open.items() if entry.num_tokens == 0]
@@ -132,10 +142,11 @@ class ClusterBackend:
 
     # --- inside
 
-    def _on_delta(self, delta: TokenDelta, now: float) -> None:
+    def _on_delta(self, worker: Peer, delta: TokenDelta, now: float) -> None:
         entry = self._open.get(delta.request_id)
         if entry is None:
             return
+        entry.last_worker = worker.name
         entry.accept(delta, now)
         if entry.is_complete:
             del self._open[delta.request_id]
@@ -166,6 +177,8 @@ class ClusterBackend:
             await asyncio.sleep(pause_s)
             now = loop.time()
             for request_id, entry in tuple(self._open.items()):
+                if self._router is not None and entry.is_due_to_ask(now):
+                    self._switchboard.send(self._router, entry.resumption())
                 limit_s = next_s if entry.num_tokens else first_s
                 if now - entry.last_heard_s > limit_s:
                     self.abort(request_id)
@@ -178,6 +191,8 @@ class _OpenRequest:
     def __init__(self, request: Request, stream: RequestStream, now: float) -> None:
         self.stream = stream
         self.last_heard_s = now  # when the answer last grew
+        self.last_worker: str | None = None  # whose tokens came last
+        self._last_asked_s = now
         self._has_last = False
         self._request = request
         self._token_ids: list[int] = []  # given on, without gap
@@ -194,6 +209,13 @@ class _OpenRequest:
     def is_complete(self) -> bool:
         """Whether nothing more is to come: the last token and all prompt scores are here."""
         return self._has_last and self.stream.num_scores_missing <= 0
+
+    def is_due_to_ask(self, now: float) -> bool:
+        """Whether it has been silent for long since it was heard or last asked about; True starts the next wait."""
+        is_due = now - max(self.last_heard_s, self._last_asked_s) > _ASK_AGAIN_S
+        if is_due:
+            self._last_asked_s = now
+        return is_due
 
     def resumption(self) -> ResumeRequest:
         """Where to go on. With prompt scores missing that is the beginning; repeated tokens are dropped."""

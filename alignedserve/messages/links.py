@@ -1,6 +1,10 @@
 """What the rooms say to each other: every message, then the closed union that each room accepts.
 
 KV never travels here (it lies in the pool's arena), and tokens never pass through the router.
+
+Links are independent, so a message about a request can arrive after the request has moved on. Every time the router
+gives a request out it does so under a new, larger `attempt`; whoever works on it repeats that number, and a message
+about an earlier attempt is stale: it is ignored, or answered by telling the sender to let go of just that attempt.
 """
 
 import enum
@@ -41,6 +45,7 @@ class AbortRequest(Message, frozen=True):
     """Gateway to router, router to whoever holds it: the client is gone. May be repeated; unknown ids are ignored."""
 
     request_id: RequestId
+    attempt: Count | None = None  # only this attempt and earlier ones; None: the request as such
 
 
 class RequestRejected(Message, frozen=True):
@@ -52,7 +57,7 @@ class RequestRejected(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
-    """Router to gateway, or worker to router: accepted, but will not complete."""
+    """Router to gateway: accepted, but will not complete."""
 
     request_id: RequestId
     kind: FailureKind
@@ -135,13 +140,15 @@ class PrefillRequest(Message, frozen=True):
     """Router to worker: compute this context and its next token."""
 
     request: Request
-    generated_token_ids: TokenIds = ()  # emitted before a preemption or a lost handoff; recomputed with the prompt
+    attempt: Count
+    generated_token_ids: TokenIds = ()  # emitted in earlier attempts; recomputed with the prompt
 
 
 class PrefillCompleted(Message, frozen=True):
-    """Prefill worker to router: first token is out and the blocks are on their way to the pool."""
+    """Worker to router: the context is computed and its next token is out (colocated workers then keep it)."""
 
     request_id: RequestId
+    attempt: Count
     num_tokens: Count  # tokens computed, for the throughput estimate
 
 
@@ -149,15 +156,27 @@ class RequestFinished(Message, frozen=True):
     """Worker to router: last token is out, blocks are freed."""
 
     request_id: RequestId
+    attempt: Count
     num_generated: Count
 
 
 class RequestPreempted(Message, frozen=True):
-    """Decode worker or pool to router: stopped for lack of room, or its handoff was refused; recompute it later."""
+    """Worker to router: recompute it later. There was no room to go on, its handoff was refused, or the pool was lost
+    in the middle of taking it."""
 
-    request: Request
+    request_id: RequestId
+    attempt: Count
     generated_token_ids: TokenIds
     handoff_refused: bool = False
+
+
+class AttemptFailed(Message, frozen=True):
+    """Worker to router: a fault that another attempt would not mend; nothing is held here any more."""
+
+    request_id: RequestId
+    attempt: Count
+    kind: FailureKind
+    reason: Text
 
 
 class WorkerLoad(Message, frozen=True):
@@ -192,9 +211,10 @@ class ArenaOffered(Message, frozen=True):
 
 
 class ReserveBlocks(Message, frozen=True):
-    """Worker to pool: I shall need room for this request. Answered when there is room, in order."""
+    """Worker to pool: I need room for this request. Answered when there is room, in order. Repeating it replaces."""
 
     request_id: RequestId
+    attempt: Count
     num_blocks: Count
 
 
@@ -202,12 +222,14 @@ class CancelReservation(Message, frozen=True):
     """Worker to pool: the request ended before its blocks were written. Unknown ids are ignored."""
 
     request_id: RequestId
+    attempt: Count
 
 
 class BlocksReserved(Message, frozen=True):
     """Pool to worker: write here. The lease ends at its deadline unless BlocksWritten came."""
 
     request_id: RequestId
+    attempt: Count
     lease_id: LeaseId
     generation: Count  # stamped on the blocks in the arena; a later lease of a block has a larger one
     block_ids: tuple[BlockId, ...]
@@ -217,6 +239,7 @@ class ReservationRefused(Message, frozen=True):
     """Pool to worker: this many blocks can never be had here."""
 
     request_id: RequestId
+    attempt: Count
 
 
 class BlocksWritten(Message, frozen=True):
@@ -226,14 +249,24 @@ class BlocksWritten(Message, frozen=True):
     generation: Count
     runs: tuple[BlockRun, ...]
     context_len: Count  # tokens whose cache lies in the blocks
+    attempt: Count
     request: Request
     generated_token_ids: TokenIds  # the last of them is not yet in the cache
+
+
+class BlocksTaken(Message, frozen=True):
+    """Pool to worker, answer to BlocksWritten: the request is the pool's now; or the lease did not hold, try again."""
+
+    request_id: RequestId
+    attempt: Count
+    is_accepted: bool
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True):
     """One pooled request on its way to a decode worker. Everything the receiver checks is in here."""
 
     request: Request
+    attempt: Count
     generated_token_ids: TokenIds
     lease_id: LeaseId
     generation: Count
@@ -267,12 +300,13 @@ class RequestPooled(Message, frozen=True):
     """Pool to router: indexed and ready for a batch."""
 
     request_id: RequestId
+    attempt: Count
     context_len: Count
     num_blocks: Count
 
 
 class FormBatch(Message, frozen=True):
-    """Router to pool: form one batch for this worker within these limits. Always answered by BatchFormed."""
+    """Router to pool: form one batch for this worker. Answered by BatchFormed, and by the worker's BatchReceived."""
 
     batch_id: BatchId
     worker: WorkerName
@@ -281,12 +315,25 @@ class FormBatch(Message, frozen=True):
 
 
 class BatchFormed(Message, frozen=True):
-    """Pool to router: these requests were granted (none when nothing fits)."""
+    """Pool to router: these requests are on their way to that worker; none: nothing fits, or it is not linked."""
 
     batch_id: BatchId
     worker: WorkerName
-    request_ids: tuple[RequestId, ...]
-    num_blocks: Count
+    members: tuple[tuple[RequestId, Count], ...]  # with their attempts
+
+
+class BatchReceived(Message, frozen=True):
+    """Decode worker to router: these requests are here. Until then they are still the pool's."""
+
+    batch_id: BatchId
+    members: tuple[tuple[RequestId, Count], ...]  # with their attempts
+
+
+class CopyLost(Message, frozen=True):
+    """Pool to router: this attempt was on its way to a worker that is gone, and the pool holds it no more."""
+
+    request_id: RequestId
+    attempt: Count
 
 
 class PoolLoad(Message, frozen=True):
@@ -298,16 +345,17 @@ class PoolLoad(Message, frozen=True):
 
 
 class DropRequest(Message, frozen=True):
-    """Router to pool: forget this request, whatever state it is in. Unknown ids are ignored."""
+    """Router to pool: forget this attempt at a request, reserved or pooled. Unknown ones are ignored."""
 
     request_id: RequestId
+    attempt: Count
 
 
 RouterInbound = (
     SubmitRequest
     | ResumeRequest
     | AbortRequest
-    | RequestFailed
+    | AttemptFailed
     | WorkerRegistered
     | PrefillCompleted
     | RequestFinished
@@ -316,6 +364,8 @@ RouterInbound = (
     | PoolRegistered
     | RequestPooled
     | BatchFormed
+    | BatchReceived
+    | CopyLost
     | PoolLoad
     | Ping
 )
@@ -323,7 +373,9 @@ GatewayInbound = (
     RequestRejected | RequestFailed | RequestInterrupted | ClusterStatus | TokensEmitted | PromptScored | Ping
 )
 PoolInbound = ReserveBlocks | CancelReservation | BlocksWritten | LeasesReleased | FormBatch | DropRequest | Ping
-PrefillWorkerInbound = PrefillRequest | AbortRequest | ArenaOffered | BlocksReserved | ReservationRefused | Ping
+PrefillWorkerInbound = (
+    PrefillRequest | AbortRequest | ArenaOffered | BlocksReserved | ReservationRefused | BlocksTaken | Ping
+)
 DecodeWorkerInbound = (
     PrefillRequest | AbortRequest | ArenaOffered | BlocksReserved | ReservationRefused | BatchGranted | Ping
 )

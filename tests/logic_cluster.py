@@ -1,0 +1,328 @@
+"""All logics joined by queues, without sockets, clocks or tensors: links deliver in order, but in any order among them.
+
+The engine is a stand-in with the engine's one rule: the next token is a function of the tokens before it. So whatever
+the schedule, the right answer of a request is known.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from alignedserve.config.sections import RouterConfig
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import FinishReason, Request, SampledToken
+from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import IterationCompleted, MapArena, OffloadBlocks, RunIteration
+from alignedserve.messages.links import (
+    AbortRequest,
+    ArenaOffered,
+    BlockRun,
+    ClusterStatus,
+    RequestFailed,
+    RequestInterrupted,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+    TokensEmitted,
+    WorkerRegistered,
+)
+from alignedserve.messages.wire import Message
+from alignedserve.runtime.transfer import neighbours
+from decode_worker.logic import DecodeLimits, DecodeLogic
+from kvpool.logic import PoolLogic, StampBlocks
+from kvpool.policies import make_batch_former
+from prefill_worker.logic import OffloadCompleted, PrefillLimits, PrefillLogic
+from router.logic import RouterLogic
+from router.policies import make_prefill_order
+
+GATEWAY, ROUTER, POOL = "gateway-0", "router", "pool-0"
+BLOCK_SIZE = 4
+VOCAB_SIZE = 50
+EOS = 0
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The model: any function of all tokens before; now and then it ends the answer."""
+    return random.Random(hash(tuple(token_ids))).randrange(VOCAB_SIZE)
+
+
+def right_answer(request: Request) -> list[int]:
+    """What one undisturbed run generates."""
+    answer: list[int] = []
+    while len(answer) < request.sampling.max_tokens and (not answer or answer[-1] != EOS):
+        answer.append(next_token((*request.prompt_token_ids, *answer)))
+    return answer
+
+
+@dataclass
+class FakeEngine:
+    """Performs RunIteration on token lists and checks what the real engine would assert."""
+
+    tokens: dict[RequestId, list[int]] = field(default_factory=dict)
+    num_computed: dict[RequestId, int] = field(default_factory=dict)
+    blocks: dict[RequestId, list[int]] = field(default_factory=dict)
+    refuse: float = 0.0
+
+    def run(self, command: RunIteration, rng: random.Random) -> IterationCompleted:
+        for request_id in command.removals:
+            del self.tokens[request_id], self.num_computed[request_id], self.blocks[request_id]
+        refused = []
+        for addition in command.additions:
+            request_id = addition.request.request_id
+            assert request_id not in self.tokens, "added twice"
+            if addition.handoff is not None and rng.random() < self.refuse:
+                refused.append(request_id)
+                continue
+            self.tokens[request_id] = [*addition.request.prompt_token_ids, *addition.generated_token_ids]
+            self.num_computed[request_id] = addition.handoff.context_len if addition.handoff is not None else 0
+            self.blocks[request_id] = list(addition.block_ids)
+        for request_id, block_ids in command.extensions:
+            self.blocks[request_id] += block_ids
+        owned = [block_id for block_ids in self.blocks.values() for block_id in block_ids]
+        assert len(owned) == len(set(owned)), "a block belongs to two sequences"
+        sampled = [self._step(*part) for part in command.slices if part[0] not in refused]
+        return IterationCompleted(tuple(token for token in sampled if token is not None), refused=tuple(refused))
+
+    def _step(self, request_id: RequestId, num_tokens: int) -> SampledToken | None:
+        self.num_computed[request_id] += num_tokens
+        tokens, computed = self.tokens[request_id], self.num_computed[request_id]
+        assert computed <= len(tokens), "computes tokens that nobody knows"
+        assert computed <= len(self.blocks[request_id]) * BLOCK_SIZE, "computes beyond its blocks"
+        if computed < len(tokens):
+            return None
+        token_id = next_token(tokens)
+        tokens.append(token_id)
+        return SampledToken(request_id, token_id)
+
+
+@dataclass
+class Client:
+    """The gateway: collects tokens as a client sees them."""
+
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    answers: dict[RequestId, list[int]] = field(default_factory=dict)
+    ends: dict[RequestId, FinishReason | RequestFailed | RequestRejected] = field(default_factory=dict)
+    aborted: set[RequestId] = field(default_factory=set)
+    early: dict[tuple[RequestId, int], tuple[list[int], FinishReason | None]] = field(default_factory=dict)
+    status: ClusterStatus | None = None
+
+    def on_event(self, event: CommonEvent) -> list[Send]:
+        if isinstance(event, PeerLinked) and event.role is Role.ROUTER:
+            return [Send(ROUTER, self._resumption(request_id)) for request_id in self._open()]
+        if isinstance(event, PeerLost) and event.role is not Role.ROUTER:
+            return [Send(ROUTER, self._resumption(request_id)) for request_id in self._open()]
+        if not isinstance(event, Received):
+            return []
+        message = event.message
+        match message:
+            case TokensEmitted():
+                for delta in message.deltas:
+                    self.early[delta.request_id, delta.first_index] = (list(delta.token_ids), delta.finish_reason)
+                    self._take(delta.request_id)
+            case RequestFailed() | RequestRejected():
+                self._end(message.request_id, message)
+            case RequestInterrupted() if message.request_id in self._open():
+                return [Send(ROUTER, self._resumption(message.request_id))]
+            case RequestInterrupted():
+                return [Send(ROUTER, AbortRequest(message.request_id))]
+            case ClusterStatus():
+                self.status = message
+        return []
+
+    def _open(self) -> list[RequestId]:
+        return [key for key in self.requests if key not in self.ends and key not in self.aborted]
+
+    def _resumption(self, request_id: RequestId) -> ResumeRequest:
+        return ResumeRequest(self.requests[request_id], tuple(self.answers[request_id]))
+
+    def _take(self, request_id: RequestId) -> None:
+        answer = self.answers[request_id]
+        while (entry := self.early.pop((request_id, len(answer)), None)) is not None and request_id not in self.ends:
+            answer += entry[0]
+            if entry[1] is not None:
+                self._end(request_id, entry[1])
+
+    def _end(self, request_id: RequestId, end: FinishReason | RequestFailed | RequestRejected) -> None:
+        assert request_id not in self.ends, "a request ended twice"
+        self.ends[request_id] = end
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the system under test."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+    is_colocated: bool = False
+    pool_blocks: int = 40
+    worker_blocks: int = 30
+    refuse: float = 0.0
+    max_requeues: int = 50
+
+
+class LogicCluster:
+    """Steps the system in a random order given by one seed."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.shape = shape
+        self.now = 0.0
+        self.client = Client()
+        self.logics: dict[str, RouterLogic | PoolLogic | PrefillLogic | DecodeLogic] = {}
+        self.engines: dict[str, FakeEngine] = {}
+        self.links: dict[tuple[str, str], deque[Message]] = {}
+        self.pending: list[tuple[str, IterationCompleted | OffloadCompleted]] = []
+        self.roles = {GATEWAY: Role.GATEWAY, ROUTER: Role.ROUTER}
+        self.start(ROUTER)
+        if not shape.is_colocated:
+            self.start(POOL)
+            for index in range(shape.num_prefill):
+                self.start(f"prefill-{index}")
+        for index in range(shape.num_decode):
+            self.start(f"decode-{index}")
+        self._link(GATEWAY, ROUTER)
+
+    # --- what happens to it
+
+    def submit(self, request: Request) -> None:
+        self.client.requests[request.request_id] = request
+        self.client.answers[request.request_id] = []
+        self._send(GATEWAY, ROUTER, SubmitRequest(request))
+
+    def abort(self, request_id: RequestId) -> None:
+        if request_id not in self.client.ends:
+            self.client.aborted.add(request_id)
+            self._send(GATEWAY, ROUTER, AbortRequest(request_id))
+
+    def start(self, name: str) -> None:
+        self.logics[name], self.roles[name] = self._make(name)
+        self.engines[name] = FakeEngine(refuse=self.shape.refuse)
+        if name == ROUTER:
+            others = [other for other in self.logics if other != ROUTER]
+            for other in [*others, *([GATEWAY] if self.client.requests else [])]:
+                self._link(other, ROUTER)
+            return
+        self._link(name, ROUTER)
+        for other in list(self.logics):
+            if self._needs_pool(name, other):
+                self._link(name, other)
+
+    def _needs_pool(self, name: str, other: str) -> bool:
+        return POOL in (name, other) and name != other and ROUTER not in (name, other)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL: what it was computing and sending is gone; its peers notice."""
+        del self.logics[name]
+        self.pending = [entry for entry in self.pending if entry[0] != name]
+        for source, target in [key for key in self.links if name in key]:
+            del self.links[source, target]
+        for other in [*self.logics, GATEWAY]:
+            if ROUTER in (name, other) or self._needs_pool(name, other) or other == GATEWAY:
+                self._deliver(other, PeerLost(self.roles[name], name))
+
+    def step(self) -> bool:
+        """Let one random thing happen; False when nothing is left to happen."""
+        self.now += 0.01
+        ready = [key for key, queue in self.links.items() if queue]
+        if not ready and not self.pending:
+            return False
+        choice = self.rng.randrange(len(ready) + len(self.pending))
+        if choice < len(ready):
+            source, target = ready[choice]
+            self._deliver(target, Received(source, self.links[source, target].popleft()))
+        else:
+            name, completed = self.pending.pop(choice - len(ready))
+            self._deliver(name, completed)
+        return True
+
+    def run(self, max_steps: int = 200_000) -> None:
+        """Until nothing moves, time passing now and then."""
+        for number in range(max_steps):
+            if not self.step():
+                self.tick()
+                if not any(self.links.values()) and not self.pending:
+                    return
+            elif number % 50 == 0:
+                self.tick()
+        raise AssertionError("the system never comes to rest")
+
+    def tick(self) -> None:
+        for name in list(self.logics):
+            self._deliver(name, Ticked())
+
+    def status(self) -> ClusterStatus:
+        """Fresh counts, after everything has come to rest."""
+        for _ in range(8):
+            self.tick()
+            self.run()
+        assert self.client.status is not None
+        return self.client.status
+
+    # --- inside
+
+    def _make(self, name: str) -> tuple[RouterLogic | PoolLogic | PrefillLogic | DecodeLogic, Role]:
+        shape, eos = self.shape, frozenset({EOS})
+        registered = WorkerRegistered(
+            num_blocks=shape.worker_blocks,
+            block_size=BLOCK_SIZE,
+            max_running=6,
+            pool_name=POOL,
+            can_prefill=shape.is_colocated or name.startswith("prefill"),
+            can_decode=name.startswith("decode"),
+        )
+        if name == ROUTER:
+            config = RouterConfig(max_queued_requests=200, max_requeues=shape.max_requeues)
+            return RouterLogic(config=config, order=make_prefill_order("least_slack")), Role.ROUTER
+        if name == POOL:
+            arena = ArenaOffered("/arena", shape.pool_blocks, 64, "")
+            former = make_batch_former("fcfs")
+            return PoolLogic(arena=arena, block_size=BLOCK_SIZE, batch_former=former, lease_s=1e9), Role.KV_POOL
+        if name.startswith("prefill"):
+            limits = PrefillLimits(max_tokens=10, max_running=4)
+            return PrefillLogic(registered=registered, limits=limits, eos_token_ids=eos), Role.PREFILL_WORKER
+        return (
+            DecodeLogic(registered=registered, limits=DecodeLimits(6, 12), eos_token_ids=eos),
+            Role.DECODE_WORKER,
+        )
+
+    def _link(self, one: str, other: str) -> None:
+        for source, target in ((one, other), (other, one)):
+            self.links[source, target] = deque()
+        for source, target in ((one, other), (other, one)):
+            self._deliver(target, PeerLinked(self.roles[source], source))
+
+    def _send(self, source: str, target: str, message: Message) -> None:
+        key = (source, target)
+        if key in self.links:
+            self.links[key].append(message)
+        elif target == GATEWAY:  # tokens: dialled on first use
+            self.links[key] = deque([message])
+
+    def _deliver(self, name: str, event: CommonEvent | IterationCompleted | OffloadCompleted) -> None:
+        if name == GATEWAY:
+            for command in self.client.on_event(event):  # type: ignore[arg-type]
+                self._send(GATEWAY, command.peer, command.message)
+            return
+        for command in self.logics[name].on_event(event, self.now):  # type: ignore[arg-type]
+            self._perform(name, command)
+
+    def _perform(self, name: str, command: object) -> None:
+        match command:
+            case Send(peer, message):
+                self._send(name, peer, message)
+            case SendTo(_, message):
+                self._send(name, GATEWAY, message)
+            case RunIteration():
+                assert not any(
+                    entry[0] == name and isinstance(entry[1], IterationCompleted) for entry in self.pending
+                ), "two iterations at a time"
+                self.pending.append((name, self.engines[name].run(command, self.rng)))
+            case OffloadBlocks():
+                runs = tuple(BlockRun(first, count, 0) for first, count in neighbours(command.reserved.block_ids))
+                self.pending.append((name, OffloadCompleted(command.request_id, command.reserved, runs)))
+            case MapArena() | StampBlocks():
+                pass
+            case _:
+                raise AssertionError(f"unknown command {command}")

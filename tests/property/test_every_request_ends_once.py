@@ -1,0 +1,114 @@
+"""Random histories of the whole system: in any order of events, aborts and losses, nothing is lost or repeated."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams
+from tests.logic_cluster import LogicCluster, Shape, right_answer
+
+SHAPES = (
+    Shape(),
+    Shape(num_prefill=2, num_decode=3),
+    Shape(pool_blocks=16, worker_blocks=18),
+    Shape(is_colocated=True, num_decode=2, worker_blocks=20),
+    Shape(num_decode=2, refuse=0.3),
+)
+
+
+def make_requests(rng: random.Random, count: int) -> list[Request]:
+    return [
+        Request(
+            request_id=RequestId(f"r{number:03d}"),
+            prompt_token_ids=tuple(rng.randrange(1, 50) for _ in range(rng.randrange(1, 30))),
+            sampling=SamplingParams(max_tokens=rng.randrange(0, 30), temperature=0.0),
+            reply_to="gateway",
+            arrival_s=number * 0.001,
+            request_class=rng.choice(list(RequestClass)),
+        )
+        for number in range(count)
+    ]
+
+
+def check_answers(cluster: LogicCluster) -> None:
+    client = cluster.client
+    for request_id, request in client.requests.items():
+        answer, right = client.answers[request_id], right_answer(request)
+        assert answer == right[: len(answer)], "a wrong, repeated or missing token"
+        if request_id not in client.aborted:
+            assert isinstance(client.ends[request_id], FinishReason), f"{request_id} ended with {client.ends}"
+            assert answer == right
+
+
+def check_nothing_is_held(cluster: LogicCluster) -> None:
+    status = cluster.status()
+    assert (status.num_queued, status.num_prefilling, status.num_pooled, status.num_decoding) == (0, 0, 0, 0)
+    assert status.num_pool_blocks_used == 0
+    assert status.num_worker_blocks_used == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9), shape=st.sampled_from(SHAPES))
+def test_with_aborts(seed: int, shape: Shape) -> None:
+    rng = random.Random(seed)
+    cluster = LogicCluster(shape, seed)
+    for request in make_requests(rng, 25):
+        cluster.submit(request)
+        for _ in range(rng.randrange(40)):
+            cluster.step()
+        if rng.random() < 0.2:
+            cluster.abort(rng.choice(list(cluster.client.requests)))
+    cluster.run()
+    check_answers(cluster)
+    check_nothing_is_held(cluster)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9), shape=st.sampled_from([shape for shape in SHAPES if not shape.refuse]))
+def test_with_lost_processes(seed: int, shape: Shape) -> None:
+    """Workers and pools are killed and started again; every request still gets exactly its answer."""
+    rng = random.Random(seed)
+    cluster = LogicCluster(shape, seed)
+    for request in make_requests(rng, 20):
+        cluster.submit(request)
+        for _ in range(rng.randrange(60)):
+            cluster.step()
+        if rng.random() < 0.25:
+            name = rng.choice([name for name in cluster.logics if name != "router"])
+            cluster.kill(name)
+            for _ in range(rng.randrange(30)):
+                cluster.step()
+            cluster.start(name)
+    cluster.run()
+    check_answers(cluster)
+    check_nothing_is_held(cluster)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**9), shape=st.sampled_from([shape for shape in SHAPES if not shape.refuse]))
+def test_with_a_lost_router(seed: int, shape: Shape) -> None:
+    """The router restarts with nothing; gateways bring their open requests back, workers drop what they had."""
+    rng = random.Random(seed)
+    cluster = LogicCluster(shape, seed)
+    for request in make_requests(rng, 12):
+        cluster.submit(request)
+        for _ in range(rng.randrange(60)):
+            cluster.step()
+    cluster.kill("router")
+    for _ in range(rng.randrange(30)):
+        cluster.step()
+    cluster.start("router")
+    cluster.run()
+    check_answers(cluster)
+    check_nothing_is_held(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(400))
+def test_many_histories(seed: int) -> None:
+    test_with_aborts.hypothesis.inner_test(seed, SHAPES[seed % len(SHAPES)])
+    test_with_lost_processes.hypothesis.inner_test(seed, SHAPES[seed % 4])
+    test_with_a_lost_router.hypothesis.inner_test(seed, SHAPES[seed % 4])
