@@ -14,8 +14,7 @@ asks it (RequestInterrupted) and goes on from its answer (ResumeRequest). The ro
 from collections.abc import Iterable
 
 from alignedserve.config.sections import RouterConfig
-from alignedserve.core.blocks import blocks_for
-from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, Ticked
@@ -28,7 +27,6 @@ from alignedserve.messages.links import (
     CopyLost,
     DropRequest,
     FailureKind,
-    FormBatch,
     PoolLoad,
     PoolRegistered,
     PrefillCompleted,
@@ -48,7 +46,7 @@ from alignedserve.messages.wire import Message
 from router.policies.forecast import DrainForecast, OutputLengthForecast
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_queue import PrefillQueue
-from router.state import PoolRecord, TrackedRequest, WorkerRecord
+from router.state import TrackedRequest, WorkerRecord
 from router.status import Counters, status_of
 
 # Share of a decode worker's blocks that granted, not yet admitted requests may need (design, section 3: max_blocks).
@@ -63,15 +61,12 @@ class RouterLogic:
         self._config = config
         self._queue = PrefillQueue(order)
         self._requests: dict[RequestId, TrackedRequest] = {}
-        self._workers: dict[str, WorkerRecord] = {}
-        self._pools: dict[str, PoolRecord] = {}
+        self._fleet = Fleet(candidate_requests=config.candidate_requests)
         self._gateways: dict[str, None] = {}
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._counters = Counters()
-        self._next_batch = 1
         self._last_attempt = 0
-        self._num_pool_lives = 0
         self._num_ticks = 0
 
     def on_event(self, event: CommonEvent, now: float) -> list[Send]:
@@ -87,7 +82,8 @@ class RouterLogic:
                 commands = self._on_lost(peer)
             case Ticked():
                 commands = self._on_tick()
-        return commands + self._dispatch_prefills(now) + self._form_batches()
+        commands += self._dispatch_prefills(now)
+        return commands + [Send(pool, form) for pool, form in self._fleet.batches_to_form()]
 
     # --- messages
 
@@ -100,7 +96,7 @@ class RouterLogic:
             case AbortRequest():
                 return self._abort(message.request_id)
             case WorkerRegistered() | PoolRegistered():
-                self._register(peer, message)
+                self._fleet.register(peer, message)
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
@@ -117,11 +113,8 @@ class RouterLogic:
                 return self._preempted(peer, message)
             case AttemptFailed():
                 return self._failed(message)
-            case WorkerLoad():
-                self._note_load(peer, message)
-            case PoolLoad():
-                if peer in self._pools:
-                    self._pools[peer].num_blocks_used = message.num_blocks_used
+            case WorkerLoad() | PoolLoad():
+                self._fleet.note_load(peer, message)
             case _:
                 raise AssertionError(f"the router does not take {type(message).__name__}")
         return []
@@ -136,7 +129,7 @@ class RouterLogic:
     def _rejection(self, request: Request) -> RequestRejected | RequestFailed | None:
         if request.request_id in self._requests:
             return RequestRejected(request.request_id, "this request is already being served", 0.0)
-        if self._can_never_fit(request):
+        if not self._fleet.can_ever_hold(request.max_context_len):
             reason = "its context needs more cache blocks than any worker or pool of this cluster has"
             return RequestFailed(request.request_id, FailureKind.UNSERVABLE, reason)
         is_full = (
@@ -147,13 +140,6 @@ class RouterLogic:
             return None
         retry_after_s = self._drain.seconds_for(self._queue.num_tokens)
         return RequestRejected(request.request_id, "the queue is full", retry_after_s)
-
-    def _can_never_fit(self, request: Request) -> bool:
-        """Whether no worker that decodes could hold it at its longest (none registered yet: we do not know)."""
-        decoders = [worker.registered for worker in self._workers.values() if worker.registered.can_decode]
-        if not decoders:
-            return False
-        return all(blocks_for(request.max_context_len, known.block_size) > known.num_blocks for known in decoders)
 
     def _track(self, gateway: str, request: Request, generated_token_ids: tuple[int, ...]) -> None:
         tracked = TrackedRequest(request, gateway, self._lengths.predict(request))
@@ -193,25 +179,17 @@ class RouterLogic:
             return None
         return tracked
 
-    def _register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> None:
-        if isinstance(message, PoolRegistered):
-            self._num_pool_lives += 1
-            self._pools[peer] = PoolRecord(peer, self._num_pool_lives, message.num_blocks)
-        else:
-            self._workers[peer] = WorkerRecord(peer, message)
-
     def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
-        worker = self._workers.get(peer)
+        worker = self._fleet.workers.get(peer)
         tracked = self._current(message.request_id, message.attempt)
         if worker is None or tracked is None or worker.prefilling.pop(message.request_id, None) is None:
             return []
         self._observe_drain(message.num_tokens, now)
         if worker.registered.can_decode:
-            tracked.move(Stage.DECODING, peer)
-            worker.decoding.add(message.request_id)
+            self._fleet.note_decoding(tracked, worker)
             return []
         tracked.is_computed = True
-        pool = self._pools.get(worker.registered.pool_name)
+        pool = self._fleet.pool_of(peer)
         if pool is not None and pool.life == tracked.pool_life:
             return []
         # The pool was lost meanwhile, perhaps after it had taken the blocks and before its word could reach us.
@@ -225,16 +203,13 @@ class RouterLogic:
 
     def _pooled(self, pool: str, message: RequestPooled) -> list[Send]:
         tracked = self._current(message.request_id, message.attempt)
-        if tracked is None or tracked.stage is not Stage.PREFILLING or pool not in self._pools:
+        if tracked is None or tracked.stage is not Stage.PREFILLING or pool not in self._fleet:
             return [Send(pool, DropRequest(message.request_id, message.attempt))]
-        tracked.move(Stage.POOLED, pool)
-        self._pools[pool].num_pooled += 1
-        for worker in self._workers.values():
-            worker.has_news = True
+        self._fleet.note_pooled(tracked, pool)
         return []
 
     def _batch_formed(self, message: BatchFormed) -> list[Send]:
-        worker = self._workers.get(message.worker)
+        worker = self._fleet.workers.get(message.worker)
         is_expected = worker is not None and worker.forming == message.batch_id
         if worker is not None and is_expected and not message.members:
             worker.forming = None
@@ -249,7 +224,7 @@ class RouterLogic:
         return commands
 
     def _batch_received(self, peer: str, message: BatchReceived) -> list[Send]:
-        worker = self._workers.get(peer)
+        worker = self._fleet.workers.get(peer)
         if worker is not None and worker.forming == message.batch_id:
             worker.forming = None
         commands = []
@@ -258,9 +233,7 @@ class RouterLogic:
             if tracked is None or tracked.stage not in (Stage.PREFILLING, Stage.POOLED) or worker is None:
                 commands.append(Send(peer, AbortRequest(request_id, attempt)))  # it ended on the way
                 continue
-            self._forget_holder(tracked)
-            tracked.move(Stage.DECODING, peer)
-            worker.decoding.add(request_id)
+            self._fleet.note_decoding(tracked, worker)
         return commands
 
     def _copy_lost(self, message: CopyLost) -> list[Send]:
@@ -268,35 +241,29 @@ class RouterLogic:
         # Had its worker received it, the loss of that worker is dealt with by itself.
         if tracked is None or tracked.stage is Stage.DECODING:
             return []
-        worker = self._workers.get(tracked.granted_to or "")
+        worker = self._fleet.workers.get(tracked.granted_to or "")
         if worker is not None:
             worker.forming = None
         return self._interrupt([tracked])
-
-    def _note_load(self, peer: str, load: WorkerLoad) -> None:
-        worker = self._workers.get(peer)
-        if worker is not None:
-            worker.load = load
-            worker.has_news = True
 
     def _finished(self, message: RequestFinished) -> None:
         tracked = self._current(message.request_id, message.attempt)
         if tracked is not None:
             self._lengths.observe(tracked.request, message.num_generated)
-            self._forget_holder(tracked)
+            self._fleet.forget(tracked)
             tracked.move(Stage.FINISHED)
             del self._requests[message.request_id]
 
     def _preempted(self, peer: str, message: RequestPreempted) -> list[Send]:
         tracked = self._current(message.request_id, message.attempt)
-        worker = self._workers.get(peer)
+        worker = self._fleet.workers.get(peer)
         if tracked is None or worker is None:
             return []
         # A prefill worker gives up what it offered to a lost pool; whoever has taken it by then goes on with it.
         if not worker.registered.can_decode and tracked.holder != peer:
             return []
         self._counters.count_preemption(is_refused=message.handoff_refused)
-        self._forget_holder(tracked)
+        self._fleet.forget(tracked)
         tracked.move(Stage.QUEUED)
         tracked.generated_token_ids = message.generated_token_ids
         tracked.num_requeues += message.handoff_refused
@@ -317,27 +284,18 @@ class RouterLogic:
         self._gateways.pop(peer, None)
         orphans = [tracked for tracked in self._requests.values() if tracked.gateway == peer]
         commands = [command for tracked in orphans for command in self._let_go(tracked, Stage.ABORTED)]
-        if peer not in self._workers and peer not in self._pools:
+        if peer not in self._fleet:
             return commands
-        commands += self._interrupt([tracked for tracked in self._requests.values() if self._was_with(tracked, peer)])
-        self._workers.pop(peer, None)
-        if self._pools.pop(peer, None) is not None:
-            for worker in self._workers.values():  # what it was asked, it will not answer any more
-                worker.forming, worker.has_news = None, True
+        lost = [tracked for tracked in self._requests.values() if self._fleet.may_have_lost(tracked, peer)]
+        commands += self._interrupt(lost)
+        self._fleet.remove(peer)
         return commands
-
-    def _was_with(self, tracked: TrackedRequest, peer: str) -> bool:
-        """Whether this request may have been lost with this peer: held by it, or on its way to it."""
-        if peer in (tracked.holder, tracked.granted_to) or not tracked.is_computed:
-            return peer in (tracked.holder, tracked.granted_to)
-        worker = self._workers.get(tracked.holder or "")
-        return worker is not None and worker.registered.pool_name == peer
 
     def _interrupt(self, lost: Iterable[TrackedRequest]) -> list[Send]:
         """Take requests back from whoever held them; their gateways say how far they got."""
         commands = []
         for tracked in lost:
-            self._forget_holder(tracked)
+            self._fleet.forget(tracked)
             tracked.move(Stage.QUEUED)
             tracked.num_requeues += 1
             if tracked.num_requeues > self._config.max_requeues:
@@ -359,12 +317,12 @@ class RouterLogic:
         request_id, attempt, holder, was = tracked.request.request_id, tracked.attempt, tracked.holder, tracked.stage
         if holder is None:
             return []
-        self._forget_holder(tracked)
+        self._fleet.forget(tracked)
         tracked.move(Stage.QUEUED)
         if was is Stage.POOLED:
             return [Send(holder, DropRequest(request_id, attempt))]
         # A prefill worker may have handed its blocks over already; the pool is told as well.
-        pools = [worker.registered.pool_name for worker in self._workers.values() if worker.name == holder]
+        pools = [worker.registered.pool_name for worker in self._fleet.workers.values() if worker.name == holder]
         drops = [Send(pool, DropRequest(request_id, attempt)) for pool in pools if was is Stage.PREFILLING]
         return [Send(holder, AbortRequest(request_id, attempt)), *drops]
 
@@ -372,22 +330,12 @@ class RouterLogic:
         failed = RequestFailed(tracked.request.request_id, kind, reason)
         return [*self._let_go(tracked, Stage.FAILED), Send(tracked.gateway, failed)]
 
-    def _forget_holder(self, tracked: TrackedRequest) -> None:
-        request_id = tracked.request.request_id
-        worker = self._workers.get(tracked.holder or "")
-        if worker is not None:
-            worker.prefilling.pop(request_id, None)
-            worker.decoding.discard(request_id)
-            worker.has_news = True
-        if tracked.stage is Stage.POOLED and tracked.holder in self._pools:
-            self._pools[tracked.holder].num_pooled -= 1
-
     # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
         """Keep every worker that prefills supplied, the least loaded first; the rest waits here, still in order."""
         commands: list[Send] = []
-        while (worker := self._least_loaded_prefiller()) is not None:
+        while (worker := self._fleet.least_loaded_prefiller()) is not None:
             request_id = self._next_prefill_for(worker)
             if request_id is None:
                 break
@@ -396,7 +344,7 @@ class RouterLogic:
             # At least the time in milliseconds: larger than any that a router before this one gave out.
             self._last_attempt = max(self._last_attempt + 1, int(now * 1000))
             tracked.attempt = self._last_attempt
-            pool = self._pools.get(worker.registered.pool_name)
+            pool = self._fleet.pool_of(worker.name)
             tracked.pool_life = pool.life if pool is not None else None
             worker.prefilling[request_id] = tracked.num_prefill_tokens
             message = PrefillRequest(tracked.request, tracked.attempt, tracked.generated_token_ids)
@@ -408,52 +356,14 @@ class RouterLogic:
         # A prompt longer than the whole allowance goes to a worker that has nothing else.
         return self._queue.pop_if(lambda num_tokens: num_tokens <= room or not worker.prefilling)
 
-    def _least_loaded_prefiller(self) -> WorkerRecord | None:
-        able = [worker for worker in self._workers.values() if self._can_prefill_now(worker)]
-        return min(able, key=lambda worker: (worker.num_prefill_tokens, worker.name), default=None)
-
-    def _can_prefill_now(self, worker: WorkerRecord) -> bool:
-        """A colocated worker takes no more requests than it can run; others need a pool, and are bounded by tokens."""
-        if not worker.registered.can_prefill:
-            return False
-        if worker.registered.can_decode:
-            return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running
-        return worker.registered.pool_name in self._pools
-
-    def _form_batches(self) -> list[Send]:
-        """Ask the pools for batches on behalf of decode workers that will soon have room, the emptiest first."""
-        commands: list[Send] = []
-        for worker in sorted(self._workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
-            pool = self._pools.get(worker.registered.pool_name)
-            if pool is None or pool.num_pooled == 0 or not worker.wants_batches:
-                continue
-            max_requests, max_blocks = self._appetite(worker, pool)
-            if max_requests > 0 and max_blocks > 0:
-                worker.forming, worker.has_news = BatchId(self._next_batch), False
-                self._next_batch += 1
-                form = FormBatch(worker.forming, WorkerName(worker.name), max_blocks, max_requests)
-                commands.append(Send(pool.name, form))
-        return commands
-
-    def _appetite(self, worker: WorkerRecord, pool: PoolRecord) -> tuple[int, int]:
-        """How many more requests and blocks to grant: what fits, and a few candidates ahead of need."""
-        peers = sum(
-            other.registered.can_decode and other.registered.pool_name == pool.name for other in self._workers.values()
-        )
-        fair_share = -(-pool.num_pooled // peers)
-        wanted = worker.registered.max_running + self._config.candidate_requests - len(worker.decoding)
-        if not worker.decoding:
-            return min(wanted, fair_share), worker.registered.num_blocks
-        candidate_blocks = worker.load.num_candidate_blocks if worker.load is not None else 0
-        return min(wanted, fair_share), int(_CANDIDATE_SHARE * worker.registered.num_blocks) - candidate_blocks
-
     # --- status
 
     def _on_tick(self) -> list[Send]:
-        for worker in self._workers.values():  # a pool may know of a worker by now that it did not know before
-            worker.has_news = True
+        self._fleet.mark_news()  # a pool may know of a worker by now that it did not know before
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []
-        status = status_of(self._requests.values(), self._workers.values(), self._pools.values(), self._counters)
+        status = status_of(
+            self._requests.values(), self._fleet.workers.values(), self._fleet.pools.values(), self._counters
+        )
         return [Send(gateway, status) for gateway in self._gateways]
