@@ -43,6 +43,7 @@ from alignedserve.messages.links import (
     WorkerRegistered,
 )
 from alignedserve.messages.wire import Message
+from router.fleet import Fleet
 from router.policies.forecast import DrainForecast, OutputLengthForecast
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_queue import PrefillQueue

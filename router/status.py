@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.links import ClusterStatus
-from router.state import PoolRecord, TrackedRequest, WorkerRecord
+from router.fleet import Fleet
+from router.state import TrackedRequest
 
 
 @dataclass(slots=True)
@@ -22,13 +23,9 @@ class Counters:
         self.num_preemptions += not is_refused
 
 
-def status_of(
-    requests: Collection[TrackedRequest],
-    workers: Collection[WorkerRecord],
-    pools: Collection[PoolRecord],
-    counters: Counters,
-) -> ClusterStatus:
+def status_of(requests: Collection[TrackedRequest], fleet: Fleet, counters: Counters) -> ClusterStatus:
     """The cluster in numbers, now."""
+    workers, pools = fleet.workers.values(), fleet.pools.values()
     stages = Counter(tracked.stage for tracked in requests)
     return ClusterStatus(
         num_queued=stages[Stage.QUEUED],
