@@ -364,7 +364,5 @@ class RouterLogic:
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []
-        status = status_of(
-            self._requests.values(), self._fleet.workers.values(), self._fleet.pools.values(), self._counters
-        )
+        status = status_of(self._requests.values(), self._fleet, self._counters)
         return [Send(gateway, status) for gateway in self._gateways]
