@@ -74,9 +74,9 @@ class DecodeLogic:
     def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
         commands = self._handle(event)
-        if not self._is_iterating:
-            commands += self._start_iteration()
-        return commands + self._report()
+        # The next iteration first: it computes while the messages about the last one are sent.
+        started = [] if self._is_iterating else self._start_iteration()
+        return [*started, *commands, *self._report()]
 
     def _handle(self, event: DecodeEvent) -> list[DecodeCommand]:
         match event:

@@ -91,9 +91,9 @@ class PrefillLogic:
     def on_event(self, event: PrefillEvent, now: float) -> list[PrefillCommand]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
         commands = self._handle(event)
-        if not self._is_running:
-            commands += self._start_iteration()
-        return commands + self._report()
+        # The next iteration first: it computes while the messages about the last one are sent.
+        started = [] if self._is_running else self._start_iteration()
+        return [*started, *commands, *self._report()]
 
     def _handle(self, event: PrefillEvent) -> list[PrefillCommand]:
         match event:
