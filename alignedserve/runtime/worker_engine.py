@@ -83,7 +83,7 @@ class WorkerEngine:
 
     def start_iteration(self, command: RunIteration, on_completed: Callable[[IterationCompleted], None]) -> None:
         """Perform one iteration on the compute thread."""
-        self._submit(self._compute_thread, lambda: self._run_iteration(command), on_completed)
+        self._submit(self._compute_thread, lambda: self.run_iteration(command), on_completed)
 
     def start_offload(
         self, command: OffloadBlocks, on_completed: Callable[[tuple[BlockRun, ...] | None], None]
@@ -103,7 +103,7 @@ class WorkerEngine:
 
     # --- on the threads
 
-    def _run_iteration(self, command: RunIteration) -> IterationCompleted:
+    def run_iteration(self, command: RunIteration) -> IterationCompleted:
         engine = self._engine
         for request_id in command.removals:
             engine.remove_sequence(request_id)

@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=2 nice -n 19 python scripts/pocket/train.py RUN_FOLDER --minutes 95
 
-RUN_FOLDER gets `weights.safetensors`, `state.pt` (to resume from) and `log.jsonl` (loss, speed, exact match per skill).
+RUN_FOLDER gets `weights.safetensors`, `state.safetensors` with `state.json` (to resume from) and `log.jsonl` (loss,
+speed, exact match per skill).
 """
 
 import argparse
@@ -94,6 +95,27 @@ def make_optimizers(model: PocketModel) -> list[torch.optim.Optimizer]:
     ]
 
 
+def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """The tensors of all optimizers by name: number of the optimizer, of the parameter, and what it is."""
+    return {
+        f"{number}.{parameter}.{name}": tensor.contiguous()
+        for number, optimizer in enumerate(optimizers)
+        for parameter, tensors in optimizer.state_dict()["state"].items()
+        for name, tensor in tensors.items()
+    }
+
+
+def load_optimizers(optimizers: list[torch.optim.Optimizer], tensors: dict[str, torch.Tensor]) -> None:
+    """Put the tensors of `optimizer_tensors` back into optimizers made the same way."""
+    for number, optimizer in enumerate(optimizers):
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            of_optimizer, parameter, name = key.split(".")
+            if int(of_optimizer) == number:
+                state.setdefault(int(parameter), {})[name] = tensor
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
 class Training:
     """One run: the model, its optimizers, the time spent so far, and the files it leaves."""
 
@@ -115,27 +137,23 @@ class Training:
         self.count_tokens = lambda text: len(tokenizer.encode(text).ids)
 
     def _resume(self) -> None:
-        state_file = self.folder / "state.pt"
+        state_file = self.folder / "state.json"
         if not state_file.exists():
             return
-        state = torch.load(state_file, weights_only=True)
+        state = json.loads(state_file.read_text(encoding="utf-8"))
         self.model.load_state_dict(load_file(self.folder / "weights.safetensors"))
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        load_optimizers(self.optimizers, load_file(self.folder / "state.safetensors"))
         self.spent_s, self.num_steps, self.scores = state["spent_s"], state["num_steps"], state["scores"]
 
     def _save(self) -> None:
-        state = {
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "spent_s": self.spent_s,
-            "num_steps": self.num_steps,
-            "scores": self.scores,
-        }
+        state = {"spent_s": self.spent_s, "num_steps": self.num_steps, "scores": self.scores}
         # Written aside and renamed, so that a stop in between leaves the older files whole.
         save_file(dict(self.model.state_dict()), self.folder / "weights.part")
-        torch.save(state, self.folder / "state.part")
+        save_file(optimizer_tensors(self.optimizers), self.folder / "optimizers.part")
+        (self.folder / "state.part").write_text(json.dumps(state), encoding="utf-8")
         (self.folder / "weights.part").rename(self.folder / "weights.safetensors")
-        (self.folder / "state.part").rename(self.folder / "state.pt")
+        (self.folder / "optimizers.part").rename(self.folder / "state.safetensors")
+        (self.folder / "state.part").rename(self.folder / "state.json")
 
     def _log(self, **values: Any) -> None:
         line = json.dumps({"minutes": round(self.spent_s / 60, 2), "step": self.num_steps, **values})

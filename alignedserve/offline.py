@@ -1,0 +1,123 @@
+"""The engine in this process: generate from Python without a cluster.
+
+    from alignedserve import LLM, SamplingParams
+    LLM("pocket").chat(["spell otter"])[0].text
+
+One colocated worker's logic decides and its engine performs, exactly as behind the gateway, only without links.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.core.blocks import blocks_for
+from alignedserve.core.errors import ContextTooLong, InvalidRequest
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import FinishReason, Request, SamplingParams
+from alignedserve.messages.events import CommonCommand, PeerLinked, Received, SendTo
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import IterationCompleted, MapArena, RunIteration
+from alignedserve.messages.links import PrefillRequest, TokensEmitted, WorkerRegistered
+from alignedserve.runtime.served_model import resolve_model
+from alignedserve.runtime.tokenizer import Tokenizer
+from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
+from decode_worker.logic import DecodeLimits, DecodeLogic
+
+_BLOCK_SIZE = 16
+_MAX_TOKENS_PER_ITERATION = 2048
+_ROUTER = "caller"
+
+
+@dataclass(slots=True)
+class Output:
+    """What was generated for one prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+
+
+class LLM:
+    """A model ready to generate. `memory_bytes` bounds the KV cache; requests beyond it wait their turn.
+
+    Raises ModelError, ConfigError or NotEnoughMemory when made.
+    """
+
+    def __init__(
+        self, model: str = "pocket", *, dtype: str = "auto", max_running: int = 64, memory_bytes: int = 256 * 2**20
+    ) -> None:
+        served = resolve_model(ModelSectionConfig(path=model, dtype=dtype))
+        self._tokenizer = Tokenizer.load(served.folder)
+        self._max_context_len = served.max_context_len
+        self._engine = WorkerEngine(served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE))
+        registered = WorkerRegistered(
+            num_blocks=self._engine.num_blocks,
+            block_size=_BLOCK_SIZE,
+            max_running=max_running,
+            pool_name="",
+            can_prefill=True,
+            can_decode=True,
+        )
+        self._logic = DecodeLogic(
+            registered=registered,
+            limits=DecodeLimits(max_running, _MAX_TOKENS_PER_ITERATION),
+            eos_token_ids=self._engine.eos_token_ids,
+        )
+        self._perform(self._logic.on_event(PeerLinked(Role.ROUTER, _ROUTER), 0.0), {})
+
+    def generate(self, prompts: Sequence[str], sampling: SamplingParams | None = None) -> list[Output]:
+        """Continue every prompt. Returns one output per prompt, in order. Raises ContextTooLong, InvalidRequest."""
+        return self._run([self._tokenizer.encode(prompt) for prompt in prompts], sampling)
+
+    def chat(self, messages: Sequence[str], sampling: SamplingParams | None = None) -> list[Output]:
+        """Answer every message as the first of a conversation. Raises like `generate`."""
+        now = datetime.now().astimezone()
+        prompts = [self._tokenizer.encode_chat([{"role": "user", "content": text}], now=now) for text in messages]
+        return self._run(prompts, sampling)
+
+    def close(self) -> None:
+        """End the engine's threads."""
+        self._engine.close()
+
+    def _run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None) -> list[Output]:
+        requests = [self._request(prompt, sampling) for prompt in prompts]
+        outputs = {request.request_id: Output() for request in requests}
+        commands: list[CommonCommand | RunIteration | MapArena] = []
+        for number, request in enumerate(requests):
+            commands += self._logic.on_event(Received(_ROUTER, PrefillRequest(request, number)), 0.0)
+        self._perform(commands, outputs)
+        for output in outputs.values():
+            output.text = self._tokenizer.decode(output.token_ids)
+        return list(outputs.values())
+
+    def _request(self, prompt: Sequence[int], sampling: SamplingParams | None) -> Request:
+        room = self._max_context_len - len(prompt)
+        if room < 1:
+            raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the model's context {self._max_context_len}")
+        wanted = sampling or SamplingParams(max_tokens=room, temperature=0.0)
+        wanted = replace(wanted, max_tokens=min(wanted.max_tokens, room))
+        if blocks_for(len(prompt) + wanted.max_tokens, _BLOCK_SIZE) > self._engine.num_blocks:
+            raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
+        return Request(RequestId(secrets.token_hex(8)), tuple(prompt), wanted, reply_to="", arrival_s=0.0)
+
+    def _perform(
+        self, commands: Sequence[CommonCommand | RunIteration | MapArena], outputs: dict[RequestId, Output]
+    ) -> None:
+        """Until nothing is left to do. What would go to a router is of no interest here."""
+        pending = list(commands)
+        while pending:
+            command = pending.pop(0)
+            if isinstance(command, RunIteration):
+                completed: IterationCompleted = self._engine.run_iteration(command)
+                pending += self._logic.on_event(completed, 0.0)
+            elif isinstance(command, SendTo) and isinstance(command.message, TokensEmitted):
+                _collect(command.message, outputs)
+
+
+def _collect(message: TokensEmitted, outputs: dict[RequestId, Output]) -> None:
+    for delta in message.deltas:
+        output = outputs[delta.request_id]
+        output.token_ids += delta.token_ids
+        output.finish_reason = delta.finish_reason or output.finish_reason
