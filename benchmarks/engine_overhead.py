@@ -3,17 +3,13 @@
 The model is one small layer, so that many steps fit a short run; the work around the pass is the same for any model but
 for the vocabulary, over which sampling takes a maximum.
 
-    python benchmarks/engine_overhead.py [--output benchmarks/results/engine_overhead.json]
+    python -m benchmarks.engine_overhead
 """
 
-import argparse
 import json
-import platform
 import statistics
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,30 +23,21 @@ from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.model_config import RopeConfig
 from alignedserve.runtime.weights import random_weights
+from benchmarks.recording import write_result
 
 NUM_ROWS, NUM_STEPS, BLOCK_SIZE = 64, 200, 16
 
 
 def main() -> None:
     """Measure every combination, print it and write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/engine_overhead.json"))
-    arguments = parser.parse_args()
     cases = [
         measure(vocab_size, context_len, is_mixed)
         for vocab_size in (1000, 50272)
         for context_len in (64, 2000)
         for is_mixed in (False, True)
     ]
-    report = {
-        "rows": NUM_ROWS,
-        "cases": cases,
-        "machine": {"threads": torch.get_num_threads(), "system": platform.platform(), "torch": str(torch.__version__)},
-        "command": "python " + " ".join(sys.argv),
-    }
-    print(json.dumps(report, indent=2))
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(cases, indent=2))
+    write_result("engine_overhead", {"rows": NUM_ROWS, "threads": torch.get_num_threads(), "cases": cases})
 
 
 def measure(vocab_size: int, context_len: int, is_mixed: bool) -> dict[str, object]:

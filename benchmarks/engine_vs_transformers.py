@@ -3,18 +3,16 @@
 Both run the same weights, greedily, on the same threads; the rounds alternate in one process. transformers gets a
 static batch of 64 with its default (dynamic) cache and with its static cache; its better median counts.
 
-    python benchmarks/engine_vs_transformers.py [--rounds 5] [--output benchmarks/results/engine_vs_transformers.json]
+    python -m benchmarks.engine_vs_transformers [--rounds 5]      # target: a ratio of at least 1.0
 """
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ import transformers
 from transformers import OPTConfig, OPTForCausalLM
 
 from alignedserve.bench.engine import EngineBenchmarkSpec, RequestGroup, WorkloadRun, load_decoder, make_engine
+from benchmarks.recording import write_result
 
 BATCH, PROMPT_LEN, OUTPUT_LEN = 64, 32, 64
 
@@ -30,7 +29,6 @@ def main() -> None:
     """Run the comparison, print it and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/engine_vs_transformers.json"))
     arguments = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -41,8 +39,7 @@ def main() -> None:
     seconds = alternate(contenders, arguments.rounds)
     report = make_report(seconds)
     print(json.dumps(report, indent=2))
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    write_result("engine_vs_transformers", report)
 
 
 def make_contenders(reference: Any, folder: str) -> dict[str, Callable[[], None]]:
@@ -87,23 +84,9 @@ def make_report(seconds: dict[str, list[float]]) -> dict[str, object]:
         "output_tokens_per_s": tokens_per_s,
         "ratio_to_best_transformers": tokens_per_s["alignedserve"] / best,
         "seconds": seconds,
-        "machine": {"processor": _processor(), "threads": torch.get_num_threads(), "system": platform.platform()},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
-        },
-        "command": "python " + " ".join(sys.argv),
+        "threads": torch.get_num_threads(),
+        "transformers": transformers.__version__,
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

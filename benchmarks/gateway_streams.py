@@ -8,12 +8,8 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
-import platform
 import resource
-import sys
 import time
-from pathlib import Path
 
 import uvloop
 
@@ -24,8 +20,7 @@ from alignedserve.gateway.scripted_backend import Script, ScriptedBackend
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.runtime.served_model import pocket_folder
 from alignedserve.runtime.tokenizer import Tokenizer
-
-RESULTS = Path(__file__).parent / "results" / "gateway_streams.json"
+from benchmarks.recording import write_result
 
 
 async def stream_once(port: int, max_tokens: int) -> tuple[int, float]:
@@ -96,17 +91,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     arguments = parser.parse_args()
     rounds = [uvloop.run(measure(arguments.streams, arguments.tokens)) for _ in range(3)]
-    record = {
-        "command": "python -m benchmarks.gateway_streams " + " ".join(sys.argv[1:]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        "load_average_1min": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "streams": arguments.streams,
-        "rounds": rounds,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record, indent=2))
+    print(json.dumps(rounds, indent=2))
+    write_result("gateway_streams", {"streams": arguments.streams, "rounds": rounds})
 
 
 if __name__ == "__main__":
