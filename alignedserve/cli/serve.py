@@ -1,6 +1,7 @@
 """`alignedserve serve`: start a cluster on this machine, say what to do next, stop cleanly."""
 
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -52,7 +53,8 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() else ""
     body = f'{{"model":"{cluster.served.name}","messages":[{{"role":"user","content":"spell otter"}}]}}'
     table = Table.grid(padding=(0, 2))
-    table.add_row("Chat here", "[bold]alignedserve chat[/]  (in another terminal)")
+    # As this command was called: nobody need have activated the environment.
+    table.add_row("Chat here", f"[bold]{sys.argv[0]} chat[/]  (in another terminal)")
     table.add_row("Web page", f"[bold]{cluster.url}/[/]")
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")
     table.add_row("Try", f"curl {cluster.url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'")
