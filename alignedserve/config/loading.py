@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from alignedserve.core.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1024 * 1024
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmg]i?)?b?\s*$", re.IGNORECASE)
+# What PyYAML raises on text that is not YAML: for a date such as 2024-13-45 it is a ValueError.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
@@ -20,7 +23,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConf
     values = _read_yaml(path) if path is not None else {}
     for override in overrides:
         _apply_override(values, override)
-    return from_mapping(_with_parsed_sizes(values))
+    try:
+        return from_mapping(_with_parsed_sizes(values, ""))
+    except RecursionError as error:
+        raise ConfigError(f"{path}: a section refers to itself") from error
 
 
 def parse_size(text: str) -> int:
@@ -28,16 +34,17 @@ def parse_size(text: str) -> int:
     match = _SIZE.match(text)
     if match is None:
         raise ConfigError(f"not a size: {text[:40]!r} (write for example 256MiB)")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    return int(Fraction(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes")
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        is_too_large = path.stat().st_size > MAX_CONFIG_BYTES
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) if not is_too_large else None
+    except (OSError, *_YAML_ERRORS) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if is_too_large:
+        raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes")
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -52,7 +59,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: write section.field=value")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except _YAML_ERRORS as error:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML") from error
     section = values
     for key in keys[:-1]:
@@ -62,14 +69,21 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     section[keys[-1]] = value
 
 
-def _with_parsed_sizes(values: dict[str, Any]) -> dict[str, Any]:
-    """The same mapping with `x_bytes: 256MiB` as integers."""
+def _with_parsed_sizes(values: dict[str, Any], section: str) -> dict[str, Any]:
+    """The same mapping with `x_bytes: 256MiB` as integers. `section`: its name and a dot, for messages."""
     parsed: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            parsed[key] = _with_parsed_sizes(value)
+            parsed[key] = _with_parsed_sizes(value, f"{section}{key}.")
         elif isinstance(value, str) and str(key).endswith("_bytes"):
-            parsed[key] = parse_size(value)
+            parsed[key] = _parsed_size(f"{section}{key}", value)
         else:
             parsed[key] = value
     return parsed
+
+
+def _parsed_size(name: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error

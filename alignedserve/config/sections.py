@@ -30,7 +30,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def _section_name(cls) -> str:
-        name = cls.__name__.removesuffix("Config")
+        name = cls.__name__.removesuffix("Config").removesuffix("Worker")
         return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
     def _require_positive(self, *fields: str) -> None:
@@ -75,6 +75,7 @@ class GatewayConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         self._require(0 < self.port < 65536, "port", "must be a TCP port")
         self._require(1 <= self.count <= 64, "count", "must be between 1 and 64")
+        self._require(self.port + self.count <= 65536, "count", "needs as many ports from gateway.port on")
         self._require_positive("max_body_bytes", "max_json_depth", "max_choices", "max_stop_strings")
         self._require_positive("max_concurrent_requests", "first_token_timeout_s", "token_timeout_s")
         self._require(
@@ -157,7 +158,7 @@ class LinksConfig(Section, frozen=True):
     transport: str = "unix"  # unix: one host; tcp: a cluster
 
     def __post_init__(self) -> None:
-        self._require(self.peer_timeout_s >= 0.5, "peer_timeout_s", "must be at least 0.5")
+        self._require(0.5 <= self.peer_timeout_s <= 3600.0, "peer_timeout_s", "must be between 0.5 and 3600")
         self._require(self.transport in ("unix", "tcp"), "transport", "must be unix or tcp")
 
 

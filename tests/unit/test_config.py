@@ -1,0 +1,198 @@
+"""The configuration: file, overrides, sizes; every refusal is a ConfigError that names what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from alignedserve.config.environment import api_keys, run_root
+from alignedserve.config.loading import MAX_CONFIG_BYTES, load_config, parse_size
+from alignedserve.config.sections import MIB, ClusterConfig, Topology
+from alignedserve.core.errors import ConfigError
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_everything_has_its_default() -> None:
+    assert load_config(None) == ClusterConfig()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_file_is_all_defaults(tmp_path: Path, text: str) -> None:
+    assert load_config(written(tmp_path, text)) == ClusterConfig()
+
+
+def test_a_file_sets_what_it_names(tmp_path: Path) -> None:
+    text = "topology: colocated\nrouter:\n  prefill_order: fcfs\npool: {memory_bytes: 64MiB, lease_s: 2}\n"
+    config = load_config(written(tmp_path, text))
+    assert config.topology is Topology.COLOCATED
+    assert config.router.prefill_order == "fcfs"
+    assert (config.pool.memory_bytes, config.pool.lease_s) == (64 * MIB, 2.0)
+    assert config.decode == ClusterConfig().decode
+
+
+def test_overrides_go_on_top_of_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
+    path = written(tmp_path, "gateway: {port: 9000, host: 0.0.0.0}\n")
+    config = load_config(path, ["gateway.port=9001", "gateway.port=9002", "decode.memory_bytes=1GiB"])
+    assert (config.gateway.port, config.gateway.host) == (9002, "0.0.0.0")
+    assert config.decode.memory_bytes == 1024 * MIB
+
+
+def test_an_override_may_hold_an_equals_sign() -> None:
+    assert load_config(None, ["model.served_name=a=b"]).model.served_name == "a=b"
+
+
+def test_an_override_may_set_null() -> None:
+    assert load_config(None, ["model.served_name=null"]).model.served_name is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("256MiB", 256 * MIB),
+        ("1.5G", 1_500_000_000),
+        ("64ki", 65536),
+        ("10 kb", 10_000),
+        ("4096", 4096),
+        ("2GIB", 2 << 30),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 TiB", "1e9", "12 34", "0x10", "9" * 400 + "G"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("pools: {}", "pools"),
+        ("pool: {memory: 3}", "memory"),
+        ("pool: 3", r"\$\.pool"),
+        ("pool:", r"\$\.pool"),
+        ("pool: {memory_bytes: [1]}", r"pool\.memory_bytes"),
+        ("pool: {memory_bytes: 1.5}", r"pool\.memory_bytes"),
+        ("pool: {memory_bytes: lots}", r"pool\.memory_bytes"),
+        ("pool: {memory_bytes: 0MiB}", r"pool\.memory_bytes"),
+        ("pool: {lease_s: -1}", r"pool\.lease_s"),
+        ("pool: {lease_s: .nan}", r"pool\.lease_s"),
+        ("topology: sideways", r"\$\.topology"),
+        ("model: {path: ''}", r"model\.path"),
+        ("model: {dtype: int4}", r"model\.dtype"),
+        ("model: {max_context_len: 1}", r"model\.max_context_len"),
+        ("model: {served_name: 7}", r"model\.served_name"),
+        ("gateway: {port: 0}", r"gateway\.port"),
+        ("gateway: {port: 65536}", r"gateway\.port"),
+        ("gateway: {port: true}", r"gateway\.port"),
+        ("gateway: {count: 0}", r"gateway\.count"),
+        ("gateway: {port: 65535, count: 2}", r"gateway\.count"),
+        ("gateway: {max_body_bytes: 0}", r"gateway\.max_body_bytes"),
+        ("gateway: {requests_per_minute: 0}", r"gateway\.requests_per_minute"),
+        ("router: {max_queued_requests: 0}", r"router\.max_queued_requests"),
+        ("router: {max_requeues: -1}", r"router\.max_requeues"),
+        ("prefill: {count: 0}", r"prefill\.count"),
+        ("prefill: {max_tokens_per_iteration: 0}", r"prefill\.max_tokens_per_iteration"),
+        ("decode: {max_running: 0}", r"decode\.max_running"),
+        ("engine: {block_size: 17}", r"engine\.block_size"),
+        ("engine: {threads_per_worker: 0}", r"engine\.threads_per_worker"),
+        ("engine: {device: tpu}", r"engine\.device"),
+        ("links: {peer_timeout_s: 0.1}", r"links\.peer_timeout_s"),
+        ("links: {peer_timeout_s: .inf}", r"links\.peer_timeout_s"),
+        ("links: {transport: pigeon}", r"links\.transport"),
+    ],
+)
+def test_every_refusal_names_the_field(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- a\n- b\n",
+        "just words",
+        "42",
+        "a: b: c",
+        "{",
+        "\t",
+        "!!python/object/apply:os.system [true]",
+        "model: {served_name: 2024-13-45}",
+        "[" * 600,
+        "pool: &pool {again: *pool}",
+        "1: 2",
+        "? [1, 2]\n: 3",
+    ],
+)
+def test_what_is_not_yaml_or_not_a_mapping(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError):
+        load_config(written(tmp_path, text))
+
+
+def test_a_refused_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.yaml: the file must be a mapping of sections"):
+        load_config(written(tmp_path, "- a\n"))
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(b"\xff\xfe\x00pool")
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        load_config(path)
+
+
+def test_a_file_that_is_absent_or_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+
+
+def test_a_file_that_is_too_large_is_not_even_parsed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster\.yaml: larger than {MAX_CONFIG_BYTES} bytes"):
+        load_config(written(tmp_path, "#" * (MAX_CONFIG_BYTES + 1)))
+
+
+@pytest.mark.parametrize("override", ["gateway.port", "=3", ".port=3", "gateway.=3", "gateway..port=3", ""])
+def test_a_malformed_override_says_how_to_write_it(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"write section\.field=value"):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("gateway.port=[", "not valid YAML"),
+        ("gateway.port=2024-13-45", "not valid YAML"),
+        ("topology.x=1", "topology is not a section"),
+        ("gateway.port.x=1", "port is not a section"),
+        ("gateway.ports=1", "ports"),
+        ("pool.memory_bytes=many", r"pool\.memory_bytes"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, named: str) -> None:
+    path = written(tmp_path, "topology: colocated\ngateway: {port: 9000}\n")
+    with pytest.raises(ConfigError, match=named):
+        load_config(path, [override])
+
+
+def test_api_keys_are_split_and_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNEDSERVE_API_KEYS", " one ,,two, ")
+    assert api_keys() == ("one", "two")
+    monkeypatch.delenv("ALIGNEDSERVE_API_KEYS")
+    assert api_keys() == ()
+
+
+def test_the_run_folder_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNEDSERVE_RUN_DIR", "/run/here")
+    assert run_root() == Path("/run/here")
+    monkeypatch.delenv("ALIGNEDSERVE_RUN_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert run_root() == Path("/run/user/7/alignedserve")
