@@ -1,0 +1,164 @@
+"""Small requests and one example of every message, for tests that must spell out exactly what is said."""
+
+from typing import Any
+
+from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerName
+from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
+from alignedserve.messages import handshake, links
+from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
+from alignedserve.messages.links import (
+    AbortRequest,
+    ArenaOffered,
+    AttemptFailed,
+    BatchFormed,
+    BatchGranted,
+    BatchReceived,
+    BlockRun,
+    BlocksReserved,
+    BlocksTaken,
+    BlocksWritten,
+    CancelReservation,
+    ClusterStatus,
+    CopyLost,
+    DropRequest,
+    FailureKind,
+    FormBatch,
+    Handoff,
+    LeasesReleased,
+    PoolLoad,
+    PoolRegistered,
+    PrefillCompleted,
+    PrefillRequest,
+    PromptScored,
+    RequestFailed,
+    RequestFinished,
+    RequestInterrupted,
+    RequestPooled,
+    RequestPreempted,
+    RequestRejected,
+    ReservationRefused,
+    ReserveBlocks,
+    ResumeRequest,
+    SubmitRequest,
+    TokenDelta,
+    TokensEmitted,
+    WorkerLoad,
+    WorkerRegistered,
+)
+from alignedserve.messages.wire import Message
+
+GATEWAY, ROUTER, POOL, PREFILL, DECODE = "gateway-0", "router", "pool-0", "prefill-0", "decode-0"
+REPLY_TO = "unix:gateway"
+R1, R2, R3 = RequestId("r1"), RequestId("r2"), RequestId("r3")
+
+
+def request(name: str = "r1", prompt_len: int = 4, max_tokens: int = 8, **changes: Any) -> Request:
+    """A greedy request whose prompt is 10, 11, 12 and so on; it arrives at 0."""
+    sampling = changes.pop("sampling", SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    return Request(
+        request_id=RequestId(name),
+        prompt_token_ids=tuple(range(10, 10 + prompt_len)),
+        sampling=sampling,
+        reply_to=changes.pop("reply_to", REPLY_TO),
+        arrival_s=changes.pop("arrival_s", 0.0),
+        **changes,
+    )
+
+
+def blocks(*numbers: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(number) for number in numbers)
+
+
+def handoff(of: Request, lease: int, *, attempt: int = 1, generated: tuple[int, ...] = (7,), **changes: Any) -> Handoff:
+    """`of`, pooled under this lease; its blocks and their checksum are not looked at by any logic."""
+    context_len = of.prompt_len + len(generated) - 1
+    runs = changes.pop("runs", (BlockRun(0, 1, 0),))
+    return Handoff(of, attempt, generated, LeaseId(lease), lease, context_len, runs)
+
+
+def worker(**changes: Any) -> WorkerRegistered:
+    """A decode worker of 20 blocks of four tokens that runs at most four requests."""
+    facts: dict[str, Any] = {"num_blocks": 20, "block_size": 4, "max_running": 4, "pool_name": POOL}
+    return WorkerRegistered(**{**facts, "can_prefill": False, "can_decode": True, **changes})
+
+
+_FULL = Request(
+    request_id=R1,
+    prompt_token_ids=(5, 6, 70000),
+    sampling=SamplingParams(
+        max_tokens=9,
+        min_tokens=1,
+        temperature=0.5,
+        top_p=0.75,
+        top_k=40,
+        min_p=0.125,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        seed=-3,
+        ignore_eos=True,
+        stop_token_ids=(2, 3),
+        logit_bias=((4, -1.5),),
+        num_logprobs=2,
+        num_prompt_logprobs=0,
+    ),
+    reply_to="unix:/run/gateway-0.sock",
+    arrival_s=12.5,
+    request_class=RequestClass.BEST_EFFORT,
+    slo=Slo(ttft_s=1.0, tpot_s=0.25, deadline_s=60.0),
+    priority=-1,
+)
+_SCORES = (TokenLogprob(6, -0.5, ((6, -0.5), (9, -1.25))),)
+_RUNS = (BlockRun(3, 2, 0x0123456789ABCDEF), BlockRun(9, 1, (1 << 64) - 1))
+_LEASE, _BATCH, _NONCE = LeaseId(17), BatchId(4), bytes(range(16))
+
+# One example of every message, with every field away from its default.
+EXAMPLES: tuple[Message, ...] = (
+    Challenge(1, _NONCE),
+    Hello(1, Role.PREFILL_WORKER, PREFILL, bytes(32), _NONCE),
+    Welcome(Role.ROUTER, ROUTER, bytes(32)),
+    Ping(),
+    SubmitRequest(_FULL),
+    AbortRequest(R1, 3),
+    RequestRejected(R1, "the queue is full", 2.5),
+    RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again"),
+    RequestInterrupted(R1),
+    ResumeRequest(_FULL, (8, 9)),
+    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13),
+    TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
+    PromptScored(R1, 1, _SCORES),
+    WorkerRegistered(256, 16, 64, POOL, can_prefill=True, can_decode=False),
+    PrefillRequest(_FULL, 3, (8, 9)),
+    PrefillCompleted(R1, 3, 5),
+    RequestFinished(R1, 3, 9),
+    RequestPreempted(R1, 3, (8, 9), handoff_refused=True),
+    AttemptFailed(R1, 3, FailureKind.INTERNAL, "the model gave no usable logits"),
+    WorkerLoad(1, 2, 3, 4, 5, 6),
+    ArenaOffered("/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32),
+    ReserveBlocks(R1, 3, 2),
+    CancelReservation(R1, 3),
+    BlocksReserved(R1, 3, _LEASE, 17, blocks(3, 4, 9)),
+    ReservationRefused(R1, 3),
+    BlocksWritten(_LEASE, 17, _RUNS, 40, 3, _FULL, (8, 9)),
+    BlocksTaken(R1, 3, is_accepted=True),
+    BatchGranted(_BATCH, (Handoff(_FULL, 3, (8, 9), _LEASE, 17, 40, _RUNS),)),
+    LeasesReleased((_LEASE, LeaseId(18))),
+    PoolRegistered(300),
+    RequestPooled(R1, 3, 40, 3),
+    FormBatch(_BATCH, WorkerName(DECODE), 100, 36),
+    BatchFormed(_BATCH, WorkerName(DECODE), ((R1, 3), (R2, 4))),
+    BatchReceived(_BATCH, ((R1, 3), (R2, 4))),
+    CopyLost(R1, 3),
+    PoolLoad(7, 2, 1),
+    DropRequest(R1, 3),
+)
+
+
+def message_types() -> set[type[Message]]:
+    """Every message that links.py and handshake.py define."""
+    return {
+        thing
+        for module in (links, handshake)
+        for thing in vars(module).values()
+        if isinstance(thing, type) and issubclass(thing, Message) and thing is not Message
+    }
