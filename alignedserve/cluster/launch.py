@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import psutil
 import ray
 from ray._raylet import Config  # type: ignore[attr-defined]
@@ -19,7 +20,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster import preflight
 from alignedserve.config.environment import api_keys, ray_address, run_root
-from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.addresses import ROUTER, AddressBook
@@ -45,6 +46,8 @@ _RAY_ENVIRONMENT = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
+    # Ray's own choice is 15, with which a single busy program beside us starves every actor for seconds.
+    "RAY_worker_niceness": "0",
     # Two workers share the cores: a thread that waits must sleep, not spin.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
@@ -143,14 +146,15 @@ class RunningCluster:
 
     def _create_actors(self) -> None:
         config, served = self.config, self.served
+        engine = _with_threads(config)
         self._create(RouterActor, Role.ROUTER, ROUTER, config.router)
         if config.topology is Topology.DISAGGREGATED:
             self._create(KvPoolActor, Role.KV_POOL, POOL, config.pool, served.block_layout(config.engine.block_size))
             for index in range(config.prefill.count):
                 name = f"prefill-{index}"
-                self._create(PrefillWorkerActor, Role.PREFILL_WORKER, name, config.prefill, config.engine, served)
+                self._create(PrefillWorkerActor, Role.PREFILL_WORKER, name, config.prefill, engine, served)
         for index in range(config.decode.count):
-            decode = (config.decode, config.engine, config.topology, served)
+            decode = (config.decode, engine, config.topology, served)
             self._create(DecodeWorkerActor, Role.DECODE_WORKER, f"decode-{index}", *decode)
         for index in range(config.gateway.count):
             gateway = (config.gateway, config.gateway.port + index, served, api_keys())
@@ -187,6 +191,20 @@ def launch_cluster(config: ClusterConfig, gateway_actor: Any) -> RunningCluster:
         cluster.stop()
         raise
     return cluster
+
+
+def _with_threads(config: ClusterConfig) -> EngineConfig:
+    """The engine section with its threads decided.
+
+    More computing threads than cores are worse than idle cores: a forward pass waits at every layer for all of its
+    threads, and one that another worker has displaced holds it up for whole time slices.
+    """
+    if config.engine.threads_per_worker is not None:
+        return config.engine
+    is_disaggregated = config.topology is Topology.DISAGGREGATED
+    num_workers = config.decode.count + (config.prefill.count if is_disaggregated else 0)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
+    return msgspec.structs.replace(config.engine, threads_per_worker=num_threads)
 
 
 def _end_survivors(processes: list[psutil.Process]) -> None:

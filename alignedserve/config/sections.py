@@ -140,7 +140,7 @@ class EngineConfig(Section, frozen=True):
     """What all workers and the pool must agree on."""
 
     block_size: int = 16  # token slots per block
-    threads_per_worker: int | None = None  # CPU threads; the machine's cores when unset
+    threads_per_worker: int | None = None  # CPU threads; when unset the workers of a machine share its cores
     device: str = "auto"  # auto, cpu, cuda
 
     def __post_init__(self) -> None:

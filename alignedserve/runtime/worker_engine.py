@@ -104,6 +104,7 @@ class WorkerEngine:
     # --- on the threads
 
     def run_iteration(self, command: RunIteration) -> IterationCompleted:
+        """Perform one iteration on the calling thread, which must be the only one to do so."""
         engine = self._engine
         for request_id in command.removals:
             engine.remove_sequence(request_id)
