@@ -46,5 +46,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@scripts/install.sh $(PYTHON) $(VENV) ".[dev]"
 	@touch $@
 
+bench: install-dev  ## every recorded benchmark, one after the other; results under benchmarks/results
+	@for name in startup iteration_gap gateway_streams engine_overhead engine_vs_transformers; do \
+		echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
+
 clean:
 	rm -rf $(VENV) build *.egg-info
