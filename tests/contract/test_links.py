@@ -2,10 +2,13 @@
 
 import asyncio
 import struct
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.handshake import Ping, Role
@@ -153,3 +156,34 @@ async def test_a_silent_peer_is_lost_within_its_timeout(tmp_path: Path) -> None:
     assert asyncio.get_running_loop().time() - started_s < 2.0
     writer.close()
     await listener.close()
+
+
+def test_whoever_was_stalled_does_not_take_its_peers_for_silent(tmp_path: Path) -> None:
+    """On uvloop, as in production: it runs timers before it reads."""
+    address = f"unix:{tmp_path}/a.sock"
+    elsewhere = asyncio.new_event_loop()
+    thread = threading.Thread(target=elsewhere.run_forever)
+    thread.start()
+
+    async def listen() -> Switchboard:
+        listener = board("patient", Recorder(), peer_timeout_s=4.0)  # pings every 0.8 s
+        await listener.listen(address)
+        return listener
+
+    async def stall() -> list[tuple[str, str]]:
+        here = Recorder()
+        stalled = board("stalled", here, peer_timeout_s=1.0)
+        stalled.dial(address)
+        await here.wait_for(("linked", "patient"))
+        time.sleep(1.5)  # noqa: ASYNC251  (stopped, or starved of CPU, while pings pile up in the socket)
+        await asyncio.sleep(0.5)
+        await stalled.close()
+        return here.events
+
+    patient = asyncio.run_coroutine_threadsafe(listen(), elsewhere).result()
+    events = uvloop.run(stall())
+    asyncio.run_coroutine_threadsafe(patient.close(), elsewhere).result()
+    elsewhere.call_soon_threadsafe(elsewhere.stop)
+    thread.join()
+    elsewhere.close()
+    assert events == [("linked", "patient")]
