@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("<I")
 _HANDSHAKE_CODEC = Codec(HandshakeMessage)
 _MAX_HANDSHAKE_BYTES = 4096
-_WATCHES_PER_TIMEOUT = 5
 # A peer that does not read is cut off before its backlog fills our memory.
 _MAX_BACKLOG_BYTES = 256 * 1024 * 1024
 
@@ -71,7 +70,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = self._loop.create_future()  # done when the connection is gone
-        self._num_silent_watches = 0  # in a row, since anything was heard
+        self._last_heard_s = self._loop.time()
         self._watch: asyncio.TimerHandle | None = None
 
     # --- asyncio.Protocol
@@ -85,7 +84,7 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Cut the stream into frames; anything malformed ends the connection."""
-        self._num_silent_watches = 0
+        self._last_heard_s = self._loop.time()
         self._buffer += data
         try:
             while (payload := self._next_frame()) is not None:
@@ -184,20 +183,15 @@ class Link(asyncio.Protocol):
             raise ProtocolError(f"the peer speaks protocol version {version}, this process {PROTOCOL_VERSION}")
 
     def _watch_silence(self) -> None:
-        """Several times within the timeout: say that we live, and see whether the peer does.
-
-        Watches are counted, not seconds: a process that was itself stopped or starved finds on waking what its peers
-        have sent meanwhile, and must read that before it calls them silent.
-        """
+        """Several times within the timeout: say that we live, and see whether the peer does."""
         timeout_s = self._identity.peer_timeout_s
-        if self._num_silent_watches >= _WATCHES_PER_TIMEOUT:
+        if self._loop.time() - self._last_heard_s > timeout_s:
             logger.warning("link to %s closed: silent for more than %.1f s", self.peer or "unknown peer", timeout_s)
             self.close()
             return
-        self._num_silent_watches += 1
         if self.peer is not None:
             self.send(Ping())
-        self._watch = self._loop.call_later(timeout_s / _WATCHES_PER_TIMEOUT, self._watch_silence)
+        self._watch = self._loop.call_later(timeout_s / 5, self._watch_silence)
 
 
 async def connect(address: str, make_link: Callable[[], Link]) -> Link:
