@@ -159,7 +159,7 @@ async def test_a_silent_peer_is_lost_within_its_timeout(tmp_path: Path) -> None:
 
 
 def test_whoever_was_stalled_does_not_take_its_peers_for_silent(tmp_path: Path) -> None:
-    """On uvloop, as in production: it runs timers before it reads."""
+    """On uvloop, as in production: what has arrived must be read before timers run."""
     address = f"unix:{tmp_path}/a.sock"
     elsewhere = asyncio.new_event_loop()
     thread = threading.Thread(target=elsewhere.run_forever)
