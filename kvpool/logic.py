@@ -179,6 +179,8 @@ class PoolLogic:
         return [taken, *self._to_router(pooled)]
 
     def _describes(self, lease: Lease, peer: str, written: BlocksWritten) -> bool:
+        if sum(run.num_blocks for run in written.runs) != len(lease.block_ids):
+            return False  # before the runs are spelt out: they may say anything
         covered = tuple(run.first_block + offset for run in written.runs for offset in range(run.num_blocks))
         return (
             lease.stage is LeaseStage.RESERVED
@@ -235,9 +237,9 @@ class PoolLogic:
         )
         lease_id = self._lease_of.get(request_id)
         # A granted lease is its worker's to release; a reserved one may be being written, and its generation is voided.
-        if lease_id is None or self._leases[lease_id].attempt > attempt:
-            return []
-        return self._free(self._leases[lease_id]) + self._serve_reservations(now)
+        lease = self._leases[lease_id] if lease_id is not None else None
+        freed = self._free(lease) if lease is not None and lease.attempt <= attempt else []
+        return freed + self._serve_reservations(now)
 
     # --- ends of leases
 
