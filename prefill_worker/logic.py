@@ -145,7 +145,7 @@ class PrefillLogic:
             case BlocksTaken():
                 return self._taken(message)
             case ReservationRefused():
-                return self._fail(message.request_id, FailureKind.UNSERVABLE, "the KV pool is too small for it")
+                return self._refused(message)
             case _:
                 raise AssertionError(f"a prefill worker does not take {type(message).__name__}")
 
@@ -153,12 +153,17 @@ class PrefillLogic:
         request = message.request
         # What an earlier attempt left here is stale: word from the pool that took it is still on the way.
         commands = self._abort(request.request_id, message.attempt - 1)
+        generated = message.generated_token_ids
+        num_tokens = request.prompt_len + len(generated)
+        if blocks_for(num_tokens, self._registered.block_size) > self._registered.num_blocks:
+            # It would wait for ever, and everybody behind it.
+            reason = "its context needs more cache blocks than a prefill worker has"
+            failed = AttemptFailed(request.request_id, message.attempt, FailureKind.UNSERVABLE, reason)
+            return commands + self._to_router(failed)
         earlier = self._jobs.get(request.request_id)
         if earlier is not None:
             earlier.successor = message
             return commands
-        generated = message.generated_token_ids
-        num_tokens = request.prompt_len + len(generated)
         self._jobs[request.request_id] = PrefillJob(request, message.attempt, generated, num_tokens)
         return commands
 
@@ -298,6 +303,12 @@ class PrefillLogic:
             return [self._reserve(job)]
         self._forget(job)
         return []
+
+    def _refused(self, message: ReservationRefused) -> list[PrefillCommand]:
+        job = self._jobs.get(message.request_id)
+        if job is None or job.attempt != message.attempt or job.stage is not JobStage.LEAVING or job.is_copying:
+            return []
+        return self._fail(message.request_id, FailureKind.UNSERVABLE, "the KV pool is too small for it")
 
     # --- ends
 
