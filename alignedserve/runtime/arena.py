@@ -28,13 +28,17 @@ class Arena:
     """One mapping of the shared blocks. `blocks` is uint8 [num_blocks, block_bytes]; `generations` uint64 [num_blocks].
 
     Created by the pool, attached by workers. The file's lock belongs to the creator and ends with its process, which
-    is how a file left behind by a killed run is told from one in use.
+    is how a file left behind by a killed run is told from one in use. The memory of an unlinked file is given back
+    when the last arena that maps it is closed or garbage.
     """
 
     def __init__(self, path: Path, file_descriptor: int, num_blocks: int, block_bytes: int) -> None:
+        """Takes over the descriptor: the mapping holds one of its own, and with it the file and its lock."""
         self.path = path
-        self._file_descriptor = file_descriptor
-        self._mapping = mmap.mmap(file_descriptor, _file_bytes(num_blocks, block_bytes))
+        try:
+            self._mapping = mmap.mmap(file_descriptor, _file_bytes(num_blocks, block_bytes))
+        finally:
+            os.close(file_descriptor)
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(self._mapping, np.uint64, num_blocks, _PAGE)
         start = _blocks_offset(num_blocks)
         flat = np.frombuffer(self._mapping, np.uint8, num_blocks * block_bytes, start)
@@ -86,7 +90,6 @@ class Arena:
         """Unmap; the pool also removes the file. Views of the blocks must not be used afterwards."""
         if unlink:
             self.path.unlink(missing_ok=True)
-        os.close(self._file_descriptor)
         del self.blocks, self.generations
         try:
             self._mapping.close()
@@ -130,6 +133,8 @@ def _header_problem(header: bytes, size: int, layout: BlockLayout) -> str | None
         return "not an arena of this version"
     if digest != layout.digest() or block_bytes != layout.block_bytes:
         return "its block layout is not this worker's"
+    if num_blocks < 1:
+        return "it has no blocks"
     if num_blocks > size or _file_bytes(num_blocks, block_bytes) > size:
         return "it is smaller than its header says"
     return None
