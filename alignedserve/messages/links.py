@@ -198,7 +198,7 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True):
 
     first_block: Count
     num_blocks: Count
-    checksum: int  # XXH3-64 of the run's bytes; unsigned
+    checksum: int  # XXH3-64 of the run's bytes, seeded with the number of blocks before it; unsigned
 
 
 class ArenaOffered(Message, frozen=True):

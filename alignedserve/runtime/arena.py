@@ -22,6 +22,7 @@ _MAGIC = b"ALSVKV01"
 _HEADER = struct.Struct("<8s32sQQ")
 _PAGE = 4096
 ARENA_SUFFIX = ".arena"
+NOBODYS = 0  # generation of blocks that no lease holds
 
 
 class Arena:

@@ -1,19 +1,26 @@
 """Moving blocks between a worker's storage and the pool's arena: the KVTransfer port and its shared-memory form.
 
-Every run of neighbouring blocks carries an XXH3 checksum. A receiver checks bounds, lengths, generation and checksum,
-and fails closed: a handoff that does not hold raises HandoffRejected and becomes a recompute, never a token.
+Every run of neighbouring blocks carries an XXH3 checksum, seeded with the run's place in the request so that runs
+cannot change places. A receiver checks bounds, lengths, generation and checksum, and fails closed: a handoff that does
+not hold raises HandoffRejected and becomes a recompute, never a token.
+
+A worker that was stopped while it wrote may go on after its lease was taken back, into blocks that are somebody
+else's by then. So what is summed is never read from the arena before it can no longer matter: the sender sums what it
+is about to write, the receiver sums the arena after its copy (such a writer never writes the right bytes back).
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.links import BlockRun, Handoff
-from alignedserve.runtime.arena import Arena
+from alignedserve.runtime.arena import NOBODYS, Arena
 from alignedserve.runtime.block_storage import BlockStorage
 
 
@@ -30,7 +37,7 @@ class KVTransfer(Protocol):
 
 
 class ShmTransfer:
-    """KVTransfer over an arena mapped into this process: one copy each way, none in between."""
+    """KVTransfer over an arena mapped into this process."""
 
     def __init__(self, storage: BlockStorage, arena: Arena) -> None:
         self._storage = storage
@@ -47,15 +54,18 @@ class ShmTransfer:
         runs = []
         copied = 0
         for first, count in neighbours(arena_block_ids):
-            destination = self._arena.blocks[first : first + count]
-            self._storage.read_blocks(storage_block_ids[copied : copied + count], destination)
-            runs.append(BlockRun(first, count, xxhash.xxh3_64_intdigest(destination.data)))
+            rows = np.empty((count, self._storage.layout.block_bytes), np.uint8)
+            self._storage.read_blocks(storage_block_ids[copied : copied + count], rows)
+            runs.append(BlockRun(first, count, _checksum(rows, copied)))
+            self._arena.blocks[first : first + count] = rows
             copied += count
         return tuple(runs)
 
     def fetch(self, handoff: Handoff, storage_block_ids: Sequence[BlockId]) -> None:
         """See KVTransfer."""
         num_blocks = sum(run.num_blocks for run in handoff.runs)
+        if any(run.num_blocks < 1 for run in handoff.runs):
+            raise HandoffRejected("the handoff has a run without blocks")
         if num_blocks != blocks_for(handoff.context_len, self._storage.layout.block_size):
             raise HandoffRejected("the handoff's blocks do not match its context length")
         if num_blocks > len(storage_block_ids):
@@ -66,9 +76,9 @@ class ShmTransfer:
         copied = 0
         for run in handoff.runs:
             source = self._arena.blocks[run.first_block : run.first_block + run.num_blocks]
-            if xxhash.xxh3_64_intdigest(source.data) != run.checksum:
-                raise HandoffRejected("a checksum does not hold")
             self._storage.write_blocks(storage_block_ids[copied : copied + run.num_blocks], source)
+            if _checksum(source, copied) != run.checksum:
+                raise HandoffRejected("a checksum does not hold")
             copied += run.num_blocks
         # The lease may have been taken back while we copied: what we have is then nobody's data.
         self._check_generation(arena_block_ids, handoff.generation)
@@ -78,8 +88,14 @@ class ShmTransfer:
             raise HandoffRejected("a block outside the arena")
 
     def _check_generation(self, arena_block_ids: Sequence[BlockId], generation: int) -> None:
-        if not bool((self._arena.generations[list(arena_block_ids)] == generation).all()):
+        stamped = self._arena.generations[list(arena_block_ids)]
+        if generation == NOBODYS or not bool((stamped == generation).all()):
             raise HandoffRejected("the lease is no longer valid")
+
+
+def _checksum(rows: npt.NDArray[np.uint8], num_before: int) -> int:
+    """Of a run of blocks that comes after `num_before` others of its request."""
+    return int(xxhash.xxh3_64_intdigest(rows.data, num_before))
 
 
 def neighbours(block_ids: Iterable[BlockId]) -> list[tuple[int, int]]:

@@ -127,7 +127,7 @@ def test_a_wrong_header_is_refused(path: Path, place: int, value: bytes, problem
 def test_a_truncated_file_is_refused(path: Path, length: int) -> None:
     Arena.create(path, LAYOUT, 2).close()
     os.truncate(path, length)
-    with pytest.raises(HandoffRejected, match="cut short|smaller than its header says"):
+    with pytest.raises(HandoffRejected, match=r"cut short|smaller than its header says"):
         Arena.attach(path, LAYOUT)
 
 
@@ -179,7 +179,7 @@ def test_a_full_memory_file_system(tmp_path: Path) -> None:
 
 
 def test_more_than_any_machine_has(path: Path) -> None:
-    with pytest.raises(NotEnoughMemory, match="set pool.memory_bytes"):
+    with pytest.raises(NotEnoughMemory, match=r"set pool\.memory_bytes"):
         Arena.create(path, LAYOUT, 1 << 44)
     assert not path.exists()
 
