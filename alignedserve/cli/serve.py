@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 from types import FrameType
 
+import typer
 from rich.panel import Panel
 from rich.table import Table
 
-from alignedserve.cli.console import notes, results
+from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.launch import RunningCluster
 from alignedserve.config.environment import api_keys
@@ -24,9 +25,12 @@ def serve(config_path: Path | None, overrides: list[str]) -> None:
     started_s = time.monotonic()
     config = load_config(config_path, overrides)
     _listen_for_the_end()
-    with notes().status("Starting the cluster …"):
-        cluster = start_cluster(config)
-    _listen_for_the_end()  # again: Ray has put handlers of its own in place
+    try:
+        with notes().status("Starting the cluster …"):
+            cluster = start_cluster(config)
+    except KeyboardInterrupt:
+        notes().print("Interrupted before it was up; nothing is left running.")
+        raise typer.Exit(INTERRUPTED) from None
     try:
         with notes().status("Waiting for the first token …"):
             cluster.wait_ready(_READY_TIMEOUT_S)
@@ -35,7 +39,6 @@ def serve(config_path: Path | None, overrides: list[str]) -> None:
     except KeyboardInterrupt:
         notes().print("Stopping …")
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         cluster.stop()
 
 

@@ -19,6 +19,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
 from alignedserve.cluster import preflight
+from alignedserve.cluster.signals import endings_ignored, handlers_kept
 from alignedserve.config.environment import api_keys, ray_address, run_root
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
@@ -74,7 +75,8 @@ class RunningCluster:
 
     def start(self) -> None:
         """Create every actor and wait until each is up. Raises what the first failing one raised."""
-        self._start_ray()
+        with handlers_kept():
+            self._start_ray()
         self._create_actors()
         failures = {name: actor.failure.remote() for name, actor in self._actors.items()}
         for name, reference in failures.items():
@@ -96,7 +98,19 @@ class RunningCluster:
         raise PeerLost(f"the cluster was not ready within {timeout_s:.0f} s; its logs are in {self.folder / 'logs'}")
 
     def stop(self) -> None:
-        """End every actor and Ray itself. May be repeated; never raises."""
+        """End every actor and Ray itself. May be repeated; never raises; signals do not cut it short."""
+        with endings_ignored():
+            self._end_everything()
+
+    def __enter__(self) -> "RunningCluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _end_everything(self) -> None:
         started = psutil.Process().children(recursive=True)
         if ray.is_initialized() and self._actors:
             stops = [actor.stop.remote() for actor in self._actors.values()]
@@ -110,14 +124,6 @@ class RunningCluster:
         remove_stale_arenas(arena_folder(), f"alignedserve-{self._cluster_id}-")
         for socket_path in self.folder.glob("*.sock"):
             socket_path.unlink(missing_ok=True)
-
-    def __enter__(self) -> "RunningCluster":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def _start_ray(self) -> None:
         namespace = f"alignedserve-{self._cluster_id}"
