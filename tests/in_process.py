@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from alignedserve.messages.links import (
     RequestRejected,
     ResumeRequest,
     SubmitRequest,
+    TokenDelta,
     TokensEmitted,
     WorkerRegistered,
 )
@@ -88,18 +89,21 @@ class Answer:
     finish_reason: FinishReason | None = None
     failure: RequestFailed | RequestRejected | None = None
     num_repeats: int = 0
+    early: dict[int, TokenDelta] = field(default_factory=dict)  # behind a gap, by first index
+    last_worker: str | None = None  # whose tokens came last
     done: asyncio.Event = field(default_factory=asyncio.Event)
     first_token: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ClientGateway:
-    """A gateway without HTTP: submits requests and collects what comes back, resuming what is interrupted."""
+    """A gateway without HTTP: submits requests and collects what comes back, resuming what is interrupted or lost."""
 
     def __init__(self, address: str, router_at: str, identity: Identity) -> None:
         self.address = address
         self.status: ClusterStatus | None = None
         self.answers: dict[str, Answer] = {}
         self._requests: dict[str, Request] = {}
+        self._aborted: set[str] = set()
         self._router_at = router_at
         self._board = Switchboard(identity, Codec(GatewayInbound), self)
         self._numbers = itertools.count()
@@ -121,6 +125,7 @@ class ClientGateway:
 
     def abort(self, answer: Answer) -> None:
         request_id = next(key for key, value in self.answers.items() if value is answer)
+        self._aborted.add(request_id)
         self._board.send(ROUTER, AbortRequest(RequestId(request_id)))
 
     async def generate(self, prompt: list[int], sampling: SamplingParams, timeout_s: float = 20.0) -> Answer:
@@ -142,35 +147,58 @@ class ClientGateway:
         await self._board.close()
 
     def on_linked(self, peer: Peer) -> None:
+        """A router that comes (back) knows nothing of what is open."""
         if peer.role is Role.ROUTER:
             self.linked.set()
+            self._resume(self._open())
 
-    def on_lost(self, peer: Peer) -> None: ...
+    def on_lost(self, peer: Peer) -> None:
+        """What a lost worker had sent last may not have arrived."""
+        if peer.role is Role.ROUTER:
+            self.linked.clear()
+            self.status = None
+        else:
+            self._resume(key for key in self._open() if self.answers[key].last_worker in (None, peer.name))
 
     def on_message(self, peer: Peer, message: Message) -> None:
         match message:
             case TokensEmitted():
                 for delta in message.deltas:
-                    answer = self.answers[delta.request_id]
-                    fresh = len(answer.token_ids) - delta.first_index
-                    assert fresh >= 0, "a gap in the tokens"
-                    answer.num_repeats += min(fresh, len(delta.token_ids))
-                    answer.token_ids += delta.token_ids[fresh:]
-                    answer.logprobs += delta.logprobs[fresh:]
-                    answer.first_token.set()
-                    if delta.finish_reason is not None:
-                        answer.finish_reason = delta.finish_reason
-                        answer.done.set()
+                    self._take(self.answers[delta.request_id], delta, peer.name)
             case PromptScored():
                 self.answers[message.request_id].prompt_scores += message.entries
             case RequestFailed() | RequestRejected():
                 self.answers[message.request_id].failure = message
                 self.answers[message.request_id].done.set()
+            case RequestInterrupted() if message.request_id in self._open():
+                self._resume([message.request_id])
             case RequestInterrupted():
-                generated = tuple(self.answers[message.request_id].token_ids)
-                self._board.send(ROUTER, ResumeRequest(self._requests[message.request_id], generated))
+                self._board.send(ROUTER, AbortRequest(message.request_id))
             case ClusterStatus():
                 self.status = message
+
+    def _open(self) -> list[str]:
+        return [key for key, answer in self.answers.items() if not answer.done.is_set() and key not in self._aborted]
+
+    def _resume(self, request_ids: Iterable[str]) -> None:
+        for key in request_ids:
+            self._board.send(ROUTER, ResumeRequest(self._requests[key], tuple(self.answers[key].token_ids)))
+
+    @staticmethod
+    def _take(answer: Answer, delta: TokenDelta, worker: str) -> None:
+        answer.last_worker = worker
+        answer.early[delta.first_index] = delta
+        while answer.early and min(answer.early) <= len(answer.token_ids) and not answer.done.is_set():
+            following = answer.early.pop(min(answer.early))
+            fresh = len(answer.token_ids) - following.first_index
+            answer.num_repeats += min(fresh, len(following.token_ids))
+            answer.token_ids += following.token_ids[fresh:]
+            answer.logprobs += following.logprobs[fresh:]
+            answer.first_token.set()
+            is_repeat = fresh > len(following.token_ids)
+            if following.finish_reason is not None and not is_repeat:
+                answer.finish_reason = following.finish_reason
+                answer.done.set()
 
 
 def _is_idle(status: ClusterStatus) -> bool:

@@ -68,6 +68,7 @@ class WorkerEngine:
         self._transfer: KVTransfer | None = None
         self._compute_thread = ThreadPoolExecutor(1, "compute")
         self._copy_thread = ThreadPoolExecutor(1, "copy")
+        self._is_closed = False
 
     # --- called on the loop
 
@@ -92,14 +93,17 @@ class WorkerEngine:
         self._submit(self._copy_thread, lambda: self._offload(command), on_completed)
 
     def close(self) -> None:
-        """Wait for the threads to end."""
+        """Wait for the threads to end; whatever was asked for and is not done calls nobody back."""
+        self._is_closed = True
         self._compute_thread.shutdown(cancel_futures=True)
         self._copy_thread.shutdown(cancel_futures=True)
 
-    @staticmethod
-    def _submit(executor: ThreadPoolExecutor, work: Callable[[], T], on_completed: Callable[[T], None]) -> None:
-        future = asyncio.get_running_loop().run_in_executor(executor, work)
-        future.add_done_callback(lambda done: on_completed(done.result()))
+    def _submit(self, executor: ThreadPoolExecutor, work: Callable[[], T], on_completed: Callable[[T], None]) -> None:
+        def on_done(done: asyncio.Future[T]) -> None:
+            if not self._is_closed:
+                on_completed(done.result())
+
+        asyncio.get_running_loop().run_in_executor(executor, work).add_done_callback(on_done)
 
     # --- on the threads
 
