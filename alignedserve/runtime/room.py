@@ -40,7 +40,8 @@ class Room(Generic[EventT, CommandT]):
         self.switchboard = Switchboard(identity, codec, self)
         self._logic = logic
         self._perform = perform
-        self._ticker = asyncio.create_task(self._tick())
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def dispatch(self, event: CommonEvent | EventT) -> None:
         """Tell the logic and perform its commands. The clock is read here and nowhere below."""
@@ -66,10 +67,10 @@ class Room(Generic[EventT, CommandT]):
 
     async def close(self) -> None:
         """Stop ticking and drop the links."""
-        self._ticker.cancel()
+        self._timer.cancel()
         await self.switchboard.close()
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.dispatch(Ticked())
+    def _tick(self) -> None:
+        """By timer, not in a task: what breaks here is then the loop's to report, and ends a hosted process."""
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self.dispatch(Ticked())
