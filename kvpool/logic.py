@@ -57,9 +57,21 @@ PoolCommand = Send | StampBlocks
 
 
 class PoolLogic:
-    """Leases, reservations and the index. `arena` describes what workers map; `lease_s` bounds every lease in use."""
+    """Leases, reservations and the index. `arena` describes what workers map; `lease_s` bounds every lease in use.
 
-    def __init__(self, *, arena: ArenaOffered, block_size: int, batch_former: BatchFormer, lease_s: float) -> None:
+    Leases are numbered from `first_lease`, which should differ from one life of a pool to the next: a worker may still
+    act on a lease of the one before, and must not hit one of this.
+    """
+
+    def __init__(
+        self,
+        *,
+        arena: ArenaOffered,
+        block_size: int,
+        batch_former: BatchFormer,
+        lease_s: float,
+        first_lease: int = NO_GENERATION + 1,
+    ) -> None:
         self._arena = arena
         self._block_size = block_size
         self._former = batch_former
@@ -70,7 +82,7 @@ class PoolLogic:
         self._reservations: deque[Reservation] = deque()
         self._router: str | None = None
         self._workers: dict[str, None] = {}  # linked now
-        self._next_lease = NO_GENERATION + 1
+        self._next_lease = first_lease
         self._num_pooled = 0
         self._reported: PoolLoad | None = None
 

@@ -1,6 +1,7 @@
 """The pool at work: the arena it owns, and the room in which its logic runs."""
 
 import os
+import secrets
 from pathlib import Path
 
 from alignedserve.config.sections import PoolConfig
@@ -14,6 +15,8 @@ from alignedserve.runtime.links import Identity
 from alignedserve.runtime.room import Room
 from kvpool.logic import PoolLogic, StampBlocks
 from kvpool.policies import make_batch_former
+
+_MAX_FIRST_LEASE = 1 << 39  # half of what a message can carry
 
 
 class KvPool:
@@ -32,6 +35,7 @@ class KvPool:
             block_size=layout.block_size,
             batch_former=make_batch_former(config.batching),
             lease_s=config.lease_s,
+            first_lease=1 + secrets.randbelow(_MAX_FIRST_LEASE),
         )
         self._room: Room[CommonEvent, StampBlocks] = Room(logic, identity, Codec(PoolInbound), self._stamp)
 

@@ -186,3 +186,24 @@ async def test_corrupted_bytes_in_the_pool_are_never_tokens(tmp_path: Path) -> N
         # Each request ends with one handoff that holds: its first, or that of its recomputed cache.
         assert status.num_handoffs_verified == len(load.prompts)
         assert all(answer.num_repeats == 0 for answer in load.answers)
+
+
+async def test_a_pool_that_comes_back_gives_out_other_leases(tmp_path: Path) -> None:
+    """Workers may still act on the ones before: an offload that waited, a release that came late."""
+    generations: list[set[int]] = []
+    async with running(small_config(tmp_path / "model"), tmp_path) as cluster:
+        await cluster.stop("decode-0")
+        load = Load(cluster)
+        for life in range(2):
+            await holds(lambda: cluster.gateway.status is not None and cluster.gateway.status.num_pooled == 6)
+            arena = Arena.attach(cluster.arena_path, cluster.served.block_layout(cluster.config.engine.block_size))
+            generations.append(set(arena.generations.tolist()) - {0})
+            arena.close()
+            if life == 0:
+                await cluster.stop("pool-0")
+                cluster.gateway.status = None
+                await cluster.start_pool()
+        await cluster.start_decode("decode-0")
+        await load.check()
+    assert [len(leases) for leases in generations] == [6, 6]
+    assert generations[0].isdisjoint(generations[1])

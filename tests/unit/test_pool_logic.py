@@ -142,6 +142,11 @@ def test_a_reservation_gets_its_blocks_stamped_first() -> None:
     assert Desk().reserve("r1", 3) == leased("r1", 1, 0, 1, 2)
 
 
+def test_leases_are_numbered_from_where_this_life_of_the_pool_begins() -> None:
+    logic = PoolLogic(arena=ARENA, block_size=4, batch_former=FcfsBatchFormer(), lease_s=10.0, first_lease=100)
+    assert logic.on_event(Received(PREFILL, ReserveBlocks(R1, 1, 2)), 0.0) == leased("r1", 100, 0, 1)
+
+
 def test_leases_are_never_reused() -> None:
     made = Desk()
     made.reserve("r1", 3)
