@@ -15,19 +15,19 @@ from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.launch import RunningCluster
 from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
-from alignedserve.config.sections import Topology
+from alignedserve.config.sections import ClusterConfig, Topology
 
 _READY_TIMEOUT_S = 120.0
+_WATCH_S = 0.5  # between looks for an end whose interrupt was dropped
 
 
 def serve(config_path: Path | None, overrides: list[str]) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises an error of the tree, with nothing left running, when it cannot start."""
     started_s = time.monotonic()
     config = load_config(config_path, overrides)
-    _listen_for_the_end()
+    ending = _Ending()
     try:
-        with notes().status("Starting the cluster …"):
-            cluster = start_cluster(config)
+        cluster = _start(config, ending)
     except KeyboardInterrupt:
         notes().print("Interrupted before it was up; nothing is left running.")
         raise typer.Exit(INTERRUPTED) from None
@@ -35,21 +35,37 @@ def serve(config_path: Path | None, overrides: list[str]) -> None:
         with notes().status("Waiting for the first token …"):
             cluster.wait_ready(_READY_TIMEOUT_S)
         results().print(_welcome(cluster, time.monotonic() - started_s))
-        signal.pause()
+        while not ending.is_asked_for:
+            time.sleep(_WATCH_S)
     except KeyboardInterrupt:
         notes().print("Stopping …")
     finally:
         cluster.stop()
 
 
-def _listen_for_the_end() -> None:
-    """Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored."""
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
+class _Ending:
+    """Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored.
+
+    They raise where the main thread is, and are remembered as well: Python drops what is raised inside a destructor.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked_for = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.is_asked_for = True
+        raise KeyboardInterrupt
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _start(config: ClusterConfig, ending: _Ending) -> RunningCluster:
+    with notes().status("Starting the cluster …"):
+        cluster = start_cluster(config)
+    if ending.is_asked_for:
+        cluster.stop()
+        raise KeyboardInterrupt
+    return cluster
 
 
 def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
