@@ -4,121 +4,38 @@ Sender and receiver have storages of their own; blocks are scattered on both sid
 order and generation are the receiver's to check: it is told nothing that it may believe.
 """
 
-import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.blocks import BlockAllocator, blocks_for
+from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import HandoffRejected
-from alignedserve.core.ids import BlockId, LeaseId, RequestId
-from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
-from alignedserve.messages.links import ArenaOffered, BlockRun, Handoff
+from alignedserve.core.ids import BlockId, LeaseId
+from alignedserve.messages.links import BlockRun, Handoff
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.served_model import resolve_model
-from alignedserve.runtime.transfer import KVTransfer, ShmTransfer, neighbours
-from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
-from tests.in_process import small_config
+from alignedserve.runtime.transfer import ShmTransfer, neighbours
+from tests.desks.transfer import (
+    BLOCK_SIZE,
+    MEDIA,
+    NUM_POOL_BLOCKS,
+    NUM_STORAGE_BLOCKS,
+    Medium,
+    Setup,
+    ShmMedium,
+    changed,
+    content,
+    everything,
+    filled,
+    layout_of,
+    run_of,
+)
 from tests.samples import blocks, request
-
-NUM_POOL_BLOCKS, NUM_STORAGE_BLOCKS, BLOCK_SIZE = 24, 16, 8
-Bytes = npt.NDArray[np.uint8]
-
-
-class Medium(Protocol):
-    """Where the blocks lie in between. One for each implementation of the port."""
-
-    def transfer(self, storage: BlockStorage) -> KVTransfer: ...
-    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None: ...
-    def flip(self, block_id: BlockId, offset: int) -> None: ...
-    def content(self) -> Bytes: ...
-    def close(self) -> None: ...
-
-
-class ShmMedium:
-    """An arena, mapped once by the pool and once by each worker."""
-
-    def __init__(self, folder: Path, layout: BlockLayout) -> None:
-        self._layout = layout
-        self._arena = Arena.create(folder / "pool.arena", layout, NUM_POOL_BLOCKS)
-
-    def transfer(self, storage: BlockStorage) -> KVTransfer:
-        return ShmTransfer(storage, Arena.attach(self._arena.path, self._layout))
-
-    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
-        self._arena.stamp(tuple(block_ids), generation)
-
-    def flip(self, block_id: BlockId, offset: int) -> None:
-        self._arena.blocks[block_id, offset] ^= 0x10
-
-    def content(self) -> Bytes:
-        return self._arena.blocks.copy()
-
-    def close(self) -> None:
-        self._arena.close(unlink=True)
-
-
-MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {"shm": ShmMedium}
-
-
-def layout_of(dtype: str) -> BlockLayout:
-    return BlockLayout(block_size=BLOCK_SIZE, num_layers=2, num_kv_heads=2, head_dim=4, dtype=dtype)
-
-
-@dataclass
-class Setup:
-    """A sender, a receiver and what lies between them. Leases are given out as the pool does."""
-
-    medium: Medium
-    layout: BlockLayout
-    sender: BlockStorage
-    receiver: BlockStorage
-
-    def __post_init__(self) -> None:
-        self.rng = random.Random(5)
-        self.sending = self.medium.transfer(self.sender)
-        self.receiving = self.medium.transfer(self.receiver)
-        self._free = list(range(NUM_POOL_BLOCKS))
-        self.rng.shuffle(self._free)
-        self._num_leases = 0
-
-    def lease(self, num_blocks: int) -> tuple[int, tuple[BlockId, ...]]:
-        self._num_leases += 1
-        taken = tuple(BlockId(self._free.pop()) for _ in range(num_blocks))
-        self.medium.stamp(taken, self._num_leases)
-        return self._num_leases, taken
-
-    def send(self, context_len: int, source: Sequence[int]) -> Handoff:
-        generation, taken = self.lease(len(source))
-        runs = self.sending.offload(blocks(*source), taken, generation)
-        of = request(prompt_len=context_len)
-        return Handoff(of, 1, (7,), LeaseId(generation), generation, context_len, runs)
-
-    def fetch(self, handoff: Handoff, *target: int) -> Bytes:
-        self.receiving.fetch(handoff, blocks(*target))
-        return content(self.receiver, target)
-
-
-def content(storage: BlockStorage, block_ids: Sequence[int]) -> Bytes:
-    rows = np.zeros((len(block_ids), storage.layout.block_bytes), np.uint8)
-    storage.read_blocks(blocks(*block_ids), rows)
-    return rows
-
-
-def filled(layout: BlockLayout, seed: int) -> BlockStorage:
-    storage = BlockStorage(layout, NUM_STORAGE_BLOCKS)
-    rows = np.random.default_rng(seed).integers(0, 256, (NUM_STORAGE_BLOCKS, layout.block_bytes), np.uint8)
-    storage.write_blocks(blocks(*range(NUM_STORAGE_BLOCKS)), rows)
-    return storage
 
 
 @pytest.fixture(params=[(name, dtype) for name in MEDIA for dtype in ("float32", "bfloat16")], ids="-".join)
@@ -128,18 +45,6 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Setup]:
     medium = MEDIA[name](tmp_path, layout)
     yield Setup(medium, layout, filled(layout, 1), filled(layout, 2))
     medium.close()
-
-
-def everything(storage: BlockStorage) -> Bytes:
-    return content(storage, range(NUM_STORAGE_BLOCKS))
-
-
-def changed(handoff: Handoff, **changes: Any) -> Handoff:
-    return msgspec.structs.replace(handoff, **changes)
-
-
-def run_of(run: BlockRun, **changes: Any) -> BlockRun:
-    return msgspec.structs.replace(run, **changes)
 
 
 # --- what arrives
@@ -441,99 +346,3 @@ def test_random_changes_are_refused_or_change_nothing(setup: Setup) -> None:
             assert blocks_for(handoff.context_len, BLOCK_SIZE) == len(source)
             assert (rows[: len(source)] == content(setup.sender, source)).all()
     assert 200 < num_refused < 400
-
-
-# --- in front of an engine
-
-
-class Engines:
-    """Two workers and an arena: one computes, the other is to go on."""
-
-    def __init__(self, folder: Path) -> None:
-        config = small_config(folder / "model")
-        served = resolve_model(config.model)
-        layout = served.block_layout(config.engine.block_size)
-        self.arena = Arena.create(folder / "pool.arena", layout, NUM_POOL_BLOCKS)
-        self.here, self.there = (WorkerEngine(served, EngineSizes(1 << 18, 4, 8, 1)) for _ in range(2))
-        offered = ArenaOffered(str(self.arena.path), NUM_POOL_BLOCKS, layout.block_bytes, layout.digest().hex())
-        for engine in (self.here, self.there):
-            engine.map_arena(offered)
-        self.allocator = BlockAllocator(NUM_POOL_BLOCKS)
-
-    def close(self) -> None:
-        self.here.close()
-        self.there.close()
-        self.arena.close(unlink=True)
-
-    @staticmethod
-    async def run(engine: WorkerEngine, *additions: Addition, removals: tuple[RequestId, ...] = ()) -> Any:
-        over: asyncio.Future[IterationCompleted] = asyncio.get_running_loop().create_future()
-        slices = tuple((one.request.request_id, 1 if one.handoff else one.request.prompt_len) for one in additions)
-        engine.start_iteration(RunIteration(removals, additions, (), slices), over.set_result)
-        return await over
-
-    async def prefilled(self) -> Handoff:
-        of = request(prompt_len=19, max_tokens=4)
-        (token,) = (await self.run(self.here, Addition(of, (), blocks(7, 2, 5)))).sampled
-        taken = self.allocator.allocate(3)
-        assert taken is not None
-        self.arena.stamp(taken, 5)
-        runs = ShmTransfer(self.here._storage, self.arena).offload(blocks(7, 2, 5), taken, 5)
-        return Handoff(of, 1, (token.token_id,), LeaseId(5), 5, 19, runs)
-
-
-@pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Engines]:
-    made = Engines(tmp_path)
-    yield made
-    made.close()
-
-
-async def test_an_engine_goes_on_from_a_handoff(engines: Engines) -> None:
-    handoff = await engines.prefilled()
-    of, tokens = handoff.request, handoff.generated_token_ids
-    there: IterationCompleted = await engines.run(engines.there, Addition(of, tokens, blocks(1, 9, 4), handoff))
-    over: asyncio.Future[IterationCompleted] = asyncio.get_running_loop().create_future()
-    recomputed = Addition(of, tokens, blocks(8, 3, 6))
-    command = RunIteration((of.request_id,), (recomputed,), (), ((of.request_id, 20),))
-    engines.here.start_iteration(command, over.set_result)
-    assert len(there.sampled) == 1
-    assert there == await over
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"generation": 4},
-        {"context_len": 18},
-        {"context_len": 20},
-        {"context_len": 30},
-        {"request": request("r2", prompt_len=19)},
-        {"runs": ()},
-        {"runs": (BlockRun(0, 3, 1),)},
-        {"runs": (BlockRun(NUM_POOL_BLOCKS - 1, 3, 1),)},
-    ],
-    ids=str,
-)
-async def test_a_refused_request_never_enters_the_engine(engines: Engines, changes: dict[str, Any]) -> None:
-    valid = await engines.prefilled()
-    addition = Addition(valid.request, valid.generated_token_ids, blocks(1, 9, 4), changed(valid, **changes))
-    over = await engines.run(engines.there, addition)
-    assert over == IterationCompleted((), refused=(valid.request.request_id,))
-    assert not engines.there._engine.has_sequence(valid.request.request_id)
-
-
-async def test_a_refusal_leaves_its_companions_alone(engines: Engines) -> None:
-    valid = await engines.prefilled()
-    spoilt = Addition(valid.request, valid.generated_token_ids, blocks(1, 9, 4), changed(valid, generation=4))
-    other = request("r2", prompt_len=5)
-    over = await engines.run(engines.there, spoilt, Addition(other, (), blocks(10)))
-    assert over.refused == (valid.request.request_id,)
-    assert [token.request_id for token in over.sampled] == ["r2"]
-
-
-async def test_without_an_arena_every_handoff_is_a_miss(engines: Engines) -> None:
-    handoff = await engines.prefilled()
-    engines.there.map_arena(ArenaOffered("/nowhere", 1, 1, ""))
-    addition = Addition(handoff.request, handoff.generated_token_ids, blocks(1, 9, 4), handoff)
-    assert (await engines.run(engines.there, addition)).refused == (handoff.request.request_id,)

@@ -1,0 +1,121 @@
+"""A sender, a receiver and whatever lies between them, for each implementation of KVTransfer."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.ids import BlockId, LeaseId
+from alignedserve.messages.links import BlockRun, Handoff
+from alignedserve.runtime.arena import Arena
+from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.transfer import KVTransfer, ShmTransfer
+from tests.samples import blocks, request
+
+NUM_POOL_BLOCKS, NUM_STORAGE_BLOCKS, BLOCK_SIZE = 24, 16, 8
+Bytes = npt.NDArray[np.uint8]
+
+
+class Medium(Protocol):
+    """Where the blocks lie in between. One for each implementation of the port."""
+
+    def transfer(self, storage: BlockStorage) -> KVTransfer: ...
+    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None: ...
+    def flip(self, block_id: BlockId, offset: int) -> None: ...
+    def content(self) -> Bytes: ...
+    def close(self) -> None: ...
+
+
+class ShmMedium:
+    """An arena, mapped once by the pool and once by each worker."""
+
+    def __init__(self, folder: Path, layout: BlockLayout) -> None:
+        self._layout = layout
+        self._arena = Arena.create(folder / "pool.arena", layout, NUM_POOL_BLOCKS)
+
+    def transfer(self, storage: BlockStorage) -> KVTransfer:
+        return ShmTransfer(storage, Arena.attach(self._arena.path, self._layout))
+
+    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
+        self._arena.stamp(tuple(block_ids), generation)
+
+    def flip(self, block_id: BlockId, offset: int) -> None:
+        self._arena.blocks[block_id, offset] ^= 0x10
+
+    def content(self) -> Bytes:
+        return self._arena.blocks.copy()
+
+    def close(self) -> None:
+        self._arena.close(unlink=True)
+
+
+MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {"shm": ShmMedium}
+
+
+def layout_of(dtype: str) -> BlockLayout:
+    return BlockLayout(block_size=BLOCK_SIZE, num_layers=2, num_kv_heads=2, head_dim=4, dtype=dtype)
+
+
+@dataclass
+class Setup:
+    """A sender, a receiver and what lies between them. Leases are given out as the pool does."""
+
+    medium: Medium
+    layout: BlockLayout
+    sender: BlockStorage
+    receiver: BlockStorage
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(5)
+        self.sending = self.medium.transfer(self.sender)
+        self.receiving = self.medium.transfer(self.receiver)
+        self._free = list(range(NUM_POOL_BLOCKS))
+        self.rng.shuffle(self._free)
+        self._num_leases = 0
+
+    def lease(self, num_blocks: int) -> tuple[int, tuple[BlockId, ...]]:
+        self._num_leases += 1
+        taken = tuple(BlockId(self._free.pop()) for _ in range(num_blocks))
+        self.medium.stamp(taken, self._num_leases)
+        return self._num_leases, taken
+
+    def send(self, context_len: int, source: Sequence[int]) -> Handoff:
+        generation, taken = self.lease(len(source))
+        runs = self.sending.offload(blocks(*source), taken, generation)
+        of = request(prompt_len=context_len)
+        return Handoff(of, 1, (7,), LeaseId(generation), generation, context_len, runs)
+
+    def fetch(self, handoff: Handoff, *target: int) -> Bytes:
+        self.receiving.fetch(handoff, blocks(*target))
+        return content(self.receiver, target)
+
+
+def content(storage: BlockStorage, block_ids: Sequence[int]) -> Bytes:
+    rows = np.zeros((len(block_ids), storage.layout.block_bytes), np.uint8)
+    storage.read_blocks(blocks(*block_ids), rows)
+    return rows
+
+
+def filled(layout: BlockLayout, seed: int) -> BlockStorage:
+    storage = BlockStorage(layout, NUM_STORAGE_BLOCKS)
+    rows = np.random.default_rng(seed).integers(0, 256, (NUM_STORAGE_BLOCKS, layout.block_bytes), np.uint8)
+    storage.write_blocks(blocks(*range(NUM_STORAGE_BLOCKS)), rows)
+    return storage
+
+
+def everything(storage: BlockStorage) -> Bytes:
+    return content(storage, range(NUM_STORAGE_BLOCKS))
+
+
+def changed(handoff: Handoff, **changes: Any) -> Handoff:
+    return msgspec.structs.replace(handoff, **changes)
+
+
+def run_of(run: BlockRun, **changes: Any) -> BlockRun:
+    return msgspec.structs.replace(run, **changes)
