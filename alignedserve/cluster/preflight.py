@@ -9,14 +9,21 @@ from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.tokenizer import Tokenizer
+from alignedserve.runtime.weight_index import WeightIndex
+from kvpool.policies import make_batch_former
 from kvpool.storage import arena_folder
+from router.policies import make_prefill_order
 
 _MIB = 1024 * 1024
 
 
 def check(config: ClusterConfig, served: ServedModel) -> None:
     """Raises ConfigError, ModelError, NotEnoughMemory or AddressInUse saying what to change."""
+    make_prefill_order(config.router.prefill_order)
+    make_batch_former(config.pool.batching)
     Tokenizer.load(served.folder)
+    if not served.has_random_weights:
+        WeightIndex(served.folder)
     _check_ports(config)
     _check_blocks(config, served)
     _check_memory(config, served)

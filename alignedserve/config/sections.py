@@ -53,7 +53,8 @@ class ModelSectionConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         self._require(bool(self.path), "path", "must name a model folder")
-        self._require(self.dtype in ("auto", "float32", "bfloat16", "float16"), "dtype", "is not a known dtype")
+        known = ("auto", "float32", "bfloat16", "float16")
+        self._require(self.dtype in known, "dtype", f"must be one of {', '.join(known)}")
         self._require(self.max_context_len is None or self.max_context_len > 1, "max_context_len", "must exceed 1")
 
 
@@ -141,25 +142,25 @@ class EngineConfig(Section, frozen=True):
 
     block_size: int = 16  # token slots per block
     threads_per_worker: int | None = None  # CPU threads; when unset the workers of a machine share its cores
-    device: str = "auto"  # auto, cpu, cuda
+    device: str = "auto"  # auto, cpu
 
     def __post_init__(self) -> None:
         self._require(self.block_size in (8, 16, 32, 64, 128), "block_size", "must be 8, 16, 32, 64 or 128")
         self._require(
             self.threads_per_worker is None or self.threads_per_worker > 0, "threads_per_worker", "must be above 0"
         )
-        self._require(self.device in ("auto", "cpu", "cuda"), "device", "must be auto, cpu or cuda")
+        self._require(self.device in ("auto", "cpu"), "device", "must be auto or cpu: CUDA is not built yet")
 
 
 class LinksConfig(Section, frozen=True):
     """Sockets between processes."""
 
     peer_timeout_s: float = 5.0  # a peer silent for this long is lost
-    transport: str = "unix"  # unix: one host; tcp: a cluster
+    transport: str = "unix"  # sockets of one host
 
     def __post_init__(self) -> None:
         self._require(0.5 <= self.peer_timeout_s <= 3600.0, "peer_timeout_s", "must be between 0.5 and 3600")
-        self._require(self.transport in ("unix", "tcp"), "transport", "must be unix or tcp")
+        self._require(self.transport == "unix", "transport", "must be unix: links between hosts are not built yet")
 
 
 class ClusterConfig(Section, frozen=True):
