@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.ids import RequestId
@@ -118,9 +119,8 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One new token of one request."""
+class SampledToken(NamedTuple):
+    """One new token of one request. A named tuple, as one is made per request and iteration: half the cost."""
 
     request_id: RequestId
     token_id: int

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice",
 _PROMPT_LOGPROB_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class StepSlice:
+class StepSlice(NamedTuple):
     """Work of one sequence in one step: compute its next `num_tokens` known tokens."""
 
     request_id: RequestId
@@ -132,10 +132,13 @@ class Engine:
         return int(self._table.num_tokens[self._table.row(request_id)])
 
     @torch.inference_mode()
-    def execute(self, slices: Sequence[StepSlice]) -> StepOutput:
-        """One step over one slice per sequence: at least one slice, each within its sequence's tokens and blocks."""
+    def execute(self, slices: Sequence[tuple[RequestId, int]]) -> StepOutput:
+        """One step over one slice per sequence: at least one slice, each within its sequence's tokens and blocks.
+
+        A slice is a StepSlice, or a plain pair of the same.
+        """
         started = time.perf_counter()
-        step = self._builder.build([part.request_id for part in slices], [part.num_tokens for part in slices])
+        step = self._builder.build([part[0] for part in slices], [part[1] for part in slices])
         prepared = time.perf_counter()
         hidden = self.model.forward(step.batch, self.storage)
         logits = self.model.logits(hidden[step.sampled_at]) if len(step.sampled_rows) else None
