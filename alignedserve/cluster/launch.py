@@ -1,6 +1,7 @@
 """Starting a cluster: Ray places, supervises and restarts the actors; everything they say goes over their own links."""
 
 import contextlib
+import fcntl
 import logging
 import os
 import secrets
@@ -20,7 +21,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster import preflight
 from alignedserve.cluster.signals import endings_ignored, handlers_kept
-from alignedserve.config.environment import api_keys, ray_address, run_root
+from alignedserve.config.environment import RUN_DIR_VARIABLE, api_keys, ray_address, run_root
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.messages.handshake import Role
@@ -40,6 +41,9 @@ _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's smallest; nothing of ours travel
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 5.0
 _RAY_EXIT_S = 3.0
+_KEPT_FOLDERS = 8  # of clusters that have ended, for their logs
+_MAX_SOCKET_PATH = 107  # bytes; the system's limit
+_LONGEST_NAME = "prefill-1023"
 # Ray notices a lost node in about a second with these, after more than ten seconds without.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -232,12 +236,32 @@ def _result(reference: Any, name: str) -> AlignedServeError | None:
 def _make_folder() -> Path:
     """A fresh private folder for sockets and logs; those of clusters long gone are removed."""
     root = run_root()
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if root.stat().st_uid != os.getuid() or root.stat().st_mode & 0o077:
-        raise ResourceError(f"{root} must belong to you and be closed to others (mode 700); it holds the sockets")
-    earlier = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for path in earlier[:-8]:
-        shutil.rmtree(path, ignore_errors=True)
-    folder = root / secrets.token_hex(4)
-    folder.mkdir(mode=0o700)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if root.stat().st_uid != os.getuid() or root.stat().st_mode & 0o077:
+            raise ResourceError(f"{root} must belong to you and be closed to others (mode 700); it holds the sockets")
+        folder = root / secrets.token_hex(4)
+        if len(os.fsencode(AddressBook(folder).of(_LONGEST_NAME).removeprefix("unix:"))) > _MAX_SOCKET_PATH:
+            raise ResourceError(f"{root} is too long a path for Unix sockets; set {RUN_DIR_VARIABLE} to a shorter one")
+        _remove_old_folders(root)
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        problem = f"{root} cannot hold sockets and logs: {error.strerror}"
+        raise ResourceError(f"{problem}; set {RUN_DIR_VARIABLE} to another folder") from error
+    # Until this process ends, however it ends: the folder is in use.
+    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
     return folder
+
+
+def _remove_old_folders(root: Path) -> None:
+    """All but the latest few, and those of clusters that run."""
+    folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for path in folders[:-_KEPT_FOLDERS]:
+        file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(file_descriptor)
