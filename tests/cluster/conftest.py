@@ -1,0 +1,33 @@
+"""One served cluster that the tests of this folder share: starting one takes ten seconds, more on a busy machine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.serving import Serving, serving, write_random_model
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder; serve it with model.random_weights=true."""
+    return write_random_model(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
+    """The default cluster. Its end is a test as well: nothing may be left."""
+    options = (str(random_model), "--set", "model.random_weights=true")
+    with serving(tmp_path_factory.mktemp("run"), *options) as served:
+        served.wait_ready()
+        yield served
+        code, _, err = served.stop()
+        assert (code, served.leftovers()) == (0, []), err
+
+
+@pytest.fixture
+def cluster(shared_cluster: Serving) -> Serving:
+    """The shared cluster, whole and idle."""
+    shared_cluster.wait_ready()
+    shared_cluster.wait_idle()
+    return shared_cluster

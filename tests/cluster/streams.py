@@ -1,0 +1,76 @@
+"""Many streaming requests at once, and what came of each."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+from tests.cluster.serving import MODEL
+
+
+@dataclass
+class Stream:
+    """One streamed answer."""
+
+    status: int = 0
+    text: str = ""
+    num_events: int = 0
+    longest_gap_s: float = 0.0
+    is_done: bool = False  # "[DONE]" came
+    error: str | None = None  # an error event, an error status, or a connection that broke
+    retry_after: str | None = None
+    started: asyncio.Event = field(default_factory=asyncio.Event)  # some text is here
+
+
+async def stream_one(
+    client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, into: Stream, **fields: object
+) -> Stream:
+    """Ask and read to the end. Never raises for what the server does."""
+    body = {"model": MODEL, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    last_s = time.monotonic()
+    try:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True} | fields) as response:
+            into.status = response.status_code
+            into.retry_after = response.headers.get("retry-after")
+            if response.status_code != 200:
+                into.error = (await response.aread()).decode()
+                return into
+            async for line in response.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                into.longest_gap_s = max(into.longest_gap_s, time.monotonic() - last_s)
+                last_s = time.monotonic()
+                _read_event(line.removeprefix("data: "), into)
+    except httpx.HTTPError as error:
+        into.error = repr(error)
+    finally:
+        into.started.set()
+    return into
+
+
+def _read_event(payload: str, into: Stream) -> None:
+    if payload == "[DONE]":
+        into.is_done = True
+        return
+    event = json.loads(payload)
+    if "error" in event:
+        into.error = payload
+        return
+    into.num_events += 1
+    into.text += "".join(choice["text"] for choice in event["choices"])
+    if into.num_events > 5:
+        into.started.set()
+
+
+def make_client(url: str) -> httpx.AsyncClient:
+    """A client that waits and has room for every stream."""
+    return httpx.AsyncClient(base_url=url, timeout=120.0, limits=httpx.Limits(max_connections=None))
+
+
+async def stream_all(url: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Stream]:
+    """All prompts at once, undisturbed."""
+    async with make_client(url) as client:
+        return await asyncio.gather(*(stream_one(client, prompt, max_tokens, Stream()) for prompt in prompts))

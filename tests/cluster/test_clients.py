@@ -1,0 +1,77 @@
+"""What clients may do to a served cluster: leave in the middle, be too many, come without a key."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.serving import Serving, serving, token_prompts
+from tests.cluster.streams import Stream, make_client, stream_one
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+
+async def test_clients_that_leave_free_their_blocks(cluster: Serving) -> None:
+    streams = [Stream() for _ in range(6)]
+    prompts = token_prompts(6, seed=1)
+    async with make_client(cluster.url) as client:
+        pairs = zip(prompts, streams, strict=True)
+        tasks = [asyncio.create_task(stream_one(client, prompt, 1500, stream)) for prompt, stream in pairs]
+        await asyncio.gather(*(stream.started.wait() for stream in streams))
+        await asyncio.to_thread(cluster.wait_busy)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert not any(stream.is_done for stream in streams)
+    # The router reports once a second; the rest is a moment.
+    assert await asyncio.to_thread(cluster.wait_idle) < 5.0
+
+
+@pytest.mark.slow
+async def test_overload_keys_and_quotas(tmp_path: Path, random_model: Path) -> None:
+    limits = (
+        "router.max_queued_requests=4",
+        "router.max_prefill_tokens_per_worker=64",
+        "gateway.requests_per_minute=50",
+    )
+    options = [part for limit in ("model.random_weights=true", *limits) for part in ("--set", limit)]
+    environment = {"ALIGNEDSERVE_API_KEYS": "first-key,second-key"}
+    with serving(tmp_path / "run", str(random_model), *options, environment=environment) as cluster:
+        cluster.wait_ready()
+        async with make_client(cluster.url) as client:
+            await refuse_without_a_key(client)
+            client.headers["authorization"] = "Bearer first-key"
+            await overload(client)
+            client.headers["authorization"] = "Bearer second-key"
+            await exceed_the_quota(client)
+        code, _, err = cluster.stop()
+        assert (code, cluster.leftovers()) == (0, []), err
+
+
+async def refuse_without_a_key(client: httpx.AsyncClient) -> None:
+    for key in (None, "Bearer wrong", "Basic first-key"):
+        headers = {"authorization": key} if key else {}
+        refused = await client.get("/v1/models", headers=headers)
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+
+
+async def overload(client: httpx.AsyncClient) -> None:
+    prompts = [[7] * 600 for _ in range(40)]
+    answers = await asyncio.gather(*(stream_one(client, prompt, 20, Stream()) for prompt in prompts))
+    refused = [answer for answer in answers if answer.status == 503]
+    assert refused
+    assert all(int(answer.retry_after or 0) >= 1 for answer in refused)
+    served = [answer for answer in answers if answer.status == 200]
+    assert len(served) >= 4
+    assert len(served) + len(refused) == len(answers)
+    assert all(answer.is_done and answer.error is None for answer in served)
+
+
+async def exceed_the_quota(client: httpx.AsyncClient) -> None:
+    statuses = [(await stream_one(client, [5], 1, Stream())).status for _ in range(50)]
+    assert statuses == [200] * 50
+    beyond = await stream_one(client, [5], 1, Stream())
+    assert beyond.status == 429
+    assert int(beyond.retry_after or 0) >= 1

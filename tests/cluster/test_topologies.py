@@ -1,0 +1,58 @@
+"""Other shapes of cluster and other models than the default, served for real."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.serving import Serving, serving, token_prompts
+from tests.cluster.streams import stream_all
+from tests.gateway.support import write_tokenizer
+from tests.tiny_models import make_tiny_model
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+
+PROMPTS = token_prompts(8)
+RANDOM = ("--set", "model.random_weights=true")
+COLOCATED = ("--set", "topology=colocated")
+
+
+def texts(cluster: Serving, max_tokens: int = 100) -> list[str]:
+    streams = asyncio.run(stream_all(cluster.url, PROMPTS, max_tokens))
+    assert all(stream.is_done and stream.error is None for stream in streams), streams
+    return [stream.text for stream in streams]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_colocated(cluster: Serving, tmp_path: Path, random_model: Path, count: int) -> None:
+    options = (*COLOCATED, "--set", f"decode.count={count}")
+    with serving(tmp_path / "run", str(random_model), *RANDOM, *options) as colocated:
+        colocated.wait_ready()
+        assert not colocated.actors("KvPool")
+        assert not colocated.actors("PrefillWorker")
+        assert len(colocated.actors("DecodeWorker")) == count
+        assert texts(colocated) == texts(cluster)
+        colocated.wait_idle()
+        assert colocated.arenas() == []
+        code, out, err = colocated.stop()
+        assert f"1 gateway, 1 router, {count} colocated workers" in out
+        assert (code, colocated.leftovers()) == (0, []), err
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("opt", "float32"), ("qwen3", "bfloat16"), ("gpt_neox", "float32"), ("mistral", "float16")]
+)
+def test_another_model(tmp_path: Path, family: str, dtype: str) -> None:
+    model = tmp_path / "model"
+    make_tiny_model(model, family)
+    write_tokenizer(model)
+    with serving(tmp_path / "run", str(model), "--set", f"model.dtype={dtype}") as cluster:
+        cluster.wait_ready()
+        status, answer = cluster.complete([5, 6, 7, 8], max_tokens=20, ignore_eos=True)
+        assert status == 200, json.dumps(answer)
+        assert answer["usage"]["completion_tokens"] == 20
+        cluster.wait_idle()
+        metrics = cluster.metrics()
+        assert metrics["alignedserve_handoffs_verified_total"] >= 1
+        assert cluster.stop()[0] == 0
