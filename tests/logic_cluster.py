@@ -302,8 +302,8 @@ class LogicCluster:
 
     def _deliver(self, name: str, event: CommonEvent | IterationCompleted | OffloadCompleted) -> None:
         if name == GATEWAY:
-            for command in self.client.on_event(event):  # type: ignore[arg-type]
-                self._send(GATEWAY, command.peer, command.message)
+            for answer in self.client.on_event(event):  # type: ignore[arg-type]
+                self._send(GATEWAY, answer.peer, answer.message)
             return
         for command in self.logics[name].on_event(event, self.now):  # type: ignore[arg-type]
             self._perform(name, command)

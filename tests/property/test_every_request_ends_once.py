@@ -50,9 +50,7 @@ def check_nothing_is_held(cluster: LogicCluster) -> None:
     assert status.num_worker_blocks_used == 0
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**9), shape=st.sampled_from(SHAPES))
-def test_with_aborts(seed: int, shape: Shape) -> None:
+def replay_with_aborts(seed: int, shape: Shape) -> None:
     rng = random.Random(seed)
     cluster = LogicCluster(shape, seed)
     for request in make_requests(rng, 25):
@@ -67,8 +65,12 @@ def test_with_aborts(seed: int, shape: Shape) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**9), shape=st.sampled_from([shape for shape in SHAPES if not shape.refuse]))
-def test_with_lost_processes(seed: int, shape: Shape) -> None:
+@given(seed=st.integers(0, 10**9), shape=st.sampled_from(SHAPES))
+def test_with_aborts(seed: int, shape: Shape) -> None:
+    replay_with_aborts(seed, shape)
+
+
+def replay_with_lost_processes(seed: int, shape: Shape) -> None:
     """Workers and pools are killed and started again; every request still gets exactly its answer."""
     rng = random.Random(seed)
     cluster = LogicCluster(shape, seed)
@@ -87,9 +89,13 @@ def test_with_lost_processes(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from([shape for shape in SHAPES if not shape.refuse]))
-def test_with_a_lost_router(seed: int, shape: Shape) -> None:
+def test_with_lost_processes(seed: int, shape: Shape) -> None:
+    replay_with_lost_processes(seed, shape)
+
+
+def replay_with_a_lost_router(seed: int, shape: Shape) -> None:
     """The router restarts with nothing; gateways bring their open requests back, workers drop what they had."""
     rng = random.Random(seed)
     cluster = LogicCluster(shape, seed)
@@ -106,9 +112,15 @@ def test_with_a_lost_router(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**9), shape=st.sampled_from([shape for shape in SHAPES if not shape.refuse]))
+def test_with_a_lost_router(seed: int, shape: Shape) -> None:
+    replay_with_a_lost_router(seed, shape)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(400))
 def test_many_histories(seed: int) -> None:
-    test_with_aborts.hypothesis.inner_test(seed, SHAPES[seed % len(SHAPES)])
-    test_with_lost_processes.hypothesis.inner_test(seed, SHAPES[seed % 4])
-    test_with_a_lost_router.hypothesis.inner_test(seed, SHAPES[seed % 4])
+    replay_with_aborts(seed, SHAPES[seed % len(SHAPES)])
+    replay_with_lost_processes(seed, SHAPES[seed % 4])
+    replay_with_a_lost_router(seed, SHAPES[seed % 4])
