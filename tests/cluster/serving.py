@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,11 @@ class Serving:
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
         return {name.partition("{")[0]: float(value) for name, value in lines} if status == 200 else {}
 
-    def wait_busy(self, timeout_s: float = 20.0) -> None:
-        """Until blocks are in use, by the router's reports, which come once a second."""
+    def wait_for(self, name: str, holds: Callable[[float], bool], timeout_s: float = 20.0) -> None:
+        """Until this metric is such; the router's reports, where most come from, are up to a second old."""
         began_s = time.monotonic()
-        while not self.metrics().get("alignedserve_worker_blocks_used"):
-            assert time.monotonic() - began_s < timeout_s, f"nothing is held: {self.metrics()}"
+        while not holds(self.metrics().get(name, float("nan"))):
+            assert time.monotonic() - began_s < timeout_s, self.metrics()
             time.sleep(_POLL_S)
 
     def wait_idle(self, timeout_s: float = 20.0) -> float:

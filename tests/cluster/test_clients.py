@@ -19,7 +19,7 @@ async def test_clients_that_leave_free_their_blocks(cluster: Serving) -> None:
         pairs = zip(prompts, streams, strict=True)
         tasks = [asyncio.create_task(stream_one(client, prompt, 1500, stream)) for prompt, stream in pairs]
         await asyncio.gather(*(stream.started.wait() for stream in streams))
-        await asyncio.to_thread(cluster.wait_busy)
+        await asyncio.to_thread(cluster.wait_for, "alignedserve_worker_blocks_used", lambda count: count > 0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
