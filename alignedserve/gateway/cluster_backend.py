@@ -39,6 +39,7 @@ from alignedserve.messages.links import (
     TokensEmitted,
 )
 from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.background import start_background
 from alignedserve.runtime.links import Identity, Peer
 from alignedserve.runtime.switchboard import Switchboard
 
@@ -67,7 +68,7 @@ class ClusterBackend:
         """Listen for workers and dial the router."""
         await self._switchboard.listen(self._own_address)
         self._switchboard.dial(self._router_address)
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._sweeper = start_background(self._sweep(), "the sweep over open requests")
 
     async def stop(self) -> None:
         """Close every link; open requests fail."""

@@ -16,6 +16,7 @@ from alignedserve.gateway.app import build_app, build_services
 from alignedserve.gateway.cluster_backend import ClusterBackend
 from alignedserve.gateway.model import ServedModel
 from alignedserve.gateway.services import Services
+from alignedserve.runtime.background import start_background
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.tokenizer import Tokenizer
 
@@ -121,7 +122,7 @@ class HttpServer:
     async def start(self) -> None:
         """Returns when connections are accepted."""
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        self._tasks = [serving, asyncio.create_task(self._services.canary.run())]
+        self._tasks = [serving, start_background(self._services.canary.run(), "the canary")]
         async with asyncio.timeout(_START_TIMEOUT_S):
             while not self._server.started:
                 if serving.done():

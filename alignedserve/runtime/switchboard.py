@@ -8,6 +8,7 @@ from typing import Protocol
 
 from alignedserve.core.errors import PeerLost
 from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.background import start_background
 from alignedserve.runtime.links import Identity, Link, Peer, connect, listen
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Switchboard:
         """Keep a link to this address for ever, redialling whenever it is lost."""
         if address not in self._diallers:
             self._pending.setdefault(address, [])
-            self._diallers[address] = asyncio.create_task(self._keep_dialling(address))
+            self._diallers[address] = start_background(self._keep_dialling(address), f"dialling {address}")
 
     def send(self, peer_name: str, message: Message) -> bool:
         """Send to a linked peer; False when there is no link to it."""
