@@ -196,6 +196,8 @@ class Serving:
         for process in (psutil.Process(self.pid), *self._running()) if self.is_running() else self._running():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        for path in self.arenas():
+            path.unlink(missing_ok=True)
         self._process.wait()
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:

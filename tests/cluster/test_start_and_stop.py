@@ -82,7 +82,8 @@ def test_the_next_one_cleans_up_behind_a_killed_one(tmp_path: Path, random_model
         assert len(killed.arenas()) == 1
         killed.send_signal(signal.SIGKILL)
         killed.finish()
-        assert [line for line in killed.leftovers(60.0) if line[0].isdigit()] == []
+        # Ray's own two agents wait a minute for the rest of Ray before they follow it.
+        assert [line for line in killed.leftovers(10.0) if line[0].isdigit() and "Agent'" not in line] == []
         with serving(tmp_path / "run", str(random_model), *RANDOM) as following:
             following.wait_ready()
             assert len(following.arenas()) == 1  # its own: both have the same run_dir
