@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import psutil
 import ray
-from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
 from alignedserve.cluster import preflight
-from alignedserve.cluster.signals import endings_ignored, handlers_kept
+from alignedserve.cluster.ray_node import join_ray, start_ray
+from alignedserve.cluster.signals import endings_ignored
 from alignedserve.config.environment import RUN_DIR_VARIABLE, api_keys, ray_address, run_root
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
@@ -37,25 +37,12 @@ from router.actor import RouterActor
 
 logger = logging.getLogger(__name__)
 
-_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's smallest; nothing of ours travels through it
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 5.0
 _RAY_EXIT_S = 3.0
 _KEPT_FOLDERS = 8  # of clusters that have ended, for their logs
 _MAX_SOCKET_PATH = 107  # bytes; the system's limit
 _LONGEST_NAME = "prefill-1023"
-# Ray notices a lost node in about a second with these, after more than ten seconds without.
-_RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
-    # Ray's own choice is 15, with which a single busy program beside us starves every actor for seconds.
-    "RAY_worker_niceness": "0",
-    # Two workers share the cores: a thread that waits must sleep, not spin.
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
 
 
 class RunningCluster:
@@ -79,8 +66,7 @@ class RunningCluster:
 
     def start(self) -> None:
         """Create every actor and wait until each is up. Raises what the first failing one raised."""
-        with handlers_kept():
-            self._start_ray()
+        self._start_ray()
         self._create_actors()
         failures = {name: actor.failure.remote() for name, actor in self._actors.items()}
         for name, reference in failures.items():
@@ -131,28 +117,11 @@ class RunningCluster:
 
     def _start_ray(self) -> None:
         namespace = f"alignedserve-{self._cluster_id}"
-        os.environ.update(_RAY_ENVIRONMENT)
-        if ray_address() is not None:  # a cluster that `ray up` made: its authentication is its owner's
-            ray.init(address=ray_address(), namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-            return
-        # Said outright, with a token of this cluster alone: what Ray does by default depends on what ran before.
-        token = self.folder / "ray_token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
-        Config.initialize("")  # Ray read its settings when it was imported; this has it read them again
-        try:
-            ray.init(
-                address="local",
-                namespace=namespace,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_OBJECT_STORE_BYTES,
-            )
-        except Exception as error:
-            # Ray raises plain Exception when a process of its own is late.
-            raise ResourceError(f"Ray did not start: {error}; is this machine overloaded?") from error
+        address = ray_address()
+        if address is None:
+            start_ray(self.folder, namespace)
+        else:
+            join_ray(address, namespace)
 
     def _create_actors(self) -> None:
         config, served = self.config, self.served
