@@ -39,11 +39,11 @@ install-dev: $(VENV)/.installed-dev
 
 # Reinstalled only when the list of dependencies changes.
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/install.sh
-	@scripts/install.sh $(PYTHON) $(VENV) .
+	@scripts/install.sh "$(PYTHON)" $(VENV) .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@scripts/install.sh $(PYTHON) $(VENV) ".[dev]"
+	@scripts/install.sh "$(PYTHON)" $(VENV) ".[dev]"
 	@touch $@
 
 bench: install-dev  ## every recorded benchmark, one after the other; results under benchmarks/results
