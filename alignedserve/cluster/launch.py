@@ -223,14 +223,17 @@ def _make_folder() -> Path:
 
 
 def _remove_old_folders(root: Path) -> None:
-    """All but the latest few, and those of clusters that run."""
+    """What dead clusters left: all but the latest few folders go, and of those few the sockets; their logs stay."""
     folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for path in folders[:-_KEPT_FOLDERS]:
+    for path in folders:
         file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+            for socket_path in path.glob("*.sock"):
+                socket_path.unlink(missing_ok=True)
+            if path not in folders[-_KEPT_FOLDERS:]:
+                shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
-            continue
+            continue  # its cluster runs
         finally:
             os.close(file_descriptor)
