@@ -50,6 +50,7 @@ def test_an_end_while_starting(
 def test_an_end_while_serving_even_an_impatient_one(tmp_path: Path, random_model: Path) -> None:
     with serving(tmp_path / "run", str(random_model), *RANDOM) as cluster:
         cluster.wait_ready()
+        time.sleep(1.0)  # the command asks for itself, and then says that it is ready
         cluster.send_signal(signal.SIGTERM)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
             time.sleep(0.3)
