@@ -129,7 +129,7 @@ class PoolLogic:
             case CancelReservation():
                 return self._drop(message.request_id, message.attempt, now)
             case BlocksWritten():
-                return self._written(peer, message)
+                return self._written(peer, message, now)
             case FormBatch():
                 return self._form(message, now)
             case LeasesReleased():
@@ -176,7 +176,7 @@ class PoolLogic:
         reserved = BlocksReserved(request_id, attempt, lease_id, lease_id, block_ids)
         return [StampBlocks(block_ids, lease_id), Send(reservation.worker, reserved)]
 
-    def _written(self, peer: str, written: BlocksWritten) -> list[PoolCommand]:
+    def _written(self, peer: str, written: BlocksWritten, now: float) -> list[PoolCommand]:
         lease = self._leases.get(written.lease_id)
         is_accepted = lease is not None and self._describes(lease, peer, written)
         taken = Send(peer, BlocksTaken(written.request.request_id, written.attempt, is_accepted))
@@ -185,7 +185,7 @@ class PoolLogic:
         lease.stage = LeaseStage.POOLED
         lease.content = written
         self._num_pooled += 1
-        self._former.insert(_indexed(lease, written))
+        self._former.insert(_indexed(lease, written), now)
         num_blocks = len(lease.block_ids)
         pooled = RequestPooled(lease.request_id, lease.attempt, written.context_len, num_blocks)
         return [taken, *self._to_router(pooled)]
@@ -292,5 +292,5 @@ class PoolLogic:
 def _indexed(lease: Lease, written: BlocksWritten) -> PooledRequest:
     request = written.request
     slo = request.slo
-    deadline_s = None if slo.deadline_s is None else request.arrival_s + slo.deadline_s
-    return PooledRequest(lease.request_id, written.context_len, len(lease.block_ids), request.arrival_s, deadline_s)
+    urgent_at_s = None if slo.deadline_s is None else request.arrival_s + slo.deadline_s
+    return PooledRequest(lease.request_id, written.context_len, len(lease.block_ids), request.arrival_s, urgent_at_s)

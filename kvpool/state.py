@@ -47,4 +47,4 @@ class PooledRequest:
     context_len: int
     num_blocks: int
     arrival_s: float
-    deadline_s: float | None  # when its SLO is lost; None: no SLO
+    urgent_at_s: float | None  # from this time on waiting longer would miss its deadline; None: no deadline

@@ -15,6 +15,7 @@ from alignedserve.runtime.links import Identity
 from alignedserve.runtime.room import Room
 from kvpool.logic import PoolLogic, StampBlocks
 from kvpool.policies import make_batch_former
+from kvpool.policies.density_first import DEFAULT_STARVATION_S
 
 _MAX_FIRST_LEASE = 1 << 39  # half of what a message can carry
 
@@ -33,7 +34,9 @@ class KvPool:
         logic = PoolLogic(
             arena=offered,
             block_size=layout.block_size,
-            batch_former=make_batch_former(config.batching),
+            batch_former=make_batch_former(
+                config.batching, block_size=layout.block_size, starvation_s=DEFAULT_STARVATION_S
+            ),
             lease_s=config.lease_s,
             first_lease=1 + secrets.randbelow(_MAX_FIRST_LEASE),
         )

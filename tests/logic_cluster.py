@@ -277,7 +277,7 @@ class LogicCluster:
             return RouterLogic(config=config, order=make_prefill_order("least_slack")), Role.ROUTER
         if name == POOL:
             arena = ArenaOffered("/arena", shape.pool_blocks, 64, "")
-            former = make_batch_former("fcfs")
+            former = make_batch_former("fcfs", block_size=BLOCK_SIZE, starvation_s=2.0)
             return PoolLogic(arena=arena, block_size=BLOCK_SIZE, batch_former=former, lease_s=1e9), Role.KV_POOL
         if name.startswith("prefill"):
             limits = PrefillLimits(max_tokens=10, max_running=4)

@@ -1,17 +1,32 @@
 """Batch formers by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 from alignedserve.core.errors import ConfigError
 from kvpool.policies.batch_former import BatchFormer
+from kvpool.policies.density_first import DensityFirstBatchFormer, DensityFirstConfig
 from kvpool.policies.fcfs import FcfsBatchFormer
 
-BATCH_FORMERS: Mapping[str, Callable[[], BatchFormer]] = MappingProxyType({"fcfs": FcfsBatchFormer})
+
+class _Builder(Protocol):
+    def __call__(self, *, block_size: int, starvation_s: float) -> BatchFormer: ...
 
 
-def make_batch_former(name: str) -> BatchFormer:
-    """Raises ConfigError listing the valid names."""
+def _density_first(*, block_size: int, starvation_s: float) -> BatchFormer:
+    return DensityFirstBatchFormer(DensityFirstConfig(starvation_s=starvation_s, block_size=block_size))
+
+
+def _fcfs(*, block_size: int, starvation_s: float) -> BatchFormer:
+    return FcfsBatchFormer()
+
+
+BATCH_FORMERS: Mapping[str, _Builder] = MappingProxyType({"density_first": _density_first, "fcfs": _fcfs})
+
+
+def make_batch_former(name: str, *, block_size: int, starvation_s: float) -> BatchFormer:
+    """Each policy takes the parameters that it has. Raises ConfigError listing the valid names."""
     if name not in BATCH_FORMERS:
         raise ConfigError(f"pool.batching: unknown batch former {name!r}; known: {', '.join(sorted(BATCH_FORMERS))}")
-    return BATCH_FORMERS[name]()
+    return BATCH_FORMERS[name](block_size=block_size, starvation_s=starvation_s)

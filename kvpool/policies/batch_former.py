@@ -21,6 +21,7 @@ class BatchLimits:
 
     max_blocks: int
     max_requests: int
+    min_requests: int = 1  # a batch of fewer would leave the decode worker idle: look further for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,23 @@ class AlignedBatch:
 class BatchFormer(Protocol):
     """Holds what is pooled. Deterministic: the same history gives the same batches; ties go to the earlier arrival."""
 
-    def insert(self, pooled: PooledRequest) -> None:
+    def insert(self, pooled: PooledRequest, now: float) -> None:
         """Add a request; its id must be new."""
 
     def remove(self, request_id: RequestId) -> None:
         """Take a request out; it must be there."""
 
     def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """Choose a batch within both limits, or None. Removes nothing: the caller removes what it grants."""
+        """Choose a batch within both limits, or None. Removes nothing: the caller removes what it grants.
+
+        A request that is larger than `max_blocks` alone is passed over, and stays for a larger limit.
+        """
+
+    def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
+        """Choose requests to join a running batch of these lengths, the oldest first, or None. Removes nothing.
+
+        None as well where the policy does not care for lengths.
+        """
 
 
 def batch_of(chosen: list[PooledRequest]) -> AlignedBatch:

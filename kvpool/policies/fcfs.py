@@ -3,7 +3,7 @@
 import heapq
 
 from alignedserve.core.ids import RequestId
-from kvpool.policies.batch_former import AlignedBatch, BatchLimits, batch_of
+from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
 from kvpool.state import PooledRequest
 
 _Entry = tuple[float, RequestId, int]  # arrival, id, number of the insertion
@@ -20,7 +20,7 @@ class FcfsBatchFormer:
         self._order: list[_Entry] = []  # heap; entries of removed requests are skipped
         self._num_insertions = 0
 
-    def insert(self, pooled: PooledRequest) -> None:
+    def insert(self, pooled: PooledRequest, now: float) -> None:
         """See BatchFormer."""
         assert pooled.request_id not in self._pooled, "a request pooled twice"
         self._num_insertions += 1
@@ -45,6 +45,10 @@ class FcfsBatchFormer:
         for entry in examined:
             heapq.heappush(self._order, entry)
         return batch_of(chosen) if chosen else None
+
+    def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
+        """See BatchFormer: nobody joins, lengths do not matter here."""
+        return None
 
     def _pop(self, examined: list[_Entry]) -> PooledRequest | None:
         """The next request still pooled; its entry is noted in `examined` so that it can be put back."""

@@ -1,0 +1,183 @@
+"""Quad-tree over context lengths: how many requests, and how many blocks, lie in which range.
+
+Every node covers a range of lengths, split in four down to one block. Nodes are numbered level by level, as in a heap:
+the root is 0, the children of n are 4n+1 to 4n+4, the leaves come last, shortest lengths first. What is known of a node
+stands in flat lists under its number. Lengths over the maximum are counted as the maximum.
+"""
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from alignedserve.core.ids import RequestId
+from kvpool.ordered_entries import NO_SIZE, Entry, OrderedEntries
+from kvpool.state import PooledRequest
+
+ROOT = 0
+NEVER = float("inf")  # the waiting time of an empty range has not begun
+
+
+class QuadTree:
+    """Pooled requests by context length; inserting, moving and removing touch one node per level.
+
+    The lists hold one number per node. They are read by whoever searches the tree, and written here alone.
+    """
+
+    def __init__(self, *, block_size: int = 16, max_context_len: int = 65536) -> None:
+        self._block_size = block_size
+        self._max_context_len = max_context_len
+        num_leaves = 1
+        while num_leaves * block_size < max_context_len:
+            num_leaves *= 4
+        self.first_leaf = (num_leaves - 1) // 3
+        num_nodes = self.first_leaf + num_leaves
+        self.num_requests = [0] * num_nodes
+        self.num_blocks = [0] * num_nodes
+        self.smallest = [NO_SIZE] * num_nodes  # blocks of the smallest request
+        # When the leaf last gave requests to a batch, or was first occupied after that; in other nodes the earliest
+        # of their leaves.
+        self.waiting_since_s = [NEVER] * num_nodes
+        self._entries: list[OrderedEntries | None] = [None] * num_leaves
+        self._paths: list[tuple[int, ...] | None] = [None] * num_leaves  # made when first needed
+        self._members: dict[RequestId, PooledRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, request_id: RequestId) -> PooledRequest:
+        return self._members[request_id]
+
+    def leaf_of(self, context_len: int) -> int:
+        """The node of one block's lengths that this length belongs to."""
+        return self.first_leaf + (min(context_len, self._max_context_len) - 1) // self._block_size
+
+    def oldest_first(self, leaf: int) -> OrderedEntries:
+        """The requests of a leaf that is not empty."""
+        entries = self._entries[leaf - self.first_leaf]
+        assert entries is not None, "an empty leaf"
+        return entries
+
+    # --- changes
+
+    def insert(self, pooled: PooledRequest, now: float) -> None:
+        """Add a request; its id must be new."""
+        assert pooled.request_id not in self._members, "a request pooled twice"
+        self._members[pooled.request_id] = pooled
+        leaf = self.leaf_of(pooled.context_len)
+        self._count(self._path(leaf), 1, pooled.num_blocks)
+        self._put_into(leaf, pooled, now)
+
+    def remove(self, request_id: RequestId) -> PooledRequest:
+        """Take a request out; it must be there."""
+        pooled = self._members.pop(request_id)
+        leaf = self.leaf_of(pooled.context_len)
+        self._count(self._path(leaf), -1, -pooled.num_blocks)
+        self._take_from(leaf, pooled)
+        return pooled
+
+    def move(self, request_id: RequestId, context_len: int, num_blocks: int) -> None:
+        """A request changed its length. If its new leaf is empty, the old one's waiting time goes with it."""
+        old = self._members[request_id]
+        new = PooledRequest(request_id, context_len, num_blocks, old.arrival_s, old.urgent_at_s)
+        self._members[request_id] = new
+        old_leaf, new_leaf = self.leaf_of(old.context_len), self.leaf_of(context_len)
+        if num_blocks == old.num_blocks and new_leaf == old_leaf:
+            return
+        waiting_since_s = self.waiting_since_s[old_leaf]
+        self._count_moved(self._path(old_leaf), self._path(new_leaf), old.num_blocks, num_blocks)
+        self._take_from(old_leaf, old)
+        self._put_into(new_leaf, new, waiting_since_s)
+
+    def note_batch(self, leaves: list[int], now: float) -> None:
+        """These leaves, in ascending order, gave requests to a batch."""
+        for leaf in leaves:
+            self.waiting_since_s[leaf] = now
+        nodes = leaves
+        while nodes and nodes[0] != ROOT:
+            nodes = list(dict.fromkeys((node - 1) >> 2 for node in nodes))
+            for node in nodes:
+                self.waiting_since_s[node] = min(self.waiting_since_s[4 * node + 1 : 4 * node + 5])
+
+    def _count(self, path: tuple[int, ...], num_requests: int, num_blocks: int) -> None:
+        requests_of, blocks_of = self.num_requests, self.num_blocks
+        for node in path:
+            requests_of[node] += num_requests
+            blocks_of[node] += num_blocks
+
+    def _count_moved(self, old: tuple[int, ...], new: tuple[int, ...], old_blocks: int, new_blocks: int) -> None:
+        """From the leaf of one path to the leaf of another; what is above both keeps its number of requests."""
+        level = 0
+        while old[level] != new[level]:
+            level += 1
+        self._count(old[:level], -1, -old_blocks)
+        self._count(new[:level], 1, new_blocks)
+        if new_blocks != old_blocks:
+            self._count(new[level:], 0, new_blocks - old_blocks)
+
+    def _put_into(self, leaf: int, pooled: PooledRequest, waiting_since_s: float) -> None:
+        entries = self._entries[leaf - self.first_leaf]
+        if entries is None:
+            entries = self._entries[leaf - self.first_leaf] = OrderedEntries()
+        else:
+            waiting_since_s = NEVER  # the leaf's own time goes on
+        entries.add(_entry(pooled))
+        num_blocks = pooled.num_blocks
+        for node in self._path(leaf):
+            if self.smallest[node] <= num_blocks and self.waiting_since_s[node] <= waiting_since_s:
+                return  # so it is in all nodes above
+            self.smallest[node] = min(self.smallest[node], num_blocks)
+            self.waiting_since_s[node] = min(self.waiting_since_s[node], waiting_since_s)
+
+    def _take_from(self, leaf: int, pooled: PooledRequest) -> None:
+        entries = self.oldest_first(leaf)
+        entries.remove(_entry(pooled))
+        if entries.smallest == self.smallest[leaf]:
+            return  # nothing that the nodes above know of it has changed
+        self.smallest[leaf] = entries.smallest
+        if entries.smallest == NO_SIZE:
+            self._entries[leaf - self.first_leaf] = None
+            self.waiting_since_s[leaf] = NEVER
+        for node in self._path(leaf)[1:]:
+            children = slice(4 * node + 1, 4 * node + 5)
+            smallest, since_s = min(self.smallest[children]), min(self.waiting_since_s[children])
+            if smallest == self.smallest[node] and since_s == self.waiting_since_s[node]:
+                return
+            self.smallest[node], self.waiting_since_s[node] = smallest, since_s
+
+    def _path(self, leaf: int) -> tuple[int, ...]:
+        """The nodes from a leaf up to the root."""
+        path = self._paths[leaf - self.first_leaf]
+        if path is None:
+            nodes = [leaf]
+            while nodes[-1] != ROOT:
+                nodes.append((nodes[-1] - 1) >> 2)
+            path = self._paths[leaf - self.first_leaf] = tuple(nodes)
+        return path
+
+    # --- searches that belong to the tree alone
+
+    def longest_waiting(self, before_s: float, max_blocks: int) -> int | None:
+        """Of the leaves waiting since `before_s` or earlier with a request within the limit, the longest, then left-most."""
+        candidates = [(self.waiting_since_s[ROOT], 0, ROOT, len(self._entries))]  # since, first leaf, node, leaves
+        while candidates:
+            since_s, first, node, width = heappop(candidates)
+            if since_s > before_s:
+                return None
+            if self.smallest[node] > max_blocks:
+                continue
+            if node >= self.first_leaf:
+                return node
+            width >>= 2
+            for child in range(4 * node + 1, 4 * node + 5):
+                heappush(candidates, (self.waiting_since_s[child], first, child, width))
+                first += width
+        return None
+
+    def occupied_between(self, start: int, stop: int) -> Iterator[int]:
+        """The leaves that hold lengths of [start, stop) and are not empty, shortest first."""
+        for leaf in range(self.leaf_of(start), self.leaf_of(stop - 1) + 1):
+            if self.num_requests[leaf]:
+                yield leaf
+
+
+def _entry(pooled: PooledRequest) -> Entry:
+    return (pooled.arrival_s, pooled.arrival_s, pooled.request_id, pooled.num_blocks)

@@ -1,0 +1,181 @@
+"""Density-first search: a batch of requests of similar length, from where most of them are.
+
+From the root of the quad-tree downwards, always into the child with most requests, until a range fits the limits. It
+is the batch, or when it holds too few, the beginning of one: the search climbs and widens to the left siblings and
+then to the right ones, leaf by leaf, nearest first, until there are enough. The first leaf that does not fit as a
+whole gives the oldest requests that do, and the batch is full. docs/policies/density_first.md has an example.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import merge
+
+from alignedserve.core.ids import RequestId
+from kvpool.index import ROOT, QuadTree
+from kvpool.ordered_entries import Entry, OrderedEntries
+from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
+from kvpool.state import PooledRequest
+
+DEFAULT_STARVATION_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class DensityFirstConfig:
+    """What the policy can be told."""
+
+    starvation_s: float = DEFAULT_STARVATION_S  # a range that gave nothing to a batch for so long goes first
+    block_size: int = 16  # tokens; the smallest range
+    max_context_len: int = 65536  # longer ones are counted as this
+
+
+class DensityFirstBatchFormer:
+    """BatchFormer by AlignedServe's density-first search, with two exceptions that go before density.
+
+    A request whose deadline would be missed, the most urgent first, is in the next batch, and the search starts from
+    its leaf. Then a leaf that gave nothing to a batch for `starvation_s`, the longest waiting first, is the start.
+    """
+
+    def __init__(self, config: DensityFirstConfig) -> None:
+        self._starvation_s = config.starvation_s
+        self._tree = QuadTree(block_size=config.block_size, max_context_len=config.max_context_len)
+        self._deadlines = OrderedEntries()
+
+    def insert(self, pooled: PooledRequest, now: float) -> None:
+        """See BatchFormer."""
+        self._tree.insert(pooled, now)
+        if (entry := _deadline_entry(pooled)) is not None:
+            self._deadlines.add(entry)
+
+    def remove(self, request_id: RequestId) -> None:
+        """See BatchFormer."""
+        pooled = self._tree.remove(request_id)
+        if (entry := _deadline_entry(pooled)) is not None:
+            self._deadlines.remove(entry)
+
+    def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
+        """See BatchFormer. The ranges that the batch comes from are noted as served."""
+        tree = self._tree
+        if limits.max_requests < 1 or tree.smallest[ROOT] > limits.max_blocks:
+            return None
+        filling = _Filling(tree, limits)
+        urgent = self._most_urgent(limits.max_blocks, now)
+        if urgent is not None:
+            start: int | None = tree.leaf_of(urgent.context_len)
+            filling.take_first(urgent)
+        else:
+            start = tree.longest_waiting(now - self._starvation_s, limits.max_blocks)
+        if start is None:
+            start = _densest(tree, limits)
+        filling.take(start, limits.max_requests)
+        filling.widen(start, min(limits.min_requests, limits.max_requests))
+        return self._served(filling.chosen, now)
+
+    def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
+        """See BatchFormer. Requests larger than the limit alone are passed over; the first other that no longer fits
+        ends the choice.
+
+        A leaf that the range covers in part is looked through until enough of its requests lie in the range.
+        """
+        chosen: list[PooledRequest] = []
+        blocks_left = limits.max_blocks
+        for entry in merge(*self._within(lengths, limits.max_blocks)):
+            blocks_left -= entry[3]
+            if blocks_left < 0 or len(chosen) == limits.max_requests:
+                break
+            chosen.append(self._tree[entry[2]])
+        return self._served(chosen, now) if chosen else None
+
+    def _most_urgent(self, max_blocks: int, now: float) -> PooledRequest | None:
+        entry = next(self._deadlines.up_to(max_blocks), None)
+        return self._tree[entry[2]] if entry is not None and entry[0] <= now else None
+
+    def _within(self, lengths: LengthRange, max_blocks: int) -> Iterator[Iterator[Entry]]:
+        """Per leaf the requests of these lengths and no more blocks than these, oldest first."""
+        tree = self._tree
+        start, stop = max(lengths.start, 1), lengths.stop
+        if start >= stop:
+            return
+        ends = (tree.leaf_of(start), tree.leaf_of(stop - 1))
+        for leaf in tree.occupied_between(start, stop):
+            entries = tree.oldest_first(leaf).up_to(max_blocks)
+            if leaf in ends:  # may hold other lengths as well
+                entries = (entry for entry in entries if start <= tree[entry[2]].context_len < stop)
+            yield entries
+
+    def _served(self, chosen: list[PooledRequest], now: float) -> AlignedBatch:
+        batch = batch_of(chosen)
+        leaf_of = self._tree.leaf_of
+        self._tree.note_batch(sorted({leaf_of(pooled.context_len) for pooled in chosen}), now)
+        return batch
+
+
+def _densest(tree: QuadTree, limits: BatchLimits) -> int:
+    """The first node within both limits, or leaf, on the way down through the children with most requests.
+
+    A child in which every request is larger than the limit alone is no way down; ties go to the left.
+    """
+    node = ROOT
+    while node < tree.first_leaf:
+        if tree.num_blocks[node] <= limits.max_blocks and tree.num_requests[node] <= limits.max_requests:
+            break
+        children = range(4 * node + 1, 4 * node + 5)
+        node = max(
+            (child for child in children if tree.smallest[child] <= limits.max_blocks),
+            key=tree.num_requests.__getitem__,
+        )
+    return node
+
+
+class _Filling:
+    """A batch that fills up, leaf by leaf. It is full when something that may be in a batch no longer fitted."""
+
+    def __init__(self, tree: QuadTree, limits: BatchLimits) -> None:
+        self._tree = tree
+        self._max_blocks = limits.max_blocks
+        self._blocks_left = limits.max_blocks
+        self._requests_left = limits.max_requests
+        self._first: RequestId | None = None
+        self._is_full = False
+        self.chosen: list[PooledRequest] = []
+
+    def take_first(self, pooled: PooledRequest) -> None:
+        """Take this request, which must fit, before all others."""
+        self._first = pooled.request_id
+        self.chosen.append(pooled)
+        self._blocks_left -= pooled.num_blocks
+        self._requests_left -= 1
+
+    def take(self, node: int, enough: int, *, is_leftwards: bool = False) -> None:
+        """Take the leaves under a node in this direction until the batch has enough requests or is full."""
+        if self._is_full or len(self.chosen) >= enough or self._tree.smallest[node] > self._max_blocks:
+            return
+        if node >= self._tree.first_leaf:
+            self._take_leaf(node)
+            return
+        children = range(4 * node + 1, 4 * node + 5)
+        for child in reversed(children) if is_leftwards else children:
+            self.take(child, enough, is_leftwards=is_leftwards)
+
+    def widen(self, node: int, enough: int) -> None:
+        """Climb from a node whose requests were taken, and at each level take from its left and right siblings."""
+        while node != ROOT and not self._is_full and len(self.chosen) < enough:
+            parent = (node - 1) >> 2
+            for sibling in range(node - 1, 4 * parent, -1):
+                self.take(sibling, enough, is_leftwards=True)
+            for sibling in range(node + 1, 4 * parent + 5):
+                self.take(sibling, enough)
+            node = parent
+
+    def _take_leaf(self, leaf: int) -> None:
+        found = self._tree.oldest_first(leaf).fitting(self._blocks_left, self._requests_left, self._first)
+        for entry in found.entries:
+            self.chosen.append(self._tree[entry[2]])
+            self._blocks_left -= entry[3]
+        self._requests_left -= len(found.entries)
+        self._is_full = found.smallest_left <= self._max_blocks
+
+
+def _deadline_entry(pooled: PooledRequest) -> Entry | None:
+    if pooled.urgent_at_s is None:
+        return None
+    return (pooled.urgent_at_s, pooled.arrival_s, pooled.request_id, pooled.num_blocks)
