@@ -156,7 +156,7 @@ class QuadTree:
     # --- searches that belong to the tree alone
 
     def longest_waiting(self, before_s: float, max_blocks: int) -> int | None:
-        """Of the leaves waiting since `before_s` or earlier with a request within the limit, the longest, then left-most."""
+        """The leaf that waits longest, since `before_s` or earlier, with a request within the limit; then left-most."""
         candidates = [(self.waiting_since_s[ROOT], 0, ROOT, len(self._entries))]  # since, first leaf, node, leaves
         while candidates:
             since_s, first, node, width = heappop(candidates)

@@ -66,7 +66,6 @@ class OrderedEntries:
         place = bisect_left(self._lasts, entry)
         chunk = self._chunks[place]
         position = bisect_left(chunk, entry)
-        assert chunk[position] == entry, "an entry that is not there"
         del chunk[position]
         if len(chunk) < _MIN_CHUNK:
             self._shrink(place)

@@ -1,7 +1,6 @@
 """Batch formers: what every one must do, and what each decides."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -25,8 +24,8 @@ def names(batch: AlignedBatch | None) -> list[str]:
 
 
 def test_an_unknown_former_fails_listing_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match=r"pool\.batching: unknown batch former 'x'; known: .*fcfs"):
-        make_batch_former("x")
+    with pytest.raises(ConfigError, match=r"pool\.batching: unknown batch former 'x'; known: density_first, fcfs"):
+        make_batch_former("x", block_size=16, starvation_s=2.0)
 
 
 # --- every former
@@ -34,8 +33,8 @@ def test_an_unknown_former_fails_listing_the_valid_ones() -> None:
 
 @pytest.fixture(params=sorted(BATCH_FORMERS))
 def former(request: pytest.FixtureRequest) -> BatchFormer:
-    make: Callable[[], BatchFormer] = BATCH_FORMERS[request.param]
-    return make()
+    name: str = request.param
+    return make_batch_former(name, block_size=16, starvation_s=2.0)
 
 
 def test_nothing_pooled_gives_no_batch(former: BatchFormer) -> None:
@@ -44,36 +43,48 @@ def test_nothing_pooled_gives_no_batch(former: BatchFormer) -> None:
 
 def test_a_batch_says_what_it_holds_shortest_first(former: BatchFormer) -> None:
     for one in (pooled("long", 40, 0.0), pooled("b", 33, 2.0), pooled("a", 33, 2.0), pooled("c", 33, 1.0)):
-        former.insert(one)
+        former.insert(one, 0.0)
     ids = tuple(map(RequestId, ("c", "a", "b", "long")))
     assert former.form(PLENTY, 3.0) == AlignedBatch(ids, LengthRange(33, 41), 12)
 
 
 def test_forming_removes_nothing(former: BatchFormer) -> None:
-    former.insert(pooled("a", 40, 0.0))
+    former.insert(pooled("a", 40, 0.0), 0.0)
     assert names(former.form(PLENTY, 1.0)) == ["a"]
     assert names(former.form(PLENTY, 1.0)) == ["a"]
 
 
 def test_what_was_removed_is_not_formed_and_may_come_again(former: BatchFormer) -> None:
-    former.insert(pooled("a", 40, 0.0))
-    former.insert(pooled("b", 41, 1.0))
+    former.insert(pooled("a", 40, 0.0), 0.0)
+    former.insert(pooled("b", 41, 1.0), 0.0)
     former.remove(RequestId("a"))
     assert names(former.form(PLENTY, 2.0)) == ["b"]
-    former.insert(pooled("a", 42, 0.0))
+    former.insert(pooled("a", 42, 0.0), 0.0)
     assert names(former.form(PLENTY, 2.0)) == ["b", "a"]
+
+
+def test_a_request_larger_than_the_limit_alone_stays_for_a_larger_one(former: BatchFormer) -> None:
+    former.insert(pooled("large", 800, 0.0), 0.0)
+    assert former.form(BatchLimits(49, 10), 100.0) is None
+    assert names(former.form(BatchLimits(50, 10), 100.0)) == ["large"]
+
+
+def test_fewer_than_wanted_are_a_batch_all_the_same(former: BatchFormer) -> None:
+    former.insert(pooled("a", 40, 0.0), 0.0)
+    former.insert(pooled("b", 9000, 0.0), 0.0)
+    assert names(former.form(BatchLimits(10_000, 100, min_requests=36), 1.0)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("limits", [BatchLimits(0, 10), BatchLimits(10, 0), BatchLimits(2, 10)])
 def test_limits_that_nobody_fits_give_no_batch(former: BatchFormer, limits: BatchLimits) -> None:
-    former.insert(pooled("a", 48, 0.0))
+    former.insert(pooled("a", 48, 0.0), 0.0)
     assert former.form(limits, 1.0) is None
 
 
 def test_inserting_twice_is_a_broken_invariant(former: BatchFormer) -> None:
-    former.insert(pooled("a", 40, 0.0))
+    former.insert(pooled("a", 40, 0.0), 0.0)
     with pytest.raises(AssertionError, match="pooled twice"):
-        former.insert(pooled("a", 40, 0.0))
+        former.insert(pooled("a", 40, 0.0), 0.0)
 
 
 def test_removing_the_unknown_is_a_broken_invariant(former: BatchFormer) -> None:
@@ -86,7 +97,7 @@ def test_random_histories_keep_the_limits_and_end_empty(former: BatchFormer) -> 
     there: dict[str, PooledRequest] = {}
     for number in range(400):
         one = pooled(f"r{number}", rng.randrange(1, 500), rng.randrange(50))
-        former.insert(one)
+        former.insert(one, 0.0)
         there[one.request_id] = one
         limits = BatchLimits(rng.randrange(1, 60), rng.randrange(1, 12))
         batch = former.form(limits, float(number))
@@ -112,29 +123,35 @@ def test_random_histories_keep_the_limits_and_end_empty(former: BatchFormer) -> 
 def test_fcfs_as_in_its_docstring() -> None:
     former = FcfsBatchFormer()
     for number, context_len in enumerate((900, 40, 50)):
-        former.insert(pooled(str(context_len), context_len, float(number)))
+        former.insert(pooled(str(context_len), context_len, float(number)), 0.0)
     assert names(former.form(BatchLimits(10_000, 2), 3.0)) == ["40", "900"]
 
 
 def test_fcfs_lets_nobody_overtake_one_that_does_not_fit() -> None:
     former = FcfsBatchFormer()
-    former.insert(pooled("first", 16, 0.0))
-    former.insert(pooled("large", 800, 1.0))
-    former.insert(pooled("small", 16, 2.0))
+    former.insert(pooled("first", 16, 0.0), 0.0)
+    former.insert(pooled("large", 800, 1.0), 0.0)
+    former.insert(pooled("small", 16, 2.0), 0.0)
     assert names(former.form(BatchLimits(10, 10), 3.0)) == ["first"]
     former.remove(RequestId("first"))
     assert former.form(BatchLimits(10, 10), 3.0) is None
 
 
+def test_fcfs_knows_no_alignment() -> None:
+    former = FcfsBatchFormer()
+    former.insert(pooled("a", 40, 0.0), 0.0)
+    assert former.join(LengthRange(1, 100), PLENTY, 1.0) is None
+
+
 def test_fcfs_breaks_ties_by_id() -> None:
     former = FcfsBatchFormer()
     for name in ("b", "c", "a"):
-        former.insert(pooled(name, 16, 0.0))
+        former.insert(pooled(name, 16, 0.0), 0.0)
     assert names(former.form(BatchLimits(10, 2), 1.0)) == ["a", "b"]
 
 
 def test_fcfs_goes_by_arrival_at_the_gateway_not_at_the_pool() -> None:
     former = FcfsBatchFormer()
-    former.insert(pooled("later", 16, 2.0))
-    former.insert(pooled("earlier", 16, 1.0))
+    former.insert(pooled("later", 16, 2.0), 0.0)
+    former.insert(pooled("earlier", 16, 1.0), 0.0)
     assert names(former.form(BatchLimits(10, 1), 3.0)) == ["earlier"]
