@@ -119,7 +119,7 @@ class QuadTree:
             entries = self._entries[leaf - self.first_leaf] = OrderedEntries()
         else:
             waiting_since_s = NEVER  # the leaf's own time goes on
-        entries.add(_entry(pooled))
+        entries.add(order_entry(pooled))
         num_blocks = pooled.num_blocks
         for node in self._path(leaf):
             if self.smallest[node] <= num_blocks and self.waiting_since_s[node] <= waiting_since_s:
@@ -129,7 +129,7 @@ class QuadTree:
 
     def _take_from(self, leaf: int, pooled: PooledRequest) -> None:
         entries = self.oldest_first(leaf)
-        entries.remove(_entry(pooled))
+        entries.remove(order_entry(pooled))
         if entries.smallest == self.smallest[leaf]:
             return  # nothing that the nodes above know of it has changed
         self.smallest[leaf] = entries.smallest
@@ -179,5 +179,6 @@ class QuadTree:
                 yield leaf
 
 
-def _entry(pooled: PooledRequest) -> Entry:
+def order_entry(pooled: PooledRequest) -> Entry:
+    """A request as it stands in its leaf."""
     return (pooled.arrival_s, pooled.arrival_s, pooled.request_id, pooled.num_blocks)

@@ -97,8 +97,8 @@ class OrderedEntries:
             if smallest <= max_blocks:
                 yield from (entry for entry in chunk if entry[3] <= max_blocks)
 
-    def fitting(self, max_blocks: int, max_requests: int, without: RequestId | None = None) -> Fitting:
-        """In order, every entry that fits into what those before it left, but not the one of id `without`."""
+    def fitting(self, max_blocks: int, max_requests: int) -> Fitting:
+        """In order, every entry that fits into what those before it left."""
         entries: list[Entry] = []
         smallest_left = NO_SIZE
         for chunk, smallest in zip(self._chunks, self._smallest, strict=True):
@@ -109,9 +109,9 @@ class OrderedEntries:
                 size = entry[3]
                 if size > max_blocks:
                     smallest_left = min(smallest_left, size)
-                elif entry[2] != without:
-                    if len(entries) == max_requests:
-                        return Fitting(entries, min(smallest_left, size))
+                elif len(entries) == max_requests:
+                    return Fitting(entries, min(smallest_left, size))
+                else:
                     entries.append(entry)
                     max_blocks -= size
         return Fitting(entries, smallest_left)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heapq import merge
 
 from alignedserve.core.ids import RequestId
-from kvpool.index import ROOT, QuadTree
+from kvpool.index import ROOT, QuadTree, order_entry
 from kvpool.ordered_entries import Entry, OrderedEntries
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
 from kvpool.state import PooledRequest
@@ -60,13 +60,12 @@ class DensityFirstBatchFormer:
         filling = _Filling(tree, limits)
         urgent = self._most_urgent(limits.max_blocks, now)
         if urgent is not None:
-            start: int | None = tree.leaf_of(urgent.context_len)
-            filling.take_first(urgent)
+            start = tree.leaf_of(urgent.context_len)
+            filling.take_around(urgent, start)
         else:
-            start = tree.longest_waiting(now - self._starvation_s, limits.max_blocks)
-        if start is None:
-            start = _densest(tree, limits)
-        filling.take(start, limits.max_requests)
+            starving = tree.longest_waiting(now - self._starvation_s, limits.max_blocks)
+            start = _densest(tree, limits) if starving is None else starving
+            filling.take(start, limits.max_requests)
         filling.widen(start, min(limits.min_requests, limits.max_requests))
         return self._served(filling.chosen, now)
 
@@ -134,23 +133,23 @@ class _Filling:
         self._max_blocks = limits.max_blocks
         self._blocks_left = limits.max_blocks
         self._requests_left = limits.max_requests
-        self._first: RequestId | None = None
         self._is_full = False
         self.chosen: list[PooledRequest] = []
 
-    def take_first(self, pooled: PooledRequest) -> None:
-        """Take this request, which must fit, before all others."""
-        self._first = pooled.request_id
-        self.chosen.append(pooled)
-        self._blocks_left -= pooled.num_blocks
-        self._requests_left -= 1
+    def take_around(self, pooled: PooledRequest, leaf: int) -> None:
+        """Take this request, which must fit, and then the others of its leaf."""
+        entries, entry = self._tree.oldest_first(leaf), order_entry(pooled)
+        self._choose([entry])
+        entries.remove(entry)  # for this one search: it is chosen already
+        self._take_from(entries)
+        entries.add(entry)
 
     def take(self, node: int, enough: int, *, is_leftwards: bool = False) -> None:
         """Take the leaves under a node in this direction until the batch has enough requests or is full."""
         if self._is_full or len(self.chosen) >= enough or self._tree.smallest[node] > self._max_blocks:
             return
         if node >= self._tree.first_leaf:
-            self._take_leaf(node)
+            self._take_from(self._tree.oldest_first(node))
             return
         children = range(4 * node + 1, 4 * node + 5)
         for child in reversed(children) if is_leftwards else children:
@@ -166,13 +165,16 @@ class _Filling:
                 self.take(sibling, enough)
             node = parent
 
-    def _take_leaf(self, leaf: int) -> None:
-        found = self._tree.oldest_first(leaf).fitting(self._blocks_left, self._requests_left, self._first)
-        for entry in found.entries:
+    def _take_from(self, entries: OrderedEntries) -> None:
+        found = entries.fitting(self._blocks_left, self._requests_left)
+        self._choose(found.entries)
+        self._is_full = found.smallest_left <= self._max_blocks
+
+    def _choose(self, entries: list[Entry]) -> None:
+        for entry in entries:
             self.chosen.append(self._tree[entry[2]])
             self._blocks_left -= entry[3]
-        self._requests_left -= len(found.entries)
-        self._is_full = found.smallest_left <= self._max_blocks
+        self._requests_left -= len(entries)
 
 
 def _deadline_entry(pooled: PooledRequest) -> Entry | None:

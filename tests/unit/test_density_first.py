@@ -1,4 +1,4 @@
-"""Density-first search: one decision per test, on a tree of 16 leaves of 4 tokens each (so 1-16, 17-32, 33-48, 49-64)."""
+"""Density-first search, one decision per test, on a tree of 16 leaves of 4 tokens (above 1-16, 17-32, 33-48, 49-64)."""
 
 import pytest
 
@@ -239,7 +239,7 @@ def test_the_most_urgent_goes_first_and_before_the_starving() -> None:
     former = former_with(
         request("starving", 2), request("urgent", 30, urgent_at_s=2.5), request("more", 60, urgent_at_s=2.4)
     )
-    order = []
+    order: list[str] = []
     for _ in range(3):
         batch = former.form(BatchLimits(1, 100), LATE)
         assert batch is not None
