@@ -206,7 +206,7 @@ class DecodeLogic:
 
     def _addition(self, candidate: Candidate, block_ids: tuple[BlockId, ...]) -> Addition:
         request, handoff = candidate.request, candidate.handoff
-        num_computed = handoff.context_len if handoff is not None else 0
+        num_computed = handoff.copy.context_len if handoff is not None else 0
         generated = list(candidate.generated_token_ids)
         running = RunningRequest(request, candidate.attempt, generated, list(block_ids), num_computed)
         running.is_prefilling = handoff is None

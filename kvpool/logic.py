@@ -23,6 +23,7 @@ from alignedserve.messages.links import (
     ArenaOffered,
     BatchFormed,
     BatchGranted,
+    BlockCopy,
     BlocksReserved,
     BlocksTaken,
     BlocksWritten,
@@ -229,9 +230,7 @@ class PoolLogic:
             attempt=lease.attempt,
             generated_token_ids=content.generated_token_ids,
             lease_id=lease.lease_id,
-            generation=content.generation,
-            context_len=content.context_len,
-            runs=content.runs,
+            copy=BlockCopy(content.generation, content.context_len, content.runs),
         )
 
     def _released(self, peer: str, lease_ids: Iterable[LeaseId], now: float) -> list[PoolCommand]:

@@ -29,7 +29,7 @@ from alignedserve.messages.links import (
     WorkerRegistered,
 )
 from alignedserve.messages.wire import Message
-from alignedserve.runtime.transfer import neighbours
+from alignedserve.runtime.block_sums import neighbours
 from decode_worker.logic import DecodeLimits, DecodeLogic
 from kvpool.logic import PoolLogic, StampBlocks
 from kvpool.policies import make_batch_former
@@ -76,7 +76,7 @@ class FakeEngine:
                 refused.append(request_id)
                 continue
             self.tokens[request_id] = [*addition.request.prompt_token_ids, *addition.generated_token_ids]
-            self.num_computed[request_id] = addition.handoff.context_len if addition.handoff is not None else 0
+            self.num_computed[request_id] = addition.handoff.copy.context_len if addition.handoff is not None else 0
             self.blocks[request_id] = list(addition.block_ids)
         for request_id, block_ids in command.extensions:
             self.blocks[request_id] += block_ids

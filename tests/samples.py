@@ -13,6 +13,7 @@ from alignedserve.messages.links import (
     BatchFormed,
     BatchGranted,
     BatchReceived,
+    BlockCopy,
     BlockRun,
     BlocksReserved,
     BlocksTaken,
@@ -73,7 +74,7 @@ def handoff(of: Request, lease: int, *, attempt: int = 1, generated: tuple[int, 
     """`of`, pooled under this lease; its blocks and their checksum are not looked at by any logic."""
     context_len = of.prompt_len + len(generated) - 1
     runs = changes.pop("runs", (BlockRun(0, 1, 0),))
-    return Handoff(of, attempt, generated, LeaseId(lease), lease, context_len, runs)
+    return Handoff(of, attempt, generated, LeaseId(lease), BlockCopy(lease, context_len, runs))
 
 
 def worker(**changes: Any) -> WorkerRegistered:
@@ -141,7 +142,7 @@ EXAMPLES: tuple[Message, ...] = (
     ReservationRefused(R1, 3),
     BlocksWritten(_LEASE, 17, _RUNS, 40, 3, _FULL, (8, 9)),
     BlocksTaken(R1, 3, is_accepted=True),
-    BatchGranted(_BATCH, (Handoff(_FULL, 3, (8, 9), _LEASE, 17, 40, _RUNS),)),
+    BatchGranted(_BATCH, (Handoff(_FULL, 3, (8, 9), _LEASE, BlockCopy(17, 40, _RUNS)),)),
     LeasesReleased((_LEASE, LeaseId(18))),
     PoolRegistered(300),
     RequestPooled(R1, 3, 40, 3),

@@ -201,6 +201,14 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True):
     checksum: int  # XXH3-64 of the run's bytes, seeded with the number of blocks before it; unsigned
 
 
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request's cache lies in somebody's blocks (the pool's, a candidate buffer's), and how to verify it."""
+
+    generation: Count  # found on every one of the blocks before and after they are read
+    context_len: Count  # tokens whose cache lies in the blocks
+    runs: tuple[BlockRun, ...]  # in the order of the request's blocks
+
+
 class ArenaOffered(Message, frozen=True):
     """Pool to worker on every (re)connect: map this arena. Leases of an earlier arena are void."""
 
@@ -269,9 +277,7 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True):
     attempt: Count
     generated_token_ids: TokenIds
     lease_id: LeaseId
-    generation: Count
-    context_len: Count
-    runs: tuple[BlockRun, ...]
+    copy: BlockCopy
 
 
 class BatchGranted(Message, frozen=True):

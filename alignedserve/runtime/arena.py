@@ -1,7 +1,10 @@
-"""The pool's arena: blocks in shared memory, mapped by the pool that owns them and by the workers of its node.
+"""An arena: blocks in shared memory, mapped by whoever owns them and by the workers of its node.
+
+The pool of a node owns one, and a prefill worker one for each decode worker, as its candidate buffer.
 
 File layout: one header page (magic, layout digest, counts), the table of generations (8 bytes a block), the blocks.
-The pool stamps a block with the generation of its lease when it hands it out and with 0 when it takes it back, so a
+The pool stamps a block with the generation of its lease when it hands it out and with 0 when it takes it back; in a
+candidate buffer whoever was told by the owner to write there stamps it before it writes. Either way a
 reader that finds the generation it was told before and after its copy has read what the lease's writer wrote.
 """
 
@@ -9,6 +12,7 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +26,23 @@ _MAGIC = b"ALSVKV01"
 _HEADER = struct.Struct("<8s32sQQ")
 _PAGE = 4096
 ARENA_SUFFIX = ".arena"
+POOL_PURPOSE, POOL_SETTING = "the KV pool", "pool.memory_bytes"
 NOBODYS = 0  # generation of blocks that no lease holds
 
 
 class Arena:
     """One mapping of the shared blocks. `blocks` is uint8 [num_blocks, block_bytes]; `generations` uint64 [num_blocks].
 
-    Created by the pool, attached by workers. The file's lock belongs to the creator and ends with its process, which
+    Created by its owner, attached by others. The file's lock belongs to the creator and ends with its process, which
     is how a file left behind by a killed run is told from one in use. The memory of an unlinked file is given back
     when the last arena that maps it is closed or garbage.
     """
 
-    def __init__(self, path: Path, file_descriptor: int, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, path: Path, file_descriptor: int, num_blocks: int, layout: BlockLayout) -> None:
         """Takes over the descriptor: the mapping holds one of its own, and with it the file and its lock."""
         self.path = path
+        self.layout = layout
+        block_bytes = layout.block_bytes
         try:
             self._mapping = mmap.mmap(file_descriptor, _file_bytes(num_blocks, block_bytes))
         finally:
@@ -46,8 +53,19 @@ class Arena:
         self.blocks: npt.NDArray[np.uint8] = flat.reshape(num_blocks, block_bytes)
 
     @classmethod
-    def create(cls, path: Path, layout: BlockLayout, num_blocks: int) -> "Arena":
-        """Make a fresh file, replacing whatever lay there, with its memory really taken. Raises NotEnoughMemory."""
+    def create(
+        cls,
+        path: Path,
+        layout: BlockLayout,
+        num_blocks: int,
+        *,
+        purpose: str = POOL_PURPOSE,
+        setting: str = POOL_SETTING,
+    ) -> "Arena":
+        """Make a fresh file, replacing whatever lay there, with its memory really taken.
+
+        Raises NotEnoughMemory, which says what the memory was for and which setting to lower.
+        """
         path.unlink(missing_ok=True)
         file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         size = _file_bytes(num_blocks, layout.block_bytes)
@@ -59,8 +77,8 @@ class Arena:
         except OSError as error:
             os.close(file_descriptor)
             path.unlink(missing_ok=True)
-            raise NotEnoughMemory(_no_room(path, size)) from error
-        return cls(path, file_descriptor, num_blocks, layout.block_bytes)
+            raise NotEnoughMemory(_no_room(path, size, purpose, setting)) from error
+        return cls(path, file_descriptor, num_blocks, layout)
 
     @classmethod
     def attach(cls, path: Path, layout: BlockLayout) -> "Arena":
@@ -75,17 +93,24 @@ class Arena:
         if problem is not None:
             os.close(file_descriptor)
             raise HandoffRejected(f"arena {path.name} refused: {problem}")
-        _, _, num_blocks, block_bytes = _HEADER.unpack(header)
-        return cls(path, file_descriptor, num_blocks, block_bytes)
+        return cls(path, file_descriptor, _HEADER.unpack(header)[2], layout)
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the arena."""
         return int(self.blocks.shape[0])
 
-    def stamp(self, block_ids: tuple[BlockId, ...], generation: int) -> None:
-        """Pool only: mark these blocks as belonging to this lease (0: to nobody)."""
+    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
+        """Whoever gives blocks out: mark these as belonging to this lease (0: to nobody)."""
         self.generations[list(block_ids)] = generation
+
+    def is_stamped(self, block_ids: Sequence[BlockId], generation: int) -> bool:
+        """Whether all of these blocks belong to this lease; nobody's blocks are no lease's."""
+        return generation != NOBODYS and bool((self.generations[list(block_ids)] == generation).all())
+
+    def rows(self, block_ids: Iterable[BlockId]) -> Iterator[npt.NDArray[np.uint8]]:
+        """The bytes of these blocks, one after the other, to read or to write."""
+        return (self.blocks[block_id] for block_id in block_ids)
 
     def close(self, *, unlink: bool = False) -> None:
         """Unmap; the pool also removes the file. Views of the blocks must not be used afterwards."""
@@ -141,11 +166,11 @@ def _header_problem(header: bytes, size: int, layout: BlockLayout) -> str | None
     return None
 
 
-def _no_room(path: Path, size: int) -> str:
+def _no_room(path: Path, size: int, purpose: str, setting: str) -> str:
     stats = os.statvfs(path.parent)
     free = stats.f_bavail * stats.f_frsize
     mib = 1024 * 1024
     return (
-        f"the KV pool needs {size / mib:.0f} MiB in {path.parent}, where {free / mib:.0f} MiB are free; "
-        f"set pool.memory_bytes to at most {free // mib}MiB"
+        f"{purpose} needs {size / mib:.0f} MiB in {path.parent}, where {free / mib:.0f} MiB are free; "
+        f"set {setting} to at most {free // mib}MiB"
     )

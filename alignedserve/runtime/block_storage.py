@@ -4,7 +4,7 @@ Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head
 of bytes, which pool and transports copy as a whole (docs/decisions/0002-block-layout.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from alignedserve.runtime.dtypes import torch_dtype
 
 BlockIds = Sequence[BlockId] | npt.NDArray[np.int64]
 ByteRows = memoryview | npt.NDArray[np.uint8]
+
+_STAGED_BYTES = 8 * 1024 * 1024
 
 
 class BlockStorage:
@@ -95,6 +97,33 @@ class BlockStorage:
         target = self._bytes.numpy()
         for row, block_id in enumerate(ids.tolist()):
             target[block_id] = rows[row]
+
+    def rows_to_read(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
+        """The bytes of these blocks, one after the other. A row is valid until the next one is asked for."""
+        for chunk in self._chunks(block_ids):
+            if self.device.type == "cpu":
+                yield self._bytes.numpy()[chunk[0]]
+            else:
+                staged = np.empty((len(chunk), self.layout.block_bytes), np.uint8)
+                self.read_blocks(chunk, staged)
+                yield from staged
+
+    def rows_to_write(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
+        """Rows to fill, one for each of these blocks. A row is taken over when the next one, or the end, is asked for;
+        to leave early is to leave the blocks undefined."""
+        for chunk in self._chunks(block_ids):
+            if self.device.type == "cpu":
+                yield self._bytes.numpy()[chunk[0]]
+            else:
+                staged = np.empty((len(chunk), self.layout.block_bytes), np.uint8)
+                yield from staged
+                self.write_blocks(chunk, staged)
+
+    def _chunks(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.int64]]:
+        """One block at a time where they lie in this memory, some MiB at a time where they must be staged in it."""
+        ids = self._checked(block_ids)
+        size = 1 if self.device.type == "cpu" else max(1, _STAGED_BYTES // self.layout.block_bytes)
+        return (ids[start : start + size] for start in range(0, len(ids), size))
 
     def zero_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Fill whole blocks with zeros."""

@@ -1,109 +1,172 @@
-"""Moving blocks between a worker's storage and the pool's arena: the KVTransfer port and its shared-memory form.
+"""Moving blocks between a worker's storage and blocks that others see: the KVTransfer port and its shared-memory form.
 
-Every run of neighbouring blocks carries an XXH3 checksum, seeded with the run's place in the request so that runs
-cannot change places. A receiver checks bounds, lengths, generation and checksum, and fails closed: a handoff that does
-not hold raises HandoffRejected and becomes a recompute, never a token.
+A receiver checks bounds, lengths, generation and checksums, and fails closed: a handoff that does not hold is a miss
+and becomes a recompute, never a token.
 
 A worker that was stopped while it wrote may go on after its lease was taken back, into blocks that are somebody
-else's by then. So what is summed is never read from the arena before it can no longer matter: the sender sums what it
-is about to write, the receiver sums the arena after its copy (such a writer never writes the right bytes back).
+else's by then. So what is summed is never read from shared blocks before it can no longer matter: the sender sums its
+own blocks, the receiver what has arrived in its own.
 """
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
-
-from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
-from alignedserve.messages.links import BlockRun, Handoff
+from alignedserve.messages.links import BlockCopy, BlockRun
 from alignedserve.runtime.arena import NOBODYS, Arena
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.block_sums import (
+    RunSums,
+    blocks_of,
+    check_target,
+    checked_sums,
+    copy_rows,
+    neighbours,
+    summed_runs,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """One request's blocks on their way out of a storage."""
+
+    storage_block_ids: Sequence[BlockId]
+    target_block_ids: Sequence[BlockId]  # as many
+    generation: int  # of the lease on the target blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """One request's copy on its way into a storage."""
+
+    copy: BlockCopy
+    storage_block_ids: Sequence[BlockId]  # at least as many as the copy has
 
 
 class KVTransfer(Protocol):
-    """Copies whole blocks. Blocking; called from a worker's engine or transfer thread."""
+    """Copies whole blocks, one request after the other. Blocking; called from one thread of a worker at a time.
 
-    def offload(
-        self, storage_block_ids: Sequence[BlockId], arena_block_ids: Sequence[BlockId], generation: int
-    ) -> tuple[BlockRun, ...]:
-        """Copy out, in order, and return the runs with their checksums. Raises HandoffRejected on a stale lease."""
+    A request that is refused is logged with its reason and fails nobody else. Both raise PeerLost when whoever owns the
+    blocks at the other end is gone; then nothing is known of any request of that call. Shared memory outlives its
+    owner, so there it is the links that notice.
+    """
 
-    def fetch(self, handoff: Handoff, storage_block_ids: Sequence[BlockId]) -> None:
-        """Copy in, in order, and verify. Raises HandoffRejected; the storage blocks are then undefined."""
+    def offload(self, outgoing: Sequence[Outgoing]) -> list[tuple[BlockRun, ...] | None]:
+        """Copy out and return the runs with their checksums; None: refused, and the target blocks are undefined."""
+
+    def fetch(self, incoming: Sequence[Incoming]) -> list[bool]:
+        """Copy in and verify. False: it does not hold, and its storage blocks are undefined."""
+
+    def close(self) -> None:
+        """Let go of the other end. May be repeated; nothing else may be called after it."""
 
 
 class ShmTransfer:
-    """KVTransfer over an arena mapped into this process."""
+    """KVTransfer over an arena mapped into this process, which it closes.
 
-    def __init__(self, storage: BlockStorage, arena: Arena) -> None:
+    In the pool's arena the pool stamps the blocks that it leases, and writing elsewhere is refused. In a candidate
+    buffer (`stamps`) the owner only says which blocks are free to write, and the writer stamps them.
+    """
+
+    def __init__(self, storage: BlockStorage, arena: Arena, *, stamps: bool = False) -> None:
         self._storage = storage
         self._arena = arena
+        self._stamps = stamps
+        self._is_closed = False
 
-    def offload(
-        self, storage_block_ids: Sequence[BlockId], arena_block_ids: Sequence[BlockId], generation: int
-    ) -> tuple[BlockRun, ...]:
+    def offload(self, outgoing: Sequence[Outgoing]) -> list[tuple[BlockRun, ...] | None]:
         """See KVTransfer."""
-        if len(storage_block_ids) != len(arena_block_ids):
-            raise HandoffRejected("the lease has another number of blocks than the request")
-        self._check_bounds(arena_block_ids)
-        self._check_generation(arena_block_ids, generation)
-        runs = []
-        copied = 0
-        for first, count in neighbours(arena_block_ids):
-            rows = np.empty((count, self._storage.layout.block_bytes), np.uint8)
-            self._storage.read_blocks(storage_block_ids[copied : copied + count], rows)
-            runs.append(BlockRun(first, count, _checksum(rows, copied)))
-            self._arena.blocks[first : first + count] = rows
-            copied += count
-        return tuple(runs)
+        return [self._offload_one(one) for one in outgoing]
 
-    def fetch(self, handoff: Handoff, storage_block_ids: Sequence[BlockId]) -> None:
+    def fetch(self, incoming: Sequence[Incoming]) -> list[bool]:
         """See KVTransfer."""
-        num_blocks = sum(run.num_blocks for run in handoff.runs)
-        if any(run.num_blocks < 1 for run in handoff.runs):
-            raise HandoffRejected("the handoff has a run without blocks")
-        if num_blocks != blocks_for(handoff.context_len, self._storage.layout.block_size):
-            raise HandoffRejected("the handoff's blocks do not match its context length")
-        if num_blocks > len(storage_block_ids):
-            raise HandoffRejected("the handoff has more blocks than were set aside for it")
-        arena_block_ids = [BlockId(run.first_block + i) for run in handoff.runs for i in range(run.num_blocks)]
-        self._check_bounds(arena_block_ids)
-        self._check_generation(arena_block_ids, handoff.generation)
-        copied = 0
-        for run in handoff.runs:
-            source = self._arena.blocks[run.first_block : run.first_block + run.num_blocks]
-            self._storage.write_blocks(storage_block_ids[copied : copied + run.num_blocks], source)
-            if _checksum(source, copied) != run.checksum:
-                raise HandoffRejected("a checksum does not hold")
-            copied += run.num_blocks
-        # The lease may have been taken back while we copied: what we have is then nobody's data.
-        self._check_generation(arena_block_ids, handoff.generation)
+        return [self._fetch_one(one) for one in incoming]
 
-    def _check_bounds(self, arena_block_ids: Sequence[BlockId]) -> None:
-        if any(not 0 <= block_id < self._arena.num_blocks for block_id in arena_block_ids):
-            raise HandoffRejected("a block outside the arena")
+    def close(self) -> None:
+        """See KVTransfer."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._arena.close()
 
-    def _check_generation(self, arena_block_ids: Sequence[BlockId], generation: int) -> None:
-        stamped = self._arena.generations[list(arena_block_ids)]
-        if generation == NOBODYS or not bool((stamped == generation).all()):
-            raise HandoffRejected("the lease is no longer valid")
+    def _offload_one(self, outgoing: Outgoing) -> tuple[BlockRun, ...] | None:
+        target, generation = outgoing.target_block_ids, outgoing.generation
+        try:
+            check_target(target, len(outgoing.storage_block_ids), generation, self._arena.num_blocks)
+            if self._stamps:
+                self._arena.stamp(target, generation)
+            _check_lease(self._arena, target, generation)
+        except HandoffRejected as error:
+            logger.warning("offload under generation %d refused: %s", generation, error)
+            return None
+        runs = neighbours(target)
+        sums = RunSums([count for _, count in runs], self._arena.layout.block_bytes)
+        source = self._storage.rows_to_read(outgoing.storage_block_ids)
+        copy_rows(source, self._arena.rows(target), sums, from_target=False)
+        return summed_runs(runs, sums.sums)
+
+    def _fetch_one(self, incoming: Incoming) -> bool:
+        copy, arena = incoming.copy, self._arena
+        num_targets = len(incoming.storage_block_ids)
+        try:
+            source = blocks_of(
+                copy, block_size=arena.layout.block_size, num_targets=num_targets, num_blocks=arena.num_blocks
+            )
+            _check_lease(arena, source, copy.generation)
+            sums = RunSums([run.num_blocks for run in copy.runs], arena.layout.block_bytes)
+            target = self._storage.rows_to_write(incoming.storage_block_ids[: len(source)])
+            copy_rows(arena.rows(source), target, sums, from_target=True)
+            checked_sums(copy, sums.sums)
+            # The lease may have been taken back while we copied: what we have is then nobody's data.
+            _check_lease(arena, source, copy.generation)
+        except HandoffRejected as error:
+            logger.warning("fetch of generation %d refused: %s", copy.generation, error)
+            return False
+        return True
 
 
-def _checksum(rows: npt.NDArray[np.uint8], num_before: int) -> int:
-    """Of a run of blocks that comes after `num_before` others of its request."""
-    return int(xxhash.xxh3_64_intdigest(rows.data, num_before))
+def relay(
+    source: Arena, copy: BlockCopy, target: Arena, target_block_ids: Sequence[BlockId], generation: int
+) -> tuple[BlockRun, ...] | None:
+    """Copy a request's blocks from one arena to another and verify them; its runs there, with new checksums.
+
+    Stamps the target blocks, of which there must be as many as the copy has; they are nobody's when None comes back.
+    """
+    assert source.layout == target.layout, "blocks are copied between arenas of one layout"
+    try:
+        check_target(target_block_ids, sum(run.num_blocks for run in copy.runs), generation, target.num_blocks)
+    except HandoffRejected as error:
+        logger.warning("relay of generation %d refused: %s", copy.generation, error)
+        return None
+    try:
+        return _relay(source, copy, target, target_block_ids, generation)
+    except HandoffRejected as error:
+        target.stamp(target_block_ids, NOBODYS)
+        logger.warning("relay of generation %d refused: %s", copy.generation, error)
+        return None
 
 
-def neighbours(block_ids: Iterable[BlockId]) -> list[tuple[int, int]]:
-    """Cut a list of blocks into (first block, count) runs of consecutive ids, in order."""
-    runs: list[tuple[int, int]] = []
-    for block_id in block_ids:
-        if runs and sum(runs[-1]) == block_id:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((block_id, 1))
-    return runs
+def _relay(
+    source: Arena, copy: BlockCopy, target: Arena, target_block_ids: Sequence[BlockId], generation: int
+) -> tuple[BlockRun, ...]:
+    layout, num_targets = source.layout, len(target_block_ids)
+    source_ids = blocks_of(copy, block_size=layout.block_size, num_targets=num_targets, num_blocks=source.num_blocks)
+    _check_lease(source, source_ids, copy.generation)
+    target.stamp(target_block_ids, generation)
+    runs = neighbours(target_block_ids)
+    old = RunSums([run.num_blocks for run in copy.runs], layout.block_bytes)
+    new = RunSums([count for _, count in runs], layout.block_bytes)
+    # Both sums see the same bytes, so what is signed anew is what the old sums were of.
+    copy_rows(source.rows(source_ids), target.rows(target_block_ids), old, new, from_target=True)
+    checked_sums(copy, old.sums)
+    _check_lease(source, source_ids, copy.generation)
+    return summed_runs(runs, new.sums)
+
+
+def _check_lease(arena: Arena, block_ids: Sequence[BlockId], generation: int) -> None:
+    if not arena.is_stamped(block_ids, generation):
+        raise HandoffRejected("the lease is no longer valid")

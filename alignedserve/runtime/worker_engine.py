@@ -15,7 +15,7 @@ from typing import TypeVar
 import psutil
 import torch
 
-from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
+from alignedserve.core.errors import HandoffRejected, NotEnoughMemory, PeerError
 from alignedserve.messages.iterations import Addition, IterationCompleted, OffloadBlocks, PromptScores, RunIteration
 from alignedserve.messages.links import ArenaOffered, BlockRun, Handoff
 from alignedserve.runtime.arena import Arena
@@ -24,7 +24,7 @@ from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine, NewSequence
 from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.transfer import KVTransfer, ShmTransfer
+from alignedserve.runtime.transfer import Incoming, KVTransfer, Outgoing, ShmTransfer
 from alignedserve.runtime.weight_files import load_weights
 from alignedserve.runtime.weights import random_weights
 
@@ -134,7 +134,7 @@ class WorkerEngine:
             request_id=request.request_id,
             token_ids=request.prompt_token_ids + addition.generated_token_ids,
             prompt_len=request.prompt_len,
-            num_cached=handoff.context_len if handoff is not None else 0,
+            num_cached=handoff.copy.context_len if handoff is not None else 0,
             block_ids=addition.block_ids,
             sampling=request.sampling,
         )
@@ -142,18 +142,20 @@ class WorkerEngine:
         return True
 
     def _fetch(self, addition: Addition) -> bool:
-        request_id = addition.request.request_id
+        request_id, copy = addition.request.request_id, _handoff_of(addition).copy
         try:
-            self._checked_transfer(addition).fetch(_handoff_of(addition), addition.block_ids)
-        except HandoffRejected as error:
+            (is_held,) = self._checked_transfer(addition).fetch([Incoming(copy, addition.block_ids)])
+        except PeerError as error:
             logger.warning("request %s: handoff refused: %s", request_id, error)
             return False
-        return True
+        if not is_held:
+            logger.warning("request %s: handoff refused (generation %d)", request_id, copy.generation)
+        return is_held
 
     def _checked_transfer(self, addition: Addition) -> KVTransfer:
         handoff = _handoff_of(addition)
         num_tokens = addition.request.prompt_len + len(addition.generated_token_ids)
-        if handoff.request.request_id != addition.request.request_id or handoff.context_len != num_tokens - 1:
+        if handoff.request.request_id != addition.request.request_id or handoff.copy.context_len != num_tokens - 1:
             raise HandoffRejected("the handoff is of another request or another length")
         if self._transfer is None:
             raise HandoffRejected("no arena is mapped")
@@ -164,10 +166,14 @@ class WorkerEngine:
         try:
             if self._transfer is None:
                 raise HandoffRejected("no arena is mapped")
-            return self._transfer.offload(command.block_ids, reserved.block_ids, reserved.generation)
-        except HandoffRejected as error:
+            outgoing = Outgoing(command.block_ids, reserved.block_ids, reserved.generation)
+            (runs,) = self._transfer.offload([outgoing])
+        except PeerError as error:
             logger.warning("request %s: offload given up: %s", command.request_id, error)
             return None
+        if runs is None:
+            logger.warning("request %s: offload given up (generation %d)", command.request_id, reserved.generation)
+        return runs
 
 
 def _outcome_of(work: Callable[[], T]) -> Callable[[], T]:

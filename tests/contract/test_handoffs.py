@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from alignedserve.core.blocks import BlockAllocator
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
-from alignedserve.messages.links import ArenaOffered, BlockRun, Handoff
+from alignedserve.messages.links import ArenaOffered, BlockCopy, BlockRun, Handoff
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.served_model import resolve_model
-from alignedserve.runtime.transfer import ShmTransfer
+from alignedserve.runtime.transfer import Outgoing, ShmTransfer
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
 from tests.desks.transfer import (
     NUM_POOL_BLOCKS,
@@ -55,8 +56,10 @@ class Engines:
         taken = self.allocator.allocate(3)
         assert taken is not None
         self.arena.stamp(taken, 5)
-        runs = ShmTransfer(self.here._storage, self.arena).offload(blocks(7, 2, 5), taken, 5)
-        return Handoff(of, 1, (token.token_id,), LeaseId(5), 5, 19, runs)
+        outgoing = Outgoing(blocks(7, 2, 5), taken, 5)
+        (runs,) = ShmTransfer(self.here._storage, self.arena).offload([outgoing])
+        assert runs is not None
+        return Handoff(of, 1, (token.token_id,), LeaseId(5), BlockCopy(5, 19, runs))
 
 
 @pytest.fixture
@@ -85,7 +88,6 @@ async def test_an_engine_goes_on_from_a_handoff(engines: Engines) -> None:
         {"context_len": 18},
         {"context_len": 20},
         {"context_len": 30},
-        {"request": request("r2", prompt_len=19)},
         {"runs": ()},
         {"runs": (BlockRun(0, 3, 1),)},
         {"runs": (BlockRun(NUM_POOL_BLOCKS - 1, 3, 1),)},
@@ -94,15 +96,24 @@ async def test_an_engine_goes_on_from_a_handoff(engines: Engines) -> None:
 )
 async def test_a_refused_request_never_enters_the_engine(engines: Engines, changes: dict[str, Any]) -> None:
     valid = await engines.prefilled()
-    addition = Addition(valid.request, valid.generated_token_ids, blocks(1, 9, 4), changed(valid, **changes))
+    spoilt = msgspec.structs.replace(valid, copy=changed(valid.copy, **changes))
+    addition = Addition(valid.request, valid.generated_token_ids, blocks(1, 9, 4), spoilt)
     over = await engines.run(engines.there, addition)
     assert over == IterationCompleted((), refused=(valid.request.request_id,))
     assert not engines.there._engine.has_sequence(valid.request.request_id)
 
 
+async def test_another_requests_handoff_never_enters_the_engine(engines: Engines) -> None:
+    valid = await engines.prefilled()
+    other = msgspec.structs.replace(valid, request=request("r2", prompt_len=19))
+    over = await engines.run(engines.there, Addition(valid.request, valid.generated_token_ids, blocks(1, 9, 4), other))
+    assert over == IterationCompleted((), refused=(valid.request.request_id,))
+
+
 async def test_a_refusal_leaves_its_companions_alone(engines: Engines) -> None:
     valid = await engines.prefilled()
-    spoilt = Addition(valid.request, valid.generated_token_ids, blocks(1, 9, 4), changed(valid, generation=4))
+    stale = msgspec.structs.replace(valid, copy=changed(valid.copy, generation=4))
+    spoilt = Addition(valid.request, valid.generated_token_ids, blocks(1, 9, 4), stale)
     other = request("r2", prompt_len=5)
     over = await engines.run(engines.there, spoilt, Addition(other, (), blocks(10)))
     assert over.refused == (valid.request.request_id,)

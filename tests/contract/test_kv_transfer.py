@@ -4,7 +4,6 @@ Sender and receiver have storages of their own; blocks are scattered on both sid
 order and generation are the receiver's to check: it is told nothing that it may believe.
 """
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any
 import pytest
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import HandoffRejected
-from alignedserve.core.ids import BlockId, LeaseId
-from alignedserve.messages.links import BlockRun, Handoff
+from alignedserve.core.ids import BlockId
+from alignedserve.messages.links import BlockCopy, BlockRun
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.transfer import ShmTransfer, neighbours
+from alignedserve.runtime.block_sums import neighbours
+from alignedserve.runtime.transfer import Incoming, Outgoing, ShmTransfer
 from tests.desks.transfer import (
     BLOCK_SIZE,
     MEDIA,
@@ -35,7 +34,7 @@ from tests.desks.transfer import (
     layout_of,
     run_of,
 )
-from tests.samples import blocks, request
+from tests.samples import blocks
 
 
 @pytest.fixture(params=[(name, dtype) for name in MEDIA for dtype in ("float32", "bfloat16")], ids="-".join)
@@ -47,15 +46,31 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Setup]:
     medium.close()
 
 
+@pytest.fixture
+def pool(setup: Setup) -> Setup:
+    """Where the owner stamps the blocks."""
+    if setup.medium.writer_stamps:
+        pytest.skip("in a candidate buffer the writer stamps the blocks")
+    return setup
+
+
+@pytest.fixture
+def buffer(setup: Setup) -> Setup:
+    """Where the writer stamps the blocks."""
+    if not setup.medium.writer_stamps:
+        pytest.skip("in the pool's arena the pool stamps the blocks")
+    return setup
+
+
 # --- what arrives
 
 
-def test_several_requests_arrive_as_they_were_sent(setup: Setup) -> None:
+def test_requests_arrive_as_they_were_sent(setup: Setup) -> None:
     sources = ([3, 1, 2], [9], [14, 0, 15, 7, 8])
     targets = ([0, 15, 4], [3], [9, 8, 7, 1, 2])
     handoffs = [setup.send(BLOCK_SIZE * len(source) - 2, source) for source in sources]
     for handoff, source, target in reversed(list(zip(handoffs, sources, targets, strict=True))):
-        assert (setup.fetch(handoff, *target) == content(setup.sender, source)).all()
+        setup.expect(handoff, target, source)
 
 
 def test_only_the_blocks_in_use_are_touched(setup: Setup) -> None:
@@ -66,7 +81,7 @@ def test_only_the_blocks_in_use_are_touched(setup: Setup) -> None:
     )
     handoff = setup.send(20, [5, 11, 6])
     used = {run.first_block + offset for run in handoff.runs for offset in range(run.num_blocks)}
-    setup.fetch(handoff, 2, 13, 4)
+    setup.expect(handoff, [2, 13, 4], [5, 11, 6])
     after_pool, after_there = setup.medium.content(), everything(setup.receiver)
     assert {i for i in range(NUM_POOL_BLOCKS) if (after_pool[i] != before_pool[i]).any()} == used
     assert {i for i in range(NUM_STORAGE_BLOCKS) if (after_there[i] != before_there[i]).any()} == {2, 13, 4}
@@ -75,22 +90,22 @@ def test_only_the_blocks_in_use_are_touched(setup: Setup) -> None:
 
 def test_room_beyond_the_handoff_is_left_alone(setup: Setup) -> None:
     before = content(setup.receiver, [9])
-    handoff = setup.send(16, [5, 11])
-    setup.fetch(handoff, 2, 13, 9)
+    copy = setup.send(16, [5, 11])
+    assert setup.fetch(copy, 2, 13, 9) is not None
     assert (content(setup.receiver, [2, 13]) == content(setup.sender, [5, 11])).all()
     assert (content(setup.receiver, [9]) == before).all()
 
 
 def test_a_handoff_may_be_fetched_again_while_its_lease_holds(setup: Setup) -> None:
     handoff = setup.send(16, [5, 11])
-    setup.fetch(handoff, 2, 13)
-    assert (setup.fetch(handoff, 7, 1) == content(setup.sender, [5, 11])).all()
+    setup.expect(handoff, [2, 13], [5, 11])
+    setup.expect(handoff, [7, 1], [5, 11])
 
 
 def test_runs_say_which_blocks_in_order(setup: Setup) -> None:
     setup.medium.stamp(blocks(4, 5, 6, 2, 9, 10), 9)
-    runs = setup.sending.offload(blocks(0, 1, 2, 3, 4, 5), blocks(4, 5, 6, 2, 9, 10), 9)
-    assert [(run.first_block, run.num_blocks) for run in runs] == [(4, 3), (2, 1), (9, 2)]
+    copy = setup.send_to(blocks(4, 5, 6, 2, 9, 10), 9, 48, range(6))
+    assert [(run.first_block, run.num_blocks) for run in copy.runs] == [(4, 3), (2, 1), (9, 2)]
 
 
 @pytest.mark.parametrize(
@@ -101,36 +116,117 @@ def test_neighbours(numbers: tuple[int, ...], expected: list[tuple[int, int]]) -
     assert neighbours(blocks(*numbers)) == expected
 
 
+# --- several requests at once
+
+
+def test_requests_of_one_call_arrive_in_order(setup: Setup) -> None:
+    sources = ([3, 1, 2], [9], [14, 0, 15, 7, 8])
+    targets = ([0, 15, 4], [3], [9, 8, 7, 1, 2])
+    leases = [setup.lease(len(source)) for source in sources]
+    outgoing = [
+        Outgoing(blocks(*source), taken, generation)
+        for source, (generation, taken) in zip(sources, leases, strict=True)
+    ]
+    copies = [
+        BlockCopy(generation, BLOCK_SIZE * len(taken), runs or ())
+        for runs, (generation, taken) in zip(setup.sending.offload(outgoing), leases, strict=True)
+    ]
+    incoming = [Incoming(copy, blocks(*target)) for copy, target in zip(copies, targets, strict=True)]
+    assert setup.receiving.fetch(incoming) == [True, True, True]
+    for source, target in zip(sources, targets, strict=True):
+        assert (content(setup.receiver, target) == content(setup.sender, source)).all()
+
+
+def test_nothing_to_do_is_nothing_done(setup: Setup) -> None:
+    assert setup.sending.offload([]) == []
+    assert setup.receiving.fetch([]) == []
+
+
+def test_one_refused_offload_fails_nobody_else(setup: Setup) -> None:
+    (first, taken), (last, also_taken) = setup.lease(2), setup.lease(1)
+    before = setup.medium.content()
+    outgoing = [
+        Outgoing(blocks(4, 9), taken, first),
+        Outgoing(blocks(3), blocks(NUM_POOL_BLOCKS), first),
+        Outgoing(blocks(7), also_taken, last),
+    ]
+    sent, refused, also_sent = setup.sending.offload(outgoing)
+    assert refused is None
+    assert sent is not None
+    assert also_sent is not None
+    after = setup.medium.content()
+    used = {*taken, *also_taken}
+    assert all((after[i] == before[i]).all() for i in range(NUM_POOL_BLOCKS) if i not in used)
+    assert (after[list(also_taken)] == content(setup.sender, [7])).all()
+    rows = setup.fetch(BlockCopy(first, 16, sent), 0, 1)
+    assert rows is not None
+    assert (rows == content(setup.sender, [4, 9])).all()
+
+
+def test_one_refused_fetch_fails_nobody_else(setup: Setup) -> None:
+    copies = [setup.send(16, source) for source in ([3, 1], [9, 6], [14, 0])]
+    before = content(setup.receiver, [10, 11])
+    copies[1] = changed(copies[1], generation=copies[1].generation + 50)
+    targets = ([0, 15], [10, 11], [4, 5])
+    incoming = [Incoming(copy, blocks(*target)) for copy, target in zip(copies, targets, strict=True)]
+    assert setup.receiving.fetch(incoming) == [True, False, True]
+    assert (content(setup.receiver, [0, 15, 4, 5]) == content(setup.sender, [3, 1, 14, 0])).all()
+    assert (content(setup.receiver, [10, 11]) == before).all()
+
+
+def test_one_spoilt_in_between_fails_nobody_else(setup: Setup) -> None:
+    copies = [setup.send(16, source) for source in ([3, 1], [9, 6], [14, 0])]
+    setup.medium.flip(BlockId(copies[1].runs[0].first_block), 7)
+    targets = ([0, 15], [10, 11], [4, 5])
+    incoming = [Incoming(copy, blocks(*target)) for copy, target in zip(copies, targets, strict=True)]
+    assert setup.receiving.fetch(incoming) == [True, False, True]
+    assert (content(setup.receiver, [0, 15, 4, 5]) == content(setup.sender, [3, 1, 14, 0])).all()
+
+
 # --- what is refused on the way out
 
 
+def refused(setup: Setup, source: tuple[BlockId, ...], taken: tuple[BlockId, ...], generation: int) -> bool:
+    return setup.sending.offload([Outgoing(source, taken, generation)]) == [None]
+
+
 @pytest.mark.parametrize("generation", [0, 2, 1 << 40])
-def test_offloading_under_another_generation_is_refused(setup: Setup, generation: int) -> None:
-    _, taken = setup.lease(2)
-    with pytest.raises(HandoffRejected):
-        setup.sending.offload(blocks(0, 1), taken, generation)
+def test_offloading_under_another_generation_is_refused(pool: Setup, generation: int) -> None:
+    _, taken = pool.lease(2)
+    assert refused(pool, blocks(0, 1), taken, generation)
+    assert not pool.medium.content().any()
+
+
+def test_offloading_under_a_lease_that_was_taken_back_is_refused(pool: Setup) -> None:
+    generation, taken = pool.lease(2)
+    pool.medium.stamp(taken[:1], 0)
+    assert refused(pool, blocks(0, 1), taken, generation)
+
+
+@pytest.mark.parametrize("generation", [0, -1, 1 << 64])
+def test_offloading_into_nobodys_blocks_is_refused(setup: Setup, generation: int) -> None:
+    assert refused(setup, blocks(0, 1), blocks(3, 4), generation)
     assert not setup.medium.content().any()
 
 
-def test_offloading_into_nobodys_blocks_is_refused(setup: Setup) -> None:
-    with pytest.raises(HandoffRejected):
-        setup.sending.offload(blocks(0, 1), blocks(3, 4), 0)
-    assert not setup.medium.content().any()
-
-
-def test_offloading_under_a_lease_that_was_taken_back_is_refused(setup: Setup) -> None:
-    generation, taken = setup.lease(2)
-    setup.medium.stamp(taken[:1], 0)
-    with pytest.raises(HandoffRejected):
-        setup.sending.offload(blocks(0, 1), taken, generation)
-
-
-@pytest.mark.parametrize("arena_blocks", [(0,), (0, 1, 2), (0, NUM_POOL_BLOCKS), (-1, 0)])
-def test_offloading_into_other_blocks_than_there_are_is_refused(setup: Setup, arena_blocks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("target", [(0,), (0, 1, 2), (0, NUM_POOL_BLOCKS), (-1, 0), (1, 1)])
+def test_offloading_into_other_blocks_than_there_are_is_refused(setup: Setup, target: tuple[int, ...]) -> None:
     setup.medium.stamp(blocks(0, 1, 2, NUM_POOL_BLOCKS - 1), 1)
-    with pytest.raises(HandoffRejected):
-        setup.sending.offload(blocks(0, 1), blocks(*arena_blocks), 1)
+    assert refused(setup, blocks(0, 1), blocks(*target), 1)
     assert not setup.medium.content().any()
+
+
+# --- what a writer stamps
+
+
+def test_in_a_candidate_buffer_the_writer_stamps_the_blocks(buffer: Setup) -> None:
+    old = buffer.send(16, [3, 1])
+    taken = [BlockId(old.runs[0].first_block), BlockId(old.runs[-1].first_block + old.runs[-1].num_blocks - 1)]
+    new = buffer.send_to(taken, old.generation + 1, 16, [5, 6])
+    assert buffer.fetch(old, 0, 1) is None
+    rows = buffer.fetch(new, 0, 1)
+    assert rows is not None
+    assert (rows == content(buffer.sender, [5, 6])).all()
 
 
 # --- what is refused on the way in
@@ -138,26 +234,24 @@ def test_offloading_into_other_blocks_than_there_are_is_refused(setup: Setup, ar
 
 @dataclass
 class Sent:
-    """A valid handoff of five blocks in three runs, of two, two and one, to be spoilt."""
+    """A valid copy of five blocks in three runs, of two, two and one, to be spoilt."""
 
     setup: Setup
-    handoff: Handoff
+    copy: BlockCopy
 
-    def is_refused(self, handoff: Handoff, num_targets: int = 6) -> bool:
-        try:
-            self.setup.fetch(handoff, *range(num_targets))
-        except HandoffRejected:
-            return True
-        return False
+    def is_refused(self, copy: BlockCopy, num_targets: int = 6) -> bool:
+        return self.setup.fetch(copy, *range(num_targets)) is None
+
+
+SOURCE = (3, 8, 1, 14, 6)
 
 
 @pytest.fixture
 def sent(setup: Setup) -> Sent:
     setup.medium.stamp(blocks(4, 5, 1, 2, 9), 77)
-    runs = setup.sending.offload(blocks(3, 8, 1, 14, 6), blocks(4, 5, 1, 2, 9), 77)
-    handoff = Handoff(request(prompt_len=37), 1, (7,), LeaseId(77), 77, 37, runs)
-    assert (setup.fetch(handoff, 0, 1, 2, 3, 4) == content(setup.sender, (3, 8, 1, 14, 6))).all()
-    return Sent(setup, handoff)
+    copy = setup.send_to(blocks(4, 5, 1, 2, 9), 77, 37, SOURCE)
+    setup.expect(copy, range(5), SOURCE)
+    return Sent(setup, copy)
 
 
 def spoilt_runs(runs: tuple[BlockRun, ...]) -> dict[str, tuple[BlockRun, ...]]:
@@ -190,75 +284,87 @@ def spoilt_runs(runs: tuple[BlockRun, ...]) -> dict[str, tuple[BlockRun, ...]]:
 
 @pytest.mark.parametrize("how", spoilt_runs((BlockRun(4, 2, 1), BlockRun(1, 2, 2), BlockRun(9, 1, 3))))
 def test_spoilt_runs_are_refused(sent: Sent, how: str) -> None:
-    runs = spoilt_runs(sent.handoff.runs)[how]
-    assert sent.is_refused(changed(sent.handoff, runs=runs))
+    runs = spoilt_runs(sent.copy.runs)[how]
+    assert sent.is_refused(changed(sent.copy, runs=runs))
 
 
 @pytest.mark.parametrize("generation", [76, 78, 0, -77, 77 + (1 << 64)])
 def test_another_generation_is_refused(sent: Sent, generation: int) -> None:
-    assert sent.is_refused(changed(sent.handoff, generation=generation))
+    assert sent.is_refused(changed(sent.copy, generation=generation))
 
 
 @pytest.mark.parametrize("block_id", [4, 5, 1, 2, 9])
 @pytest.mark.parametrize("generation", [0, 78])
 def test_a_lease_that_ended_before_the_copy_is_refused(sent: Sent, block_id: int, generation: int) -> None:
     sent.setup.medium.stamp(blocks(block_id), generation)
-    assert sent.is_refused(sent.handoff)
+    assert sent.is_refused(sent.copy)
 
 
 def test_freed_blocks_are_refused_even_when_the_handoff_says_nobodys(sent: Sent) -> None:
     sent.setup.medium.stamp(blocks(4, 5, 1, 2, 9), 0)
-    assert sent.is_refused(changed(sent.handoff, generation=0))
+    assert sent.is_refused(changed(sent.copy, generation=0))
 
 
 @pytest.mark.parametrize("block_id", [4, 5, 1, 2, 9])
 def test_a_flipped_bit_in_any_block_is_refused(sent: Sent, block_id: int) -> None:
     for offset in (0, sent.setup.layout.block_bytes // 2, sent.setup.layout.block_bytes - 1):
         sent.setup.medium.flip(BlockId(block_id), offset)
-        assert sent.is_refused(sent.handoff)
+        assert sent.is_refused(sent.copy)
         sent.setup.medium.flip(BlockId(block_id), offset)
-    assert not sent.is_refused(sent.handoff)
+    assert not sent.is_refused(sent.copy)
 
 
 @pytest.mark.parametrize("context_len", [0, 1, 32, 41, 48, 1 << 40])
 def test_a_context_of_other_blocks_is_refused(sent: Sent, context_len: int) -> None:
-    assert sent.is_refused(changed(sent.handoff, context_len=context_len))
+    assert sent.is_refused(changed(sent.copy, context_len=context_len))
 
 
 @pytest.mark.parametrize("num_targets", [0, 1, 4])
 def test_too_few_target_blocks_are_refused(sent: Sent, num_targets: int) -> None:
-    assert sent.is_refused(sent.handoff, num_targets)
+    assert sent.is_refused(sent.copy, num_targets)
 
 
 def test_a_receiver_of_another_layout_never_gets_to_it(tmp_path: Path) -> None:
     medium = ShmMedium(tmp_path, layout_of("float32"))
     other = BlockStorage(BlockLayout(BLOCK_SIZE, 2, 4, 2, "float32"), 4)  # of the same size
     with pytest.raises(HandoffRejected, match="layout"):
-        ShmTransfer(other, Arena.attach(tmp_path / "pool.arena", other.layout))
+        ShmTransfer(other, Arena.attach(tmp_path / "shared.arena", other.layout))
     medium.close()
 
 
 class InterferingStorage(BlockStorage):
-    """A storage around whose copies something happens to what lies in between."""
+    """A storage around whose rows something happens to what lies in between."""
 
     interfere: Callable[[], None]
 
-    def read_blocks(self, block_ids: Any, out: Any) -> None:
-        super().read_blocks(block_ids, out)
-        self.interfere()
+    def rows_to_read(self, block_ids: Any) -> Any:
+        for row in super().rows_to_read(block_ids):
+            yield row
+            self.interfere()
 
-    def write_blocks(self, block_ids: Any, source: Any) -> None:
+    def rows_to_write(self, block_ids: Any) -> Any:
         self.interfere()
-        super().write_blocks(block_ids, source)
-        self.interfere()
+        for row in super().rows_to_write(block_ids):
+            yield row
+            self.interfere()
+
+
+def fetched_while(sent: Sent, interfere: Callable[[], None]) -> bool:
+    """Whether the copy was refused; what was not is right."""
+    storage = InterferingStorage(sent.setup.layout, NUM_STORAGE_BLOCKS)
+    storage.interfere = interfere
+    transfer = sent.setup.medium.transfer(storage)
+    (is_held,) = transfer.fetch([Incoming(sent.copy, blocks(0, 1, 2, 3, 4))])
+    transfer.close()
+    assert not is_held or (content(storage, range(5)) == content(sent.setup.sender, SOURCE)).all()
+    return not is_held
 
 
 @pytest.mark.parametrize("generation", [0, 78])
 def test_a_lease_that_ends_during_the_copy_is_refused(sent: Sent, generation: int) -> None:
-    storage = InterferingStorage(sent.setup.layout, NUM_STORAGE_BLOCKS)
-    storage.interfere = lambda: sent.setup.medium.stamp(blocks(9), generation)
-    with pytest.raises(HandoffRejected):
-        sent.setup.medium.transfer(storage).fetch(sent.handoff, blocks(0, 1, 2, 3, 4))
+    is_refused = fetched_while(sent, lambda: sent.setup.medium.stamp(blocks(9), generation))
+    # Elsewhere the bytes may have been read, and the lease checked, before anything is written here.
+    assert is_refused or not sent.setup.medium.is_shared
 
 
 # A worker that was stopped while it wrote goes on under a lease that it has lost, into blocks that are others' by now.
@@ -277,72 +383,17 @@ def stray_writer(medium: Medium, block_id: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("block_id", [4, 9])
 def test_a_stray_write_while_blocks_are_fetched_is_refused(sent: Sent, block_id: int) -> None:
-    storage = InterferingStorage(sent.setup.layout, NUM_STORAGE_BLOCKS)
-    storage.interfere = stray_writer(sent.setup.medium, block_id)
-    with pytest.raises(HandoffRejected):
-        sent.setup.medium.transfer(storage).fetch(sent.handoff, blocks(0, 1, 2, 3, 4))
+    is_refused = fetched_while(sent, stray_writer(sent.setup.medium, block_id))
+    assert is_refused or not sent.setup.medium.is_shared
 
 
 def test_a_stray_write_while_blocks_are_offloaded_changes_nothing_or_is_refused(setup: Setup) -> None:
     storage = InterferingStorage(setup.layout, NUM_STORAGE_BLOCKS)
     storage.interfere = stray_writer(setup.medium, 6)
-    BlockStorage.write_blocks(storage, blocks(0, 1), content(setup.sender, [0, 1]))
+    storage.write_blocks(blocks(0, 1), content(setup.sender, [0, 1]))
     setup.medium.stamp(blocks(6, 7), 3)
-    runs = setup.medium.transfer(storage).offload(blocks(0, 1), blocks(6, 7), 3)
-    handoff = Handoff(request(prompt_len=16), 1, (7,), LeaseId(3), 3, 16, runs)
-    try:
-        rows = setup.fetch(handoff, 4, 5)
-    except HandoffRejected:
-        return
-    assert (rows == content(setup.sender, [0, 1])).all()
-
-
-# --- at random
-
-
-def mutated(handoff: Handoff, rng: random.Random) -> Handoff:
-    runs = list(handoff.runs)
-    place = rng.randrange(len(runs))
-    number = rng.choice([-1, 0, 1, 2, 5, rng.randrange(NUM_POOL_BLOCKS), NUM_POOL_BLOCKS, 1 << 33])
-    match rng.randrange(9):
-        case 0:
-            runs[place] = run_of(runs[place], first_block=number)
-        case 1:
-            runs[place] = run_of(runs[place], num_blocks=number)
-        case 2:
-            runs[place] = run_of(runs[place], checksum=runs[place].checksum ^ (1 << rng.randrange(64)))
-        case 3:
-            del runs[place]
-        case 4:
-            runs.insert(rng.randrange(len(runs) + 1), runs[place])
-        case 5:
-            rng.shuffle(runs)
-        case 6:
-            runs[place] = rng.choice(runs)
-        case 7:
-            return changed(handoff, context_len=max(handoff.context_len + rng.randrange(-20, 21), 0))
-        case 8:
-            return changed(handoff, generation=handoff.generation + rng.choice([-1, 1, 0]))
-    return changed(handoff, runs=tuple(runs))
-
-
-def test_random_changes_are_refused_or_change_nothing(setup: Setup) -> None:
-    rng = random.Random(11)
-    sources = [rng.sample(range(NUM_STORAGE_BLOCKS), count) for count in (3, 5, 4, 6)]
-    handoffs = [setup.send(BLOCK_SIZE * len(source) - 3, source) for source in sources]
-    num_refused = 0
-    for _ in range(400):
-        choice = rng.randrange(len(handoffs))
-        handoff = handoffs[choice]
-        for _ in range(rng.randrange(1, 4)):
-            handoff = mutated(handoff, rng) if handoff.runs else handoff
-        target = rng.sample(range(NUM_STORAGE_BLOCKS), rng.randrange(3, 9))
-        try:
-            rows = setup.fetch(handoff, *target)
-        except HandoffRejected:
-            num_refused += 1
-        else:
-            source = sources[choice]
-            assert blocks_for(handoff.context_len, BLOCK_SIZE) == len(source)
-            assert (rows[: len(source)] == content(setup.sender, source)).all()
-    assert 200 < num_refused < 400
+    transfer = setup.medium.transfer(storage)
+    (runs,) = transfer.offload([Outgoing(blocks(0, 1), blocks(6, 7), 3)])
+    transfer.close()
+    rows = setup.fetch(BlockCopy(3, 16, runs or ()), 4, 5)
+    assert rows is None or (rows == content(setup.sender, [0, 1])).all()

@@ -8,6 +8,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import (
     ArenaOffered,
     BatchGranted,
+    BlockCopy,
     BlockRun,
     BlocksReserved,
     BlocksTaken,
@@ -94,9 +95,7 @@ def handoff_of(content: BlocksWritten) -> Handoff:
         content.attempt,
         content.generated_token_ids,
         content.lease_id,
-        content.generation,
-        content.context_len,
-        content.runs,
+        BlockCopy(content.generation, content.context_len, content.runs),
     )
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.ids import BlockId, LeaseId
-from alignedserve.messages.links import BlockRun, Handoff
+from alignedserve.core.ids import BlockId
+from alignedserve.messages.links import BlockCopy, BlockRun
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.transfer import KVTransfer, ShmTransfer
-from tests.samples import blocks, request
+from alignedserve.runtime.transfer import Incoming, KVTransfer, Outgoing, ShmTransfer
+from tests.samples import blocks
 
 NUM_POOL_BLOCKS, NUM_STORAGE_BLOCKS, BLOCK_SIZE = 24, 16, 8
 Bytes = npt.NDArray[np.uint8]
@@ -24,6 +24,9 @@ Bytes = npt.NDArray[np.uint8]
 
 class Medium(Protocol):
     """Where the blocks lie in between. One for each implementation of the port."""
+
+    writer_stamps: bool  # as in a candidate buffer; in the pool's arena its owner does
+    is_shared: bool  # blocks are read in place, until the last byte has arrived
 
     def transfer(self, storage: BlockStorage) -> KVTransfer: ...
     def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None: ...
@@ -33,17 +36,20 @@ class Medium(Protocol):
 
 
 class ShmMedium:
-    """An arena, mapped once by the pool and once by each worker."""
+    """An arena, mapped once by its owner and once by each worker."""
 
-    def __init__(self, folder: Path, layout: BlockLayout) -> None:
+    is_shared = True
+
+    def __init__(self, folder: Path, layout: BlockLayout, *, writer_stamps: bool = False) -> None:
+        self.writer_stamps = writer_stamps
         self._layout = layout
-        self._arena = Arena.create(folder / "pool.arena", layout, NUM_POOL_BLOCKS)
+        self._arena = Arena.create(folder / "shared.arena", layout, NUM_POOL_BLOCKS)
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:
-        return ShmTransfer(storage, Arena.attach(self._arena.path, self._layout))
+        return ShmTransfer(storage, Arena.attach(self._arena.path, self._layout), stamps=self.writer_stamps)
 
     def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
-        self._arena.stamp(tuple(block_ids), generation)
+        self._arena.stamp(block_ids, generation)
 
     def flip(self, block_id: BlockId, offset: int) -> None:
         self._arena.blocks[block_id, offset] ^= 0x10
@@ -55,7 +61,10 @@ class ShmMedium:
         self._arena.close(unlink=True)
 
 
-MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {"shm": ShmMedium}
+MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {
+    "shm pool": ShmMedium,
+    "shm buffer": lambda folder, layout: ShmMedium(folder, layout, writer_stamps=True),
+}
 
 
 def layout_of(dtype: str) -> BlockLayout:
@@ -85,15 +94,25 @@ class Setup:
         self.medium.stamp(taken, self._num_leases)
         return self._num_leases, taken
 
-    def send(self, context_len: int, source: Sequence[int]) -> Handoff:
+    def send(self, context_len: int, source: Sequence[int]) -> BlockCopy:
         generation, taken = self.lease(len(source))
-        runs = self.sending.offload(blocks(*source), taken, generation)
-        of = request(prompt_len=context_len)
-        return Handoff(of, 1, (7,), LeaseId(generation), generation, context_len, runs)
+        return self.send_to(taken, generation, context_len, source)
 
-    def fetch(self, handoff: Handoff, *target: int) -> Bytes:
-        self.receiving.fetch(handoff, blocks(*target))
-        return content(self.receiver, target)
+    def send_to(self, taken: Sequence[BlockId], generation: int, context_len: int, source: Sequence[int]) -> BlockCopy:
+        (runs,) = self.sending.offload([Outgoing(blocks(*source), taken, generation)])
+        assert runs is not None, "a valid offload was refused"
+        return BlockCopy(generation, context_len, runs)
+
+    def fetch(self, copy: BlockCopy, *target: int) -> Bytes | None:
+        """The fetched blocks, or None when the copy was refused."""
+        (is_held,) = self.receiving.fetch([Incoming(copy, blocks(*target))])
+        return content(self.receiver, target) if is_held else None
+
+    def expect(self, copy: BlockCopy, target: Sequence[int], source: Sequence[int]) -> None:
+        """The copy holds, and brings the blocks that were sent."""
+        rows = self.fetch(copy, *target)
+        assert rows is not None, "a valid copy was refused"
+        assert (rows == content(self.sender, source)).all()
 
 
 def content(storage: BlockStorage, block_ids: Sequence[int]) -> Bytes:
@@ -113,8 +132,8 @@ def everything(storage: BlockStorage) -> Bytes:
     return content(storage, range(NUM_STORAGE_BLOCKS))
 
 
-def changed(handoff: Handoff, **changes: Any) -> Handoff:
-    return msgspec.structs.replace(handoff, **changes)
+def changed(copy: BlockCopy, **changes: Any) -> BlockCopy:
+    return msgspec.structs.replace(copy, **changes)
 
 
 def run_of(run: BlockRun, **changes: Any) -> BlockRun:

@@ -1,0 +1,118 @@
+"""What the ends of a transfer check: which blocks a copy names, and the checksums of its runs.
+
+Every run of neighbouring blocks carries an XXH3 checksum, seeded with the run's place in the request so that runs
+cannot change places.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from alignedserve.core.blocks import blocks_for
+from alignedserve.core.errors import HandoffRejected
+from alignedserve.core.ids import BlockId
+from alignedserve.messages.links import BlockCopy, BlockRun
+from alignedserve.runtime.arena import NOBODYS
+
+Bytes = npt.NDArray[np.uint8]
+
+# Copied, then summed while it is still in the core's own cache: memory is read once and written once.
+PIECE_BYTES = 256 * 1024
+_MAX_GENERATION = (1 << 64) - 1
+
+
+class RunSums:
+    """Checksums of consecutive runs of blocks, whose bytes come in order and in pieces of any size."""
+
+    def __init__(self, counts: Sequence[int], block_bytes: int) -> None:
+        self.sums: list[int] = []
+        self._counts = counts
+        self._block_bytes = block_bytes
+        self._num_before = 0
+        self._begin()
+
+    def update(self, piece: Bytes) -> None:
+        """Take the next bytes, uint8 [n]. All runs together must be at least that long."""
+        start = 0
+        while start < len(piece):
+            end = min(len(piece), start + self._num_left)
+            self._hasher.update(piece[start:end].data)
+            self._num_left -= end - start
+            start = end
+            if not self._num_left:
+                self._end()
+
+    def _begin(self) -> None:
+        if len(self.sums) < len(self._counts):
+            self._num_left = self._counts[len(self.sums)] * self._block_bytes
+            self._hasher = xxhash.xxh3_64(seed=self._num_before)
+
+    def _end(self) -> None:
+        self._num_before += self._counts[len(self.sums)]
+        self.sums.append(self._hasher.intdigest())
+        self._begin()
+
+
+def copy_rows(sources: Iterable[Bytes], targets: Iterable[Bytes], *sums: RunSums, from_target: bool) -> None:
+    """Copy block by block and sum what was read, or what was written, in passing."""
+    # Targets first: asked for one more at the end, a storage on a device takes over what was staged for it.
+    for target, source in zip(targets, sources, strict=True):
+        for start in range(0, len(source), PIECE_BYTES):
+            piece, place = source[start : start + PIECE_BYTES], target[start : start + PIECE_BYTES]
+            np.copyto(place, piece)
+            for one in sums:
+                one.update(place if from_target else piece)
+
+
+def check_target(block_ids: Sequence[BlockId], num_sent: int, generation: int, num_blocks: int) -> None:
+    """Whether a request of `num_sent` blocks can be written there. Raises HandoffRejected."""
+    if num_sent != len(block_ids):
+        raise HandoffRejected("the lease has another number of blocks than the request")
+    _check_bounds(block_ids, num_blocks)
+    if len(set(block_ids)) != len(block_ids):
+        raise HandoffRejected("the lease has a block twice")
+    if not NOBODYS < generation <= _MAX_GENERATION:
+        raise HandoffRejected("blocks are written under a lease's generation")
+
+
+def blocks_of(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks: int) -> list[BlockId]:
+    """The blocks that hold this copy, in order. Raises HandoffRejected when it does not add up."""
+    count = sum(run.num_blocks for run in copy.runs)
+    if any(run.num_blocks < 1 for run in copy.runs):
+        raise HandoffRejected("the handoff has a run without blocks")
+    if count != blocks_for(copy.context_len, block_size):
+        raise HandoffRejected("the handoff's blocks do not match its context length")
+    if count > num_targets:
+        raise HandoffRejected("the handoff has more blocks than were set aside for it")
+    block_ids = [BlockId(run.first_block + offset) for run in copy.runs for offset in range(run.num_blocks)]
+    _check_bounds(block_ids, num_blocks)
+    return block_ids
+
+
+def neighbours(block_ids: Iterable[BlockId]) -> list[tuple[int, int]]:
+    """Cut a list of blocks into (first block, count) runs of consecutive ids, in order."""
+    runs: list[tuple[int, int]] = []
+    for block_id in block_ids:
+        if runs and sum(runs[-1]) == block_id:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block_id, 1))
+    return runs
+
+
+def summed_runs(runs: Sequence[tuple[int, int]], sums: Sequence[int]) -> tuple[BlockRun, ...]:
+    """Runs of neighbouring blocks with their checksums."""
+    return tuple(BlockRun(first, count, checksum) for (first, count), checksum in zip(runs, sums, strict=True))
+
+
+def checked_sums(copy: BlockCopy, sums: Sequence[int]) -> None:
+    """Whether what arrived is what was written. Raises HandoffRejected."""
+    if list(sums) != [run.checksum for run in copy.runs]:
+        raise HandoffRejected("a checksum does not hold")
+
+
+def _check_bounds(block_ids: Sequence[BlockId], num_blocks: int) -> None:
+    if any(not 0 <= block_id < num_blocks for block_id in block_ids):
+        raise HandoffRejected("a block outside the arena")
