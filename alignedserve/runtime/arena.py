@@ -108,8 +108,12 @@ class Arena:
         """Whether all of these blocks belong to this lease; nobody's blocks are no lease's."""
         return generation != NOBODYS and bool((self.generations[list(block_ids)] == generation).all())
 
-    def rows(self, block_ids: Iterable[BlockId]) -> Iterator[npt.NDArray[np.uint8]]:
-        """The bytes of these blocks, one after the other, to read or to write."""
+    def rows_to_read(self, block_ids: Iterable[BlockId]) -> Iterator[npt.NDArray[np.uint8]]:
+        """The bytes of these blocks, one after the other."""
+        return (self.blocks[block_id] for block_id in block_ids)
+
+    def rows_to_write(self, block_ids: Iterable[BlockId]) -> Iterator[npt.NDArray[np.uint8]]:
+        """The bytes of these blocks, one after the other, to be overwritten in place."""
         return (self.blocks[block_id] for block_id in block_ids)
 
     def close(self, *, unlink: bool = False) -> None:

@@ -17,20 +17,20 @@ from alignedserve.messages.links import BlockCopy, BlockRun
 from alignedserve.runtime.arena import NOBODYS
 
 Bytes = npt.NDArray[np.uint8]
+PlacedRun = tuple[int, int]  # (blocks of the request before it, its blocks)
 
 # Copied, then summed while it is still in the core's own cache: memory is read once and written once.
 PIECE_BYTES = 256 * 1024
-_MAX_GENERATION = (1 << 64) - 1
+_MAX_GENERATION = 1 << 40  # of messages.links.Count
 
 
 class RunSums:
     """Checksums of consecutive runs of blocks, whose bytes come in order and in pieces of any size."""
 
-    def __init__(self, counts: Sequence[int], block_bytes: int) -> None:
+    def __init__(self, runs: Sequence[PlacedRun], block_bytes: int) -> None:
         self.sums: list[int] = []
-        self._counts = counts
+        self._runs = runs
         self._block_bytes = block_bytes
-        self._num_before = 0
         self._begin()
 
     def update(self, piece: Bytes) -> None:
@@ -42,17 +42,24 @@ class RunSums:
             self._num_left -= end - start
             start = end
             if not self._num_left:
-                self._end()
+                self.sums.append(self._hasher.intdigest())
+                self._begin()
 
     def _begin(self) -> None:
-        if len(self.sums) < len(self._counts):
-            self._num_left = self._counts[len(self.sums)] * self._block_bytes
-            self._hasher = xxhash.xxh3_64(seed=self._num_before)
+        if len(self.sums) < len(self._runs):
+            num_before, count = self._runs[len(self.sums)]
+            self._num_left = count * self._block_bytes
+            self._hasher = xxhash.xxh3_64(seed=num_before)
 
-    def _end(self) -> None:
-        self._num_before += self._counts[len(self.sums)]
-        self.sums.append(self._hasher.intdigest())
-        self._begin()
+
+def placed(counts: Iterable[int]) -> list[PlacedRun]:
+    """Runs of one request, each with the number of blocks before it."""
+    runs = []
+    num_before = 0
+    for count in counts:
+        runs.append((num_before, count))
+        num_before += count
+    return runs
 
 
 def copy_rows(sources: Iterable[Bytes], targets: Iterable[Bytes], *sums: RunSums, from_target: bool) -> None:
@@ -73,12 +80,12 @@ def check_target(block_ids: Sequence[BlockId], num_sent: int, generation: int, n
     _check_bounds(block_ids, num_blocks)
     if len(set(block_ids)) != len(block_ids):
         raise HandoffRejected("the lease has a block twice")
-    if not NOBODYS < generation <= _MAX_GENERATION:
-        raise HandoffRejected("blocks are written under a lease's generation")
+    _check_generation(generation)
 
 
 def blocks_of(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks: int) -> list[BlockId]:
     """The blocks that hold this copy, in order. Raises HandoffRejected when it does not add up."""
+    _check_generation(copy.generation)
     count = sum(run.num_blocks for run in copy.runs)
     if any(run.num_blocks < 1 for run in copy.runs):
         raise HandoffRejected("the handoff has a run without blocks")
@@ -107,10 +114,26 @@ def summed_runs(runs: Sequence[tuple[int, int]], sums: Sequence[int]) -> tuple[B
     return tuple(BlockRun(first, count, checksum) for (first, count), checksum in zip(runs, sums, strict=True))
 
 
-def checked_sums(copy: BlockCopy, sums: Sequence[int]) -> None:
-    """Whether what arrived is what was written. Raises HandoffRejected."""
+def checked_sums(copy: BlockCopy, sums: Sequence[int] | None) -> None:
+    """Whether what arrived is what was written; None: nothing did. Raises HandoffRejected."""
+    if sums is None:
+        raise HandoffRejected("the lease is no longer valid")
     if list(sums) != [run.checksum for run in copy.runs]:
         raise HandoffRejected("a checksum does not hold")
+
+
+def spelt_out(runs: Sequence[tuple[int, int]], num_blocks: int) -> list[BlockId]:
+    """The blocks of runs that somebody else named, in order. Raises HandoffRejected."""
+    if any(count < 1 for _, count in runs) or sum(count for _, count in runs) > num_blocks:
+        raise HandoffRejected("more blocks than there are, or runs without blocks")
+    block_ids = [BlockId(first + offset) for first, count in runs for offset in range(count)]
+    _check_bounds(block_ids, num_blocks)
+    return block_ids
+
+
+def _check_generation(generation: int) -> None:
+    if not NOBODYS < generation <= _MAX_GENERATION:
+        raise HandoffRejected("not the generation of any lease")
 
 
 def _check_bounds(block_ids: Sequence[BlockId], num_blocks: int) -> None:

@@ -150,12 +150,12 @@ class Link(asyncio.Protocol):
     def _shake_hands(self, message: Message) -> None:
         match message:
             case Challenge() if self._is_dialler:
-                self._check_version(message.version)
+                check_version(message.version)
                 proof = self._proof("dialler", message.nonce, self._identity.name)
                 hello = Hello(PROTOCOL_VERSION, self._identity.role, self._identity.name, proof, self._nonce)
                 self._write(_HANDSHAKE_CODEC.encode(hello))
             case Hello() if not self._is_dialler:
-                self._check_version(message.version)
+                check_version(message.version)
                 self._check_proof(message.proof, "dialler", message.name)
                 proof = self._proof("listener", message.nonce, self._identity.name)
                 self._write(_HANDSHAKE_CODEC.encode(Welcome(self._identity.role, self._identity.name, proof)))
@@ -171,16 +171,10 @@ class Link(asyncio.Protocol):
         self._on_linked(self)
 
     def _proof(self, side: str, nonce: bytes, name: str) -> bytes:
-        return hmac.digest(self._identity.secret, side.encode() + nonce + name.encode(), "sha256")
+        return proof_of(self._identity.secret, side, nonce, name)
 
     def _check_proof(self, proof: bytes, side: str, name: str) -> None:
-        if not hmac.compare_digest(proof, self._proof(side, self._nonce, name)):
-            raise ProtocolError("the peer does not know this cluster's secret")
-
-    @staticmethod
-    def _check_version(version: int) -> None:
-        if version != PROTOCOL_VERSION:
-            raise ProtocolError(f"the peer speaks protocol version {version}, this process {PROTOCOL_VERSION}")
+        check_proof(self._identity.secret, proof, side, self._nonce, name)
 
     def _watch_silence(self) -> None:
         """Several times within the timeout: say that we live, and see whether the peer does."""
@@ -192,6 +186,23 @@ class Link(asyncio.Protocol):
         if self.peer is not None:
             self.send(Ping())
         self._watch = self._loop.call_later(timeout_s / 5, self._watch_silence)
+
+
+def proof_of(secret: bytes, side: str, nonce: bytes, name: str) -> bytes:
+    """What only someone who knows the secret can say about this nonce, on this side of this kind of connection."""
+    return hmac.digest(secret, side.encode() + nonce + name.encode(), "sha256")
+
+
+def check_proof(secret: bytes, proof: bytes, side: str, nonce: bytes, name: str) -> None:
+    """Raises ProtocolError when the proof is not of this secret."""
+    if not hmac.compare_digest(proof, proof_of(secret, side, nonce, name)):
+        raise ProtocolError("the peer does not know this cluster's secret")
+
+
+def check_version(version: int) -> None:
+    """Raises ProtocolError when the peer speaks another version."""
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"the peer speaks protocol version {version}, this process {PROTOCOL_VERSION}")
 
 
 async def connect(address: str, make_link: Callable[[], Link]) -> Link:

@@ -25,6 +25,7 @@ from alignedserve.runtime.block_sums import (
     checked_sums,
     copy_rows,
     neighbours,
+    placed,
     summed_runs,
 )
 
@@ -104,9 +105,9 @@ class ShmTransfer:
             logger.warning("offload under generation %d refused: %s", generation, error)
             return None
         runs = neighbours(target)
-        sums = RunSums([count for _, count in runs], self._arena.layout.block_bytes)
+        sums = RunSums(placed(count for _, count in runs), self._arena.layout.block_bytes)
         source = self._storage.rows_to_read(outgoing.storage_block_ids)
-        copy_rows(source, self._arena.rows(target), sums, from_target=False)
+        copy_rows(source, self._arena.rows_to_write(target), sums, from_target=False)
         return summed_runs(runs, sums.sums)
 
     def _fetch_one(self, incoming: Incoming) -> bool:
@@ -117,9 +118,9 @@ class ShmTransfer:
                 copy, block_size=arena.layout.block_size, num_targets=num_targets, num_blocks=arena.num_blocks
             )
             _check_lease(arena, source, copy.generation)
-            sums = RunSums([run.num_blocks for run in copy.runs], arena.layout.block_bytes)
+            sums = RunSums(placed(run.num_blocks for run in copy.runs), arena.layout.block_bytes)
             target = self._storage.rows_to_write(incoming.storage_block_ids[: len(source)])
-            copy_rows(arena.rows(source), target, sums, from_target=True)
+            copy_rows(arena.rows_to_read(source), target, sums, from_target=True)
             checked_sums(copy, sums.sums)
             # The lease may have been taken back while we copied: what we have is then nobody's data.
             _check_lease(arena, source, copy.generation)
@@ -158,10 +159,10 @@ def _relay(
     _check_lease(source, source_ids, copy.generation)
     target.stamp(target_block_ids, generation)
     runs = neighbours(target_block_ids)
-    old = RunSums([run.num_blocks for run in copy.runs], layout.block_bytes)
-    new = RunSums([count for _, count in runs], layout.block_bytes)
+    old = RunSums(placed(run.num_blocks for run in copy.runs), layout.block_bytes)
+    new = RunSums(placed(count for _, count in runs), layout.block_bytes)
     # Both sums see the same bytes, so what is signed anew is what the old sums were of.
-    copy_rows(source.rows(source_ids), target.rows(target_block_ids), old, new, from_target=True)
+    copy_rows(source.rows_to_read(source_ids), target.rows_to_write(target_block_ids), old, new, from_target=True)
     checked_sums(copy, old.sums)
     _check_lease(source, source_ids, copy.generation)
     return summed_runs(runs, new.sums)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,13 +12,21 @@ import numpy.typing as npt
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
+from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import BlockCopy, BlockRun
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.links import Identity
 from alignedserve.runtime.transfer import Incoming, KVTransfer, Outgoing, ShmTransfer
+from alignedserve.runtime.transfers.block_server import BlockServer
+from alignedserve.runtime.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.transfers.memory import ArenaBuffer
 from tests.samples import blocks
 
 NUM_POOL_BLOCKS, NUM_STORAGE_BLOCKS, BLOCK_SIZE = 24, 16, 8
+SECRET = b"t" * 32
+OWNER = Identity(Role.PREFILL_WORKER, "prefill-0", SECRET, peer_timeout_s=3.0)
+ASKING = Identity(Role.DECODE_WORKER, "decode-0", SECRET, peer_timeout_s=3.0)
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -61,9 +69,36 @@ class ShmMedium:
         self._arena.close(unlink=True)
 
 
+class ServedMedium(ShmMedium):
+    """A candidate buffer behind a block server, reached through a process group."""
+
+    is_shared = False
+
+    def __init__(self, folder: Path, layout: BlockLayout, *, transport: str, address: str) -> None:
+        super().__init__(folder, layout, writer_stamps=True)
+        self._transport = transport
+        buffer = ArenaBuffer(self._arena)
+        self.server = BlockServer(buffer, address, identity=OWNER, transports=(transport,))
+        self._transfers: list[GroupTransfer] = []
+
+    def transfer(self, storage: BlockStorage) -> KVTransfer:
+        identity = replace(ASKING, name=f"decode-{len(self._transfers)}")
+        transfer = GroupTransfer(storage, self.server.address, identity=identity, transport=self._transport)
+        self._transfers.append(transfer)
+        return transfer
+
+    def close(self) -> None:
+        for transfer in self._transfers:
+            transfer.close()
+        self.server.close()
+        super().close()
+
+
 MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {
     "shm pool": ShmMedium,
     "shm buffer": lambda folder, layout: ShmMedium(folder, layout, writer_stamps=True),
+    "gloo unix": lambda folder, layout: ServedMedium(folder, layout, transport="gloo", address=f"unix:{folder}/b.sock"),
+    "gloo tcp": lambda folder, layout: ServedMedium(folder, layout, transport="gloo", address="tcp:127.0.0.1:0"),
 }
 
 

@@ -1,0 +1,127 @@
+"""The asking end of block transfers without shared memory: KVTransfer through a process group of two."""
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost
+from alignedserve.messages.blocks import ReadBlocks, WriteBlocks
+from alignedserve.messages.links import BlockRun
+from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.block_sums import checked_sums, summed_runs
+from alignedserve.runtime.links import Identity
+from alignedserve.runtime.transfer import Incoming, Outgoing
+from alignedserve.runtime.transfers.control import dial
+from alignedserve.runtime.transfers.memory import HostMemory
+from alignedserve.runtime.transfers.pair import ASKING_RANK, make_pair
+from alignedserve.runtime.transfers.questions import (
+    Planned,
+    answers,
+    blocks_in_order,
+    open_with,
+    plan_fetch,
+    plan_offload,
+    runs_in_order,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class GroupTransfer:
+    """KVTransfer with a block server. Connects when it is made.
+
+    Raises PeerLost when nobody answers or the secret is another one, HandoffRejected when the owner does not serve this
+    transport or this block layout. After PeerLost it is of no more use: make a new one.
+    """
+
+    def __init__(self, storage: BlockStorage, address: str, *, identity: Identity, transport: str = "gloo") -> None:
+        self._storage = storage
+        self._memory = HostMemory(storage, storage.layout.block_bytes)
+        self._control = dial(address, identity)
+        try:
+            self._num_blocks = open_with(self._control, transport, storage.layout).num_blocks
+            self._pair = make_pair(
+                self._control,
+                ASKING_RANK,
+                transport=transport,
+                block_bytes=storage.layout.block_bytes,
+                timeout_s=identity.peer_timeout_s,
+                device=torch.device("cpu"),
+            )
+        except PeerError:
+            self._control.close()
+            raise
+
+    def offload(self, outgoing: Sequence[Outgoing]) -> list[tuple[BlockRun, ...] | None]:
+        """See KVTransfer."""
+        planned = plan_offload(outgoing, self._num_blocks)
+        done: list[tuple[BlockRun, ...] | None] = [None] * len(outgoing)
+        if planned:
+            for one, runs in zip(planned, self._guarded(lambda: self._offload(planned)), strict=True):
+                done[one.index] = runs
+        return done
+
+    def fetch(self, incoming: Sequence[Incoming]) -> list[bool]:
+        """See KVTransfer."""
+        planned = plan_fetch(incoming, self._storage.layout.block_size, self._num_blocks)
+        done = [False] * len(incoming)
+        if planned:
+            copies = [incoming[one.index].copy for one in planned]
+            for one, copy, sums in zip(planned, copies, self._guarded(lambda: self._fetch(planned)), strict=True):
+                try:
+                    checked_sums(copy, sums)
+                    done[one.index] = True
+                except HandoffRejected as error:
+                    logger.warning("fetch of generation %d refused: %s", copy.generation, error)
+        return done
+
+    def close(self) -> None:
+        """See KVTransfer."""
+        self._control.close()
+
+    def _offload(self, planned: Sequence[Planned]) -> list[tuple[BlockRun, ...] | None]:
+        sources = blocks_in_order(planned)
+        sums = self._memory.sums(runs_in_order(planned))
+
+        def fill(first: int, rows: Tensor) -> None:
+            self._memory.gather(sources[first : first + len(rows)], rows, sums)
+
+        self._control.send(WriteBlocks(tuple(one.named for one in planned)))
+        self._pair.send(len(sources), fill)
+        in_order = iter(sums.sums)
+        runs = [summed_runs(one.named.runs, list(islice(in_order, len(one.named.runs)))) for one in planned]
+        is_held = answers(self._control, planned)
+        return [one if held else None for one, held in zip(runs, is_held, strict=True)]
+
+    def _fetch(self, planned: Sequence[Planned]) -> list[list[int] | None]:
+        """The checksums of what has arrived of each; None: the owner says that these blocks are not that request's."""
+        self._control.send(ReadBlocks(tuple(one.named for one in planned)))
+        on_the_way = [one for one, held in zip(planned, answers(self._control, planned), strict=True) if held]
+        targets = blocks_in_order(on_the_way)
+        sums = self._memory.sums(runs_in_order(on_the_way))
+
+        def take(first: int, rows: Tensor) -> None:
+            self._memory.scatter(targets[first : first + len(rows)], rows, sums)
+
+        self._pair.receive(len(targets), take)
+        in_order = iter(sums.sums)
+        arrived = {one.index: list(islice(in_order, len(one.named.runs))) for one in on_the_way}
+        is_still_held = answers(self._control, planned)
+        return [arrived.get(one.index) if held else None for one, held in zip(planned, is_still_held, strict=True)]
+
+    def _guarded(self, exchange: Callable[[], T]) -> T:
+        """Whatever goes wrong between the two ends in the middle of an exchange is the end of this pair."""
+        try:
+            return exchange()
+        except PeerError as error:
+            self.close()
+            raise PeerLost(f"a block transfer broke off: {error}") from error
+        except BaseException:
+            self.close()
+            raise
