@@ -4,7 +4,20 @@ from typing import Any
 
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerName
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
+from alignedserve.messages import blocks as block_messages
 from alignedserve.messages import handshake, links
+from alignedserve.messages.blocks import (
+    BlocksAnswered,
+    BlocksCopied,
+    DeviceMemory,
+    NamedBlocks,
+    OpenTransfer,
+    ReadBlocks,
+    RendezvousValue,
+    TransferOpened,
+    TransferRefused,
+    WriteBlocks,
+)
 from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
 from alignedserve.messages.links import (
     AbortRequest,
@@ -135,7 +148,9 @@ EXAMPLES: tuple[Message, ...] = (
     RequestPreempted(R1, 3, (8, 9), handoff_refused=True),
     AttemptFailed(R1, 3, FailureKind.INTERNAL, "the model gave no usable logits"),
     WorkerLoad(1, 2, 3, 4, 5, 6),
-    ArenaOffered("/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32),
+    ArenaOffered(
+        "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
+    ),
     ReserveBlocks(R1, 3, 2),
     CancelReservation(R1, 3),
     BlocksReserved(R1, 3, _LEASE, 17, blocks(3, 4, 9)),
@@ -152,14 +167,22 @@ EXAMPLES: tuple[Message, ...] = (
     CopyLost(R1, 3),
     PoolLoad(7, 2, 1),
     DropRequest(R1, 3),
+    OpenTransfer("gloo", "ab" * 32),
+    TransferOpened(300, DeviceMemory(0, b"h" * 64, 4096, 512, b"c" * 64, 8, b"e" * 64, True)),
+    TransferRefused("its block layout is not the other end's"),
+    RendezvousValue("0/1", b"address"),
+    WriteBlocks((NamedBlocks(17, ((3, 2), (9, 1))), NamedBlocks(18, ()))),
+    ReadBlocks((NamedBlocks(17, ((3, 2), (9, 1))),)),
+    BlocksCopied(),
+    BlocksAnswered((True, False)),
 )
 
 
 def message_types() -> set[type[Message]]:
-    """Every message that links.py and handshake.py define."""
+    """Every message that is defined anywhere."""
     return {
         thing
-        for module in (links, handshake)
+        for module in (links, handshake, block_messages)
         for thing in vars(module).values()
         if isinstance(thing, type) and issubclass(thing, Message) and thing is not Message
     }

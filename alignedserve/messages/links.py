@@ -212,10 +212,13 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
 class ArenaOffered(Message, frozen=True):
     """Pool to worker on every (re)connect: map this arena. Leases of an earlier arena are void."""
 
-    path: Text
+    path: Text  # of the file to map; empty: it is no file
     num_blocks: Count
     block_bytes: Count
     layout_digest: Text
+    served_at: Text = ""  # where a block server serves the same blocks; empty: nowhere
+    transports: tuple[Text, ...] = ("shm",)  # ways to reach the blocks, in no order
+    file_id: Text = ""  # host, file system and file of the path, for whoever may see another file there; empty: unknown
 
 
 class ReserveBlocks(Message, frozen=True):

@@ -15,6 +15,7 @@ import pytest
 
 from alignedserve.core.errors import ProtocolError
 from alignedserve.core.ids import LeaseId
+from alignedserve.messages.blocks import BlockClientInbound, BlockServerInbound
 from alignedserve.messages.handshake import HandshakeMessage, Ping
 from alignedserve.messages.links import (
     AbortRequest,
@@ -37,6 +38,8 @@ UNIONS: dict[str, Any] = {
     "prefill worker": PrefillWorkerInbound,
     "decode worker": DecodeWorkerInbound,
     "handshake": HandshakeMessage,
+    "block server": BlockServerInbound,
+    "block client": BlockClientInbound,
 }
 EVERYTHING = Codec(reduce(or_, (type(example) for example in EXAMPLES)))
 

@@ -159,9 +159,7 @@ def _nccl_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> 
 
 def _exchange_one(pair: Pair, rank: int) -> None:
     """NCCL connects with the first bytes, and through the store: have that behind us while the store is open."""
-    for sender in (_DISTRIBUTED: Any = dist  # what a build of torch has of it, no stub knows
-_Store: Any = _DISTRIBUTED.Store
-OWNER_RANK, ASKING_RANK):
+    for sender in (OWNER_RANK, ASKING_RANK):
         if rank == sender:
             pair.send(1, lambda _first, rows: None)
         else:
