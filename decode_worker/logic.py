@@ -1,48 +1,75 @@
 """What a decode worker decides, every iteration, by itself and without any remote call.
 
 The life of a request on a decode worker:
-1. BatchGranted: it is a candidate; its cache waits in the arena under a lease. The router hears of it.
-2. When its blocks fit, it is admitted between two iterations: fetched, verified, and part of the running batch.
-   A handoff that does not verify is a miss: RequestPreempted sends it back to be recomputed.
+1. BatchGranted: it is a candidate; its cache waits in the pool under a lease, and is prefetched into a prefill worker's
+   memory unless it can run at once. An urgent one comes straight from a prefill worker. (candidates.py)
+2. When its turn has come (batches.py) and its blocks and those of its next iterations fit, its cache is copied into
+   blocks of ours beside the running iteration, verified, and it enters with the next one. What does not verify is a
+   miss: RequestPreempted sends it back to be recomputed.
 3. Every iteration gives it one token, which goes straight to its gateway.
 4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
-5. When the next iteration would not fit, the longest request is preempted and recomputed later.
-A colocated worker takes PrefillRequest as well: such a candidate is admitted without a handoff, and its prompt is
+5. When the next iteration would not fit, the longest request (while two batches mix, of the outgoing one) is evicted
+   into a prefill worker's memory, from where it comes back. When its batch has gone, it returns to the pool.
+   Where there is no room for it, it is preempted and recomputed later.
+A colocated worker takes PrefillRequest as well: such a candidate is admitted without a copy, and its prompt is
 computed in chunks beside the decodes, under the same token budget. Nothing else is different.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alignedserve.core.blocks import BlockAllocator, blocks_for
-from alignedserve.core.ids import BlockId, LeaseId, RequestId
+from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.progress import finish_reason, plan_chunks
-from alignedserve.core.request import FinishReason, SampledToken
+from alignedserve.core.request import FinishReason, RequestClass, SampledToken
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import Addition, IterationCompleted, MapArena, RunIteration, group_by_gateway
+from alignedserve.messages.iterations import (
+    Addition,
+    BlocksLoaded,
+    BlocksOffloaded,
+    IterationCompleted,
+    Load,
+    LoadBlocks,
+    MapArena,
+    OffloadBlocks,
+    RunIteration,
+    UnmapArena,
+    group_by_gateway,
+)
 from alignedserve.messages.links import (
+    NO_BATCH,
     AbortRequest,
     ArenaOffered,
     AttemptFailed,
     BatchGranted,
     BatchReceived,
+    BlockCopy,
+    BlocksPrefetched,
+    BlocksWritten,
+    CancelReservation,
     FailureKind,
-    LeasesReleased,
+    JoinedBatch,
     PrefillCompleted,
     PrefillRequest,
     PromptScored,
     RequestFinished,
     RequestPreempted,
+    RequestReturned,
+    ReserveBlocks,
     TokenDelta,
     WorkerLoad,
     WorkerRegistered,
 )
 from alignedserve.messages.wire import Message
-from decode_worker.state import Candidate, RunningRequest
+from decode_worker.batches import BatchOrder, SwitchLimits, WaitingBatch
+from decode_worker.candidates import Candidates
+from decode_worker.running import RunningBatch
+from decode_worker.state import CachePlace, Candidate, Evicting, Loading, RunningRequest
 
-DecodeEvent = CommonEvent | IterationCompleted
-DecodeCommand = Send | SendTo | RunIteration | MapArena
+DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
+WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | MapArena | UnmapArena
+DecodeCommand = Send | SendTo | WorkCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,43 +78,53 @@ class DecodeLimits:
 
     max_running: int
     max_tokens: int  # per iteration; decodes always go in, prompts share what they leave
+    switch: SwitchLimits = field(default_factory=SwitchLimits)
+
+_SPAN_STEP = 16  # tokens; the running range is told to the router in such steps
+_EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 
 
 class DecodeLogic:
-    """Candidates, the running batch, this worker's blocks, and the one iteration that is in flight at a time."""
+    """Candidates, the running batch, and the one iteration that is in flight at a time."""
 
     def __init__(self, *, registered: WorkerRegistered, limits: DecodeLimits, eos_token_ids: frozenset[int]) -> None:
         self._registered = registered
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._block_size = registered.block_size
-        self._allocator = BlockAllocator(registered.num_blocks)
-        self._candidates: dict[RequestId, Candidate] = {}
-        self._running: dict[RequestId, RunningRequest] = {}
-        self._removals: list[RequestId] = []
-        self._fetching: list[tuple[RequestId, LeaseId]] = []  # leases that the current iteration reads
+        self._batch = RunningBatch(
+            num_blocks=registered.num_blocks, block_size=registered.block_size, max_running=limits.max_running
+        )
+        self._candidates = Candidates(registered.pool_name)
+        self._order = BatchOrder(limits.switch)
+        self._evicting: dict[RequestId, Evicting] = {}
         self._is_iterating = False
         self._router: str | None = None
         self._num_verified = 0
+        self._num_evictions = 0
         self._reported: WorkerLoad | None = None
 
     def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
-        commands = self._handle(event)
+        commands = self._handle(event, now)
         # The next iteration first: it computes while the messages about the last one are sent.
         started = [] if self._is_iterating else self._start_iteration()
-        return [*started, *commands, *self._report()]
+        return [*started, *commands, *self._move_candidates(now), *self._report()]
 
-    def _handle(self, event: DecodeEvent) -> list[DecodeCommand]:
+    def _handle(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
         match event:
             case IterationCompleted():
                 return self._iteration_completed(event)
-            case Received(_, message):
-                return self._on_message(message)
+            case BlocksLoaded():
+                return self._loaded(event)
+            case BlocksOffloaded():
+                return self._evicted(event)
+            case Received(peer, message):
+                return self._on_message(peer, message, now)
             case PeerLinked(role, peer):
                 return self._on_linked(role, peer)
-            case PeerLost(_, peer):
-                return self._on_lost(peer)
+            case PeerLost(role, peer):
+                return self._on_lost(role, peer)
             case Ticked():
                 return []
 
@@ -99,175 +136,284 @@ class DecodeLogic:
         self._router = peer
         self._reported = None
         # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
-        dropped = [self._abort(request_id) for request_id in (*self._candidates, *self._running)]
-        return [Send(peer, self._registered), *(command for commands in dropped for command in commands)]
+        dropped: list[DecodeCommand] = [*self._candidates.clear()]
+        for running in list(self._batch):
+            dropped += self._abort(running.request.request_id)
+        for candidate in (*self._batch.loading_candidates(), *(entry.candidate for entry in self._evicting.values())):
+            candidate.is_aborted = True
+        return [Send(peer, self._registered), *dropped]
 
-    def _on_lost(self, peer: str) -> list[DecodeCommand]:
-        if peer != self._registered.pool_name:
+    def _on_lost(self, role: Role, peer: str) -> list[DecodeCommand]:
+        if peer == self._registered.pool_name:
+            lost = self._candidates.pool_lost()
+            return [UnmapArena(peer), *(command for candidate in lost for command in self._missed(candidate))]
+        if role is not Role.PREFILL_WORKER:
             return []
-        # The leases of our candidates went with the pool: misses, to be recomputed.
-        lost = [candidate for candidate in self._candidates.values() if candidate.handoff is not None]
-        for candidate in lost:
-            del self._candidates[candidate.request.request_id]
-        return [command for candidate in lost for command in self._missed(candidate)]
+        lost = self._candidates.prefill_worker_lost(peer)
+        return [UnmapArena(peer), *(command for candidate in lost for command in self._preempted(candidate))]
 
-    def _on_message(self, message: Message) -> list[DecodeCommand]:
+    def _on_message(self, peer: str, message: Message, now: float) -> list[DecodeCommand]:
         match message:
             case BatchGranted():
-                return self._granted(message)
+                return self._granted(message, now)
             case PrefillRequest():
-                return self._take([Candidate.of_prefill(message)])
+                return self._take(Candidate.of_prefill(message, now))
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
-                return [MapArena(message)]
+                if peer != self._registered.pool_name:
+                    self._candidates.space.opened(peer, message.num_blocks)
+                return [MapArena(peer, message)]
+            case BlocksPrefetched():
+                missed = self._candidates.prefetched(message)
+                return self._given_up(missed) if missed is not None else []
+            case RequestReturned():
+                candidate = self._candidates.returned(message)
+                return self._preempted(candidate) if candidate is not None else []
+            case ReserveBlocks():
+                return [*self._candidates.reserve(peer, message)]
+            case CancelReservation():
+                self._candidates.cancel_reservation(message.request_id, message.attempt)
+                return []
+            case BlocksWritten():
+                return self._written(peer, message, now)
             case _:
                 raise AssertionError(f"a decode worker does not take {type(message).__name__}")
 
-    def _granted(self, message: BatchGranted) -> list[DecodeCommand]:
+    def _granted(self, message: BatchGranted, now: float) -> list[DecodeCommand]:
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in message.handoffs)
         commands = self._to_router(BatchReceived(message.batch_id, members))
-        return commands + self._take(Candidate.of_handoff(handoff) for handoff in message.handoffs)
+        batch_id = message.batch_id if message.joins is None else message.joins
+        if message.joins is None:
+            self._order.granted(WaitingBatch(batch_id, message.is_aligned, len(members), now))
+        for handoff in message.handoffs:
+            commands += self._take(Candidate.of_handoff(handoff, batch_id, now))
+        return commands
 
-    def _take(self, candidates: Iterable[Candidate]) -> list[DecodeCommand]:
-        commands: list[DecodeCommand] = []
-        for candidate in candidates:
-            request_id = candidate.request.request_id
-            # What an earlier attempt left here is stale: its abort is on the way, over another link.
-            commands += self._abort(request_id, candidate.attempt - 1)
-            self._candidates[request_id] = candidate
+    def _written(self, peer: str, message: BlocksWritten, now: float) -> list[DecodeCommand]:
+        candidate, answer = self._candidates.written(peer, message, now)
+        if candidate is None:
+            return [*answer]
+        received = BatchReceived(NO_BATCH, ((candidate.request.request_id, candidate.attempt),))
+        return [*answer, *self._to_router(received), *self._take(candidate)]
+
+    def _take(self, candidate: Candidate) -> list[DecodeCommand]:
+        # What an earlier attempt left here is stale: its abort is on the way, over another link.
+        commands = self._abort(candidate.request.request_id, candidate.attempt - 1)
+        self._candidates.add(candidate)
         return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DecodeCommand]:
         """End what is here of a request; with an attempt, only of that one and earlier ones."""
         commands: list[DecodeCommand] = []
-        candidate = self._candidates.get(request_id)
-        if candidate is not None and (attempt is None or candidate.attempt <= attempt):
-            del self._candidates[request_id]
-            commands += self._release([candidate.handoff.lease_id] if candidate.handoff is not None else [])
-        running = self._running.get(request_id)
-        if running is None or (attempt is not None and running.attempt > attempt):
-            return commands
-        running.is_aborted = True
-        if not self._is_iterating:
-            self._drop(running)
+        waiting = self._candidates.get(request_id)
+        if waiting is not None and _is_up_to(waiting, attempt):
+            commands += self._candidates.abort(request_id)
+        evicting = self._evicting.get(request_id)
+        for candidate in (self._batch.loading_candidate(request_id), evicting.candidate if evicting else None):
+            if candidate is not None and _is_up_to(candidate, attempt):
+                candidate.is_aborted = True
+        running = self._batch.get(request_id)
+        if running is not None and _is_up_to(running, attempt):
+            running.is_aborted = True
+            if not self._is_iterating:
+                self._batch.drop(running)
+        return commands
+
+    # --- candidates: in, and back
+
+    def _move_candidates(self, now: float) -> list[DecodeCommand]:
+        """Admit who may enter, prefetch the others, give back who has missed its batch."""
+        if not self._candidates:
+            return []
+        commands: list[DecodeCommand] = []
+        may_enter = self._order.choose(self._candidates, self._batch.num_holding, now)
+        commands += self._admit(may_enter)
+        for candidate in list(self._candidates):
+            if self._order.is_stray(candidate):
+                commands += self._candidates.give_back(candidate)
+            else:
+                commands += self._candidates.prefetch(candidate)
+        return commands + self._relieve_buffers()
+
+    def _relieve_buffers(self) -> list[DecodeCommand]:
+        """Back to the pool with the longest of the evicted, when the next victim would find no room."""
+        if not self._candidates.space.is_short:
+            return []
+        evicted = [
+            one
+            for one in self._candidates
+            if one.lease_id is None and one.place is CachePlace.BUFFER and not one.must_stay
+        ]
+        longest = max(evicted, key=lambda one: (one.context_len, one.request.request_id), default=None)
+        return [*self._candidates.give_back(longest)] if longest is not None else []
+
+    def _admit(self, may_enter: Iterable[Candidate]) -> list[DecodeCommand]:
+        """Candidates that fit, in order; nobody overtakes one that does not, but one that is still on its way waits."""
+        loads: dict[str, list[Load]] = {}
+        for candidate in may_enter:
+            if candidate.place in (CachePlace.COMING, CachePlace.RETURNING):
+                continue
+            if candidate.request.request_id in self._evicting:
+                continue  # an earlier life of it is still on its way out
+            block_ids = self._batch.blocks_if_fits(candidate)
+            if block_ids is None:
+                break
+            self._candidates.take(candidate)
+            if candidate.place is CachePlace.NOWHERE:
+                self._enter(candidate, block_ids, 0)
+                continue
+            source, copy = self._registered.pool_name, candidate.pool_copy
+            if candidate.place is CachePlace.BUFFER and candidate.slot is not None:
+                source, copy = candidate.slot.peer, candidate.buffer_copy
+            assert copy is not None, "a candidate without a copy"
+            self._batch.load(Loading(candidate, block_ids))
+            loads.setdefault(source, []).append(Load(candidate.request.request_id, copy, block_ids))
+        return [LoadBlocks(source, tuple(parts)) for source, parts in loads.items()]
+
+    def _enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int) -> None:
+        generated = list(candidate.generated_token_ids)
+        running = RunningRequest(candidate.request, candidate.attempt, generated, list(block_ids), num_cached)
+        running.batch_id, running.granted_s = candidate.batch_id, candidate.granted_s
+        running.is_prefilling = candidate.place is CachePlace.NOWHERE
+        self._batch.enter(running)
+
+    def _loaded(self, event: BlocksLoaded) -> list[DecodeCommand]:
+        commands: list[DecodeCommand] = []
+        for load in event.loads:
+            entry = self._batch.loaded(load.request_id)
+            candidate = entry.candidate
+            is_refused = load.request_id in event.refused
+            self._num_verified += not is_refused
+            if is_refused and not candidate.is_aborted:
+                commands += self._missed(candidate)
+            commands += self._candidates.let_go(candidate)
+            if is_refused or candidate.is_aborted:
+                self._batch.free(entry.block_ids)
+            else:
+                self._enter(candidate, entry.block_ids, load.copy.context_len)
         return commands
 
     # --- starting an iteration
 
     def _start_iteration(self) -> list[DecodeCommand]:
-        commands, extensions = self._grow()
-        additions = self._admit()
-        slices = self._slices()
+        commands = self._evict_outgoing()
+        growth = self._batch.grow()
+        extensions = growth.extensions
+        if growth.num_missing > 0:
+            commands += self._make_way(growth.num_missing, is_needed_now=growth.num_stalled > 0)
+            if growth.num_stalled:
+                again = self._batch.grow()
+                extensions += again.extensions
+        slices = self._batch.slices(self._limits.max_tokens)
         if not slices:
             return commands
-        for request_id, num_tokens in slices:
-            self._running[request_id].num_in_flight = num_tokens
-        removals, self._removals = tuple(self._removals), []
+        removals, additions = self._batch.entering()
+        extensions = tuple(entry for entry in extensions if self._batch.get(entry[0]) is not None)
         self._is_iterating = True
-        return [*commands, RunIteration(removals, additions, extensions, slices)]
+        return [RunIteration(removals, additions, extensions, slices), *commands]
 
-    def _grow(self) -> tuple[list[DecodeCommand], tuple[tuple[RequestId, tuple[BlockId, ...]], ...]]:
-        """One more block for whoever fills its last one; where there is none, the longest request gives way."""
+    def _evict_outgoing(self) -> list[DecodeCommand]:
+        """A batch that is being replaced leaves at once, but for those whose next token must not be late."""
+        if not self._order.is_switching:
+            return []
+        outgoing = [running for running in self._batch if self._order.is_outgoing(running)]
+        self._order.is_switching = bool(outgoing)
         commands: list[DecodeCommand] = []
-        extensions = []
-        for request_id, running in list(self._running.items()):
-            if running.context_len <= len(running.block_ids) * self._block_size:
-                continue
-            while request_id in self._running and (block_ids := self._allocator.allocate(1)) is None:
-                commands += self._preempt_longest()
-            if request_id in self._running and block_ids is not None:
-                running.block_ids += block_ids
-                extensions.append((request_id, block_ids))
-        return commands, tuple(entry for entry in extensions if entry[0] in self._running)
+        evictable = [running for running in outgoing if not running.is_aborted and not _has_tight_slo(running)]
+        for running in sorted(evictable, key=_eviction_key)[:_EVICTIONS_PER_ITERATION]:
+            commands += self._evict(running)
+        return commands
 
-    def _preempt_longest(self) -> list[DecodeCommand]:
-        victim = max(self._running.values(), key=lambda running: (running.context_len, running.request.request_id))
-        self._drop(victim)
-        generated = tuple(victim.generated_token_ids)
-        return self._to_router(RequestPreempted(victim.request.request_id, victim.attempt, generated))
-
-    def _admit(self) -> tuple[Addition, ...]:
-        """Candidates that fit, in order. Every running request keeps a block in reserve, so that growing it rarely
-        throws out what was just let in."""
-        additions = []
-        for request_id, candidate in list(self._candidates.items()):
-            if len(self._running) >= self._limits.max_running or request_id in self._running:
-                break  # full; or an earlier life of it is still ending
-            num_blocks = blocks_for(candidate.context_len, self._block_size)
-            in_reserve = len(self._running) if self._running else 0
-            if num_blocks + in_reserve > self._allocator.num_free:
+    def _make_way(self, num_missing: int, *, is_needed_now: bool) -> list[DecodeCommand]:
+        """Evict until enough blocks are on their way; where an eviction finds no room, and one is needed, preempt."""
+        commands: list[DecodeCommand] = []
+        while num_missing > 0 and (victim := self._victim()) is not None:
+            evicted = self._evict(victim)
+            if not evicted and not is_needed_now:
                 break
-            block_ids = self._allocator.allocate(num_blocks)
-            assert block_ids is not None, "fewer blocks than were counted"
-            del self._candidates[request_id]
-            additions.append(self._addition(candidate, block_ids))
-        return tuple(additions)
+            num_missing -= len(victim.block_ids)
+            commands += evicted or self._preempt(victim)
+        return commands
 
-    def _addition(self, candidate: Candidate, block_ids: tuple[BlockId, ...]) -> Addition:
-        request, handoff = candidate.request, candidate.handoff
-        num_computed = handoff.copy.context_len if handoff is not None else 0
-        generated = list(candidate.generated_token_ids)
-        running = RunningRequest(request, candidate.attempt, generated, list(block_ids), num_computed)
-        running.is_prefilling = handoff is None
-        self._running[request.request_id] = running
-        if handoff is not None:
-            self._fetching.append((request.request_id, handoff.lease_id))
-        return Addition(request, candidate.generated_token_ids, block_ids, handoff)
+    def _victim(self) -> RunningRequest | None:
+        """The longest of the outgoing batch while two mix, else the longest; never the only one."""
+        able = [running for running in self._batch if not running.is_aborted]
+        outgoing = [running for running in able if self._order.is_outgoing(running)]
+        if self._batch.num_holding < 2 and not self._evicting:
+            return None
+        return min(outgoing or able, key=_eviction_key, default=None)
 
-    def _slices(self) -> tuple[tuple[RequestId, int], ...]:
-        """Every decode, and chunks of prompts in the token budget that the decodes leave."""
-        decodes: list[tuple[RequestId, int]] = []
-        prompts: list[tuple[RequestId, int]] = []
-        for request_id, running in self._running.items():
-            remaining = running.num_remaining
-            (decodes if remaining == 1 else prompts).append((request_id, remaining))
-        # At least one token for prompts: a full batch of decodes must not keep them out for ever.
-        budget = max(self._limits.max_tokens - len(decodes), 1)
-        return (*decodes, *plan_chunks(prompts, budget)) if prompts else tuple(decodes)
+    def _evict(self, running: RunningRequest) -> list[DecodeCommand]:
+        """Into a prefill worker's memory; nothing when there is no room (or no cache yet)."""
+        num_blocks = blocks_for(running.num_computed, self._block_size)
+        slot = self._candidates.make_room(num_blocks) if num_blocks and not running.is_prefilling else None
+        if slot is None:
+            return []
+        request_id = running.request.request_id
+        block_ids = self._batch.take_out(running)
+        candidate = Candidate(
+            running.request,
+            running.attempt,
+            tuple(running.generated_token_ids),
+            running.batch_id,
+            running.granted_s,
+            CachePlace.BUFFER,
+            slot=slot,
+        )
+        self._evicting[request_id] = Evicting(candidate, block_ids)
+        self._num_evictions += 1
+        offload = OffloadBlocks(
+            request_id, running.attempt, block_ids[:num_blocks], slot.peer, slot.block_ids, slot.generation
+        )
+        return [offload]
+
+    def _evicted(self, event: BlocksOffloaded) -> list[DecodeCommand]:
+        entry = self._evicting.pop(event.command.request_id)
+        candidate = entry.candidate
+        assert candidate.slot is not None, "evicted to nowhere"
+        self._batch.copied_out(entry.block_ids)
+        is_there = event.runs is not None and self._candidates.space.holds(candidate.slot)
+        if candidate.is_aborted or event.runs is None or not is_there:
+            self._candidates.space.free(candidate.slot)
+            return [] if candidate.is_aborted else self._preempted(candidate)
+        # The token sampled last is not in the cache yet.
+        candidate.buffer_copy = BlockCopy(event.command.generation, candidate.context_len - 1, event.runs)
+        self._candidates.add(candidate)
+        return []
+
+    def _preempt(self, running: RunningRequest) -> list[DecodeCommand]:
+        self._batch.drop(running)
+        generated = tuple(running.generated_token_ids)
+        return self._to_router(RequestPreempted(running.request.request_id, running.attempt, generated))
 
     # --- ending an iteration
 
     def _iteration_completed(self, event: IterationCompleted) -> list[DecodeCommand]:
         self._is_iterating = False
-        commands = self._settle_fetches(frozenset(event.refused))
-        for running in self._running.values():
+        commands: list[DecodeCommand] = []
+        for running in self._batch:
             running.num_computed += running.num_in_flight
             running.num_in_flight = 0
         scored: list[DecodeCommand] = []
         for scores in event.prompt_scores:
-            reply_to = self._running[scores.request_id].request.reply_to
+            reply_to = self._batch[scores.request_id].request.reply_to
             scored.append(SendTo(reply_to, PromptScored(scores.request_id, scores.first_position, scores.entries)))
         deltas: list[tuple[str, TokenDelta]] = []
         for token in event.sampled:
             commands += self._sampled(token, deltas)
         for request_id in event.failed:
-            running = self._running[request_id]
-            self._drop(running)
+            running = self._batch[request_id]
+            self._batch.drop(running)
             reason = "the model gave no usable logits"
             commands += self._to_router(AttemptFailed(request_id, running.attempt, FailureKind.INTERNAL, reason))
-        for running in [running for running in self._running.values() if running.is_aborted]:
-            self._drop(running)
+        for running in [running for running in self._batch if running.is_aborted]:
+            self._batch.drop(running)
         # Scores of a prompt go before its token; reports to router and pool last, nobody waits for them.
         return [*scored, *group_by_gateway(deltas), *commands]
 
-    def _settle_fetches(self, refused: frozenset[RequestId]) -> list[DecodeCommand]:
-        """Give the leases back that this iteration has read; a refused handoff is recomputed elsewhere."""
-        commands: list[DecodeCommand] = []
-        lease_ids = [lease_id for _, lease_id in self._fetching]
-        self._num_verified += sum(request_id not in refused for request_id, _ in self._fetching)
-        self._fetching = []
-        for request_id in sorted(refused):
-            running = self._running[request_id]
-            self._drop(running, was_added=False)
-            if not running.is_aborted:
-                generated = tuple(running.generated_token_ids)
-                missed = RequestPreempted(request_id, running.attempt, generated, handoff_refused=True)
-                commands += self._to_router(missed)
-        return commands + self._release(lease_ids)
-
     def _sampled(self, token: SampledToken, deltas: list[tuple[str, TokenDelta]]) -> list[DecodeCommand]:
-        running = self._running[token.request_id]
+        running = self._batch[token.request_id]
         request = running.request
         if running.is_aborted:
             return []
@@ -286,43 +432,73 @@ class DecodeLogic:
         return commands + self._finish(running) if finished is not None else commands
 
     def _finish(self, running: RunningRequest) -> list[DecodeCommand]:
-        self._drop(running)
+        self._batch.drop(running)
         num_generated = len(running.generated_token_ids)
         return self._to_router(RequestFinished(running.request.request_id, running.attempt, num_generated))
 
-    def _drop(self, running: RunningRequest, *, was_added: bool = True) -> None:
-        request_id = running.request.request_id
-        self._allocator.free(running.block_ids)
-        del self._running[request_id]
-        if was_added:
-            self._removals.append(request_id)
+    # --- misses
 
     def _missed(self, candidate: Candidate) -> list[DecodeCommand]:
+        """What was granted did not verify, or is gone with the pool: it is computed again."""
         request_id, generated = candidate.request.request_id, candidate.generated_token_ids
         missed = RequestPreempted(request_id, candidate.attempt, generated, handoff_refused=True)
         return self._to_router(missed)
 
-    # --- reports
+    def _given_up(self, candidate: Candidate) -> list[DecodeCommand]:
+        return [*self._candidates.abort(candidate.request.request_id), *self._missed(candidate)]
 
-    def _release(self, lease_ids: list[LeaseId]) -> list[DecodeCommand]:
-        return [Send(self._registered.pool_name, LeasesReleased(tuple(lease_ids)))] if lease_ids else []
+    def _preempted(self, candidate: Candidate) -> list[DecodeCommand]:
+        """Its only cache was in memory that is gone, or that there was no room beyond."""
+        request_id, generated = candidate.request.request_id, candidate.generated_token_ids
+        return self._to_router(RequestPreempted(request_id, candidate.attempt, generated))
+
+    # --- reports
 
     def _to_router(self, message: Message) -> list[DecodeCommand]:
         return [Send(self._router, message)] if self._router is not None else []
 
     def _report(self) -> list[DecodeCommand]:
-        num_candidate_blocks = sum(
-            blocks_for(candidate.context_len, self._block_size) for candidate in self._candidates.values()
-        )
+        num_joining = num_following = num_blocks = 0
+        for candidate in self._candidates:
+            if candidate.place is CachePlace.RETURNING:
+                continue
+            is_joining = self._order.joins_running(candidate)
+            num_joining += is_joining
+            num_following += not is_joining
+            num_blocks += blocks_for(candidate.context_len, self._block_size)
         load = WorkerLoad(
-            num_waiting=0,
-            num_running=len(self._running),
-            num_candidates=len(self._candidates),
-            num_candidate_blocks=num_candidate_blocks,
-            num_free_blocks=self._allocator.num_free,
+            num_running=self._batch.num_holding,
+            num_candidate_requests=num_joining,
+            num_batch_candidates=num_following,
+            num_candidate_blocks=num_blocks,
+            num_free_blocks=self._batch.num_free,
             num_handoffs_verified=self._num_verified,
+            num_evictions=self._num_evictions,
+            running=self._running_range(),
         )
         if load == self._reported or self._router is None:
             return []
         self._reported = load
         return self._to_router(load)
+
+    def _running_range(self) -> JoinedBatch | None:
+        """The lengths that others may join, in steps of tokens so that it is not news at every iteration."""
+        span = self._batch.span(self._order.running_id) if self._order.is_aligned else None
+        if span is None:
+            return None
+        start, stop = span[0] // _SPAN_STEP * _SPAN_STEP, -(-(span[1] + 1) // _SPAN_STEP) * _SPAN_STEP
+        return JoinedBatch(self._order.running_id, start, stop)
+
+
+def _is_up_to(one: Candidate | RunningRequest, attempt: int | None) -> bool:
+    return attempt is None or one.attempt <= attempt
+
+
+def _has_tight_slo(running: RunningRequest) -> bool:
+    """Whether a person waits for its next token: alignment is an objective, the SLO is a constraint."""
+    return running.request.request_class is RequestClass.REAL_TIME and running.request.slo.tpot_s is not None
+
+
+def _eviction_key(running: RunningRequest) -> tuple[int, RequestId]:
+    """The longest goes first: it frees most."""
+    return -running.context_len, running.request.request_id

@@ -1,10 +1,11 @@
 """The decode worker's records."""
 
+import enum
 from dataclasses import dataclass
 
-from alignedserve.core.ids import BlockId
+from alignedserve.core.ids import BatchId, BlockId, LeaseId
 from alignedserve.core.request import Request
-from alignedserve.messages.links import Handoff, PrefillRequest
+from alignedserve.messages.links import NO_BATCH, BlockCopy, Handoff, PrefillRequest
 
 
 @dataclass(slots=True)
@@ -16,9 +17,12 @@ class RunningRequest:
     generated_token_ids: list[int]
     block_ids: list[BlockId]
     num_computed: int  # tokens whose cache lies in its blocks
+    batch_id: BatchId = NO_BATCH
+    granted_s: float = 0.0  # when it came to this worker
     num_in_flight: int = 0  # tokens that the current iteration computes
     is_prefilling: bool = False  # its prompt is computed here, and the router waits to hear that it is done
     is_aborted: bool = False
+    is_stalled: bool = False  # waits for a block that an eviction is about to free
 
     @property
     def context_len(self) -> int:
@@ -31,29 +35,80 @@ class RunningRequest:
         return self.context_len - self.num_computed
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A request granted to this worker that has not entered the running batch.
+class CachePlace(enum.Enum):
+    """Where a candidate's cache lies."""
 
-    With a handoff its cache lies in the arena; with a prefill it is computed here (colocated workers only).
-    """
+    NOWHERE = "nowhere"  # it is computed here (colocated workers only)
+    POOL = "pool"  # in the pool's arena, under a lease
+    COMING = "coming"  # there, and on its way into a prefill worker's memory
+    BUFFER = "buffer"  # in a prefill worker's memory
+    RETURNING = "returning"  # there, and on its way back to the pool
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSlot:
+    """Blocks of the buffer that this worker has in a prefill worker's memory."""
+
+    peer: str
+    life: int  # of the link to it: a buffer does not outlive its link
+    block_ids: tuple[BlockId, ...]
+    generation: int  # stamped on them by whoever writes there
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A request at this worker that is not in the running batch."""
 
     request: Request
     attempt: int
     generated_token_ids: tuple[int, ...]
-    handoff: Handoff | None = None
+    batch_id: BatchId
+    granted_s: float
+    place: CachePlace
+    lease_id: LeaseId | None = None  # the pool's copy is held for us
+    pool_copy: BlockCopy | None = None
+    slot: BufferSlot | None = None
+    buffer_copy: BlockCopy | None = None
+    is_aborted: bool = False  # over, but something still reads or writes its blocks
+    must_stay: bool = False  # the pool had no room for it
 
     @classmethod
-    def of_handoff(cls, handoff: Handoff) -> "Candidate":
+    def of_handoff(cls, handoff: Handoff, batch_id: BatchId, now: float) -> "Candidate":
         """From the pool."""
-        return cls(handoff.request, handoff.attempt, handoff.generated_token_ids, handoff)
+        generated = handoff.generated_token_ids
+        candidate = cls(handoff.request, handoff.attempt, generated, batch_id, now, CachePlace.POOL)
+        candidate.lease_id, candidate.pool_copy = handoff.lease_id, handoff.copy
+        return candidate
 
     @classmethod
-    def of_prefill(cls, message: PrefillRequest) -> "Candidate":
-        """From the router."""
-        return cls(message.request, message.attempt, message.generated_token_ids)
+    def of_prefill(cls, message: PrefillRequest, now: float) -> "Candidate":
+        """From the router, to be computed here."""
+        generated = message.generated_token_ids
+        return cls(message.request, message.attempt, generated, NO_BATCH, now, CachePlace.NOWHERE)
 
     @property
     def context_len(self) -> int:
         """Prompt and generated tokens."""
         return self.request.prompt_len + len(self.generated_token_ids)
+
+    @property
+    def num_copied_blocks(self) -> int:
+        """Blocks of its cache, wherever it lies."""
+        copy = self.buffer_copy or self.pool_copy
+        return sum(run.num_blocks for run in copy.runs) if copy is not None else 0
+
+
+@dataclass(slots=True)
+class Loading:
+    """A candidate on its way into the running batch: its cache is being copied into blocks of ours."""
+
+    candidate: Candidate
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(slots=True)
+class Evicting:
+    """A request on its way out of the running batch: its cache is being copied into a buffer."""
+
+    candidate: Candidate  # as it will be
+    block_ids: tuple[BlockId, ...]  # ours, free when the copy is done

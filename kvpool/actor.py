@@ -2,7 +2,7 @@
 
 import ray
 
-from alignedserve.config.sections import PoolConfig
+from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.addresses import ROUTER
 from alignedserve.runtime.hosting import RoomHost
@@ -14,10 +14,11 @@ from kvpool.storage import KvPool, arena_path
 class KvPoolActor(RoomHost):
     """Started, restarted and placed by Ray; everything else goes over its links."""
 
-    def __init__(self, config: PoolConfig, layout: BlockLayout, membership: Membership) -> None:
+    def __init__(self, config: PoolConfig, batching: BatchingConfig, layout: BlockLayout, membership: Membership) -> None:
         async def build() -> KvPool:
             pool = KvPool(
                 config=config,
+                batching=batching,
                 layout=layout,
                 arena_path=arena_path(membership.cluster_id, membership.name),
                 identity=membership.identity(),

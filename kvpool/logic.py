@@ -3,36 +3,42 @@
 The life of a request in the pool:
 1. A worker with a finished prefill sends ReserveBlocks; when there is room (in order) it gets a lease: BlocksReserved.
 2. It copies its blocks into the arena and sends BlocksWritten; the request is indexed, the router hears of it, and
-   the worker may forget it (BlocksTaken).
+   the worker may forget it (BlocksTaken). What went straight to a decode worker comes as a copy, and is only kept.
 3. The router sends FormBatch for a decode worker; the batch former chooses; the worker gets BatchGranted, the router
    hears of it from us and from the worker.
-4. The decode worker copies, verifies and sends LeasesReleased; the blocks are free and their generation is void.
-A lease whose holder is lost or late is taken back. What was in it is recomputed elsewhere: a lost pool entry is a
-miss, never data.
+4. LeasesReleased: the worker has what it needs. The copy is kept for as long as there is room, best-effort ones going
+   first and the oldest real-time one last. LeasesReturned: plans have changed, and the request is indexed again.
+5. When a worker was lost, whoever computes the request again asks for the copy first: FetchCopy.
+6. DropRequest: it is over. All its blocks are free and their generation is void.
+A lease whose holder is lost or late is taken back. A lost pool entry is a miss, never data: it is computed again.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from alignedserve.core.blocks import BlockAllocator, blocks_for
-from alignedserve.core.ids import BlockId, LeaseId, RequestId
+from alignedserve.core.attempts import passed_on
+from alignedserve.core.blocks import blocks_for
+from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import (
     ArenaOffered,
     BatchFormed,
     BatchGranted,
-    BlockCopy,
     BlocksReserved,
     BlocksTaken,
     BlocksWritten,
     CancelReservation,
+    CopyGranted,
+    CopyKept,
     CopyLost,
+    CopyMissing,
     DropRequest,
+    FetchCopy,
     FormBatch,
     Handoff,
     LeasesReleased,
+    LeasesReturned,
     PoolLoad,
     PoolRegistered,
     RequestPooled,
@@ -40,10 +46,13 @@ from alignedserve.messages.links import (
     ReserveBlocks,
 )
 from alignedserve.messages.wire import Message
-from kvpool.policies.batch_former import BatchFormer, BatchLimits
+from kvpool.leases import LeaseBook
+from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
 from kvpool.state import Lease, LeaseStage, PooledRequest, Reservation
 
 NO_GENERATION = 0
+# Time that one more token takes, for the question when a request must stop waiting to meet its deadline.
+_EXPECTED_TPOT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +67,7 @@ PoolCommand = Send | StampBlocks
 
 
 class PoolLogic:
-    """Leases, reservations and the index. `arena` describes what workers map; `lease_s` bounds every lease in use.
-
-    Leases are numbered from `first_lease`, which should differ from one life of a pool to the next: a worker may still
-    act on a lease of the one before, and must not hit one of this.
-    """
+    """Leases, reservations and the index. `arena` describes what workers map; `lease_s` bounds the writing of one."""
 
     def __init__(
         self,
@@ -77,14 +82,11 @@ class PoolLogic:
         self._block_size = block_size
         self._former = batch_former
         self._lease_s = lease_s
-        self._allocator = BlockAllocator(arena.num_blocks)
-        self._leases: dict[LeaseId, Lease] = {}
-        self._lease_of: dict[RequestId, LeaseId] = {}  # reserved and pooled ones
+        self._book = LeaseBook(arena.num_blocks, first_lease)
+        self._pooled: dict[RequestId, Lease] = {}
         self._reservations: deque[Reservation] = deque()
         self._router: str | None = None
         self._workers: dict[str, None] = {}  # linked now
-        self._next_lease = first_lease
-        self._num_pooled = 0
         self._reported: PoolLoad | None = None
 
     def on_event(self, event: CommonEvent, now: float) -> list[PoolCommand]:
@@ -97,7 +99,7 @@ class PoolLogic:
             case PeerLost(_, peer):
                 commands = self._on_lost(peer, now)
             case Ticked():
-                commands = self._take_back(lambda lease: self._is_overdue(lease, now), now)
+                commands = self._end_overdue(now)
         return commands + self._report()
 
     # --- peers
@@ -108,10 +110,10 @@ class PoolLogic:
             return [Send(peer, self._arena)]
         self._router = peer
         self._reported = None
-        # Whatever a router knew of us ended with its link: it recomputes those requests, so their copies go.
+        # Whatever a router knew of us ended with its link: it recomputes those requests, so their blocks go.
         self._reservations.clear()
-        dropped = self._take_back(lambda lease: lease.stage is not LeaseStage.GRANTED, now)
-        return [Send(peer, PoolRegistered(self._allocator.num_blocks)), *dropped]
+        commands = [command for lease in self._book.all() for command in self._give_up(lease)]
+        return [Send(peer, PoolRegistered(self._book.num_blocks)), *commands, *self._serve_reservations(now)]
 
     def _on_lost(self, peer: str, now: float) -> list[PoolCommand]:
         if peer == self._router:
@@ -119,161 +121,209 @@ class PoolLogic:
             return []
         self._workers.pop(peer, None)
         self._reservations = deque(entry for entry in self._reservations if entry.worker != peer)
-        return self._take_back(lambda lease: lease.stage is not LeaseStage.POOLED and lease.holder == peer, now)
+        commands: list[PoolCommand] = []
+        for lease in self._book.all():
+            if lease.holder != peer:
+                continue
+            if lease.stage is LeaseStage.RESERVED:
+                commands += self._end(lease)
+            elif lease.stage is LeaseStage.GRANTED:
+                # Whether it was used is the router's to find out; what lies here is whole.
+                commands += self._to_router(CopyLost(lease.request_id, lease.attempt)) + self._release(lease)
+        return commands + self._serve_reservations(now)
 
     # --- messages
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[PoolCommand]:
         match message:
             case ReserveBlocks():
-                return self._reserve(Reservation(message.request_id, message.attempt, message.num_blocks, peer), now)
+                return self._reserve(peer, message, now)
             case CancelReservation():
-                return self._drop(message.request_id, message.attempt, now)
+                return self._drop(message.request_id, message.attempt, LeaseStage.RESERVED, now)
             case BlocksWritten():
                 return self._written(peer, message, now)
             case FormBatch():
                 return self._form(message, now)
             case LeasesReleased():
-                return self._released(peer, message.lease_ids, now)
+                commands = [command for lease in self._granted(peer, message) for command in self._release(lease)]
+                return commands + self._serve_reservations(now)
+            case LeasesReturned():
+                commands = [command for lease in self._granted(peer, message) for command in self._index(lease, now)]
+                return commands + self._serve_reservations(now)
+            case FetchCopy():
+                return self._fetch_copy(peer, message)
             case DropRequest():
-                return self._drop(message.request_id, message.attempt, now)
+                return self._drop(message.request_id, message.attempt, None, now)
             case _:
                 raise AssertionError(f"the pool does not take {type(message).__name__}")
 
-    def _reserve(self, reservation: Reservation, now: float) -> list[PoolCommand]:
-        request_id, attempt = reservation.request_id, reservation.attempt
-        if reservation.num_blocks > self._allocator.num_blocks or attempt < self._latest_attempt(request_id):
-            return [Send(reservation.worker, ReservationRefused(request_id, attempt))]
-        # A request that comes again must not hold two leases.
-        commands = self._drop(request_id, attempt, now)
-        self._reservations.append(reservation)
+    # --- blocks to write
+
+    def _reserve(self, peer: str, message: ReserveBlocks, now: float) -> list[PoolCommand]:
+        request_id, attempt, num_blocks = message.request_id, message.attempt, message.num_blocks
+        is_hopeless = num_blocks > self._book.num_blocks or attempt < self._latest_attempt(request_id)
+        has_no_room = bool(self._reservations) or not self._book.can_have(num_blocks)
+        if is_hopeless or (not message.may_wait and has_no_room):
+            return [Send(peer, ReservationRefused(request_id, attempt))]
+        # A request that comes again must not be pooled or written twice; a copy stays until there is a better one.
+        commands = self._end_earlier(request_id, attempt, (LeaseStage.RESERVED, LeaseStage.POOLED))
+        self._forget_reservations(request_id, attempt)
+        self._reservations.append(Reservation(request_id, attempt, num_blocks, peer, message.is_copy))
         return commands + self._serve_reservations(now)
 
     def _latest_attempt(self, request_id: RequestId) -> int:
         """The latest attempt at a request that reserves or holds anything here; 0 when none does."""
         attempts = [entry.attempt for entry in self._reservations if entry.request_id == request_id]
-        if request_id in self._lease_of:
-            attempts.append(self._leases[self._lease_of[request_id]].attempt)
-        return max(attempts, default=0)
+        return max([*attempts, *(lease.attempt for lease in self._book.of_request(request_id))], default=0)
 
     def _serve_reservations(self, now: float) -> list[PoolCommand]:
         commands: list[PoolCommand] = []
-        while self._reservations:
-            block_ids = self._allocator.allocate(self._reservations[0].num_blocks)
-            if block_ids is None:
-                break
-            commands += self._lease(self._reservations.popleft(), block_ids, now)
+        while self._reservations and self._book.can_have(self._reservations[0].num_blocks):
+            reservation = self._reservations.popleft()
+            for lease in self._book.copies_to_give_up(reservation.num_blocks):
+                commands += self._end(lease)
+            lease = self._book.open(reservation, now + self._lease_s)
+            number = lease.lease_id
+            reserved = BlocksReserved(lease.request_id, lease.attempt, number, number, lease.block_ids)
+            commands += [StampBlocks(lease.block_ids, number), Send(lease.holder, reserved)]
         return commands
 
-    def _lease(self, reservation: Reservation, block_ids: tuple[BlockId, ...], now: float) -> list[PoolCommand]:
-        lease_id = LeaseId(self._next_lease)
-        self._next_lease += 1
-        request_id, attempt, worker = reservation.request_id, reservation.attempt, reservation.worker
-        deadline_s = now + self._lease_s
-        self._leases[lease_id] = Lease(
-            lease_id, request_id, attempt, block_ids, LeaseStage.RESERVED, worker, deadline_s
-        )
-        self._lease_of[request_id] = lease_id
-        reserved = BlocksReserved(request_id, attempt, lease_id, lease_id, block_ids)
-        return [StampBlocks(block_ids, lease_id), Send(reservation.worker, reserved)]
-
     def _written(self, peer: str, written: BlocksWritten, now: float) -> list[PoolCommand]:
-        lease = self._leases.get(written.lease_id)
+        lease = self._book.get(written.lease_id)
         is_accepted = lease is not None and self._describes(lease, peer, written)
         taken = Send(peer, BlocksTaken(written.request.request_id, written.attempt, is_accepted))
         if lease is None or not is_accepted:
             return [taken]  # stale or malformed: nothing that it says about the arena is believed
-        lease.stage = LeaseStage.POOLED
         lease.content = written
-        self._num_pooled += 1
-        self._former.insert(_indexed(lease, written), now)
-        num_blocks = len(lease.block_ids)
-        pooled = RequestPooled(lease.request_id, lease.attempt, written.context_len, num_blocks)
-        return [taken, *self._to_router(pooled)]
+        stages = (LeaseStage.POOLED, LeaseStage.KEPT, LeaseStage.GRANTED)
+        earlier = self._end_earlier(lease.request_id, lease.attempt, stages, but=lease)
+        if not lease.is_copy:
+            return [taken, *earlier, *self._index(lease, now), *self._serve_reservations(now)]
+        self._book.move(lease, LeaseStage.KEPT)
+        kept = self._to_router(CopyKept(lease.request_id, lease.attempt))
+        return [taken, *earlier, *kept, *self._serve_reservations(now)]
 
     def _describes(self, lease: Lease, peer: str, written: BlocksWritten) -> bool:
-        if sum(run.num_blocks for run in written.runs) != len(lease.block_ids):
+        copy = written.copy
+        if sum(run.num_blocks for run in copy.runs) != len(lease.block_ids):
             return False  # before the runs are spelt out: they may say anything
-        covered = tuple(run.first_block + offset for run in written.runs for offset in range(run.num_blocks))
+        covered = tuple(run.first_block + offset for run in copy.runs for offset in range(run.num_blocks))
         return (
             lease.stage is LeaseStage.RESERVED
             and lease.holder == peer
-            and written.generation == lease.lease_id
+            and copy.generation == lease.lease_id
             and (written.request.request_id, written.attempt) == (lease.request_id, lease.attempt)
             and covered == lease.block_ids
-            and blocks_for(written.context_len, self._block_size) == len(lease.block_ids)
+            and blocks_for(copy.context_len, self._block_size) == len(lease.block_ids)
         )
+
+    def _index(self, lease: Lease, now: float) -> list[PoolCommand]:
+        """The request waits for a batch from now on, one step further than it was."""
+        assert lease.content is not None, "nothing to index"
+        if lease.is_void:
+            return self._end(lease)
+        lease.attempt = passed_on(lease.attempt)
+        self._book.move(lease, LeaseStage.POOLED)
+        self._pooled[lease.request_id] = lease
+        self._former.insert(_indexed(lease, lease.content), now)
+        context_len, num_blocks = lease.content.copy.context_len, len(lease.block_ids)
+        return self._to_router(RequestPooled(lease.request_id, lease.attempt, context_len, num_blocks))
+
+    # --- blocks to read
 
     def _form(self, message: FormBatch, now: float) -> list[PoolCommand]:
-        limits = BatchLimits(message.max_blocks, message.max_requests)
         # A worker whose link is down would never get its grant, nor release it.
-        batch = self._former.form(limits, now) if message.worker in self._workers else None
+        batch = self._choose(message, now) if message.worker in self._workers else None
         if batch is None:
             return self._to_router(BatchFormed(message.batch_id, message.worker, ()))
-        handoffs = tuple(self._grant(request_id, message.worker, now) for request_id in batch.request_ids)
+        handoffs = tuple(self._grant(self._pooled[request_id], message.worker) for request_id in batch.request_ids)
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in handoffs)
         formed = BatchFormed(message.batch_id, message.worker, members)
-        return [*self._to_router(formed), Send(message.worker, BatchGranted(message.batch_id, handoffs))]
+        joins = message.joins.batch_id if message.joins is not None else None
+        granted = BatchGranted(message.batch_id, handoffs, joins, self._former.is_aligned)
+        return [*self._to_router(formed), Send(message.worker, granted)]
 
-    def _grant(self, request_id: RequestId, worker: str, now: float) -> Handoff:
-        # From here on the request may come again (refused, recomputed) while this lease still waits for its release.
-        lease = self._leases[self._lease_of.pop(request_id)]
-        assert lease.content is not None, "an indexed request without content"
-        self._former.remove(request_id)
-        self._num_pooled -= 1
-        lease.stage = LeaseStage.GRANTED
+    def _choose(self, message: FormBatch, now: float) -> AlignedBatch | None:
+        limits = BatchLimits(message.max_blocks, message.max_requests, message.min_requests)
+        if message.joins is None:
+            return self._former.form(limits, now)
+        return self._former.join(LengthRange(message.joins.start, message.joins.stop), limits, now)
+
+    def _grant(self, lease: Lease, worker: str) -> Handoff:
+        if lease.stage is LeaseStage.POOLED:
+            self._unindex(lease)
+            lease.attempt = passed_on(lease.attempt)
+        self._book.move(lease, LeaseStage.GRANTED)
         lease.holder = worker
-        lease.deadline_s = float("inf")  # read when its turn comes; ends with the link to the worker
         content = lease.content
-        return Handoff(
-            request=content.request,
-            attempt=lease.attempt,
-            generated_token_ids=content.generated_token_ids,
-            lease_id=lease.lease_id,
-            copy=BlockCopy(content.generation, content.context_len, content.runs),
-        )
+        assert content is not None, "a grant of nothing"
+        return Handoff(content.request, lease.attempt, content.generated_token_ids, lease.lease_id, content.copy)
 
-    def _released(self, peer: str, lease_ids: Iterable[LeaseId], now: float) -> list[PoolCommand]:
-        commands: list[PoolCommand] = []
-        for lease_id in lease_ids:
-            lease = self._leases.get(lease_id)
-            if lease is not None and lease.stage is LeaseStage.GRANTED and lease.holder == peer:
-                commands += self._free(lease)
-        return commands + self._serve_reservations(now)
+    def _granted(self, peer: str, message: LeasesReleased | LeasesReturned) -> list[Lease]:
+        leases = [self._book.get(lease_id) for lease_id in dict.fromkeys(message.lease_ids)]
+        return [
+            lease
+            for lease in leases
+            if lease is not None and lease.stage is LeaseStage.GRANTED and lease.holder == peer
+        ]
 
-    def _drop(self, request_id: RequestId, attempt: int, now: float) -> list[PoolCommand]:
-        """End what is reserved or pooled of this attempt at a request and earlier ones."""
-        self._reservations = deque(
-            entry for entry in self._reservations if entry.request_id != request_id or entry.attempt > attempt
-        )
-        lease_id = self._lease_of.get(request_id)
-        # A granted lease is its worker's to release; a reserved one may be being written, and its generation is voided.
-        lease = self._leases[lease_id] if lease_id is not None else None
-        freed = self._free(lease) if lease is not None and lease.attempt <= attempt else []
-        return freed + self._serve_reservations(now)
+    def _release(self, lease: Lease) -> list[PoolCommand]:
+        """Read, or given up: kept from now on, unless the request is over."""
+        if lease.is_void:
+            return self._end(lease)
+        self._book.move(lease, LeaseStage.KEPT)
+        return []
+
+    def _fetch_copy(self, peer: str, message: FetchCopy) -> list[PoolCommand]:
+        leases = self._book.of_request(message.request_id)
+        kept = [lease for lease in leases if lease.stage is LeaseStage.KEPT and lease.attempt <= message.attempt]
+        if not kept:
+            return [Send(peer, CopyMissing(message.request_id, message.attempt))]
+        best = max(kept, key=lambda lease: lease.attempt)
+        return [Send(peer, CopyGranted(self._grant(best, peer), message.attempt))]
 
     # --- ends of leases
 
-    def _is_overdue(self, lease: Lease, now: float) -> bool:
-        return lease.stage is LeaseStage.RESERVED and lease.deadline_s < now
-
-    def _take_back(self, is_void: Callable[[Lease], bool], now: float) -> list[PoolCommand]:
-        commands: list[PoolCommand] = []
-        for lease in [lease for lease in self._leases.values() if is_void(lease)]:
-            if lease.stage is LeaseStage.GRANTED:
-                commands += self._to_router(CopyLost(lease.request_id, lease.attempt))
-            commands += self._free(lease)
+    def _drop(self, request_id: RequestId, attempt: int, stage: LeaseStage | None, now: float) -> list[PoolCommand]:
+        """End what is here (with a stage: only in that) of this attempt at a request and earlier ones."""
+        self._forget_reservations(request_id, attempt)
+        commands = self._end_earlier(request_id, attempt, tuple(LeaseStage) if stage is None else (stage,))
         return commands + self._serve_reservations(now)
 
-    def _free(self, lease: Lease) -> list[PoolCommand]:
+    def _end_earlier(
+        self, request_id: RequestId, attempt: int, stages: tuple[LeaseStage, ...], but: Lease | None = None
+    ) -> list[PoolCommand]:
+        commands: list[PoolCommand] = []
+        for lease in self._book.of_request(request_id):
+            if lease is not but and lease.attempt <= attempt and lease.stage in stages:
+                commands += self._give_up(lease)
+        return commands
+
+    def _forget_reservations(self, request_id: RequestId, attempt: int) -> None:
+        self._reservations = deque(
+            entry for entry in self._reservations if entry.request_id != request_id or entry.attempt > attempt
+        )
+
+    def _give_up(self, lease: Lease) -> list[PoolCommand]:
+        """Nobody needs it any more. One that is being read goes when its reader lets go."""
+        if lease.stage is LeaseStage.GRANTED:
+            lease.is_void = True
+            return []
+        return self._end(lease)
+
+    def _end_overdue(self, now: float) -> list[PoolCommand]:
+        overdue = [lease for lease in self._book.reserved() if lease.deadline_s < now]
+        commands = [command for lease in overdue for command in self._end(lease)]
+        return commands + self._serve_reservations(now)
+
+    def _end(self, lease: Lease) -> list[PoolCommand]:
         if lease.stage is LeaseStage.POOLED:
-            self._former.remove(lease.request_id)
-            self._num_pooled -= 1
-        self._allocator.free(lease.block_ids)
-        del self._leases[lease.lease_id]
-        if lease.stage is not LeaseStage.GRANTED:
-            del self._lease_of[lease.request_id]
-        return [StampBlocks(lease.block_ids, NO_GENERATION)]
+            self._unindex(lease)
+        return [StampBlocks(self._book.end(lease), NO_GENERATION)]
+
+    def _unindex(self, lease: Lease) -> None:
+        self._former.remove(lease.request_id)
+        del self._pooled[lease.request_id]
 
     # --- reports
 
@@ -281,15 +331,24 @@ class PoolLogic:
         return [Send(self._router, message)] if self._router is not None else []
 
     def _report(self) -> list[PoolCommand]:
-        load = PoolLoad(self._allocator.num_used, self._num_pooled, len(self._reservations))
+        load = PoolLoad(self._book.num_used, len(self._pooled), len(self._reservations), self._book.num_kept)
         if load == self._reported or self._router is None:
             return []
         self._reported = load
         return self._to_router(load)
 
 
-def _indexed(lease: Lease, written: BlocksWritten) -> PooledRequest:
-    request = written.request
-    slo = request.slo
-    urgent_at_s = None if slo.deadline_s is None else request.arrival_s + slo.deadline_s
-    return PooledRequest(lease.request_id, written.context_len, len(lease.block_ids), request.arrival_s, urgent_at_s)
+def _indexed(lease: Lease, content: BlocksWritten) -> PooledRequest:
+    context_len, num_blocks = content.copy.context_len, len(lease.block_ids)
+    return PooledRequest(lease.request_id, context_len, num_blocks, content.request.arrival_s, _urgent_at_s(content))
+
+
+def _urgent_at_s(content: BlocksWritten) -> float | None:
+    """When waiting must end: what may still be generated has to fit before the deadline, and is given half of the
+    whole time at most, as few answers are as long as they may become."""
+    request = content.request
+    if request.slo.deadline_s is None:
+        return None
+    num_remaining = request.sampling.max_tokens - len(content.generated_token_ids)
+    needed_s = min(num_remaining * _EXPECTED_TPOT_S, request.slo.deadline_s / 2)
+    return request.arrival_s + request.slo.deadline_s - needed_s

@@ -4,7 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-from alignedserve.config.sections import PoolConfig
+from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.events import CommonEvent
@@ -15,7 +15,6 @@ from alignedserve.runtime.links import Identity
 from alignedserve.runtime.room import Room
 from kvpool.logic import PoolLogic, StampBlocks
 from kvpool.policies import make_batch_former
-from kvpool.policies.density_first import DEFAULT_STARVATION_S
 
 _MAX_FIRST_LEASE = 1 << 39  # half of what a message can carry
 
@@ -23,7 +22,15 @@ _MAX_FIRST_LEASE = 1 << 39  # half of what a message can carry
 class KvPool:
     """One node's pool. `arena_path` lies in a memory file system; its file lives as long as this object."""
 
-    def __init__(self, *, config: PoolConfig, layout: BlockLayout, arena_path: Path, identity: Identity) -> None:
+    def __init__(
+        self,
+        *,
+        config: PoolConfig,
+        batching: BatchingConfig,
+        layout: BlockLayout,
+        arena_path: Path,
+        identity: Identity,
+    ) -> None:
         num_blocks = config.memory_bytes // layout.block_bytes
         if num_blocks < 1:
             raise NotEnoughMemory(
@@ -35,7 +42,7 @@ class KvPool:
             arena=offered,
             block_size=layout.block_size,
             batch_former=make_batch_former(
-                config.batching, block_size=layout.block_size, starvation_s=DEFAULT_STARVATION_S
+                batching.policy, block_size=layout.block_size, starvation_s=batching.starvation_s
             ),
             lease_s=config.lease_s,
             first_lease=1 + secrets.randbelow(_MAX_FIRST_LEASE),

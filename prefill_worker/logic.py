@@ -1,29 +1,39 @@
 """What a prefill worker decides: which prompts are computed, in which chunks, and how their blocks leave.
 
 The life of a request on a prefill worker:
-1. PrefillRequest: it waits, in the router's order, until blocks for its whole context are free.
+1. PrefillRequest: it waits, in the router's order, until blocks for its whole context are free. One that comes again
+   asks the pool first: a copy of an earlier attempt is loaded, and only what came after it is computed.
 2. Iterations compute it in chunks under the token budget; the last chunk samples the next token.
 3. The token goes to the gateway at once. If the answer is over with it, the blocks are freed: RequestFinished.
-4. Otherwise PrefillCompleted goes to the router and ReserveBlocks to the pool.
-5. BlocksReserved: the blocks are copied beside the running iteration. BlocksWritten offers the request to the pool;
-   with BlocksTaken it is the pool's, and the blocks here are freed.
-A lost router has forgotten or taken over whatever we had, so its return empties this worker. A lost pool takes with it
-what was offered and not yet acknowledged (RequestPreempted); jobs that were leaving reserve again when it is back.
+4. Otherwise PrefillCompleted goes to the router and ReserveBlocks to the pool; or, when it is urgent, to the decode
+   worker that the router named (about its candidate buffer here), and then to the pool for a copy.
+5. BlocksReserved: the blocks are copied beside the running iteration. BlocksWritten offers the request;
+   with BlocksTaken it is its receiver's, and the blocks here are freed.
+A lost router has forgotten or taken over whatever we had, so its return empties this worker. A lost pool or decode
+worker takes with it what was offered and not yet acknowledged (RequestPreempted: only the router can know); jobs that
+were leaving for a lost pool reserve again when it is back.
+What is done for the decode workers' buffers is in buffers.py.
 """
 
 from dataclasses import dataclass
 
 from alignedserve.core.blocks import BlockAllocator, blocks_for
-from alignedserve.core.ids import RequestId
+from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.core.progress import finish_reason, plan_chunks
 from alignedserve.core.request import FinishReason, SampledToken
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
+    BlocksLoaded,
+    BlocksOffloaded,
+    BlocksRelayed,
     IterationCompleted,
+    Load,
+    LoadBlocks,
     MapArena,
     OffloadBlocks,
+    RelayBlocks,
     RunIteration,
     group_by_gateway,
 )
@@ -31,12 +41,19 @@ from alignedserve.messages.links import (
     AbortRequest,
     ArenaOffered,
     AttemptFailed,
-    BlockRun,
+    BlockCopy,
     BlocksReserved,
     BlocksTaken,
     BlocksWritten,
+    CancelPrefetch,
     CancelReservation,
+    CopyGranted,
+    CopyMissing,
     FailureKind,
+    FetchCopy,
+    Handoff,
+    LeasesReleased,
+    PrefetchBlocks,
     PrefillCompleted,
     PrefillRequest,
     PromptScored,
@@ -44,25 +61,19 @@ from alignedserve.messages.links import (
     RequestPreempted,
     ReservationRefused,
     ReserveBlocks,
+    ReturnRequest,
     TokenDelta,
     WorkerLoad,
     WorkerRegistered,
 )
 from alignedserve.messages.wire import Message
+from prefill_worker.buffers import BufferOpened, CandidateBuffers, CloseBuffer, OpenBuffer
 from prefill_worker.state import JobStage, PrefillJob
 
-
-@dataclass(frozen=True, slots=True)
-class OffloadCompleted:
-    """Event: the copy is done; `runs` is None when the lease did not hold."""
-
-    request_id: RequestId
-    reserved: BlocksReserved
-    runs: tuple[BlockRun, ...] | None
-
-
-PrefillEvent = CommonEvent | IterationCompleted | OffloadCompleted
-PrefillCommand = Send | SendTo | RunIteration | OffloadBlocks | MapArena
+CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
+PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
+WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | RelayBlocks | MapArena | OpenBuffer | CloseBuffer
+PrefillCommand = Send | SendTo | WorkCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +93,8 @@ class PrefillLogic:
         self._eos_token_ids = eos_token_ids
         self._allocator = BlockAllocator(registered.num_blocks)
         self._jobs: dict[RequestId, PrefillJob] = {}
+        self._buffers = CandidateBuffers(registered.pool_name)
+        self._additions: dict[RequestId, Addition] = {}  # loaded, to enter with the next iteration
         self._removals: list[RequestId] = []
         self._is_running = False
         self._router: str | None = None
@@ -99,20 +112,28 @@ class PrefillLogic:
         match event:
             case IterationCompleted():
                 return self._iteration_completed(event)
-            case OffloadCompleted():
-                return self._offload_completed(event)
-            case Received(_, message):
-                return self._on_message(message)
+            case BlocksLoaded():
+                return self._loaded(event)
+            case BlocksOffloaded():
+                return self._offloaded(event)
+            case BlocksRelayed():
+                return [*self._buffers.relayed(event)]
+            case BufferOpened():
+                return [*self._buffers.opened(event)]
+            case Received(peer, message):
+                return self._on_message(peer, message)
             case PeerLinked(role, peer):
                 return self._on_linked(role, peer)
-            case PeerLost(_, peer):
-                return self._on_pool_lost() if peer == self._pool else []
+            case PeerLost(role, peer):
+                return self._on_lost(role, peer)
             case Ticked():
                 return []
 
     # --- peers and messages
 
     def _on_linked(self, role: Role, peer: str) -> list[PrefillCommand]:
+        if role is Role.DECODE_WORKER:
+            return [*self._buffers.linked(peer)]
         if role is not Role.ROUTER:
             return []
         self._router = peer
@@ -122,36 +143,60 @@ class PrefillLogic:
             commands += self._abort(request_id)
         return commands
 
-    def _on_pool_lost(self) -> list[PrefillCommand]:
-        """What was offered may or may not have been taken and passed on; only the router can know."""
-        self._pool = None
+    def _on_lost(self, role: Role, peer: str) -> list[PrefillCommand]:
         commands: list[PrefillCommand] = []
-        for request_id, job in list(self._jobs.items()):
-            if job.is_written:
-                commands += self._to_router(RequestPreempted(request_id, job.attempt, job.generated_token_ids))
-                self._forget(job)
+        if peer == self._pool:
+            self._pool = None
+            commands += self._buffers.pool_lost()
+            for job in [job for job in self._jobs.values() if job.stage is JobStage.ASKING]:
+                job.stage = JobStage.WAITING
+        elif role is Role.DECODE_WORKER:
+            commands += self._buffers.lost(peer)
+        for job in [job for job in self._jobs.values() if job.target == peer]:
+            commands += self._target_lost(job)
         return commands
 
-    def _on_message(self, message: Message) -> list[PrefillCommand]:
+    def _target_lost(self, job: PrefillJob) -> list[PrefillCommand]:
+        """What was offered may or may not have been taken and passed on; only the router can know."""
+        job.target = None
+        if job.is_taken:  # only the copy is lost, and nobody waits for it
+            job.is_aborted = True
+            return [] if job.is_copying else self._end(job)
+        if job.is_written:
+            preempted = RequestPreempted(job.request.request_id, job.attempt, job.generated_token_ids)
+            return self._to_router(preempted) + self._forget(job)
+        return [] if job.is_copying else self._leave(job)
+
+    def _on_message(self, peer: str, message: Message) -> list[PrefillCommand]:
         match message:
             case PrefillRequest():
                 return self._begin(message)
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
-                return self._map_arena(message)
+                return self._map_arena(peer, message)
             case BlocksReserved():
-                return self._reserved(message)
+                return self._reserved(peer, message)
             case BlocksTaken():
-                return self._taken(message)
+                return self._taken(peer, message)
             case ReservationRefused():
-                return self._refused(message)
+                return self._refused(peer, message)
+            case CopyGranted():
+                return self._copy_granted(message)
+            case CopyMissing():
+                return self._copy_missing(message)
+            case PrefetchBlocks():
+                return [*self._buffers.prefetch(peer, message)]
+            case CancelPrefetch():
+                return [*self._buffers.cancel(peer, message)]
+            case ReturnRequest():
+                return [*self._buffers.bring_back(peer, message)]
             case _:
                 raise AssertionError(f"a prefill worker does not take {type(message).__name__}")
 
     def _begin(self, message: PrefillRequest) -> list[PrefillCommand]:
         request = message.request
-        # What an earlier attempt left here is stale: word from the pool that took it is still on the way.
+        # What an earlier attempt left here is stale: word from whoever took it is still on the way.
         commands = self._abort(request.request_id, message.attempt - 1)
         generated = message.generated_token_ids
         num_tokens = request.prompt_len + len(generated)
@@ -164,8 +209,12 @@ class PrefillLogic:
         if earlier is not None:
             earlier.successor = message
             return commands
-        self._jobs[request.request_id] = PrefillJob(request, message.attempt, generated, num_tokens)
-        return commands
+        job = PrefillJob(request, message.attempt, generated, num_tokens, bypass_to=message.bypass_to)
+        self._jobs[request.request_id] = job
+        if not message.has_copy or self._pool is None:
+            return commands
+        job.stage = JobStage.ASKING
+        return [*commands, Send(self._pool, FetchCopy(request.request_id, message.attempt))]
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[PrefillCommand]:
         """End a job; with an attempt, only if it is of that attempt or an earlier one."""
@@ -177,44 +226,100 @@ class PrefillLogic:
         if attempt is not None and job.attempt > attempt:
             return []
         job.is_aborted = True
-        is_busy = job.is_copying or (job.stage is JobStage.COMPUTING and self._is_running)
-        return [] if is_busy else self._end(job)
+        is_computing = job.stage is JobStage.COMPUTING and self._is_running
+        return [] if is_computing or job.is_copying else self._end(job)
 
-    def _map_arena(self, offered: ArenaOffered) -> list[PrefillCommand]:
-        commands: list[PrefillCommand] = [MapArena(offered)]
-        self._pool = self._registered.pool_name
-        leaving = [job for job in self._jobs.values() if job.stage is JobStage.LEAVING and not job.is_copying]
-        return commands + [self._reserve(job) for job in leaving]
+    def _map_arena(self, peer: str, offered: ArenaOffered) -> list[PrefillCommand]:
+        commands: list[PrefillCommand] = [MapArena(peer, offered)]
+        self._pool = peer
+        self._buffers.pool_linked()
+        for job in [job for job in self._jobs.values() if job.stage is JobStage.LEAVING]:
+            if job.target is None and not job.is_copying:
+                commands += self._leave(job)
+        return commands
+
+    # --- beginning from a copy
+
+    def _copy_granted(self, message: CopyGranted) -> list[PrefillCommand]:
+        handoff = message.handoff
+        job = self._jobs.get(handoff.request.request_id)
+        if job is None or job.attempt != message.attempt or job.stage is not JobStage.ASKING:
+            return self._release(handoff.lease_id)
+        job.stage = JobStage.WAITING
+        block_size = self._registered.block_size
+        does_fit = blocks_for(handoff.copy.context_len, block_size) <= blocks_for(job.num_tokens, block_size)
+        if not does_fit or not _num_usable(handoff, job):
+            return self._release(handoff.lease_id)
+        job.handoff = handoff
+        return []
+
+    def _copy_missing(self, message: CopyMissing) -> list[PrefillCommand]:
+        job = self._jobs.get(message.request_id)
+        if job is not None and job.attempt == message.attempt and job.stage is JobStage.ASKING:
+            job.stage = JobStage.WAITING
+        return []
+
+    def _load(self, job: PrefillJob, handoff: Handoff) -> PrefillCommand:
+        job.stage = JobStage.LOADING
+        job.is_copying = True
+        load = Load(job.request.request_id, handoff.copy, job.block_ids)
+        return LoadBlocks(self._registered.pool_name, (load,))
+
+    def _loaded(self, event: BlocksLoaded) -> list[PrefillCommand]:
+        commands: list[PrefillCommand] = []
+        for load in event.loads:
+            job = self._jobs[load.request_id]
+            handoff, job.handoff = job.handoff, None
+            assert handoff is not None, "loaded without a copy"
+            job.is_copying = False
+            commands += self._release(handoff.lease_id)
+            if job.is_aborted:
+                commands += self._end(job)
+            else:
+                self._enter(job, 0 if load.request_id in event.refused else _num_usable(handoff, job))
+        return commands
+
+    def _release(self, lease_id: LeaseId) -> list[PrefillCommand]:
+        return [Send(self._pool, LeasesReleased((lease_id,)))] if self._pool is not None else []
 
     # --- iterations
 
     def _start_iteration(self) -> list[PrefillCommand]:
-        additions = self._admit()
+        loads = self._admit()
         computing = [job for job in self._jobs.values() if job.stage is JobStage.COMPUTING]
         remaining = [(job.request.request_id, job.num_remaining) for job in computing]
         slices = plan_chunks(remaining, self._limits.max_tokens)
         if not slices:
-            return []
+            return loads
+        additions, self._additions = tuple(self._additions.values()), {}
         removals, self._removals = tuple(self._removals), []
         self._is_running = True
         for request_id, num_tokens in slices:
             self._jobs[request_id].num_remaining -= num_tokens
-        return [RunIteration(removals, additions, (), slices)]
+        return [RunIteration(removals, additions, (), slices), *loads]
 
-    def _admit(self) -> tuple[Addition, ...]:
+    def _admit(self) -> list[PrefillCommand]:
         """Blocks for the next jobs, in order; nobody overtakes a job that does not fit yet."""
-        additions = []
-        num_holding = sum(job.stage is not JobStage.WAITING for job in self._jobs.values())
+        loads: list[PrefillCommand] = []
+        num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in [job for job in self._jobs.values() if job.stage is JobStage.WAITING]:
-            num_blocks = blocks_for(job.num_remaining, self._registered.block_size)
+            num_blocks = blocks_for(job.num_tokens, self._registered.block_size)
             block_ids = self._allocator.allocate(num_blocks) if num_holding < self._limits.max_running else None
             if block_ids is None:
                 break
             num_holding += 1
-            job.stage = JobStage.COMPUTING
             job.block_ids = block_ids
-            additions.append(Addition(job.request, job.generated_token_ids, block_ids))
-        return tuple(additions)
+            if job.handoff is not None:
+                loads.append(self._load(job, job.handoff))
+            else:
+                self._enter(job, 0)
+        return loads
+
+    def _enter(self, job: PrefillJob, num_cached: int) -> None:
+        job.stage = JobStage.COMPUTING
+        job.num_remaining = job.num_tokens - num_cached
+        addition = Addition(job.request, job.generated_token_ids, job.block_ids, num_cached)
+        self._additions[job.request.request_id] = addition
 
     def _iteration_completed(self, event: IterationCompleted) -> list[PrefillCommand]:
         self._is_running = False
@@ -257,57 +362,79 @@ class PrefillLogic:
         if finished is not None:
             return commands + self._end(job) + self._to_router(RequestFinished(request_id, job.attempt, num_generated))
         job.stage = JobStage.LEAVING
-        return [*commands, self._reserve(job)] if self._pool is not None else commands
+        return commands + self._leave(job)
 
-    # --- leaving for the pool
+    # --- leaving for the pool, or for a decode worker
 
-    def _reserve(self, job: PrefillJob) -> PrefillCommand:
-        assert self._pool is not None, "a reservation without a pool"
-        return Send(self._pool, ReserveBlocks(job.request.request_id, job.attempt, len(job.block_ids)))
+    def _leave(self, job: PrefillJob) -> list[PrefillCommand]:
+        """Ask for room where the job is to go; without anywhere to go it waits for the pool."""
+        if job.bypass_to is not None and self._buffers.has_buffer(job.bypass_to):
+            job.target = job.bypass_to
+        else:
+            job.target = self._pool
+        job.is_written = False
+        if job.target is None:
+            return self._forget(job) if job.is_taken else []
+        is_copy = job.is_taken
+        reserve = ReserveBlocks(job.request.request_id, job.attempt, len(job.block_ids), is_copy, may_wait=not is_copy)
+        return [Send(job.target, reserve)]
 
-    def _reserved(self, reserved: BlocksReserved) -> list[PrefillCommand]:
-        job = self._jobs.get(reserved.request_id)
-        if job is None or job.attempt != reserved.attempt or job.stage is not JobStage.LEAVING or job.is_copying:
-            return []
+    def _leaving(self, peer: str, request_id: RequestId, attempt: int) -> PrefillJob | None:
+        """The job that leaves for this peer and waits for its word; None: it is of another request or stale."""
+        job = self._jobs.get(request_id)
+        if job is None or job.attempt != attempt or job.stage is not JobStage.LEAVING or job.is_copying:
+            return None
+        return job if job.target == peer else None
+
+    def _reserved(self, peer: str, reserved: BlocksReserved) -> list[PrefillCommand]:
+        job = self._leaving(peer, reserved.request_id, reserved.attempt)
+        if job is None:
+            return [*self._buffers.reserved(reserved)]
         job.is_copying = True
-        return [OffloadBlocks(reserved.request_id, job.block_ids, reserved)]
+        offload = OffloadBlocks(
+            reserved.request_id,
+            reserved.attempt,
+            job.block_ids,
+            peer,
+            reserved.block_ids,
+            reserved.generation,
+            reserved.lease_id,
+        )
+        return [offload]
 
-    def _offload_completed(self, event: OffloadCompleted) -> list[PrefillCommand]:
-        job = self._jobs[event.request_id]
+    def _offloaded(self, event: BlocksOffloaded) -> list[PrefillCommand]:
+        command = event.command
+        job = self._jobs[command.request_id]
         job.is_copying = False
         if job.is_aborted:
             return self._end(job)
-        if self._pool is None:
-            return []  # it reserves again when the pool is back
-        if event.runs is None:
-            return [self._reserve(job)]
-        reserved = event.reserved
-        written = BlocksWritten(
-            reserved.lease_id,
-            reserved.generation,
-            event.runs,
-            job.context_len,
-            job.attempt,
-            job.request,
-            job.generated_token_ids,
-        )
+        if job.target != command.target or event.runs is None:
+            return self._leave(job)
+        assert command.lease_id is not None, "a copy out without a lease"
+        copy = BlockCopy(command.generation, job.context_len, event.runs)
+        written = BlocksWritten(command.lease_id, copy, job.attempt, job.request, job.generated_token_ids)
         job.is_written = True
-        return [Send(self._pool, written)]
+        return [Send(command.target, written)]
 
-    def _taken(self, message: BlocksTaken) -> list[PrefillCommand]:
-        job = self._jobs.get(message.request_id)
-        if job is None or job.attempt != message.attempt or job.stage is not JobStage.LEAVING or job.is_copying:
-            return []
-        if not message.is_accepted:
-            job.is_written = False
-            return [self._reserve(job)]
-        self._forget(job)
-        return []
+    def _taken(self, peer: str, message: BlocksTaken) -> list[PrefillCommand]:
+        job = self._leaving(peer, message.request_id, message.attempt)
+        if job is None:
+            return [*self._buffers.taken(message)]
+        if peer == job.bypass_to:
+            job.bypass_to = None
+            job.is_taken = message.is_accepted
+            return self._leave(job)
+        return self._forget(job) if message.is_accepted else self._leave(job)
 
-    def _refused(self, message: ReservationRefused) -> list[PrefillCommand]:
-        job = self._jobs.get(message.request_id)
-        if job is None or job.attempt != message.attempt or job.stage is not JobStage.LEAVING or job.is_copying:
-            return []
+    def _refused(self, peer: str, message: ReservationRefused) -> list[PrefillCommand]:
+        job = self._leaving(peer, message.request_id, message.attempt)
+        if job is None:
+            return [*self._buffers.refused(message)]
+        if peer == job.bypass_to:
+            job.bypass_to = None
+            return self._leave(job)
+        if job.is_taken:
+            return self._forget(job)
         return self._fail(message.request_id, FailureKind.UNSERVABLE, "the KV pool is too small for it")
 
     # --- ends
@@ -321,19 +448,18 @@ class PrefillLogic:
     def _end(self, job: PrefillJob) -> list[PrefillCommand]:
         """Drop a job that nobody computes or copies any more."""
         request_id = job.request.request_id
-        was_leaving = job.stage is JobStage.LEAVING
-        if job.stage is JobStage.COMPUTING and request_id not in self._removals:
+        commands = self._release(job.handoff.lease_id) if job.handoff is not None else []
+        was_added = self._additions.pop(request_id, None) is None and job.stage is JobStage.COMPUTING
+        if was_added and request_id not in self._removals:
             self._removals.append(request_id)
-        self._forget(job)
-        if self._pool is None or not was_leaving:
-            return []
-        return [Send(self._pool, CancelReservation(request_id, job.attempt))]
+        if job.target is not None:
+            commands.append(Send(job.target, CancelReservation(request_id, job.attempt)))
+        return commands + self._forget(job)
 
-    def _forget(self, job: PrefillJob) -> None:
+    def _forget(self, job: PrefillJob) -> list[PrefillCommand]:
         self._allocator.free(job.block_ids)
         del self._jobs[job.request.request_id]
-        if job.successor is not None:
-            self._begin(job.successor)
+        return self._begin(job.successor) if job.successor is not None else []
 
     # --- reports
 
@@ -341,9 +467,23 @@ class PrefillLogic:
         return [Send(self._router, message)] if self._router is not None else []
 
     def _report(self) -> list[PrefillCommand]:
-        num_waiting = sum(job.stage is JobStage.WAITING for job in self._jobs.values())
-        load = WorkerLoad(num_waiting, len(self._jobs) - num_waiting, 0, 0, self._allocator.num_free, 0)
+        num_waiting = sum(not job.block_ids for job in self._jobs.values())
+        load = WorkerLoad(num_waiting, len(self._jobs) - num_waiting, num_free_blocks=self._allocator.num_free)
         if load == self._reported or self._router is None:
             return []
         self._reported = load
         return self._to_router(load)
+
+
+def _num_usable(handoff: Handoff, job: PrefillJob) -> int:
+    """How many of this job's first tokens have their cache in the copy; at least one is always left to compute.
+
+    What an earlier attempt generated and the client never saw may differ from what the client has.
+    """
+    num_usable = min(handoff.copy.context_len, job.num_tokens - 1)
+    num_generated = max(num_usable - job.request.prompt_len, 0)
+    is_same = (
+        handoff.request.prompt_token_ids == job.request.prompt_token_ids
+        and handoff.generated_token_ids[:num_generated] == job.generated_token_ids[:num_generated]
+    )
+    return num_usable if is_same else 0

@@ -1,53 +1,73 @@
-"""The prefill worker at work: its logic, its links and its engine, joined."""
+"""The prefill worker at work: its logic, its links, its engine and the candidate buffers in its memory, joined."""
 
 from alignedserve.config.sections import PrefillWorkerConfig
 from alignedserve.messages.events import CommonEvent
-from alignedserve.messages.iterations import IterationCompleted, MapArena, OffloadBlocks, RunIteration
+from alignedserve.messages.iterations import LoadBlocks, MapArena, OffloadBlocks, RelayBlocks, RunIteration
 from alignedserve.messages.links import PrefillWorkerInbound, WorkerRegistered
 from alignedserve.messages.wire import Codec
+from alignedserve.runtime.buffers import BufferHost
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.room import Room
 from alignedserve.runtime.worker_engine import WorkerEngine
-from prefill_worker.logic import OffloadCompleted, PrefillLimits, PrefillLogic
+from prefill_worker.buffers import BufferOpened, CloseBuffer, OpenBuffer
+from prefill_worker.logic import PrefillEvent, PrefillLimits, PrefillLogic, WorkCommand
 
 
 class PrefillWorker:
     """One prefill worker on one event loop."""
 
     def __init__(
-        self, *, config: PrefillWorkerConfig, engine: WorkerEngine, registered: WorkerRegistered, identity: Identity
+        self,
+        *,
+        config: PrefillWorkerConfig,
+        engine: WorkerEngine,
+        buffers: BufferHost,
+        registered: WorkerRegistered,
+        identity: Identity,
     ) -> None:
         self._engine = engine
+        self._buffers = buffers
         logic = PrefillLogic(
             registered=registered,
             limits=PrefillLimits(config.max_tokens_per_iteration, config.max_running),
             eos_token_ids=engine.eos_token_ids,
         )
-        self._room: Room[
-            CommonEvent | IterationCompleted | OffloadCompleted, RunIteration | OffloadBlocks | MapArena
-        ] = Room(logic, identity, Codec(PrefillWorkerInbound), self._perform)
+        self._room: Room[CommonEvent | PrefillEvent, WorkCommand] = Room(
+            logic, identity, Codec(PrefillWorkerInbound), self._perform
+        )
 
-    async def start(self, *, router_at: str, pool_at: str) -> None:
-        """Introduce ourselves to router and pool."""
+    async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:
+        """Accept decode workers and introduce ourselves to router and pool."""
+        await self._room.switchboard.listen(listen_at)
         self._room.switchboard.dial(pool_at)
         self._room.switchboard.dial(router_at)
 
     async def close(self) -> None:
-        """Drop the links and end the threads."""
+        """Drop the links, end the threads and give the buffers' memory back."""
         await self._room.close()
         self._engine.close()
+        self._buffers.close()
 
-    def _perform(self, command: RunIteration | OffloadBlocks | MapArena) -> None:
+    def _perform(self, command: WorkCommand) -> None:
         match command:
             case RunIteration():
                 self._engine.start_iteration(command, self._room.dispatch)
+            case LoadBlocks():
+                self._engine.start_load(command, self._room.dispatch)
             case OffloadBlocks():
-                self._offload(command)
-            case MapArena(offered):
-                self._engine.map_arena(offered)
+                self._engine.start_offload(command, self._room.dispatch)
+            case RelayBlocks():
+                self._engine.start_relay(command, self._room.dispatch)
+            case MapArena(peer, offered):
+                self._engine.map_arena(peer, offered)
+            case OpenBuffer(peer, life):
+                self._open_buffer(peer, life)
+            case CloseBuffer(peer):
+                self._engine.unmap_arena(peer)
+                self._buffers.close_for(peer)
 
-    def _offload(self, command: OffloadBlocks) -> None:
-        self._engine.start_offload(
-            command,
-            lambda runs: self._room.dispatch(OffloadCompleted(command.request_id, command.reserved, runs)),
-        )
+    def _open_buffer(self, peer: str, life: int) -> None:
+        opened = self._buffers.open_for(peer)
+        if opened is not None:
+            self._engine.use_arena(peer, opened.arena)
+        self._room.dispatch(BufferOpened(peer, life, opened.offered if opened is not None else None))

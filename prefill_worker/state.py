@@ -5,15 +5,17 @@ from dataclasses import dataclass
 
 from alignedserve.core.ids import BlockId
 from alignedserve.core.request import Request
-from alignedserve.messages.links import PrefillRequest
+from alignedserve.messages.links import Handoff, PrefillRequest, ReturnRequest
 
 
 class JobStage(enum.Enum):
-    """Where a job is. Blocks are held from COMPUTING until its end."""
+    """Where a job is. Blocks are held from LOADING or COMPUTING until its end."""
 
+    ASKING = "asking"  # the pool was asked for a copy of an earlier attempt
     WAITING = "waiting"  # no blocks yet
-    COMPUTING = "computing"  # in the engine
-    LEAVING = "leaving"  # computed; waits for room in the pool, or is being copied there
+    LOADING = "loading"  # its copy comes from the pool
+    COMPUTING = "computing"  # in the engine, or about to enter
+    LEAVING = "leaving"  # computed; waits for room elsewhere, or is being copied there
 
 
 @dataclass(slots=True)
@@ -26,12 +28,32 @@ class PrefillJob:
     num_remaining: int  # tokens not yet computed
     stage: JobStage = JobStage.WAITING
     block_ids: tuple[BlockId, ...] = ()
+    handoff: Handoff | None = None  # the pool's copy of an earlier attempt, to begin from
+    bypass_to: str | None = None  # the decode worker that it is to be offered first
+    target: str | None = None  # where it leaves for: the pool, or that decode worker
+    is_taken: bool = False  # by a decode worker: what leaves for the pool now is a copy
     is_copying: bool = False  # the transfer thread reads its blocks: they must not be freed
-    is_written: bool = False  # offered to the pool, which may have taken it already
+    is_written: bool = False  # offered to its target, which may have taken it already
     is_aborted: bool = False
     successor: PrefillRequest | None = None  # the same request, given again while this life of it was ending
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and generated."""
+        return self.request.prompt_len + len(self.generated_token_ids)
+
+    @property
     def context_len(self) -> int:
         """Tokens whose cache its blocks hold once it is computed."""
-        return self.request.prompt_len + len(self.generated_token_ids) - (self.stage is JobStage.LEAVING)
+        return self.num_tokens - (self.stage is JobStage.LEAVING)
+
+
+@dataclass(slots=True)
+class Returning:
+    """An evicted request on its way from a candidate buffer back to the pool."""
+
+    peer: str  # the decode worker that evicted it
+    life: int  # of that worker's link
+    message: ReturnRequest
+    has_room: bool = False  # the pool gave it blocks
+    is_written: bool = False  # offered to the pool, which may have taken it already

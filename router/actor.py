@@ -2,7 +2,7 @@
 
 import ray
 
-from alignedserve.config.sections import RouterConfig
+from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.runtime.hosting import RoomHost
 from alignedserve.runtime.membership import Membership
 from router.service import Router
@@ -12,9 +12,9 @@ from router.service import Router
 class RouterActor(RoomHost):
     """Started, restarted and placed by Ray; everything else goes over its links."""
 
-    def __init__(self, config: RouterConfig, membership: Membership) -> None:
+    def __init__(self, config: RouterConfig, batching: BatchingConfig, membership: Membership) -> None:
         async def build() -> Router:
-            router = Router(config=config, identity=membership.identity())
+            router = Router(config=config, batching=batching, identity=membership.identity())
             await router.start(listen_at=membership.own_address())
             return router
 

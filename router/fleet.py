@@ -1,22 +1,21 @@
 """The workers and pools that are there, what each was given, and who should get what next."""
 
+from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
-from alignedserve.messages.links import FormBatch, PoolLoad, PoolRegistered, WorkerLoad, WorkerRegistered
-from router.state import PoolRecord, TrackedRequest, WorkerRecord
-
-# Share of a decode worker's blocks that granted, not yet admitted requests may need (design, section 3: max_blocks).
-_CANDIDATE_SHARE = 0.4
+from alignedserve.messages.links import FormBatch, JoinedBatch, PoolLoad, PoolRegistered, WorkerLoad, WorkerRegistered
+from router.state import AskKind, PoolRecord, TrackedRequest, WorkerRecord
 
 
 class Fleet:
     """Records of workers and pools by name. Keeps count of what tracked requests hold; decides nothing about them."""
 
-    def __init__(self, *, candidate_requests: int) -> None:
+    def __init__(self, *, candidate_requests: int, batching: BatchingConfig) -> None:
         self.workers: dict[str, WorkerRecord] = {}
         self.pools: dict[str, PoolRecord] = {}
         self._candidate_requests = candidate_requests
+        self._batching = batching
         self._next_batch = 1
         self._num_pool_lives = 0
 
@@ -60,14 +59,16 @@ class Fleet:
         if isinstance(load, PoolLoad):
             if peer in self.pools:
                 self.pools[peer].num_blocks_used = load.num_blocks_used
+                self.pools[peer].num_blocks_kept = load.num_blocks_kept
         elif peer in self.workers:
-            self.workers[peer].load = load
-            self.workers[peer].has_news = True
+            worker = self.workers[peer]
+            worker.load, worker.is_load_old = load, False
+            worker.was_refused.clear()
 
     def mark_news(self) -> None:
         """Something changed that may let a batch be formed where none could be before."""
         for worker in self.workers.values():
-            worker.has_news = True
+            worker.was_refused.clear()
 
     # --- what tracked requests hold
 
@@ -78,10 +79,24 @@ class Fleet:
         worker.decoding.add(tracked.request.request_id)
 
     def note_pooled(self, tracked: TrackedRequest, pool: str) -> None:
-        """The request lies in this pool now."""
+        """The request lies in this pool now, from a prefill worker or back from a decode worker."""
+        if tracked.stage is not Stage.PREFILLING:  # whose prefill is counted until it reports that it is done
+            self.forget(tracked)
         tracked.move(Stage.POOLED, pool)
+        self.note_copy(tracked, pool)
         self.pools[pool].num_pooled += 1
         self.mark_news()
+
+    def note_copy(self, tracked: TrackedRequest, pool: str) -> None:
+        """The pool has, or keeps, a copy of the request."""
+        tracked.copy_at = (pool, self.pools[pool].life)
+
+    def copy_of(self, tracked: TrackedRequest) -> str | None:
+        """The pool that may keep a copy of the request."""
+        if tracked.copy_at is None:
+            return None
+        pool = self.pools.get(tracked.copy_at[0])
+        return pool.name if pool is not None and pool.life == tracked.copy_at[1] else None
 
     def forget(self, tracked: TrackedRequest) -> None:
         """Whoever held this request does so no more."""
@@ -90,7 +105,7 @@ class Fleet:
         if worker is not None:
             worker.prefilling.pop(request_id, None)
             worker.decoding.discard(request_id)
-            worker.has_news = True
+            worker.was_refused.clear()
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
             self.pools[tracked.holder].num_pooled -= 1
 
@@ -116,28 +131,78 @@ class Fleet:
             return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running
         return worker.registered.pool_name in self.pools
 
-    def batches_to_form(self) -> list[tuple[str, FormBatch]]:
+    def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
         """What to ask of which pool, for decode workers that will soon have room; the emptiest worker goes first."""
         asked = []
         for worker in sorted(self.workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
             pool = self.pools.get(worker.registered.pool_name)
-            if pool is None or pool.num_pooled == 0 or not worker.wants_batches:
+            if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill:
                 continue
-            max_requests, max_blocks = self._appetite(worker, pool)
-            if max_requests > 0 and max_blocks > 0:
-                worker.forming, worker.has_news = BatchId(self._next_batch), False
-                self._next_batch += 1
-                asked.append((pool.name, FormBatch(worker.forming, WorkerName(worker.name), max_blocks, max_requests)))
+            if worker.forming is not None or worker.is_load_old:
+                continue
+            form = self._batch_for(worker, pool, now) or self._joining(worker, pool, now)
+            if form is not None:
+                worker.forming, worker.asked_for = form.batch_id, AskKind.BATCH if form.joins is None else AskKind.JOIN
+                asked.append((pool.name, form))
         return asked
 
-    def _appetite(self, worker: WorkerRecord, pool: PoolRecord) -> tuple[int, int]:
-        """How many more requests and blocks to grant: what fits, and a few candidates ahead of need."""
-        peers = sum(
+    def note_formed(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
+        """The pool or the worker has answered what was asked for it."""
+        worker.forming = None
+        if is_empty:
+            worker.was_refused.add(worker.asked_for)
+            return
+        worker.is_load_old = True
+        if worker.asked_for is AskKind.BATCH:
+            worker.last_batch_s = now
+
+    def _batch_for(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
+        """The batch after the one that runs, as soon as there is none; while the worker has enough to do, only one
+        that is worth a switch, or when none came for long."""
+        load, batching = worker.load or WorkerLoad(), self._batching
+        if AskKind.BATCH in worker.was_refused or load.num_batch_candidates:
+            return None
+        is_saturated = load.num_running >= self._min_requests(worker)
+        is_worth_it = pool.num_pooled >= self._min_requests(worker)
+        if is_saturated and not is_worth_it and now - worker.last_batch_s < batching.starvation_s:
+            return None
+        max_requests = worker.registered.max_running
+        if not (is_saturated and batching.is_aligned):
+            max_requests += self._candidate_requests - len(worker.decoding)
+        return self._form(worker, pool, max_requests, self._min_requests(worker))
+
+    def _joining(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
+        """More of the lengths that run, a few ahead of need; not while another batch has waited too long for that."""
+        load = worker.load
+        if load is None or load.running is None or AskKind.JOIN in worker.was_refused:
+            return None
+        if load.num_batch_candidates and now - worker.last_batch_s >= self._batching.starvation_s:
+            return None
+        num_places = worker.registered.max_running - load.num_running
+        max_requests = num_places + self._candidate_requests - load.num_candidate_requests
+        return self._form(worker, pool, max_requests, 1, joins=load.running)
+
+    def _min_requests(self, worker: WorkerRecord) -> int:
+        return min(self._batching.min_requests, worker.registered.max_running) if self._batching.is_aligned else 1
+
+    def _form(
+        self,
+        worker: WorkerRecord,
+        pool: PoolRecord,
+        max_requests: int,
+        min_requests: int,
+        joins: JoinedBatch | None = None,
+    ) -> FormBatch | None:
+        num_peers = sum(
             other.registered.can_decode and other.registered.pool_name == pool.name for other in self.workers.values()
         )
-        fair_share = -(-pool.num_pooled // peers)
-        wanted = worker.registered.max_running + self._candidate_requests - len(worker.decoding)
-        if not worker.decoding:
-            return min(wanted, fair_share), worker.registered.num_blocks
-        candidate_blocks = worker.load.num_candidate_blocks if worker.load is not None else 0
-        return min(wanted, fair_share), int(_CANDIDATE_SHARE * worker.registered.num_blocks) - candidate_blocks
+        max_requests = min(max_requests, -(-pool.num_pooled // num_peers))  # a fair share
+        max_blocks = worker.registered.num_blocks
+        if worker.decoding:
+            candidate_blocks = worker.load.num_candidate_blocks if worker.load is not None else 0
+            max_blocks = int(self._batching.max_block_share * max_blocks) - candidate_blocks
+        if max_requests < 1 or max_blocks < 1:
+            return None
+        batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
+        name = WorkerName(worker.name)
+        return FormBatch(batch_id, name, max_blocks, max_requests, min(min_requests, max_requests), joins)

@@ -6,15 +6,18 @@ The life of a request in the router:
 3. RequestPooled: the blocks lie in a pool. (A colocated worker keeps the request: PrefillCompleted moves it on.)
 4. When a decode worker wants work, the pool is told to form a batch for it: BatchFormed says who is on the way,
    BatchReceived who has arrived.
-5. RequestFinished ends it. RequestPreempted sends it back to the queue, to be recomputed.
+   An urgent request goes straight from its prefill worker to a decode worker, and only a copy of it to the pool.
+5. RequestFinished ends it, and the pool's copy. A decode worker may bring it back to the pool (RequestPooled again),
+   or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
 Whoever holds a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
 asks it (RequestInterrupted) and goes on from its answer (ResumeRequest). The router never sees a token or a block.
 """
 
 from collections.abc import Iterable
 
-from alignedserve.config.sections import RouterConfig
-from alignedserve.core.ids import RequestId
+from alignedserve.config.sections import BatchingConfig, RouterConfig
+from alignedserve.core.attempts import end_of_life, is_same_life, next_life
+from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, Ticked
@@ -24,6 +27,7 @@ from alignedserve.messages.links import (
     AttemptFailed,
     BatchFormed,
     BatchReceived,
+    CopyKept,
     CopyLost,
     DropRequest,
     FailureKind,
@@ -44,28 +48,28 @@ from alignedserve.messages.links import (
 )
 from alignedserve.messages.wire import Message
 from router.fleet import Fleet
+from router.policies.bypass import UrgentBypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_queue import PrefillQueue
 from router.state import TrackedRequest, WorkerRecord
 from router.status import Counters, status_of
 
-# Share of a decode worker's blocks that granted, not yet admitted requests may need (design, section 3: max_blocks).
-_CANDIDATE_SHARE = 0.4
 _TICKS_PER_STATUS = 4
 
 
 class RouterLogic:
     """Every request that was accepted and is not over, every worker and pool, and the queue between them."""
 
-    def __init__(self, *, config: RouterConfig, order: PrefillOrder) -> None:
+    def __init__(self, *, config: RouterConfig, batching: BatchingConfig, order: PrefillOrder) -> None:
         self._config = config
         self._queue = PrefillQueue(order)
         self._requests: dict[RequestId, TrackedRequest] = {}
-        self._fleet = Fleet(candidate_requests=config.candidate_requests)
+        self._fleet = Fleet(candidate_requests=config.candidate_requests, batching=batching)
         self._gateways: dict[str, None] = {}
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
+        self._bypass = UrgentBypass()
         self._counters = Counters()
         self._last_attempt = 0
         self._num_ticks = 0
@@ -84,7 +88,7 @@ class RouterLogic:
             case Ticked():
                 commands = self._on_tick()
         commands += self._dispatch_prefills(now)
-        return commands + [Send(pool, form) for pool, form in self._fleet.batches_to_form()]
+        return commands + [Send(pool, form) for pool, form in self._fleet.batches_to_form(now)]
 
     # --- messages
 
@@ -101,15 +105,17 @@ class RouterLogic:
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
-                return self._pooled(peer, message)
+                return self._pooled(peer, message, now)
             case BatchReceived():
-                return self._batch_received(peer, message)
+                return self._batch_received(peer, message, now)
             case BatchFormed():
-                return self._batch_formed(message)
+                return self._batch_formed(message, now)
+            case CopyKept():
+                return self._copy_kept(peer, message)
             case CopyLost():
-                return self._copy_lost(message)
+                return self._copy_lost(peer, message)
             case RequestFinished():
-                self._finished(message)
+                return self._finished(message)
             case RequestPreempted():
                 return self._preempted(peer, message)
             case AttemptFailed():
@@ -174,18 +180,20 @@ class RouterLogic:
         return self._let_go(tracked, Stage.ABORTED)
 
     def _current(self, request_id: RequestId, attempt: int) -> TrackedRequest | None:
-        """The request, if this attempt at it is the one that goes on; None: what was said of it is stale."""
+        """The request, if this is said of the life of it that goes on; None: that life is over."""
         tracked = self._requests.get(request_id)
-        if tracked is None or tracked.stage is Stage.QUEUED or tracked.attempt != attempt:
+        if tracked is None or tracked.stage is Stage.QUEUED or not is_same_life(tracked.attempt, attempt):
             return None
         return tracked
 
     def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
         worker = self._fleet.workers.get(peer)
-        tracked = self._current(message.request_id, message.attempt)
-        if worker is None or tracked is None or worker.prefilling.pop(message.request_id, None) is None:
+        if worker is None or worker.prefilling.pop(message.request_id, None) is None:
             return []
         self._observe_drain(message.num_tokens, now)
+        tracked = self._current(message.request_id, message.attempt)
+        if tracked is None or tracked.stage is not Stage.PREFILLING or tracked.holder != peer:
+            return []
         if worker.registered.can_decode:
             self._fleet.note_decoding(tracked, worker)
             return []
@@ -202,21 +210,27 @@ class RouterLogic:
         else:
             self._drain.idle()
 
-    def _pooled(self, pool: str, message: RequestPooled) -> list[Send]:
+    def _pooled(self, pool: str, message: RequestPooled, now: float) -> list[Send]:
         tracked = self._current(message.request_id, message.attempt)
-        if tracked is None or tracked.stage is not Stage.PREFILLING or pool not in self._fleet:
+        if tracked is None or pool not in self._fleet:
+            return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
+        if message.attempt <= tracked.attempt:  # it has gone on from there
+            self._fleet.note_copy(tracked, pool)
             return [Send(pool, DropRequest(message.request_id, message.attempt))]
+        tracked.attempt = message.attempt
+        tracked.pooled_s = now
         self._fleet.note_pooled(tracked, pool)
         return []
 
-    def _batch_formed(self, message: BatchFormed) -> list[Send]:
+    def _batch_formed(self, message: BatchFormed, now: float) -> list[Send]:
         worker = self._fleet.workers.get(message.worker)
         is_expected = worker is not None and worker.forming == message.batch_id
         if worker is not None and is_expected and not message.members:
-            worker.forming = None
+            self._fleet.note_formed(worker, is_empty=True, now=now)
         commands = []
-        for tracked in [self._current(request_id, attempt) for request_id, attempt in message.members]:
-            if tracked is None or tracked.stage is not Stage.POOLED:
+        for request_id, attempt in message.members:
+            tracked = self._current(request_id, attempt)
+            if tracked is None or tracked.attempt >= attempt or tracked.stage is not Stage.POOLED:
                 continue  # it ended, or its worker's word was faster
             if is_expected:
                 tracked.granted_to = message.worker
@@ -224,20 +238,32 @@ class RouterLogic:
                 commands += self._interrupt([tracked])
         return commands
 
-    def _batch_received(self, peer: str, message: BatchReceived) -> list[Send]:
+    def _batch_received(self, peer: str, message: BatchReceived, now: float) -> list[Send]:
         worker = self._fleet.workers.get(peer)
         if worker is not None and worker.forming == message.batch_id:
-            worker.forming = None
+            self._fleet.note_formed(worker, is_empty=False, now=now)
         commands = []
         for request_id, attempt in message.members:
             tracked = self._current(request_id, attempt)
-            if tracked is None or tracked.stage not in (Stage.PREFILLING, Stage.POOLED) or worker is None:
-                commands.append(Send(peer, AbortRequest(request_id, attempt)))  # it ended on the way
-                continue
-            self._fleet.note_decoding(tracked, worker)
+            if tracked is None or worker is None:
+                commands.append(Send(peer, AbortRequest(request_id, end_of_life(attempt))))  # it ended on the way
+            elif attempt > tracked.attempt:
+                if tracked.stage is Stage.POOLED:
+                    self._bypass.observe_wait(now - tracked.pooled_s)
+                tracked.attempt = attempt
+                self._fleet.note_decoding(tracked, worker)
         return commands
 
-    def _copy_lost(self, message: CopyLost) -> list[Send]:
+    def _copy_kept(self, pool: str, message: CopyKept) -> list[Send]:
+        tracked = self._current(message.request_id, message.attempt)
+        if tracked is None or pool not in self._fleet:
+            return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
+        self._fleet.note_copy(tracked, pool)
+        return []
+
+    def _copy_lost(self, pool: str, message: CopyLost) -> list[Send]:
+        if message.request_id not in self._requests:
+            return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
         tracked = self._current(message.request_id, message.attempt)
         # Had its worker received it, the loss of that worker is dealt with by itself.
         if tracked is None or tracked.stage is Stage.DECODING:
@@ -247,31 +273,40 @@ class RouterLogic:
             worker.forming = None
         return self._interrupt([tracked])
 
-    def _finished(self, message: RequestFinished) -> None:
+    def _finished(self, message: RequestFinished) -> list[Send]:
         tracked = self._current(message.request_id, message.attempt)
-        if tracked is not None:
-            self._lengths.observe(tracked.request, message.num_generated)
-            self._fleet.forget(tracked)
-            tracked.move(Stage.FINISHED)
-            del self._requests[message.request_id]
+        if tracked is None:
+            return []
+        self._lengths.observe(tracked.request, message.num_generated)
+        dropped = self._drop_copies(tracked)
+        self._fleet.forget(tracked)
+        tracked.move(Stage.FINISHED)
+        del self._requests[message.request_id]
+        return dropped
+
+    def _drop_copies(self, tracked: TrackedRequest) -> list[Send]:
+        """The pool keeps a copy of what a worker has: not any longer."""
+        pool, tracked.copy_at = self._fleet.copy_of(tracked), None
+        if pool is None:
+            return []
+        return [Send(pool, DropRequest(tracked.request.request_id, end_of_life(tracked.attempt)))]
 
     def _preempted(self, peer: str, message: RequestPreempted) -> list[Send]:
         tracked = self._current(message.request_id, message.attempt)
         worker = self._fleet.workers.get(peer)
-        if tracked is None or worker is None:
-            return []
-        # A prefill worker gives up what it offered to a lost pool; whoever has taken it by then goes on with it.
-        if not worker.registered.can_decode and tracked.holder != peer:
+        # It gives up what it offered to somebody who was lost; whoever has taken it by then goes on with it.
+        if tracked is None or worker is None or tracked.holder != peer:
             return []
         self._counters.count_preemption(is_refused=message.handoff_refused)
+        commands = self._drop_copies(tracked) if message.handoff_refused else []
         self._fleet.forget(tracked)
         tracked.move(Stage.QUEUED)
         tracked.generated_token_ids = message.generated_token_ids
         tracked.num_requeues += message.handoff_refused
         if tracked.num_requeues > self._config.max_requeues:
-            return self._give_up(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
+            return commands + self._give_up(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
         self._enqueue(tracked)
-        return []
+        return commands
 
     def _failed(self, message: AttemptFailed) -> list[Send]:
         tracked = self._current(message.request_id, message.attempt)
@@ -307,7 +342,7 @@ class RouterLogic:
 
     def _let_go(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
         """End a request and tell whoever holds it to free what it holds."""
-        commands = self._take_back(tracked)
+        commands = self._take_back(tracked) + self._drop_copies(tracked)
         self._queue.discard(tracked.request.request_id)
         tracked.move(stage)
         del self._requests[tracked.request.request_id]
@@ -315,9 +350,10 @@ class RouterLogic:
 
     def _take_back(self, tracked: TrackedRequest) -> list[Send]:
         """Into the queue's stage (not yet the queue), and tell whoever holds it to let go of this attempt."""
-        request_id, attempt, holder, was = tracked.request.request_id, tracked.attempt, tracked.holder, tracked.stage
+        request_id, holder, was = tracked.request.request_id, tracked.holder, tracked.stage
         if holder is None:
             return []
+        attempt = end_of_life(tracked.attempt)
         self._fleet.forget(tracked)
         tracked.move(Stage.QUEUED)
         if was is Stage.POOLED:
@@ -342,15 +378,24 @@ class RouterLogic:
                 break
             tracked = self._requests[request_id]
             tracked.move(Stage.PREFILLING, worker.name)
-            # At least the time in milliseconds: larger than any that a router before this one gave out.
-            self._last_attempt = max(self._last_attempt + 1, int(now * 1000))
-            tracked.attempt = self._last_attempt
+            self._last_attempt = tracked.attempt = next_life(self._last_attempt, now)
             pool = self._fleet.pool_of(worker.name)
             tracked.pool_life = pool.life if pool is not None else None
             worker.prefilling[request_id] = tracked.num_prefill_tokens
-            message = PrefillRequest(tracked.request, tracked.attempt, tracked.generated_token_ids)
-            commands.append(Send(worker.name, message))
+            commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
         return commands
+
+    def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
+        pool = self._fleet.copy_of(tracked)
+        decoder = self._bypass.target(tracked.request, self._fleet.workers.values())
+        tracked.granted_to = decoder.name if decoder is not None else None
+        return PrefillRequest(
+            tracked.request,
+            tracked.attempt,
+            tracked.generated_token_ids,
+            has_copy=pool is not None and pool == worker.registered.pool_name,
+            bypass_to=WorkerName(tracked.granted_to) if tracked.granted_to is not None else None,
+        )
 
     def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
         room = self._config.max_prefill_tokens_per_worker - worker.num_prefill_tokens

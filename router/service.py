@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from alignedserve.config.sections import RouterConfig
+from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.messages.events import CommonEvent
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec
@@ -15,8 +15,8 @@ from router.policies import make_prefill_order
 class Router:
     """The one router of a cluster. Everybody dials it."""
 
-    def __init__(self, *, config: RouterConfig, identity: Identity) -> None:
-        logic = RouterLogic(config=config, order=make_prefill_order(config.prefill_order))
+    def __init__(self, *, config: RouterConfig, batching: BatchingConfig, identity: Identity) -> None:
+        logic = RouterLogic(config=config, batching=batching, order=make_prefill_order(config.prefill_order))
         self._room: Room[CommonEvent, NoReturn] = Room(logic, identity, Codec(RouterInbound), _nothing_else)
 
     async def start(self, *, listen_at: str) -> None:

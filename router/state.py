@@ -1,5 +1,6 @@
 """The router's records: what it tracks of each request, worker and pool."""
 
+import enum
 from dataclasses import dataclass, field
 
 from alignedserve.core.ids import BatchId, RequestId
@@ -20,8 +21,10 @@ class TrackedRequest:
     generated_token_ids: tuple[int, ...] = ()  # known here only when they must be recomputed
     pool_life: int | None = None  # life of the pool that its prefill is to end in
     is_computed: bool = False  # prefilled, on its way to that pool
-    granted_to: str | None = None  # pooled, but on its way to this worker
-    attempt: int = 0  # number of its latest giving-out, never used again; messages about another are stale
+    granted_to: str | None = None  # perhaps on its way to this worker already
+    attempt: int = 0  # the latest that is known of it (core/attempts.py); messages about an earlier one are stale
+    copy_at: tuple[str, int] | None = None  # the pool, and its life, that may keep a copy of it
+    pooled_s: float = 0.0  # when it came into the pool
     num_requeues: int = 0
 
     def move(self, stage: Stage, holder: str | None = None) -> None:
@@ -37,6 +40,13 @@ class TrackedRequest:
         return self.request.prompt_len + len(self.generated_token_ids)
 
 
+class AskKind(enum.Enum):
+    """What a pool is asked for on behalf of a decode worker."""
+
+    BATCH = "batch"  # the batch after the one that runs
+    JOIN = "join"  # more of the lengths that run
+
+
 @dataclass(slots=True)
 class WorkerRecord:
     """One registered worker and what it was given."""
@@ -47,17 +57,15 @@ class WorkerRecord:
     prefilling: dict[RequestId, int] = field(default_factory=dict)  # tokens handed over and not reported computed
     decoding: set[RequestId] = field(default_factory=set)  # running or candidates there; membership only
     forming: BatchId | None = None  # an unanswered FormBatch
-    has_news: bool = True  # something changed since a batch was last asked for; without, the answer would be the same
+    asked_for: AskKind = AskKind.BATCH  # by that one, or the last
+    is_load_old: bool = False  # a batch came since the last report
+    was_refused: set[AskKind] = field(default_factory=set)  # asked in vain since the last news; membership only
+    last_batch_s: float = float("-inf")  # when it last got a batch of its own
 
     @property
     def num_prefill_tokens(self) -> int:
         """Prompt tokens that it has still to compute."""
         return sum(self.prefilling.values())
-
-    @property
-    def wants_batches(self) -> bool:
-        """Whether to ask for a batch now: it only decodes, no answer is outstanding, and it may be another one."""
-        return not self.registered.can_prefill and self.forming is None and self.has_news
 
     @property
     def num_blocks_used(self) -> int:
@@ -73,4 +81,5 @@ class PoolRecord:
     life: int  # differs between a pool and its restarted self
     num_blocks: int
     num_blocks_used: int = 0
+    num_blocks_kept: int = 0
     num_pooled: int = 0  # by the router's own count: RequestPooled less BatchReceived and drops

@@ -41,4 +41,6 @@ def status_of(requests: Collection[TrackedRequest], fleet: Fleet, counters: Coun
         num_preemptions=counters.num_preemptions,
         num_handoffs_verified=sum(worker.load.num_handoffs_verified for worker in workers if worker.load is not None),
         num_handoffs_refused=counters.num_handoffs_refused,
+        num_evictions=sum(worker.load.num_evictions for worker in workers if worker.load is not None),
+        num_pool_blocks_kept=sum(pool.num_blocks_kept for pool in pools),
     )

@@ -6,18 +6,30 @@ the schedule, the right answer of a request is known.
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from alignedserve.config.sections import RouterConfig
-from alignedserve.core.ids import RequestId
+from alignedserve.config.sections import BatchingConfig, RouterConfig
+from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import FinishReason, Request, SampledToken
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import IterationCompleted, MapArena, OffloadBlocks, RunIteration
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    BlocksRelayed,
+    IterationCompleted,
+    LoadBlocks,
+    MapArena,
+    OffloadBlocks,
+    RelayBlocks,
+    RunIteration,
+    UnmapArena,
+)
 from alignedserve.messages.links import (
     AbortRequest,
     ArenaOffered,
+    BlockCopy,
     BlockRun,
     ClusterStatus,
     RequestFailed,
@@ -30,10 +42,12 @@ from alignedserve.messages.links import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.runtime.block_sums import neighbours
+from decode_worker.batches import SwitchLimits
 from decode_worker.logic import DecodeLimits, DecodeLogic
 from kvpool.logic import PoolLogic, StampBlocks
 from kvpool.policies import make_batch_former
-from prefill_worker.logic import OffloadCompleted, PrefillLimits, PrefillLogic
+from prefill_worker.buffers import BufferOpened, CloseBuffer, OpenBuffer
+from prefill_worker.logic import PrefillLimits, PrefillLogic
 from router.logic import RouterLogic
 from router.policies import make_prefill_order
 
@@ -41,6 +55,9 @@ GATEWAY, ROUTER, POOL = "gateway-0", "router", "pool-0"
 BLOCK_SIZE = 4
 VOCAB_SIZE = 50
 EOS = 0
+
+
+WorkDone = IterationCompleted | BlocksLoaded | BlocksOffloaded | BlocksRelayed | BufferOpened
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -57,39 +74,102 @@ def right_answer(request: Request) -> list[int]:
 
 
 @dataclass
+class FakeArena:
+    """Blocks that others see: what is stamped on each, and the tokens whose cache it holds."""
+
+    stamps: dict[int, int] = field(default_factory=dict)
+    content: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    is_buffer: bool = False
+
+    def read(self, copy: BlockCopy) -> list[tuple[int, ...]] | None:
+        """What lies in the copy's blocks; None: it is not what its writer wrote."""
+        rows = []
+        for run in copy.runs:
+            numbers = range(run.first_block, run.first_block + run.num_blocks)
+            if any(self.stamps.get(number) != copy.generation for number in numbers):
+                return None
+            part = [self.content.get(number, ()) for number in numbers]
+            if hash(tuple(part)) != run.checksum:
+                return None
+            rows += part
+        return rows
+
+    def write(
+        self, rows: list[tuple[int, ...]], block_ids: Sequence[int], generation: int
+    ) -> tuple[BlockRun, ...] | None:
+        if self.is_buffer:
+            self.stamps.update(dict.fromkeys(block_ids, generation))
+        if any(self.stamps.get(number) != generation for number in block_ids):
+            return None
+        self.content.update(zip(block_ids, rows, strict=True))
+        return tuple(
+            BlockRun(first, count, hash(tuple(self.content[first + offset] for offset in range(count))))
+            for first, count in neighbours([BlockId(number) for number in block_ids])
+        )
+
+
+@dataclass
 class FakeEngine:
-    """Performs RunIteration on token lists and checks what the real engine would assert."""
+    """Performs commands on token lists and checks what the real engine would assert, and that every cache is right."""
 
     tokens: dict[RequestId, list[int]] = field(default_factory=dict)
     num_computed: dict[RequestId, int] = field(default_factory=dict)
     blocks: dict[RequestId, list[int]] = field(default_factory=dict)
+    storage: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    arenas: dict[str, FakeArena] = field(default_factory=dict)  # by peer
     refuse: float = 0.0
 
-    def run(self, command: RunIteration, rng: random.Random) -> IterationCompleted:
+    def run(self, command: RunIteration) -> IterationCompleted:
         for request_id in command.removals:
             del self.tokens[request_id], self.num_computed[request_id], self.blocks[request_id]
-        refused = []
         for addition in command.additions:
             request_id = addition.request.request_id
             assert request_id not in self.tokens, "added twice"
-            if addition.handoff is not None and rng.random() < self.refuse:
-                refused.append(request_id)
-                continue
             self.tokens[request_id] = [*addition.request.prompt_token_ids, *addition.generated_token_ids]
-            self.num_computed[request_id] = addition.handoff.copy.context_len if addition.handoff is not None else 0
+            self.num_computed[request_id] = addition.num_cached
             self.blocks[request_id] = list(addition.block_ids)
+            cached = [token for block_id in addition.block_ids for token in self.storage.get(block_id, ())]
+            known = self.tokens[request_id][: addition.num_cached]
+            assert cached[: addition.num_cached] == known, "a cache of other tokens"
         for request_id, block_ids in command.extensions:
             self.blocks[request_id] += block_ids
         owned = [block_id for block_ids in self.blocks.values() for block_id in block_ids]
         assert len(owned) == len(set(owned)), "a block belongs to two sequences"
-        sampled = [self._step(*part) for part in command.slices if part[0] not in refused]
-        return IterationCompleted(tuple(token for token in sampled if token is not None), refused=tuple(refused))
+        sampled = [self._step(*part) for part in command.slices]
+        return IterationCompleted(tuple(token for token in sampled if token is not None))
+
+    def load(self, command: LoadBlocks, rng: random.Random) -> BlocksLoaded:
+        refused = set()
+        for part in command.loads:
+            arena = self.arenas.get(command.source)
+            rows = arena.read(part.copy) if arena is not None and rng.random() >= self.refuse else None
+            if rows is None:
+                refused.add(part.request_id)
+            else:
+                assert len(rows) <= len(part.block_ids), "more blocks than were set aside"
+                self.storage.update(zip(part.block_ids, rows, strict=False))
+        return BlocksLoaded(command.source, command.loads, frozenset(refused))
+
+    def offload(self, command: OffloadBlocks) -> BlocksOffloaded:
+        arena = self.arenas.get(command.target)
+        rows = [self.storage.get(block_id, ()) for block_id in command.block_ids]
+        runs = arena.write(rows, command.target_block_ids, command.generation) if arena is not None else None
+        return BlocksOffloaded(command, runs)
+
+    def relay(self, command: RelayBlocks) -> BlocksRelayed:
+        source, target = self.arenas.get(command.source), self.arenas.get(command.target)
+        rows = source.read(command.copy) if source is not None else None
+        if rows is None or target is None:
+            return BlocksRelayed(command, None)
+        return BlocksRelayed(command, target.write(rows, command.target_block_ids, command.generation))
 
     def _step(self, request_id: RequestId, num_tokens: int) -> SampledToken | None:
         self.num_computed[request_id] += num_tokens
         tokens, computed = self.tokens[request_id], self.num_computed[request_id]
         assert computed <= len(tokens), "computes tokens that nobody knows"
         assert computed <= len(self.blocks[request_id]) * BLOCK_SIZE, "computes beyond its blocks"
+        for index, block_id in enumerate(self.blocks[request_id]):
+            self.storage[block_id] = tuple(tokens[index * BLOCK_SIZE : min((index + 1) * BLOCK_SIZE, computed)])
         if computed < len(tokens):
             return None
         token_id = next_token(tokens)
@@ -158,6 +238,10 @@ class Shape:
     is_colocated: bool = False
     pool_blocks: int = 40
     worker_blocks: int = 30
+    buffer_blocks: int = 16
+    max_running: int = 6
+    min_requests: int = 3
+    policy: str = "density_first"
     refuse: float = 0.0
     max_requeues: int = 50
 
@@ -173,7 +257,10 @@ class LogicCluster:
         self.logics: dict[str, RouterLogic | PoolLogic | PrefillLogic | DecodeLogic] = {}
         self.engines: dict[str, FakeEngine] = {}
         self.links: dict[tuple[str, str], deque[Message]] = {}
-        self.pending: list[tuple[str, IterationCompleted | OffloadCompleted]] = []
+        self.pending: list[tuple[str, Callable[[], WorkDone]]] = []
+        self.computing: set[str] = set()
+        self.offered: dict[str, FakeArena] = {}  # by path
+        self.pool_arena = FakeArena()
         self.roles = {GATEWAY: Role.GATEWAY, ROUTER: Role.ROUTER}
         self.start(ROUTER)
         if not shape.is_colocated:
@@ -206,21 +293,32 @@ class LogicCluster:
             return
         self._link(name, ROUTER)
         for other in list(self.logics):
-            if self._needs_pool(name, other):
+            if self._do_meet(name, other):
                 self._link(name, other)
 
-    def _needs_pool(self, name: str, other: str) -> bool:
-        return POOL in (name, other) and name != other and ROUTER not in (name, other)
+    def _do_meet(self, name: str, other: str) -> bool:
+        """Whether these two have a link, beside those to the router."""
+        kinds = {name.split("-")[0], other.split("-")[0]}
+        return kinds in ({"pool", "prefill"}, {"pool", "decode"}, {"prefill", "decode"})
 
     def kill(self, name: str) -> None:
         """SIGKILL: what it was computing and sending is gone; its peers notice."""
         del self.logics[name]
         self.pending = [entry for entry in self.pending if entry[0] != name]
+        self.computing.discard(name)
         for source, target in [key for key in self.links if name in key]:
             del self.links[source, target]
         for other in [*self.logics, GATEWAY]:
-            if ROUTER in (name, other) or self._needs_pool(name, other) or other == GATEWAY:
+            if ROUTER in (name, other) or self._do_meet(name, other) or other == GATEWAY:
                 self._deliver(other, PeerLost(self.roles[name], name))
+
+    def cut(self, one: str, other: str) -> None:
+        """The link between these two breaks: what was under way on it is gone. At once it is there again."""
+        for source, target in ((one, other), (other, one)):
+            del self.links[source, target]
+        for source, target in ((one, other), (other, one)):
+            self._deliver(target, PeerLost(self.roles[source], source))
+        self._link(one, other)
 
     def step(self) -> bool:
         """Let one random thing happen; False when nothing is left to happen."""
@@ -233,8 +331,11 @@ class LogicCluster:
             source, target = ready[choice]
             self._deliver(target, Received(source, self.links[source, target].popleft()))
         else:
-            name, completed = self.pending.pop(choice - len(ready))
-            self._deliver(name, completed)
+            name, perform = self.pending.pop(choice - len(ready))
+            done = perform()
+            if isinstance(done, IterationCompleted):
+                self.computing.discard(name)
+            self._deliver(name, done)
         return True
 
     def run(self, max_steps: int = 200_000) -> None:
@@ -264,28 +365,42 @@ class LogicCluster:
 
     def _make(self, name: str) -> tuple[RouterLogic | PoolLogic | PrefillLogic | DecodeLogic, Role]:
         shape, eos = self.shape, frozenset({EOS})
+        batching = BatchingConfig(policy=shape.policy, min_requests=shape.min_requests, starvation_s=0.3)
         registered = WorkerRegistered(
             num_blocks=shape.worker_blocks,
             block_size=BLOCK_SIZE,
-            max_running=6,
+            max_running=shape.max_running,
             pool_name=POOL,
             can_prefill=shape.is_colocated or name.startswith("prefill"),
             can_decode=name.startswith("decode"),
         )
         if name == ROUTER:
-            config = RouterConfig(max_queued_requests=200, max_requeues=shape.max_requeues)
-            return RouterLogic(config=config, order=make_prefill_order("least_slack")), Role.ROUTER
+            config = RouterConfig(max_queued_requests=200, max_requeues=shape.max_requeues, candidate_requests=4)
+            return RouterLogic(config=config, batching=batching, order=make_prefill_order("least_slack")), Role.ROUTER
         if name == POOL:
-            arena = ArenaOffered("/arena", shape.pool_blocks, 64, "")
-            former = make_batch_former("fcfs", block_size=BLOCK_SIZE, starvation_s=2.0)
-            return PoolLogic(arena=arena, block_size=BLOCK_SIZE, batch_former=former, lease_s=1e9), Role.KV_POOL
+            self.pool_arena = FakeArena()
+            arena = self._offer(self.pool_arena, shape.pool_blocks)
+            former = make_batch_former(shape.policy, block_size=BLOCK_SIZE, starvation_s=batching.starvation_s)
+            first = self.rng.randrange(1, 1 << 20)
+            return (
+                PoolLogic(arena=arena, block_size=BLOCK_SIZE, batch_former=former, lease_s=1e9, first_lease=first),
+                Role.KV_POOL,
+            )
         if name.startswith("prefill"):
             limits = PrefillLimits(max_tokens=10, max_running=4)
             return PrefillLogic(registered=registered, limits=limits, eos_token_ids=eos), Role.PREFILL_WORKER
+        switch = SwitchLimits(shape.min_requests if batching.is_aligned else 1, batching.starvation_s)
         return (
-            DecodeLogic(registered=registered, limits=DecodeLimits(6, 12), eos_token_ids=eos),
+            DecodeLogic(
+                registered=registered, limits=DecodeLimits(shape.max_running, 12, switch), eos_token_ids=eos
+            ),
             Role.DECODE_WORKER,
         )
+
+    def _offer(self, arena: FakeArena, num_blocks: int) -> ArenaOffered:
+        path = f"/arena-{len(self.offered)}"
+        self.offered[path] = arena
+        return ArenaOffered(path, num_blocks, 64, "")
 
     def _link(self, one: str, other: str) -> None:
         for source, target in ((one, other), (other, one)):
@@ -300,7 +415,7 @@ class LogicCluster:
         elif target == GATEWAY:  # tokens: dialled on first use
             self.links[key] = deque([message])
 
-    def _deliver(self, name: str, event: CommonEvent | IterationCompleted | OffloadCompleted) -> None:
+    def _deliver(self, name: str, event: CommonEvent | WorkDone) -> None:
         if name == GATEWAY:
             for answer in self.client.on_event(event):  # type: ignore[arg-type]
                 self._send(GATEWAY, answer.peer, answer.message)
@@ -315,14 +430,30 @@ class LogicCluster:
             case SendTo(_, message):
                 self._send(name, GATEWAY, message)
             case RunIteration():
-                assert not any(
-                    entry[0] == name and isinstance(entry[1], IterationCompleted) for entry in self.pending
-                ), "two iterations at a time"
-                self.pending.append((name, self.engines[name].run(command, self.rng)))
+                assert name not in self.computing, "two iterations at a time"
+                self.computing.add(name)
+                engine = self.engines[name]
+                self.pending.append((name, lambda: engine.run(command)))
+            case _:
+                self._perform_copy(name, self.engines[name], command)
+
+    def _perform_copy(self, name: str, engine: FakeEngine, command: object) -> None:
+        match command:
+            case LoadBlocks():
+                self.pending.append((name, lambda: engine.load(command, self.rng)))
             case OffloadBlocks():
-                runs = tuple(BlockRun(first, count, 0) for first, count in neighbours(command.reserved.block_ids))
-                self.pending.append((name, OffloadCompleted(command.request_id, command.reserved, runs)))
-            case MapArena() | StampBlocks():
-                pass
+                self.pending.append((name, lambda: engine.offload(command)))
+            case RelayBlocks():
+                self.pending.append((name, lambda: engine.relay(command)))
+            case MapArena(peer, offered):
+                engine.arenas[peer] = self.offered[offered.path]
+            case UnmapArena(peer) | CloseBuffer(peer):
+                engine.arenas.pop(peer, None)
+            case OpenBuffer(peer, life):
+                engine.arenas[peer] = arena = FakeArena(is_buffer=True)
+                offered = self._offer(arena, self.shape.buffer_blocks) if self.shape.buffer_blocks else None
+                self.pending.append((name, lambda: BufferOpened(peer, life, offered)))
+            case StampBlocks(block_ids, generation):
+                self.pool_arena.stamps.update(dict.fromkeys(block_ids, generation))
             case _:
                 raise AssertionError(f"unknown command {command}")

@@ -11,7 +11,6 @@ from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.weight_index import WeightIndex
 from kvpool.policies import make_batch_former
-from kvpool.policies.density_first import DEFAULT_STARVATION_S
 from kvpool.storage import arena_folder
 from router.policies import make_prefill_order
 
@@ -21,7 +20,9 @@ _MIB = 1024 * 1024
 def check(config: ClusterConfig, served: ServedModel) -> None:
     """Raises ConfigError, ModelError, NotEnoughMemory or AddressInUse saying what to change."""
     make_prefill_order(config.router.prefill_order)
-    make_batch_former(config.pool.batching, block_size=config.engine.block_size, starvation_s=DEFAULT_STARVATION_S)
+    make_batch_former(
+        config.batching.policy, block_size=config.engine.block_size, starvation_s=config.batching.starvation_s
+    )
     Tokenizer.load(served.folder)
     if not served.has_random_weights:
         WeightIndex(served.folder)

@@ -104,11 +104,28 @@ class PoolConfig(Section, frozen=True):
     """KV pool in CPU memory, one per node."""
 
     memory_bytes: int = 256 * MIB
-    batching: str = "fcfs"  # name of a batch former in kvpool/policies
     lease_s: float = 30.0  # a lease not used within this time is taken back
 
     def __post_init__(self) -> None:
         self._require_positive("memory_bytes", "lease_s")
+
+
+class BatchingConfig(Section, frozen=True):
+    """How decode batches are formed (AlignedServe, sections 3.3 and 4.1). Router, pool and decode workers get it."""
+
+    policy: str = "density_first"  # name of a batch former in kvpool/policies
+    min_requests: int = 36  # a batch of fewer does not saturate a decode worker
+    max_block_share: float = 0.4  # of a decode worker's blocks, for what is granted to it ahead of need
+    starvation_s: float = 2.0  # lengths that were in no batch for this long go first
+
+    def __post_init__(self) -> None:
+        self._require_positive("min_requests", "starvation_s")
+        self._require(0.0 < self.max_block_share <= 1.0, "max_block_share", "must be above 0 and at most 1")
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether batches are of similar length; otherwise all are alike, and none is too small."""
+        return self.policy != "fcfs"
 
 
 class PrefillWorkerConfig(Section, frozen=True):
@@ -116,12 +133,14 @@ class PrefillWorkerConfig(Section, frozen=True):
 
     count: int = 1
     memory_bytes: int = 128 * MIB  # block storage
+    buffer_bytes: int = 64 * MIB  # candidate buffers of the decode workers, shared out evenly; 0: none
     max_running: int = 16  # requests in work at a time
     max_tokens_per_iteration: int = 512  # chunk budget
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")
         self._require_positive("memory_bytes", "max_running", "max_tokens_per_iteration")
+        self._require(self.buffer_bytes >= 0, "buffer_bytes", "must be at least 0")
 
 
 class DecodeWorkerConfig(Section, frozen=True):
@@ -170,6 +189,7 @@ class ClusterConfig(Section, frozen=True):
     model: ModelSectionConfig = msgspec.field(default_factory=ModelSectionConfig)
     gateway: GatewayConfig = msgspec.field(default_factory=GatewayConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
+    batching: BatchingConfig = msgspec.field(default_factory=BatchingConfig)
     pool: PoolConfig = msgspec.field(default_factory=PoolConfig)
     prefill: PrefillWorkerConfig = msgspec.field(default_factory=PrefillWorkerConfig)
     decode: DecodeWorkerConfig = msgspec.field(default_factory=DecodeWorkerConfig)

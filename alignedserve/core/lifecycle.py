@@ -21,9 +21,11 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.PREFILLING: frozenset(
         {Stage.POOLED, Stage.DECODING, Stage.QUEUED, Stage.FINISHED, Stage.ABORTED, Stage.FAILED}
     ),
-    Stage.POOLED: frozenset({Stage.DECODING, Stage.QUEUED, Stage.ABORTED, Stage.FAILED}),
-    # Evicted to the pool, preempted (recompute), or done.
-    Stage.DECODING: frozenset({Stage.POOLED, Stage.QUEUED, Stage.FINISHED, Stage.ABORTED, Stage.FAILED}),
+    Stage.POOLED: frozenset({Stage.POOLED, Stage.DECODING, Stage.QUEUED, Stage.ABORTED, Stage.FAILED}),
+    # Evicted to the pool (and, when that word is late, already with another worker), preempted (recompute), or done.
+    Stage.DECODING: frozenset(
+        {Stage.POOLED, Stage.DECODING, Stage.QUEUED, Stage.FINISHED, Stage.ABORTED, Stage.FAILED}
+    ),
     Stage.FINISHED: frozenset(),
     Stage.ABORTED: frozenset(),
     Stage.FAILED: frozenset(),

@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass
 
-from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.core.request import Request, SampledToken, TokenLogprob
 from alignedserve.messages.events import SendTo
-from alignedserve.messages.links import ArenaOffered, BlocksReserved, Handoff, TokenDelta, TokensEmitted
+from alignedserve.messages.links import ArenaOffered, BlockCopy, BlockRun, TokenDelta, TokensEmitted
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """A request that enters the engine. With a handoff, its cache is fetched and verified first."""
+    """A request that enters the engine. The cache of its first `num_cached` tokens lies in its blocks already."""
 
     request: Request
     generated_token_ids: tuple[int, ...]
     block_ids: tuple[BlockId, ...]
-    handoff: Handoff | None = None
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +39,98 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class IterationCompleted:
-    """Event: the iteration is over. A refused request never entered the engine; a failed one gave no usable logits."""
+    """Event: the iteration is over. A failed request gave no usable logits."""
 
     sampled: tuple[SampledToken, ...]
     prompt_scores: tuple[PromptScores, ...] = ()
-    refused: tuple[RequestId, ...] = ()
     failed: tuple[RequestId, ...] = ()
+
+
+# --- copies, beside whatever iterations run; an arena is named by the peer that offered it, or that it is offered to ---
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One request's cache on its way into this worker's blocks."""
+
+    request_id: RequestId
+    copy: BlockCopy
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlocks:
+    """Command: copy from this peer's arena, all in one transfer, and verify."""
+
+    source: str
+    loads: tuple[Load, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksLoaded:
+    """Event: what a LoadBlocks came to. A request whose copy did not verify has undefined blocks."""
+
+    source: str
+    loads: tuple[Load, ...]
+    refused: frozenset[RequestId]
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadBlocks:
-    """Command: copy a finished prefill into the arena, beside whatever iterations run."""
+    """Command: copy a request's blocks into a peer's arena."""
 
     request_id: RequestId
+    attempt: int
     block_ids: tuple[BlockId, ...]  # in the worker's storage
-    reserved: BlocksReserved
+    target: str
+    target_block_ids: tuple[BlockId, ...]
+    generation: int
+    lease_id: LeaseId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksOffloaded:
+    """Event: the copy is done; `runs` is None when the target's blocks were no longer ours to write."""
+
+    command: OffloadBlocks
+    runs: tuple[BlockRun, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RelayBlocks:
+    """Command: copy from one arena to another, verified on the way."""
+
+    request_id: RequestId
+    attempt: int
+    source: str
+    copy: BlockCopy
+    target: str
+    target_block_ids: tuple[BlockId, ...]
+    generation: int
+    lease_id: LeaseId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRelayed:
+    """Event: the copy is done; `runs` is None when it did not verify, or the target was no longer ours to write."""
+
+    command: RelayBlocks
+    runs: tuple[BlockRun, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class MapArena:
-    """Command: map the arena that the pool offers; leases of an earlier one are void."""
+    """Command: use the arena that this peer offers; leases of an earlier one are void."""
 
+    peer: str
     offered: ArenaOffered
+
+
+@dataclass(frozen=True, slots=True)
+class UnmapArena:
+    """Command: the peer is gone, and its arena with it."""
+
+    peer: str
 
 
 def group_by_gateway(deltas: list[tuple[str, TokenDelta]]) -> list[SendTo]:

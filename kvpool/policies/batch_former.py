@@ -36,6 +36,8 @@ class AlignedBatch:
 class BatchFormer(Protocol):
     """Holds what is pooled. Deterministic: the same history gives the same batches; ties go to the earlier arrival."""
 
+    is_aligned: bool  # whether its batches are of similar length
+
     def insert(self, pooled: PooledRequest, now: float) -> None:
         """Add a request; its id must be new."""
 

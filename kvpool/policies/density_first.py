@@ -35,6 +35,8 @@ class DensityFirstBatchFormer:
     its leaf. Then a leaf that gave nothing to a batch for `starvation_s`, the longest waiting first, is the start.
     """
 
+    is_aligned = True
+
     def __init__(self, config: DensityFirstConfig) -> None:
         self._starvation_s = config.starvation_s
         self._tree = QuadTree(block_size=config.block_size, max_context_len=config.max_context_len)

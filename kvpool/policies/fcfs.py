@@ -15,6 +15,8 @@ class FcfsBatchFormer:
     Example: contexts of 900, 40 and 50 tokens arrive in this order, `max_requests` is 2: the batch is {900, 40}.
     """
 
+    is_aligned = False
+
     def __init__(self) -> None:
         self._pooled: dict[RequestId, tuple[_Entry, PooledRequest]] = {}
         self._order: list[_Entry] = []  # heap; entries of removed requests are skipped

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams
+from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo
 from tests.logic_cluster import LogicCluster, Shape, right_answer
 
 SHAPES = (
@@ -16,7 +16,13 @@ SHAPES = (
     Shape(pool_blocks=16, worker_blocks=18),
     Shape(is_colocated=True, num_decode=2, worker_blocks=20),
     Shape(num_decode=2, refuse=0.3),
+    # Many small requests against few places: batches replace each other, requests are evicted and come back.
+    Shape(pool_blocks=120, worker_blocks=24, buffer_blocks=40, max_running=5, min_requests=2),
+    Shape(num_prefill=2, num_decode=2, pool_blocks=100, worker_blocks=20, buffer_blocks=12, min_requests=2),
+    Shape(policy="fcfs", buffer_blocks=0, worker_blocks=20),
 )
+# Where nothing is refused at random, so that every request must get its answer whatever dies.
+RELIABLE = [shape for shape in SHAPES if not shape.refuse]
 
 
 def make_requests(rng: random.Random, count: int) -> list[Request]:
@@ -28,6 +34,7 @@ def make_requests(rng: random.Random, count: int) -> list[Request]:
             reply_to="gateway",
             arrival_s=number * 0.001,
             request_class=rng.choice(list(RequestClass)),
+            slo=Slo(tpot_s=0.001) if rng.random() < 0.3 else Slo(deadline_s=5.0 if rng.random() < 0.2 else None),
         )
         for number in range(count)
     ]
@@ -90,9 +97,31 @@ def replay_with_lost_processes(seed: int, shape: Shape) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**9), shape=st.sampled_from([shape for shape in SHAPES if not shape.refuse]))
+@given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
 def test_with_lost_processes(seed: int, shape: Shape) -> None:
     replay_with_lost_processes(seed, shape)
+
+
+def replay_with_cut_links(seed: int, shape: Shape) -> None:
+    """Links between workers and pools break and come back while both ends live."""
+    rng = random.Random(seed)
+    cluster = LogicCluster(shape, seed)
+    for request in make_requests(rng, 20):
+        cluster.submit(request)
+        for _ in range(rng.randrange(60)):
+            cluster.step()
+        links = [key for key in cluster.links if not {"router", "gateway-0"} & set(key)]
+        if links and rng.random() < 0.3:
+            cluster.cut(*rng.choice(links))
+    cluster.run()
+    check_answers(cluster)
+    check_nothing_is_held(cluster)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
+def test_with_cut_links(seed: int, shape: Shape) -> None:
+    replay_with_cut_links(seed, shape)
 
 
 def replay_with_a_lost_router(seed: int, shape: Shape) -> None:
@@ -113,7 +142,7 @@ def replay_with_a_lost_router(seed: int, shape: Shape) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**9), shape=st.sampled_from([shape for shape in SHAPES if not shape.refuse]))
+@given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
 def test_with_a_lost_router(seed: int, shape: Shape) -> None:
     replay_with_a_lost_router(seed, shape)
 
@@ -122,5 +151,6 @@ def test_with_a_lost_router(seed: int, shape: Shape) -> None:
 @pytest.mark.parametrize("seed", range(400))
 def test_many_histories(seed: int) -> None:
     replay_with_aborts(seed, SHAPES[seed % len(SHAPES)])
-    replay_with_lost_processes(seed, SHAPES[seed % 4])
-    replay_with_a_lost_router(seed, SHAPES[seed % 4])
+    replay_with_lost_processes(seed, RELIABLE[seed % len(RELIABLE)])
+    replay_with_cut_links(seed, RELIABLE[seed % len(RELIABLE)])
+    replay_with_a_lost_router(seed, RELIABLE[seed % len(RELIABLE)])

@@ -1,0 +1,97 @@
+"""Which batch runs, which comes next, and when the one gives way to the other (AlignedServe, section 3.4).
+
+A full batch (`min_requests` or more) of similar lengths replaces the running one when that has become too small to
+saturate the worker, or when it has waited for `starvation_s`. From its first request on until the last one of the old
+batch has left, the two mix: the batch switch. A smaller batch, or one of any lengths (FCFS), is not worth a switch: it
+joins what runs, and what runs is then no longer of similar length.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from alignedserve.core.ids import BatchId
+from alignedserve.messages.links import NO_BATCH
+from decode_worker.state import Candidate, RunningRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchLimits:
+    """When to switch."""
+
+    min_requests: int = 36
+    starvation_s: float = 2.0
+
+
+@dataclass(slots=True)
+class WaitingBatch:
+    """A batch granted to this worker, none of whose requests runs yet."""
+
+    batch_id: BatchId
+    is_aligned: bool
+    num_requests: int
+    granted_s: float
+
+
+class BatchOrder:
+    """The running batch's number and the batches behind it."""
+
+    def __init__(self, limits: SwitchLimits) -> None:
+        self._limits = limits
+        self._waiting: dict[BatchId, WaitingBatch] = {}
+        self.running_id = NO_BATCH
+        self.is_aligned = False  # whether what runs is of similar length
+        self.is_switching = False  # whether requests of the batch before may still run
+
+    def granted(self, batch: WaitingBatch) -> None:
+        """A batch came."""
+        self._waiting[batch.batch_id] = batch
+
+    def is_outgoing(self, running: RunningRequest) -> bool:
+        """Whether this request is of a batch that is being replaced."""
+        return running.batch_id not in (self.running_id, NO_BATCH)
+
+    def is_stray(self, candidate: Candidate) -> bool:
+        """Whether this candidate is of a batch that neither runs nor will."""
+        return candidate.batch_id not in (self.running_id, NO_BATCH) and candidate.batch_id not in self._waiting
+
+    def joins_running(self, candidate: Candidate) -> bool:
+        """Whether this candidate is among the candidate requests, not of a batch to come."""
+        return candidate.batch_id in (self.running_id, NO_BATCH)
+
+    def choose(self, candidates: Iterable[Candidate], num_running: int, now: float) -> list[Candidate]:
+        """The candidates that may enter now, in order: candidate requests first, else the next batch's.
+
+        Taking up the next batch is decided here: its requests are then candidate requests of the running batch.
+        """
+        by_id: dict[BatchId, list[Candidate]] = {}
+        for candidate in candidates:
+            by_id.setdefault(candidate.batch_id, []).append(candidate)
+        self._forget_empty(by_id)
+        following = next(iter(self._waiting.values()), None)
+        is_overdue = following is not None and now - following.granted_s >= self._limits.starvation_s
+        own = by_id.get(NO_BATCH, []) + by_id.get(self.running_id, []) * (self.running_id != NO_BATCH)
+        if following is None or (own and not is_overdue):
+            return own
+        if not self._may_follow(following, num_running, is_overdue=is_overdue):
+            return own
+        members = by_id[following.batch_id]
+        self._take_up(following, members, num_running)
+        return by_id.get(NO_BATCH, []) + members
+
+    def _forget_empty(self, by_id: dict[BatchId, list[Candidate]]) -> None:
+        for batch_id in [batch_id for batch_id in self._waiting if batch_id not in by_id]:
+            del self._waiting[batch_id]
+
+    def _may_follow(self, following: WaitingBatch, num_running: int, *, is_overdue: bool) -> bool:
+        return is_overdue or not following.is_aligned or num_running < self._limits.min_requests
+
+    def _take_up(self, following: WaitingBatch, members: list[Candidate], num_running: int) -> None:
+        del self._waiting[following.batch_id]
+        is_full = following.num_requests >= self._limits.min_requests
+        if num_running == 0 or (following.is_aligned and is_full):
+            self.running_id, self.is_aligned = following.batch_id, following.is_aligned
+            self.is_switching = num_running > 0
+            return
+        self.is_aligned = False
+        for candidate in members:
+            candidate.batch_id = self.running_id

@@ -1,0 +1,265 @@
+"""The candidate buffers that decode workers have in this worker's memory (AlignedServe, sections 3.2 and 3.4).
+
+The decode worker says what lies where in its buffer. We open it, copy candidates into it from the pool ahead of need,
+and bring evicted requests back from it to the pool. One such copy is under way at a time, so that plans can change for
+all the others; what a prefill itself offloads does not wait for them.
+
+A request on its way back to the pool:
+1. ReturnRequest: we ask the pool for room. 2. BlocksReserved: copied from the buffer into the arena, BlocksWritten.
+3. BlocksTaken: RequestReturned tells the decode worker, which frees the buffer's blocks.
+Whatever goes wrong before the pool was offered it leaves the request where it is, in the buffer.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from alignedserve.core.ids import RequestId
+from alignedserve.messages.events import Send
+from alignedserve.messages.iterations import BlocksRelayed, RelayBlocks
+from alignedserve.messages.links import (
+    ArenaOffered,
+    BlockCopy,
+    BlocksPrefetched,
+    BlocksReserved,
+    BlocksTaken,
+    BlocksWritten,
+    CancelPrefetch,
+    CancelReservation,
+    PrefetchBlocks,
+    RequestReturned,
+    ReservationRefused,
+    ReserveBlocks,
+    ReturnOutcome,
+    ReturnRequest,
+)
+from prefill_worker.state import Returning
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBuffer:
+    """Command: make a buffer for this decode worker, in place of any earlier one. Answered by BufferOpened."""
+
+    peer: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseBuffer:
+    """Command: this decode worker is gone; give its buffer's memory back."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class BufferOpened:
+    """Event: the buffer is there; None: there is no memory for one, and the decode worker does without."""
+
+    peer: str
+    life: int
+    offered: ArenaOffered | None
+
+
+BufferCommand = Send | RelayBlocks | OpenBuffer | CloseBuffer
+
+
+class CandidateBuffers:
+    """Relays between the pool and the buffers, and who they are for."""
+
+    def __init__(self, pool_name: str) -> None:
+        self._pool_name = pool_name
+        self._has_pool = False
+        self._lives: dict[str, int] = {}  # of the decode workers linked now
+        self._offered: dict[str, None] = {}  # those that have a buffer
+        self._num_lives = 0
+        self._waiting: deque[tuple[str, RelayBlocks]] = deque()  # (decode worker, copy), in order
+        self._relaying: tuple[str, int, RelayBlocks] | None = None
+        self._returning: dict[RequestId, Returning] = {}
+
+    def has_buffer(self, peer: str) -> bool:
+        """Whether this decode worker is linked and was offered a buffer."""
+        return peer in self._offered
+
+    # --- decode workers
+
+    def linked(self, peer: str) -> list[BufferCommand]:
+        """A decode worker came, or came back with an empty buffer."""
+        self._num_lives += 1
+        self._lives[peer] = self._num_lives
+        return [OpenBuffer(peer, self._num_lives)]
+
+    def lost(self, peer: str) -> list[BufferCommand]:
+        """A decode worker is gone, and what lay in its buffer with it."""
+        del self._lives[peer]
+        self._offered.pop(peer, None)
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != peer)
+        commands: list[BufferCommand] = [CloseBuffer(peer)]
+        for request_id, entry in list(self._returning.items()):
+            if entry.peer == peer and not self._is_under_way(request_id):
+                commands += self._give_up(request_id)
+        return commands
+
+    def opened(self, event: BufferOpened) -> list[BufferCommand]:
+        """Offer the buffer to the decode worker that it was made for, if that one is still there."""
+        if self._lives.get(event.peer) != event.life or event.offered is None:
+            return []
+        self._offered[event.peer] = None
+        return [Send(event.peer, event.offered)]
+
+    def prefetch(self, peer: str, message: PrefetchBlocks) -> list[BufferCommand]:
+        """Queue a copy from the pool into this decode worker's buffer."""
+        relay = RelayBlocks(
+            message.request_id,
+            message.attempt,
+            self._pool_name,
+            message.source,
+            peer,
+            message.block_ids,
+            message.generation,
+        )
+        if not self._has_pool:
+            return [_not_prefetched(peer, relay)]
+        self._waiting.append((peer, relay))
+        return self._next()
+
+    def cancel(self, peer: str, message: CancelPrefetch) -> list[BufferCommand]:
+        """Take a prefetch out of the queue; one under way goes on, and is answered as usual."""
+        commands: list[BufferCommand] = []
+        for entry in [entry for entry in self._waiting if entry[0] == peer and _is_of(entry[1], message)]:
+            self._waiting.remove(entry)
+            commands.append(_not_prefetched(peer, entry[1]))
+        return commands
+
+    def bring_back(self, peer: str, message: ReturnRequest) -> list[BufferCommand]:
+        """Ask the pool for room for what this decode worker evicted."""
+        request_id = message.request.request_id
+        if not self._has_pool or request_id in self._returning:
+            return [Send(peer, RequestReturned(request_id, message.attempt, ReturnOutcome.STAYED))]
+        self._returning[request_id] = Returning(peer, self._lives[peer], message)
+        num_blocks = sum(run.num_blocks for run in message.copy.runs)
+        return [Send(self._pool_name, ReserveBlocks(request_id, message.attempt, num_blocks, may_wait=False))]
+
+    # --- the pool
+
+    def pool_linked(self) -> None:
+        """The pool is there."""
+        self._has_pool = True
+
+    def pool_lost(self) -> list[BufferCommand]:
+        """Leases are void: nothing can be prefetched, and what was on its way back did not arrive."""
+        self._has_pool = False
+        waiting, self._waiting = self._waiting, deque()
+        commands: list[BufferCommand] = []
+        for peer, relay in waiting:
+            if relay.target == peer:
+                commands.append(_not_prefetched(peer, relay))
+        for request_id in list(self._returning):
+            if not self._is_under_way(request_id):
+                commands += self._give_up(request_id)
+        return commands
+
+    def reserved(self, message: BlocksReserved) -> list[BufferCommand]:
+        """Room for a request on its way back; nothing when it is of no such request."""
+        entry = self._returning_at(message.request_id, message.attempt)
+        if entry is None or entry.has_room:
+            return []
+        entry.has_room = True
+        relay = RelayBlocks(
+            message.request_id,
+            message.attempt,
+            entry.peer,
+            entry.message.copy,
+            self._pool_name,
+            message.block_ids,
+            message.generation,
+            message.lease_id,
+        )
+        self._waiting.appendleft((entry.peer, relay))  # before prefetches: it makes room
+        return self._next()
+
+    def taken(self, message: BlocksTaken) -> list[BufferCommand]:
+        """The pool's answer to what came back; nothing when it is of no such request."""
+        entry = self._returning_at(message.request_id, message.attempt)
+        if entry is None or not entry.is_written:
+            return []
+        outcome = ReturnOutcome.TAKEN if message.is_accepted else ReturnOutcome.STAYED
+        return self._answer(message.request_id, outcome)
+
+    def refused(self, message: ReservationRefused) -> list[BufferCommand]:
+        """The pool has no room for it, ever; nothing when it is of no request on its way back."""
+        entry = self._returning_at(message.request_id, message.attempt)
+        if entry is None or entry.has_room:
+            return []
+        return self._answer(message.request_id, ReturnOutcome.STAYED)
+
+    # --- copies
+
+    def relayed(self, event: BlocksRelayed) -> list[BufferCommand]:
+        """A copy is done: tell whom it was for, and begin the next."""
+        assert self._relaying is not None, "a relay that nobody began"
+        peer, life, relay = self._relaying
+        self._relaying = None
+        is_there = self._lives.get(peer) == life
+        if relay.target == self._pool_name:
+            commands = self._returned(relay, event, is_there=is_there)
+        else:
+            commands = self._prefetched(peer, event) if is_there else []
+        return commands + self._next()
+
+    def _prefetched(self, peer: str, event: BlocksRelayed) -> list[BufferCommand]:
+        relay = event.command
+        if event.runs is None:
+            return [Send(peer, BlocksPrefetched(relay.request_id, relay.generation, None, is_refused=True))]
+        copy = BlockCopy(relay.generation, relay.copy.context_len, event.runs)
+        return [Send(peer, BlocksPrefetched(relay.request_id, relay.generation, copy))]
+
+    def _returned(self, relay: RelayBlocks, event: BlocksRelayed, *, is_there: bool) -> list[BufferCommand]:
+        entry = self._returning[relay.request_id]
+        if event.runs is None or not is_there or not self._has_pool:
+            return self._give_up(relay.request_id)
+        assert relay.lease_id is not None, "a copy to the pool without a lease"
+        entry.is_written = True
+        message = entry.message
+        copy = BlockCopy(relay.generation, message.copy.context_len, event.runs)
+        written = BlocksWritten(relay.lease_id, copy, relay.attempt, message.request, message.generated_token_ids)
+        return [Send(self._pool_name, written)]
+
+    def _next(self) -> list[BufferCommand]:
+        if self._relaying is not None or not self._waiting:
+            return []
+        peer, relay = self._waiting.popleft()
+        self._relaying = (peer, self._lives[peer], relay)
+        return [relay]
+
+    # --- ends
+
+    def _returning_at(self, request_id: RequestId, attempt: int) -> Returning | None:
+        entry = self._returning.get(request_id)
+        return entry if entry is not None and entry.message.attempt == attempt else None
+
+    def _is_under_way(self, request_id: RequestId) -> bool:
+        """Whether this request is being copied to the pool right now: it is dealt with when that is done."""
+        if self._relaying is None:
+            return False
+        relay = self._relaying[2]
+        return relay.target == self._pool_name and relay.request_id == request_id
+
+    def _give_up(self, request_id: RequestId) -> list[BufferCommand]:
+        entry = self._returning[request_id]
+        cancel = CancelReservation(request_id, entry.message.attempt)
+        cancels: list[BufferCommand] = [Send(self._pool_name, cancel)] if self._has_pool else []
+        outcome = ReturnOutcome.UNKNOWN if entry.is_written else ReturnOutcome.STAYED
+        return cancels + self._answer(request_id, outcome)
+
+    def _answer(self, request_id: RequestId, outcome: ReturnOutcome) -> list[BufferCommand]:
+        entry = self._returning.pop(request_id)
+        if self._lives.get(entry.peer) != entry.life:
+            return []
+        return [Send(entry.peer, RequestReturned(request_id, entry.message.attempt, outcome))]
+
+
+def _is_of(relay: RelayBlocks, message: CancelPrefetch) -> bool:
+    return (relay.request_id, relay.generation, relay.lease_id) == (message.request_id, message.generation, None)
+
+
+def _not_prefetched(peer: str, relay: RelayBlocks) -> Send:
+    return Send(peer, BlocksPrefetched(relay.request_id, relay.generation, None))

@@ -1,0 +1,47 @@
+"""Who skips the pool: real-time requests whose next token would be late if they waited for an aligned batch.
+
+AlignedServe trades the wait for a batch against alignment (section 4.4, TTFT); for a request with a token SLO that wait
+is bounded (design, section 1, step 8): alignment is an objective, the SLO is a constraint.
+
+Example: requests have lately waited 80 ms in the pool. A request with `tpot_s` 0.05 and 900 tokens goes straight to
+whichever decode worker with a free place runs lengths nearest to 900; one with `tpot_s` 0.2 waits for its batch.
+"""
+
+from collections.abc import Iterable
+
+from alignedserve.core.request import Request, RequestClass
+from router.state import WorkerRecord
+
+_WEIGHT = 1 / 16  # of the latest wait in the running mean
+
+
+class UrgentBypass:
+    """Learns how long requests wait in the pool and names the worker for one that cannot."""
+
+    def __init__(self) -> None:
+        self._expected_wait_s = 0.0
+
+    def observe_wait(self, wait_s: float) -> None:
+        """A request waited so long between entering the pool and reaching a decode worker."""
+        self._expected_wait_s += (wait_s - self._expected_wait_s) * _WEIGHT
+
+    def target(self, request: Request, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
+        """The decode worker that this request should go to past the pool; None: it can wait, or nobody has a place."""
+        tpot_s = request.slo.tpot_s
+        if request.request_class is not RequestClass.REAL_TIME or tpot_s is None or self._expected_wait_s <= tpot_s:
+            return None
+        able = [worker for worker in workers if _has_place(worker)]
+        return min(able, key=lambda worker: (_distance(worker, request.prompt_len), worker.name), default=None)
+
+
+def _has_place(worker: WorkerRecord) -> bool:
+    registered = worker.registered
+    return registered.can_decode and not registered.can_prefill and len(worker.decoding) < registered.max_running
+
+
+def _distance(worker: WorkerRecord, context_len: int) -> int:
+    """Tokens between this length and the running ones; 0 within them, or when nothing of one length runs."""
+    running = worker.load.running if worker.load is not None else None
+    if running is None:
+        return 0
+    return max(running.start - context_len, context_len - running.stop + 1, 0)
