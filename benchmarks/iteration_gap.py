@@ -24,6 +24,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.links import (
+    LedgerReport,
     PrefillCompleted,
     PrefillRequest,
     RequestFinished,
@@ -38,6 +39,7 @@ from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.switchboard import Switchboard
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
 from benchmarks.recording import write_result
+from decode_worker.ledger import Ledger
 from decode_worker.runner import DecodeWorker
 
 SECRET = b"b" * 32
@@ -68,7 +70,7 @@ class PeerProcess:
         self._prompt_len = prompt_len
         self._num_left = NUM_REQUESTS
         self._done = asyncio.Event()
-        union = TokensEmitted | WorkerRegistered | PrefillCompleted | RequestFinished | WorkerLoad | Ping
+        union = TokensEmitted | WorkerRegistered | PrefillCompleted | RequestFinished | WorkerLoad | LedgerReport | Ping
         self._board = Switchboard(Identity(Role.ROUTER, "router", SECRET), Codec(union), self)
 
     async def run(self) -> None:
@@ -113,11 +115,7 @@ async def _play(folder: Path, prompt_len: int) -> None:
 
 def measure(prompt_len: int) -> list[float]:
     """Seconds between forward passes while all requests decode."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        peer = multiprocessing.get_context("spawn").Process(target=play_peer, args=(folder, prompt_len))
-        peer.start()
-        stamps = uvloop.run(_serve(folder, peer))
+    stamps, _ = serve_peer(prompt_len)
     return [
         after[0] - before[1]
         for before, after in itertools.pairwise(stamps)
@@ -125,7 +123,16 @@ def measure(prompt_len: int) -> list[float]:
     ]
 
 
-async def _serve(folder: Path, peer: Any) -> list[tuple[float, float, int]]:
+def serve_peer(prompt_len: int) -> tuple[list[tuple[float, float, int]], Ledger]:
+    """Serve one peer process; (begin, end, tokens) of every forward pass, and the worker's own ledger."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        peer = multiprocessing.get_context("spawn").Process(target=play_peer, args=(folder, prompt_len))
+        peer.start()
+        return uvloop.run(_serve(folder, peer))
+
+
+async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]], Ledger]:
     served = ServedModel("pocket-shape", folder, parse_model_config(POCKET_SHAPE), "float32", 2048, True)
     engine = WorkerEngine(served, EngineSizes(1 << 30, NUM_REQUESTS, 16))
     stamps = _stamp_forward_passes(engine)
@@ -136,7 +143,7 @@ async def _serve(folder: Path, peer: Any) -> list[tuple[float, float, int]]:
     await worker.start(router_at=f"unix:{folder}/router.sock", pool_at=None)
     await asyncio.to_thread(peer.join)
     await worker.close()
-    return stamps
+    return stamps, worker.ledger
 
 
 def _stamp_forward_passes(engine: WorkerEngine) -> list[tuple[float, float, int]]:

@@ -38,7 +38,13 @@ class DecodeWorkerActor(RoomHost):
                 can_prefill=is_colocated,
                 can_decode=True,
             )
-            worker = DecodeWorker(config=config, engine=engine, registered=registered, identity=membership.identity())
+            worker = DecodeWorker(
+                config=config,
+                engine=engine,
+                registered=registered,
+                identity=membership.identity(),
+                ledger_path=membership.log_folder / f"{membership.name}.ledger.jsonl",
+            )
             addresses = membership.addresses
             await worker.start(router_at=addresses.of(ROUTER), pool_at=None if is_colocated else addresses.of(POOL))
             return worker

@@ -50,6 +50,7 @@ from alignedserve.messages.links import (
     CancelReservation,
     FailureKind,
     JoinedBatch,
+    LedgerReport,
     PrefillCompleted,
     PrefillRequest,
     PromptScored,
@@ -64,6 +65,7 @@ from alignedserve.messages.links import (
 from alignedserve.messages.wire import Message
 from decode_worker.batches import BatchOrder, SwitchLimits, WaitingBatch
 from decode_worker.candidates import Candidates
+from decode_worker.ledger import Ledger
 from decode_worker.running import RunningBatch
 from decode_worker.state import CachePlace, Candidate, Evicting, Loading, RunningRequest
 
@@ -103,17 +105,19 @@ class DecodeLogic:
         self._num_verified = 0
         self._num_evictions = 0
         self._reported: WorkerLoad | None = None
+        self.ledger = Ledger()
 
     def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
         commands = self._handle(event, now)
         # The next iteration first: it computes while the messages about the last one are sent.
-        started = [] if self._is_iterating else self._start_iteration()
+        started = [] if self._is_iterating else self._start_iteration(now)
         return [*started, *commands, *self._move_candidates(now), *self._report()]
 
     def _handle(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
         match event:
             case IterationCompleted():
+                self.ledger.iteration_completed(now, event)
                 return self._iteration_completed(event)
             case BlocksLoaded():
                 return self._loaded(event)
@@ -126,7 +130,7 @@ class DecodeLogic:
             case PeerLost(role, peer):
                 return self._on_lost(role, peer)
             case Ticked():
-                return []
+                return self._report_totals(now)
 
     # --- peers and messages
 
@@ -296,22 +300,23 @@ class DecodeLogic:
 
     # --- starting an iteration
 
-    def _start_iteration(self) -> list[DecodeCommand]:
+    def _start_iteration(self, now: float) -> list[DecodeCommand]:
         commands = self._evict_outgoing()
         growth = self._batch.grow()
         extensions = growth.extensions
         if growth.num_missing > 0:
-            commands += self._make_way(growth.num_missing, is_needed_now=growth.num_stalled > 0)
+            commands += self._make_way(growth.num_missing, num_stalled=growth.num_stalled)
             if growth.num_stalled:
-                again = self._batch.grow()
-                extensions += again.extensions
+                extensions += self._batch.grow().extensions
         slices = self._batch.slices(self._limits.max_tokens)
         if not slices:
             return commands
         removals, additions = self._batch.entering()
         extensions = tuple(entry for entry in extensions if self._batch.get(entry[0]) is not None)
         self._is_iterating = True
-        return [RunIteration(removals, additions, extensions, slices), *commands]
+        iteration = RunIteration(removals, additions, extensions, slices)
+        self.ledger.iteration_started(now, iteration, self._batch.all(), is_switching=self._order.is_switching)
+        return [iteration, *commands]
 
     def _evict_outgoing(self) -> list[DecodeCommand]:
         """A batch that is being replaced leaves at once, but for those whose next token must not be late."""
@@ -325,14 +330,15 @@ class DecodeLogic:
             commands += self._evict(running)
         return commands
 
-    def _make_way(self, num_missing: int, *, is_needed_now: bool) -> list[DecodeCommand]:
-        """Evict until enough blocks are on their way; where an eviction finds no room, and one is needed, preempt."""
+    def _make_way(self, num_missing: int, *, num_stalled: int) -> list[DecodeCommand]:
+        """Evict until enough blocks are on their way. Where an eviction finds no room, preempt for those who stall."""
         commands: list[DecodeCommand] = []
-        while num_missing > 0 and (victim := self._victim()) is not None:
+        num_freed = 0
+        while num_freed < num_missing and (victim := self._victim()) is not None:
             evicted = self._evict(victim)
-            if not evicted and not is_needed_now:
+            if not evicted and num_freed >= num_stalled:
                 break
-            num_missing -= len(victim.block_ids)
+            num_freed += len(victim.block_ids)
             commands += evicted or self._preempt(victim)
         return commands
 
@@ -340,7 +346,7 @@ class DecodeLogic:
         """The longest of the outgoing batch while two mix, else the longest; never the only one."""
         able = [running for running in self._batch if not running.is_aborted]
         outgoing = [running for running in able if self._order.is_outgoing(running)]
-        if self._batch.num_holding < 2 and not self._evicting:
+        if self._batch.num_holding < 2:
             return None
         return min(outgoing or able, key=_eviction_key, default=None)
 
@@ -456,6 +462,11 @@ class DecodeLogic:
 
     def _to_router(self, message: Message) -> list[DecodeCommand]:
         return [Send(self._router, message)] if self._router is not None else []
+
+    def _report_totals(self, now: float) -> list[DecodeCommand]:
+        """What the ledger gained, about once a second; kept until there is a router."""
+        totals = self.ledger.take_totals(now) if self._router is not None else None
+        return self._to_router(LedgerReport(totals)) if totals is not None else []
 
     def _report(self) -> list[DecodeCommand]:
         num_joining = num_following = num_blocks = 0

@@ -1,6 +1,6 @@
 """The running batch and this worker's blocks: who runs, who grows, who would have to give way."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from alignedserve.core.blocks import BlockAllocator, blocks_for
@@ -45,6 +45,10 @@ class RunningBatch:
 
     def __getitem__(self, request_id: RequestId) -> RunningRequest:
         return self._running[request_id]
+
+    def all(self) -> Collection[RunningRequest]:
+        """Everybody in the batch."""
+        return self._running.values()
 
     def get(self, request_id: RequestId) -> RunningRequest | None:
         """The request, if it runs."""

@@ -31,6 +31,7 @@ from alignedserve.messages.links import (
     CopyLost,
     DropRequest,
     FailureKind,
+    LedgerReport,
     PoolLoad,
     PoolRegistered,
     PrefillCompleted,
@@ -122,6 +123,8 @@ class RouterLogic:
                 return self._failed(message)
             case WorkerLoad() | PoolLoad():
                 self._fleet.note_load(peer, message)
+            case LedgerReport():
+                self._counters.add_ledger(message.gained)
             case _:
                 raise AssertionError(f"the router does not take {type(message).__name__}")
         return []

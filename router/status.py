@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alignedserve.core.lifecycle import Stage
+from alignedserve.messages.ledger import LedgerTotals
 from alignedserve.messages.links import ClusterStatus
 from router.fleet import Fleet
 from router.state import TrackedRequest
@@ -16,11 +17,16 @@ class Counters:
 
     num_preemptions: int = 0
     num_handoffs_refused: int = 0
+    ledger: LedgerTotals = field(default_factory=LedgerTotals)
 
     def count_preemption(self, *, is_refused: bool) -> None:
         """One request went back to the queue: its handoff was refused, or there was no room."""
         self.num_handoffs_refused += is_refused
         self.num_preemptions += not is_refused
+
+    def add_ledger(self, gained: LedgerTotals) -> None:
+        """What a decode worker's ledger gained. As it reports gains, its restart takes nothing away."""
+        self.ledger = self.ledger.plus(gained)
 
 
 def status_of(requests: Collection[TrackedRequest], fleet: Fleet, counters: Counters) -> ClusterStatus:
@@ -43,4 +49,5 @@ def status_of(requests: Collection[TrackedRequest], fleet: Fleet, counters: Coun
         num_handoffs_refused=counters.num_handoffs_refused,
         num_evictions=sum(worker.load.num_evictions for worker in workers if worker.load is not None),
         num_pool_blocks_kept=sum(pool.num_blocks_kept for pool in pools),
+        ledger=counters.ledger,
     )

@@ -265,9 +265,13 @@ class RoomCluster:
             engine=engine,
             registered=self._registered(engine, section.max_running, can_prefill=is_colocated, can_decode=True),
             identity=self._identity(Role.DECODE_WORKER, name),
+            ledger_path=self.ledger_path(name),
         )
         await worker.start(router_at=self.book.of(ROUTER), pool_at=None if is_colocated else self.book.of("pool-0"))
         self.rooms[name] = worker
+
+    def ledger_path(self, name: str) -> Path:
+        return self.arena_path.with_name(f"{name}.ledger.jsonl")
 
     async def stop(self, name: str) -> None:
         await self.rooms.pop(name).close()

@@ -19,6 +19,7 @@ from alignedserve.messages.blocks import (
     WriteBlocks,
 )
 from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
+from alignedserve.messages.ledger import LedgerTotals
 from alignedserve.messages.links import (
     AbortRequest,
     ArenaOffered,
@@ -39,6 +40,7 @@ from alignedserve.messages.links import (
     FormBatch,
     Handoff,
     LeasesReleased,
+    LedgerReport,
     PoolLoad,
     PoolRegistered,
     PrefillCompleted,
@@ -96,6 +98,22 @@ def worker(**changes: Any) -> WorkerRegistered:
     return WorkerRegistered(**{**facts, "can_prefill": False, "can_decode": True, **changes})
 
 
+TOTALS = LedgerTotals(
+    num_iterations=10,
+    num_switch_iterations=2,
+    num_requests=320,
+    wall_s=8.0,
+    nothing_to_do_s=4.0,
+    waiting_for_prefill_s=1.0,
+    prefetch_not_ready_s=0.5,
+    turnaround_s=0.25,
+    prepare_s=0.125,
+    forward_s=2.0,
+    sampling_s=0.125,
+    misaligned_s=0.0625,
+    sum_of_spreads=13.5,
+    spread_counts=(1, 0, 2, 0, 0, 0, 3, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0),
+)
 _FULL = Request(
     request_id=R1,
     prompt_token_ids=(5, 6, 70000),
@@ -138,7 +156,7 @@ EXAMPLES: tuple[Message, ...] = (
     RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again"),
     RequestInterrupted(R1),
     ResumeRequest(_FULL, (8, 9)),
-    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13),
+    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, TOTALS),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
     PromptScored(R1, 1, _SCORES),
     WorkerRegistered(256, 16, 64, POOL, can_prefill=True, can_decode=False),
@@ -151,6 +169,7 @@ EXAMPLES: tuple[Message, ...] = (
     ArenaOffered(
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),
+    LedgerReport(TOTALS),
     ReserveBlocks(R1, 3, 2),
     CancelReservation(R1, 3),
     BlocksReserved(R1, 3, _LEASE, 17, blocks(3, 4, 9)),

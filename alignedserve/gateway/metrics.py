@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from alignedserve.gateway.ledger_metrics import ledger_families
 from alignedserve.messages.links import ClusterStatus
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -105,3 +106,4 @@ class _ClusterCollector(Collector):
             yield GaugeMetricFamily(name, help_text, value=value(status))
         for name, help_text, value in _COUNTERS:
             yield CounterMetricFamily(name, help_text, value=value(status))
+        yield from ledger_families(status.ledger)

@@ -1,6 +1,6 @@
 """What a worker's logic asks of its engine for one iteration, and what comes back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.core.request import Request, SampledToken, TokenLogprob
@@ -38,12 +38,27 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True)
+class IterationTimes:
+    """Where an iteration's time went on the thread that computes, in seconds; the two moments on the clock of `now`."""
+
+    started_s: float
+    finished_s: float
+    prepare_s: float  # removing, fetching and adding sequences, and building the batch
+    forward_s: float  # the pass and its logits
+    sampling_s: float
+    attention_s: float = 0.0  # of the pass: attention of decoding sequences, where that can be measured
+    padded_share: float = 0.0  # of that time: on slots that are read only because another sequence is longer
+
+
+@dataclass(frozen=True, slots=True)
 class IterationCompleted:
     """Event: the iteration is over. A failed request gave no usable logits."""
 
     sampled: tuple[SampledToken, ...]
     prompt_scores: tuple[PromptScores, ...] = ()
     failed: tuple[RequestId, ...] = ()
+    # None from a stand-in that has no engine. Two iterations with the same outcome are equal, however long they took.
+    times: IterationTimes | None = field(default=None, compare=False)
 
 
 # --- copies, beside whatever iterations run; an arena is named by the peer that offered it, or that it is offered to ---

@@ -15,6 +15,7 @@ import msgspec
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerName
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.messages.handshake import Ping
+from alignedserve.messages.ledger import LedgerTotals
 from alignedserve.messages.wire import Message
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -99,6 +100,7 @@ class ClusterStatus(Message, frozen=True):
     num_handoffs_refused: Count
     num_evictions: Count = 0
     num_pool_blocks_kept: Count = 0  # among the used: copies of what workers have
+    ledger: LedgerTotals = LedgerTotals()  # of all decode workers, since the router started
 
 
 # --- worker -> gateway --------------------------------------------------------------------------------------------
@@ -207,6 +209,12 @@ class WorkerLoad(Message, frozen=True):
     num_handoffs_verified: Count = 0
     num_evictions: Count = 0
     running: JoinedBatch | None = None  # None: nothing runs, or requests of any length
+
+
+class LedgerReport(Message, frozen=True):
+    """Decode worker to router, about once a second while it iterates: what its ledger gained since the last report."""
+
+    gained: LedgerTotals
 
 
 # --- workers <-> pool ---------------------------------------------------------------------------------------------
@@ -491,6 +499,7 @@ RouterInbound = (
     | RequestFinished
     | RequestPreempted
     | WorkerLoad
+    | LedgerReport
     | PoolRegistered
     | RequestPooled
     | BatchFormed

@@ -19,12 +19,19 @@ FloatArray = npt.NDArray[np.float32]
 _BUCKET_BYTES = 2 << 20
 # ... but fewer sequences than this leave cores idle.
 _MIN_BUCKET_SEQUENCES = 4
+# What one call of attention costs beside what it reads, in bytes that it could have read in that time: 24 us, at
+# 0.76 us for 16 KiB (two cores, Zen 4; benchmarks.ledger compares what follows from it with what is measured).
+CALL_BYTES = 512 << 10
 # Tokens that each bucket can grow before the plan is rebuilt.
 _SPARE_TOKENS = 8
 
 
 class DecodePlan:
-    """Buckets over decoding sequences, shortest context first, with one new token each."""
+    """Buckets over decoding sequences, shortest context first, with one new token each.
+
+    `padded_share`: of the time that attention takes, what it spends on slots that only a longer sequence of the same
+    bucket needs. It is that of the lengths the plan was built for; until it is rebuilt, all of them grow alike.
+    """
 
     def __init__(self, table: SequenceTable, storage: BlockStorage, rows: IntArray, window: int | None) -> None:
         """`rows`: the sequences; the new token of each is number num_computed."""
@@ -75,6 +82,9 @@ class DecodePlan:
             widths[first:last] = blocks[last - 1]
         self._capacities = np.minimum(widths, table.block_tables.shape[1]) * block_size
         widths = self._capacities // block_size
+        # Rounding up to blocks and room to grow are not padding: a batch of equal lengths reads them as well.
+        num_padded = int((widths - np.minimum(blocks, widths)).sum())
+        self.padded_share = num_padded / (int(widths.sum()) + len(self._bounds) * CALL_BYTES / bytes_per_block)
         self._run_offsets = np.cumsum(widths) - widths
         self._mask_offsets = self._run_offsets * block_size
         self._run_ids = self._build_run_ids(widths)

@@ -1,6 +1,7 @@
 """One decoder for all families: the differences are options of ModelConfig, not branches over names."""
 
 import math
+import time
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Decoder:
-    """A model ready to run. Keeps no state between passes; keys and values live in the storage it is given."""
+    """A model ready to run. Keys and values live in the storage it is given; of a pass it keeps only `attention_s`."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
@@ -28,6 +29,8 @@ class Decoder:
         self._activation = ACTIVATIONS[config.activation.value]
         self._windowed = frozenset(config.windowed_layers)
         self._buffers = GatherBuffers(self.device)
+        # Seconds that the latest pass spent in attention of decoding sequences; 0 where work is only queued (a GPU).
+        self.attention_s = 0.0
         self._frequencies = None
         if config.rope is not None:
             self._frequencies = inverse_frequencies(config.rope).to(self.device)
@@ -49,8 +52,10 @@ class Decoder:
         rotation = None
         if self._frequencies is not None:
             rotation = rotary_angles(batch.positions, self._frequencies, self.dtype)
+        run = _Pass(batch, storage, rotation)
         for layer, weights in enumerate(self._weights.layers):
-            hidden = self._run_layer(hidden, layer, weights, _Pass(batch, storage, rotation))
+            hidden = self._run_layer(hidden, layer, weights, run)
+        self.attention_s = run.attention_s if self.device.type == "cpu" else 0.0
         return hidden
 
     @torch.inference_mode()
@@ -100,9 +105,11 @@ class Decoder:
         queries = _split_heads(queries, config.num_kv_heads, config.group_size, config.head_dim)
         attended = torch.empty(queries.shape, dtype=x.dtype, device=x.device)
         is_windowed = layer in self._windowed
+        started = time.perf_counter()
         for bucket in batch.buckets:
             rows = slice(bucket.first, bucket.last)
             attended[rows] = self._attend_bucket(queries[rows], layer, bucket, is_windowed, storage)
+        run.attention_s += time.perf_counter() - started
         for chunk in batch.chunks:
             rows = slice(chunk.first, chunk.last)
             new = (keys[rows], values[rows])
@@ -150,12 +157,13 @@ class Decoder:
 class _Pass:
     """What all layers of one forward pass share."""
 
-    __slots__ = ("batch", "rotation", "storage")
+    __slots__ = ("attention_s", "batch", "rotation", "storage")
 
     def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotation: Rotation | None) -> None:
         self.batch = batch
         self.storage = storage
         self.rotation = rotation
+        self.attention_s = 0.0
 
 
 def _split_heads(x: Tensor, *shape: int) -> Tensor:

@@ -45,7 +45,9 @@ class StepTimes:
 
     prepare_s: float
     forward_s: float  # the pass and its logits
-    sampling_s: float
+    sampling_s: float  # and the log-probabilities of prompt tokens
+    attention_s: float  # of the pass, as Decoder.attention_s
+    padded_share: float  # of attention_s, see DecodePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,14 @@ class Engine:
         self._table.num_computed[step.rows] += step.counts
         prompt_logprobs = [self._prompt_logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
         sampled, failed = self._sample(step, logits) if logits is not None else ([], [])
-        times = StepTimes(prepared - started, forwarded - prepared, time.perf_counter() - forwarded)
+        del hidden, logits  # giving a megabyte back takes time as well, and belongs to the step
+        times = StepTimes(
+            prepare_s=prepared - started,
+            forward_s=forwarded - prepared,
+            sampling_s=time.perf_counter() - forwarded,
+            attention_s=self.model.attention_s,
+            padded_share=step.padded_share,
+        )
         return StepOutput(sampled, failed, prompt_logprobs, times)
 
     def _sample(self, step: StepBatch, logits: Tensor) -> tuple[list[SampledToken], list[RequestId]]:

@@ -26,6 +26,7 @@ class StepBatch:
     sampled_rows: IntArray  # rows of the sequence table that reach their last known token
     sampled_at: Tensor  # int64: the token rows whose logits they need, in the same order
     wants_prompt_logprobs: tuple[int, ...]  # slices that compute prompt tokens of sequences that asked
+    padded_share: float  # of the time of decode attention, see DecodePlan
 
 
 class BatchBuilder:
@@ -126,6 +127,7 @@ class BatchBuilder:
             sampled_rows=rows[is_sampled],
             sampled_at=self._tensor(last_rows[is_sampled]),
             wants_prompt_logprobs=self._prompt_logprob_slices(rows),
+            padded_share=0.0 if plan is None else plan.padded_share,
         )
 
     def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:

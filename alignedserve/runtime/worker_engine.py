@@ -1,36 +1,37 @@
-"""A worker's heavy half: the model, its blocks and two threads, one that computes and one that copies.
+"""A worker's heavy half: the model, its blocks, a thread that computes and one for each peer that copies.
 
 Prefill and decode workers differ in what they decide, not in how it is performed, so both own one of these.
 """
 
-import asyncio
-import logging
 import os
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import torch
 
-from alignedserve.core.errors import HandoffRejected, NotEnoughMemory, PeerError
-from alignedserve.messages.iterations import Addition, IterationCompleted, OffloadBlocks, PromptScores, RunIteration
-from alignedserve.messages.links import ArenaOffered, BlockRun, Handoff
-from alignedserve.runtime.arena import Arena
+from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.messages.iterations import (
+    Addition,
+    IterationCompleted,
+    IterationTimes,
+    PromptScores,
+    RunIteration,
+)
+from alignedserve.runtime.block_copier import BlockCopier
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.dtypes import torch_dtype
-from alignedserve.runtime.engine import Engine, NewSequence
+from alignedserve.runtime.engine import Engine, NewSequence, StepTimes
+from alignedserve.runtime.links import Identity
 from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.transfer import Incoming, KVTransfer, Outgoing, ShmTransfer
+from alignedserve.runtime.transport import AUTO
 from alignedserve.runtime.weight_files import load_weights
 from alignedserve.runtime.weights import random_weights
+from alignedserve.runtime.worker_threads import WorkerThreads
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+_COMPUTE = "compute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class EngineSizes:
 
 
 class WorkerEngine:
-    """Performs RunIteration and OffloadBlocks. The methods return at once; results go to the callbacks on the loop.
+    """Performs RunIteration. `start_iteration` returns at once; the result goes to the callback on the loop.
 
     Raises NotEnoughMemory or ModelError when made; making it takes as long as loading the weights.
     """
@@ -57,7 +58,6 @@ class WorkerEngine:
         if self.num_blocks < 1:
             raise NotEnoughMemory(f"memory_bytes is {sizes.memory_bytes}, less than one block of {layout.block_bytes}")
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
-        self._layout = layout
         self._storage = BlockStorage(layout, self.num_blocks)
         self._engine = Engine(
             model=_load_decoder(served),
@@ -65,130 +65,67 @@ class WorkerEngine:
             max_sequences=sizes.max_sequences,
             max_context_len=served.max_context_len,
         )
-        self._transfer: KVTransfer | None = None
-        self._compute_thread = ThreadPoolExecutor(1, "compute")
-        self._copy_thread = ThreadPoolExecutor(1, "copy")
-        self._is_closed = False
+        self._threads = WorkerThreads()
 
-    # --- called on the loop
-
-    def map_arena(self, offered: ArenaOffered) -> None:
-        """Use this arena from now on. One that cannot be mapped makes every handoff a miss."""
-        try:
-            arena = Arena.attach(Path(offered.path), self._layout)
-        except HandoffRejected as error:
-            logger.error("%s", error)
-            self._transfer = None
-            return
-        self._transfer = ShmTransfer(self._storage, arena)
+    def copier(self, identity: Identity, *, transport: str = AUTO) -> BlockCopier:
+        """What copies this engine's blocks; `transport` as in engine.kv_transport."""
+        return BlockCopier(self._storage, self._threads, identity, transport=transport)
 
     def start_iteration(self, command: RunIteration, on_completed: Callable[[IterationCompleted], None]) -> None:
         """Perform one iteration on the compute thread."""
-        self._submit(self._compute_thread, lambda: self.run_iteration(command), on_completed)
-
-    def start_offload(
-        self, command: OffloadBlocks, on_completed: Callable[[tuple[BlockRun, ...] | None], None]
-    ) -> None:
-        """Copy blocks out on the copy thread, beside whatever is computed; None: the lease did not hold."""
-        self._submit(self._copy_thread, lambda: self._offload(command), on_completed)
+        self._threads.submit(_COMPUTE, lambda: self.run_iteration(command), on_completed)
 
     def close(self) -> None:
         """Wait for the threads to end; whatever was asked for and is not done calls nobody back."""
-        self._is_closed = True
-        self._compute_thread.shutdown(cancel_futures=True)
-        self._copy_thread.shutdown(cancel_futures=True)
-
-    def _submit(self, executor: ThreadPoolExecutor, work: Callable[[], T], on_completed: Callable[[T], None]) -> None:
-        """Run on the executor, then call back on the loop; by hand, as futures cost a tenth of an iteration's gap."""
-        loop = asyncio.get_running_loop()
-
-        def deliver(outcome: Callable[[], T]) -> None:
-            if not self._is_closed:
-                on_completed(outcome())  # what the work raised is raised here, where a broken room ends its process
-
-        executor.submit(lambda: loop.call_soon_threadsafe(deliver, _outcome_of(work)))
+        self._threads.close()
 
     # --- on the threads
 
     def run_iteration(self, command: RunIteration) -> IterationCompleted:
         """Perform one iteration on the calling thread, which must be the only one to do so."""
-        engine = self._engine
-        for request_id in command.removals:
-            engine.remove_sequence(request_id)
-        refused = tuple(addition.request.request_id for addition in command.additions if not self._add(addition))
-        for request_id, block_ids in command.extensions:
-            engine.append_blocks(request_id, block_ids)
-        slices = [part for part in command.slices if part[0] not in refused] if refused else command.slices
-        if not slices:
-            return IterationCompleted((), refused=refused)
-        output = engine.execute(slices)
-        scores = (PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs)
-        return IterationCompleted(tuple(output.sampled), tuple(scores), refused, tuple(output.failed))
-
-    def _add(self, addition: Addition) -> bool:
-        """Bring one sequence in; False when its handoff does not hold."""
-        request, handoff = addition.request, addition.handoff
-        if handoff is not None and not self._fetch(addition):
-            return False
-        sequence = NewSequence(
-            request_id=request.request_id,
-            token_ids=request.prompt_token_ids + addition.generated_token_ids,
-            prompt_len=request.prompt_len,
-            num_cached=handoff.copy.context_len if handoff is not None else 0,
-            block_ids=addition.block_ids,
-            sampling=request.sampling,
+        started = time.monotonic()
+        self._change_sequences(command)
+        changed = time.monotonic()
+        output = self._engine.execute(command.slices)
+        scores = tuple(
+            PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs
         )
-        self._engine.add_sequence(sequence)
-        return True
+        sampled, failed = tuple(output.sampled), tuple(output.failed)
+        return IterationCompleted(sampled, scores, failed, _times_of(output.times, started, changed))
 
-    def _fetch(self, addition: Addition) -> bool:
-        request_id, copy = addition.request.request_id, _handoff_of(addition).copy
-        try:
-            (is_held,) = self._checked_transfer(addition).fetch([Incoming(copy, addition.block_ids)])
-        except PeerError as error:
-            logger.warning("request %s: handoff refused: %s", request_id, error)
-            return False
-        if not is_held:
-            logger.warning("request %s: handoff refused (generation %d)", request_id, copy.generation)
-        return is_held
-
-    def _checked_transfer(self, addition: Addition) -> KVTransfer:
-        handoff = _handoff_of(addition)
-        num_tokens = addition.request.prompt_len + len(addition.generated_token_ids)
-        if handoff.request.request_id != addition.request.request_id or handoff.copy.context_len != num_tokens - 1:
-            raise HandoffRejected("the handoff is of another request or another length")
-        if self._transfer is None:
-            raise HandoffRejected("no arena is mapped")
-        return self._transfer
-
-    def _offload(self, command: OffloadBlocks) -> tuple[BlockRun, ...] | None:
-        reserved = command.reserved
-        try:
-            if self._transfer is None:
-                raise HandoffRejected("no arena is mapped")
-            outgoing = Outgoing(command.block_ids, reserved.block_ids, reserved.generation)
-            (runs,) = self._transfer.offload([outgoing])
-        except PeerError as error:
-            logger.warning("request %s: offload given up: %s", command.request_id, error)
-            return None
-        if runs is None:
-            logger.warning("request %s: offload given up (generation %d)", command.request_id, reserved.generation)
-        return runs
+    def _change_sequences(self, command: RunIteration) -> None:
+        """Bring the engine's sequences to what the command says."""
+        for request_id in command.removals:
+            self._engine.remove_sequence(request_id)
+        for addition in command.additions:
+            self._engine.add_sequence(_sequence_of(addition))
+        for request_id, block_ids in command.extensions:
+            self._engine.append_blocks(request_id, block_ids)
 
 
-def _outcome_of(work: Callable[[], T]) -> Callable[[], T]:
-    """Do the work and return what returns its result, or raises what it raised, on whichever thread that is wanted."""
-    future: Future[T] = Future()
-    try:
-        future.set_result(work())
-    except Exception as error:  # noqa: BLE001  (raised again by the caller of the outcome)
-        future.set_exception(error)
-    return future.result
+def _sequence_of(addition: Addition) -> NewSequence:
+    request = addition.request
+    return NewSequence(
+        request_id=request.request_id,
+        token_ids=request.prompt_token_ids + addition.generated_token_ids,
+        prompt_len=request.prompt_len,
+        num_cached=addition.num_cached,
+        block_ids=addition.block_ids,
+        sampling=request.sampling,
+    )
 
 
-def _handoff_of(addition: Addition) -> Handoff:
-    assert addition.handoff is not None, "an addition without a handoff is computed, not fetched"
-    return addition.handoff
+def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes:
+    """Of an iteration that ends now, whose sequences were as asked for at `changed`."""
+    return IterationTimes(
+        started_s=started,
+        finished_s=time.monotonic(),
+        prepare_s=changed - started + step.prepare_s,
+        forward_s=step.forward_s,
+        sampling_s=step.sampling_s,
+        attention_s=step.attention_s,
+        padded_share=step.padded_share,
+    )
 
 
 def _load_decoder(served: ServedModel) -> Decoder:

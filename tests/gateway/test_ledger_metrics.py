@@ -1,0 +1,57 @@
+"""The decode workers' ledgers as they appear under /metrics."""
+
+import msgspec
+
+from alignedserve.gateway.scripted_backend import IDLE_STATUS
+from tests.gateway.support import gateway
+from tests.samples import TOTALS
+
+BUSY = msgspec.structs.replace(IDLE_STATUS, ledger=TOTALS)
+
+
+async def scraped() -> list[str]:
+    async with gateway() as door:
+        door.backend.set_status(BUSY)
+        text = (await door.client.get("/metrics")).text
+    return text.splitlines()
+
+
+async def test_where_the_time_went() -> None:
+    lines = await scraped()
+    for line in (
+        "alignedserve_decode_wall_seconds_total 8.0",
+        'alignedserve_decode_seconds_total{part="waiting"} 5.5',
+        'alignedserve_decode_seconds_total{part="turnaround"} 0.25',
+        'alignedserve_decode_seconds_total{part="prepare"} 0.125',
+        'alignedserve_decode_seconds_total{part="forward"} 2.0',
+        'alignedserve_decode_seconds_total{part="sampling"} 0.125',
+        'alignedserve_bubble_seconds_total{cause="misaligned"} 0.0625',
+        'alignedserve_bubble_seconds_total{cause="prefetch_not_ready"} 0.5',
+        'alignedserve_bubble_seconds_total{cause="waiting_for_prefill"} 1.0',
+        'alignedserve_bubble_seconds_total{cause="nothing_to_do"} 4.0',
+        "# TYPE alignedserve_bubble_seconds_total counter",
+    ):
+        assert line in lines
+
+
+async def test_how_many_iterations_of_which_batches() -> None:
+    lines = await scraped()
+    for line in (
+        "alignedserve_iterations_total 10.0",
+        "alignedserve_switch_iterations_total 2.0",
+        "alignedserve_iteration_requests_total 320.0",
+        "# TYPE alignedserve_batch_spread histogram",
+        "alignedserve_batch_spread_count 10.0",
+        "alignedserve_batch_spread_sum 13.5",
+    ):
+        assert line in lines
+    buckets = dict(line.split() for line in lines if line.startswith("alignedserve_batch_spread_bucket"))
+    edges = ",".join(name.split('"')[1] for name in buckets)
+    assert edges == "1.0,1.02,1.05,1.1,1.2,1.3,1.4,1.5,1.75,2.0,2.5,3.0,4.0,6.0,8.0,16.0,+Inf"
+    assert list(map(float, buckets.values())) == [1, 1, 3, 3, 3, 3, 6, 6, 6, 6, 6, 10, 10, 10, 10, 10, 10]
+
+
+async def test_without_a_router_there_are_none() -> None:
+    async with gateway() as door:
+        door.backend.set_status(None)
+        assert "alignedserve_iterations" not in (await door.client.get("/metrics")).text
