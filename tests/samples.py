@@ -187,7 +187,7 @@ EXAMPLES: tuple[Message, ...] = (
     PoolLoad(7, 2, 1),
     DropRequest(R1, 3),
     OpenTransfer("gloo", "ab" * 32),
-    TransferOpened(300, DeviceMemory(0, b"h" * 64, 4096, 512, b"c" * 64, 8, b"e" * 64, True)),
+    TransferOpened(300, DeviceMemory("GPU-1", b"h" * 64, 4096, 512, b"c" * 64, 8, b"e" * 64, True)),
     TransferRefused("its block layout is not the other end's"),
     RendezvousValue("0/1", b"address"),
     WriteBlocks((NamedBlocks(17, ((3, 2), (9, 1))), NamedBlocks(18, ()))),

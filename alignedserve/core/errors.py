@@ -10,7 +10,8 @@ AlignedServeError
 │   └── UnsafeWeights           weights in a format that executes code when loaded (pickle)
 ├── ResourceError               this machine lacks what was asked for
 │   ├── NotEnoughMemory         says how much is needed and what to set
-│   └── AddressInUse            another process listens there
+│   ├── AddressInUse            another process listens there
+│   └── TransportUnavailable    no way, or not the configured one, for blocks between two workers
 └── PeerError                   another process of the cluster misbehaved or went away
     ├── PeerLost                connection closed or silent past its deadline
     ├── ProtocolError           a message that does not decode, is too large, or has an unknown tag
@@ -67,6 +68,10 @@ class NotEnoughMemory(ResourceError):
 
 class AddressInUse(ResourceError):
     """The port or socket is taken."""
+
+
+class TransportUnavailable(ResourceError):
+    """Blocks cannot be moved between two workers in the way that was asked for, or in any."""
 
 
 class PeerError(AlignedServeError):

@@ -24,7 +24,7 @@ class OpenTransfer(Message, frozen=True):
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
     """How another process of this machine maps memory of a CUDA device: what the driver and torch need, no pickle."""
 
-    device: Count  # number of the device, which both processes must see alike
+    device_uuid: Text  # processes may number the devices differently
     handle: Opaque  # CUDA IPC handle of the allocation
     storage_bytes: Count
     storage_offset: Count  # of the storage in the allocation, in bytes

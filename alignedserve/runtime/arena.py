@@ -25,6 +25,7 @@ from alignedserve.core.ids import BlockId
 _MAGIC = b"ALSVKV01"
 _HEADER = struct.Struct("<8s32sQQ")
 _PAGE = 4096
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 ARENA_SUFFIX = ".arena"
 POOL_PURPOSE, POOL_SETTING = "the KV pool", "pool.memory_bytes"
 NOBODYS = 0  # generation of blocks that no lease holds
@@ -41,6 +42,7 @@ class Arena:
     def __init__(self, path: Path, file_descriptor: int, num_blocks: int, layout: BlockLayout) -> None:
         """Takes over the descriptor: the mapping holds one of its own, and with it the file and its lock."""
         self.path = path
+        self.file_id = _identify(file_descriptor)  # another one for whoever finds another file at the same path
         self.layout = layout
         block_bytes = layout.block_bytes
         try:
@@ -145,6 +147,11 @@ def remove_stale_arenas(folder: Path, prefix: str) -> list[Path]:
         finally:
             os.close(file_descriptor)
     return removed
+
+
+def _identify(file_descriptor: int) -> str:
+    stats = os.fstat(file_descriptor)
+    return f"{_BOOT_ID.read_text().strip()}/{stats.st_dev}/{stats.st_ino}"
 
 
 def _blocks_offset(num_blocks: int) -> int:

@@ -44,6 +44,11 @@ class BlockStorage:
         self._key_slots, self._value_slots = slots[::2], slots[1::2]
 
     @property
+    def bytes(self) -> Tensor:
+        """All blocks as uint8 [num_blocks, block_bytes], on their device."""
+        return self._bytes
+
+    @property
     def run_stride(self) -> int:
         """Distance of the runs of consecutive blocks: block b's run is row b * run_stride of `key_runs(layer)`."""
         return self.layout.runs_per_block

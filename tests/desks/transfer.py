@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
@@ -19,7 +20,9 @@ from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.transfer import Incoming, KVTransfer, Outgoing, ShmTransfer
 from alignedserve.runtime.transfers.block_server import BlockServer
+from alignedserve.runtime.transfers.device_buffer import DeviceBuffer, DevicePieces
 from alignedserve.runtime.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.transfers.memory import ArenaBuffer
 from tests.samples import blocks
 
@@ -94,11 +97,53 @@ class ServedMedium(ShmMedium):
         super().close()
 
 
+class DeviceMedium:
+    """A candidate buffer as it lies on a device, here on the CPU, behind a block server."""
+
+    writer_stamps = True
+    is_shared = False
+
+    def __init__(self, folder: Path, layout: BlockLayout, *, transport: str) -> None:
+        self._transport = transport
+        self._buffer = DeviceBuffer(layout, NUM_POOL_BLOCKS, torch.device("cpu"))
+        self.server = BlockServer(self._buffer, f"unix:{folder}/b.sock", identity=OWNER, transports=(transport,))
+        self._transfers: list[KVTransfer] = []
+
+    def transfer(self, storage: BlockStorage) -> KVTransfer:
+        identity = replace(ASKING, name=f"decode-{len(self._transfers)}")
+        transfer: KVTransfer
+        if self._transport == "cuda_ipc":
+            blocks_here = self._buffer.blocks
+            transfer = IpcTransfer(storage, self.server.address, identity=identity, map_blocks=lambda *_: blocks_here)
+        else:
+            memory = DevicePieces(storage.bytes)
+            transfer = GroupTransfer(storage, self.server.address, identity=identity, memory=memory)
+        self._transfers.append(transfer)
+        return transfer
+
+    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
+        self._buffer.stamp(block_ids, generation)
+
+    def flip(self, block_id: BlockId, offset: int) -> None:
+        self._buffer.blocks[block_id, offset] ^= 0x10
+
+    def content(self) -> Bytes:
+        return self._buffer.blocks.numpy().copy()
+
+    def close(self) -> None:
+        for transfer in self._transfers:
+            transfer.close()
+        self.server.close()
+
+
 MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {
     "shm pool": ShmMedium,
     "shm buffer": lambda folder, layout: ShmMedium(folder, layout, writer_stamps=True),
     "gloo unix": lambda folder, layout: ServedMedium(folder, layout, transport="gloo", address=f"unix:{folder}/b.sock"),
     "gloo tcp": lambda folder, layout: ServedMedium(folder, layout, transport="gloo", address="tcp:127.0.0.1:0"),
+    # What cuda_ipc and nccl do, on the CPU: everything but mapping the memory, and NCCL itself.
+    "device mapped": lambda folder, layout: DeviceMedium(folder, layout, transport="cuda_ipc"),
+    "device group": lambda folder, layout: DeviceMedium(folder, layout, transport="gloo"),
 }
 
 

@@ -3,9 +3,8 @@
 import logging
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost
@@ -16,6 +15,7 @@ from alignedserve.runtime.block_sums import checked_sums, summed_runs
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.transfer import Incoming, Outgoing
 from alignedserve.runtime.transfers.control import dial
+from alignedserve.runtime.transfers.device_buffer import DevicePieces
 from alignedserve.runtime.transfers.memory import HostMemory
 from alignedserve.runtime.transfers.pair import ASKING_RANK, make_pair
 from alignedserve.runtime.transfers.questions import (
@@ -40,9 +40,21 @@ class GroupTransfer:
     transport or this block layout. After PeerLost it is of no more use: make a new one.
     """
 
-    def __init__(self, storage: BlockStorage, address: str, *, identity: Identity, transport: str = "gloo") -> None:
+    def __init__(
+        self,
+        storage: BlockStorage,
+        address: str,
+        *,
+        identity: Identity,
+        transport: str = "gloo",
+        memory: HostMemory | DevicePieces | None = None,
+    ) -> None:
+        """`memory` moves this end's blocks: on their device for nccl, over the host for gloo, when nothing is given."""
         self._storage = storage
-        self._memory = HostMemory(storage, storage.layout.block_bytes)
+        on_device = transport == "nccl"
+        self._memory: Any = memory or (
+            DevicePieces(storage.bytes) if on_device else HostMemory(storage, storage.layout.block_bytes)
+        )
         self._control = dial(address, identity)
         try:
             self._num_blocks = open_with(self._control, transport, storage.layout).num_blocks
@@ -52,7 +64,7 @@ class GroupTransfer:
                 transport=transport,
                 block_bytes=storage.layout.block_bytes,
                 timeout_s=identity.peer_timeout_s,
-                device=torch.device("cpu"),
+                device=self._memory.device,
             )
         except PeerError:
             self._control.close()

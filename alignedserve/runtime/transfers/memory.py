@@ -29,6 +29,7 @@ class HostMemory:
     """Pieces in host memory; blocks wherever their rows can be had."""
 
     def __init__(self, blocks: RowSource, block_bytes: int) -> None:
+        self.device = torch.device("cpu")
         self._blocks = blocks
         self._block_bytes = block_bytes
 

@@ -5,8 +5,12 @@ proven themselves: what one end sets is sent to the other. A pair that failed in
 connection makes a new one.
 """
 
+import contextlib
+import os
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +23,17 @@ from alignedserve.messages.blocks import RendezvousValue
 from alignedserve.runtime.transfers.control import Control
 
 _DISTRIBUTED: Any = dist  # what a build of torch has of it, no stub knows
+_CUDA: Any = torch.cuda
 _Store: Any = _DISTRIBUTED.Store
 OWNER_RANK, ASKING_RANK = 0, 1
 # One piece is filled, or emptied, while the other one travels.
 _PIECE_BYTES = 4 * 1024 * 1024
 _NUM_PIECES = 2
+_POLL_S = 20e-6
+# Unless it is told otherwise when a group is made, NCCL's watchdog ends the process when a peer is lost.
+_NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_NCCL_NEVER = timedelta(days=365)
+_settings_lock = threading.Lock()
 
 Fill = Callable[[int, Tensor], None]  # (number of the first block, rows to fill: uint8 [n, block_bytes])
 Take = Callable[[int, Tensor], None]
@@ -35,30 +45,29 @@ class Pair:
     def __init__(self, group: Any, rank: int, block_bytes: int, timeout_s: float, device: torch.device) -> None:
         self._group = group
         self._other = ASKING_RANK if rank == OWNER_RANK else OWNER_RANK
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
         shape = (_NUM_PIECES, self._piece_blocks, block_bytes)
         self._pieces = torch.empty(shape, dtype=torch.uint8, device=device)
+        self._stream: Any = _CUDA.Stream(device) if device.type == "cuda" else None
 
     def send(self, num_blocks: int, fill: Fill) -> None:
         """Send this many blocks; `fill` gathers the next ones while the ones before travel."""
         works: deque[Any] = deque()
-        try:
+        with self._exchange("blocks could not be sent"):
             for slot, first, count in self._cut(num_blocks):
                 if len(works) == _NUM_PIECES:
-                    works.popleft().wait(self._timeout)
+                    self._wait(works.popleft())
                 rows = self._pieces[slot, :count]
                 fill(first, rows)
                 works.append(self._group.send([rows], self._other, 0))
             for work in works:
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise PeerLost(f"blocks could not be sent: {_first_line(error)}") from error
+                self._wait(work)
 
     def receive(self, num_blocks: int, take: Take) -> None:
         """Receive this many blocks; `take` empties a piece while the next one travels."""
         works: deque[tuple[int, Tensor, Any]] = deque()
-        try:
+        with self._exchange("blocks did not arrive"):
             for slot, first, count in self._cut(num_blocks):
                 if len(works) == _NUM_PIECES:
                     self._take_next(works, take)
@@ -66,13 +75,39 @@ class Pair:
                 works.append((first, rows, self._group.recv([rows], self._other, 0)))
             while works:
                 self._take_next(works, take)
-        except RuntimeError as error:
-            raise PeerLost(f"blocks did not arrive: {_first_line(error)}") from error
 
     def _take_next(self, works: "deque[tuple[int, Tensor, Any]]", take: Take) -> None:
         first, rows, work = works.popleft()
-        work.wait(self._timeout)
+        self._wait(work)
         take(first, rows)
+
+    def _wait(self, work: Any) -> None:
+        """Until this piece has travelled."""
+        if self._stream is None:
+            work.wait(timedelta(seconds=self._timeout_s))
+            return
+        # NCCL's own wait only orders streams, and its own timeout ends the process: look at the clock ourselves.
+        deadline_s = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline_s:
+                self._group.abort()
+                raise PeerLost("the other end of a block transfer is silent")
+            time.sleep(_POLL_S)
+        work.wait()
+
+    @contextlib.contextmanager
+    def _exchange(self, problem: str) -> Iterator[None]:
+        """On a device: on a stream of its own, after all that was begun there before, and done when it ends."""
+        try:
+            if self._stream is None:
+                yield
+                return
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                yield
+            self._stream.synchronize()
+        except RuntimeError as error:
+            raise PeerLost(f"{problem}: {_first_line(error)}") from error
 
     def _cut(self, num_blocks: int) -> Iterable[tuple[int, int, int]]:
         """(slot, first block, blocks) of each piece; both ends cut alike."""
@@ -153,8 +188,18 @@ def _gloo_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> 
 def _nccl_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> Any:
     nccl = _DISTRIBUTED.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    return nccl(store, rank, 2, options)
+    options._timeout = _NCCL_NEVER  # the pair has its own
+    with _settings_lock:
+        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+        os.environ.update(_NCCL_SETTINGS)
+        try:
+            return nccl(store, rank, 2, options)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _exchange_one(pair: Pair, rank: int) -> None:
