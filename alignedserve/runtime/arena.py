@@ -112,11 +112,11 @@ class Arena:
 
     def rows_to_read(self, block_ids: Iterable[BlockId]) -> Iterator[npt.NDArray[np.uint8]]:
         """The bytes of these blocks, one after the other."""
-        return (self.blocks[block_id] for block_id in block_ids)
+        return map(self.blocks.__getitem__, block_ids)
 
     def rows_to_write(self, block_ids: Iterable[BlockId]) -> Iterator[npt.NDArray[np.uint8]]:
         """The bytes of these blocks, one after the other, to be overwritten in place."""
-        return (self.blocks[block_id] for block_id in block_ids)
+        return map(self.blocks.__getitem__, block_ids)
 
     def close(self, *, unlink: bool = False) -> None:
         """Unmap; the pool also removes the file. Views of the blocks must not be used afterwards."""

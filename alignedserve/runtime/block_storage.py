@@ -4,6 +4,8 @@ Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head
 of bytes, which pool and transports copy as a whole (docs/decisions/0002-block-layout.md).
 """
 
+import contextlib
+import mmap
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -36,6 +38,7 @@ class BlockStorage:
         self.device = torch.device(device)
         self._blocks = _allocate(layout, num_blocks, self.device)
         self._bytes = self._blocks.view(torch.uint8)
+        self._host: npt.NDArray[np.uint8] | None = self._bytes.numpy() if self.device.type == "cpu" else None
         flat = self._blocks.view(-1)
         starts = range(0, layout.block_elements, layout.run_elements)
         runs = [flat[start:].view(-1, layout.run_elements) for start in starts]
@@ -87,47 +90,46 @@ class BlockStorage:
         ids = self._checked(block_ids)
         rows = self._byte_rows(out, len(ids))
         assert rows.flags.writeable, "the target of read_blocks is read-only"
-        if self.device.type != "cpu":
+        if self._host is None:
             rows[:] = self._bytes[torch.from_numpy(ids).to(self.device)].cpu().numpy()
             return
-        np.take(self._bytes.numpy(), ids, axis=0, out=rows, mode="clip")
+        np.take(self._host, ids, axis=0, out=rows, mode="clip")
 
     def write_blocks(self, block_ids: BlockIds, source: ByteRows) -> None:
         """Overwrite whole blocks, one per row of `source`: uint8 [len(block_ids), block_bytes]. Ids are distinct."""
         ids = self._checked(block_ids)
         rows = self._byte_rows(source, len(ids))
-        if self.device.type != "cpu":
+        if self._host is None:
             self._bytes[torch.from_numpy(ids).to(self.device)] = torch.from_numpy(rows.copy()).to(self.device)
             return
-        target = self._bytes.numpy()
         for row, block_id in enumerate(ids.tolist()):
-            target[block_id] = rows[row]
+            self._host[block_id] = rows[row]
 
     def rows_to_read(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
         """The bytes of these blocks, one after the other. A row is valid until the next one is asked for."""
+        if self._host is not None:
+            yield from map(self._host.__getitem__, self._checked(block_ids).tolist())
+            return
         for chunk in self._chunks(block_ids):
-            if self.device.type == "cpu":
-                yield self._bytes.numpy()[chunk[0]]
-            else:
-                staged = np.empty((len(chunk), self.layout.block_bytes), np.uint8)
-                self.read_blocks(chunk, staged)
-                yield from staged
+            staged = np.empty((len(chunk), self.layout.block_bytes), np.uint8)
+            self.read_blocks(chunk, staged)
+            yield from staged
 
     def rows_to_write(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
         """Rows to fill, one for each of these blocks. A row is taken over when the next one, or the end, is asked for;
         to leave early is to leave the blocks undefined."""
+        if self._host is not None:
+            yield from map(self._host.__getitem__, self._checked(block_ids).tolist())
+            return
         for chunk in self._chunks(block_ids):
-            if self.device.type == "cpu":
-                yield self._bytes.numpy()[chunk[0]]
-            else:
-                staged = np.empty((len(chunk), self.layout.block_bytes), np.uint8)
-                yield from staged
-                self.write_blocks(chunk, staged)
+            staged = np.empty((len(chunk), self.layout.block_bytes), np.uint8)
+            yield from staged
+            self.write_blocks(chunk, staged)
 
     def _chunks(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.int64]]:
-        """One block at a time where they lie in this memory, some MiB at a time where they must be staged in it."""
+        """Some MiB at a time, to be staged in this memory."""
         ids = self._checked(block_ids)
-        size = 1 if self.device.type == "cpu" else max(1, _STAGED_BYTES // self.layout.block_bytes)
+        size = max(1, _STAGED_BYTES // self.layout.block_bytes)
         return (ids[start : start + size] for start in range(0, len(ids), size))
 
     def zero_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
@@ -164,8 +166,19 @@ def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Ten
     message = f"{num_blocks} KV blocks of {layout.block_bytes} bytes need {needed} bytes on {device}"
     if device.type == "cpu" and needed > psutil.virtual_memory().available:
         raise NotEnoughMemory(f"{message}, more than is available; lower the number of blocks.")
+    shape = (num_blocks, layout.block_elements)
     try:
-        shape = (num_blocks, layout.block_elements)
+        if device.type == "cpu":
+            return torch.frombuffer(_huge_pages(needed), dtype=torch_dtype(layout.dtype)).view(shape)
         return torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, OSError, MemoryError) as error:
         raise NotEnoughMemory(f"{message}; lower the number of blocks.") from error
+
+
+def _huge_pages(size: int) -> mmap.mmap:
+    """Memory in pages of 2 MiB where the kernel gives them: blocks are read in no order, and small pages cost a third
+    of the speed at which they are copied."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

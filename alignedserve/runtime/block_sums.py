@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 PlacedRun = tuple[int, int]  # (blocks of the request before it, its blocks)
 
 # Copied, then summed while it is still in the core's own cache: memory is read once and written once.
-PIECE_BYTES = 256 * 1024
+_PIECE_BYTES = 256 * 1024
 _MAX_GENERATION = 1 << 40  # of messages.links.Count
 
 
@@ -29,27 +29,36 @@ class RunSums:
 
     def __init__(self, runs: Sequence[PlacedRun], block_bytes: int) -> None:
         self.sums: list[int] = []
-        self._runs = runs
+        self._to_come = iter(runs)
         self._block_bytes = block_bytes
         self._begin()
 
     def update(self, piece: Bytes) -> None:
         """Take the next bytes, uint8 [n]. All runs together must be at least that long."""
-        start = 0
-        while start < len(piece):
-            end = min(len(piece), start + self._num_left)
-            self._hasher.update(piece[start:end].data)
-            self._num_left -= end - start
-            start = end
-            if not self._num_left:
-                self.sums.append(self._hasher.intdigest())
-                self._begin()
+        while len(piece):
+            assert self._num_left, "more bytes than the runs have"
+            head = piece if len(piece) <= self._num_left else piece[: self._num_left]
+            piece = piece[len(head) :]
+            self._take(head)
+
+    def _take(self, part: Bytes) -> None:
+        """Bytes of one run."""
+        self._num_left -= len(part)
+        if not self._num_left and self._hasher is None:  # all of a run at once
+            self.sums.append(xxhash.xxh3_64_intdigest(part.data, self._num_before))
+            self._begin()
+            return
+        if self._hasher is None:
+            self._hasher = xxhash.xxh3_64(seed=self._num_before)
+        self._hasher.update(part.data)
+        if not self._num_left:
+            self.sums.append(self._hasher.intdigest())
+            self._begin()
 
     def _begin(self) -> None:
-        if len(self.sums) < len(self._runs):
-            num_before, count = self._runs[len(self.sums)]
-            self._num_left = count * self._block_bytes
-            self._hasher = xxhash.xxh3_64(seed=num_before)
+        self._num_before, count = next(self._to_come, (0, 0))
+        self._num_left = count * self._block_bytes
+        self._hasher: xxhash.xxh3_64 | None = None
 
 
 def placed(counts: Iterable[int]) -> list[PlacedRun]:
@@ -66,11 +75,18 @@ def copy_rows(sources: Iterable[Bytes], targets: Iterable[Bytes], *sums: RunSums
     """Copy block by block and sum what was read, or what was written, in passing."""
     # Targets first: asked for one more at the end, a storage on a device takes over what was staged for it.
     for target, source in zip(targets, sources, strict=True):
-        for start in range(0, len(source), PIECE_BYTES):
-            piece, place = source[start : start + PIECE_BYTES], target[start : start + PIECE_BYTES]
+        for piece, place in _pieces(source, target):
             np.copyto(place, piece)
+            summed = place if from_target else piece
             for one in sums:
-                one.update(place if from_target else piece)
+                one.update(summed)
+
+
+def _pieces(source: Bytes, target: Bytes) -> Iterable[tuple[Bytes, Bytes]]:
+    if len(source) <= _PIECE_BYTES:
+        return ((source, target),)
+    starts = range(0, len(source), _PIECE_BYTES)
+    return ((source[start : start + _PIECE_BYTES], target[start : start + _PIECE_BYTES]) for start in starts)
 
 
 def check_target(block_ids: Sequence[BlockId], num_sent: int, generation: int, num_blocks: int) -> None:
