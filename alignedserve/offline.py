@@ -16,14 +16,14 @@ from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, SamplingParams
-from alignedserve.messages.events import CommonCommand, PeerLinked, Received, SendTo
+from alignedserve.messages.events import PeerLinked, Received, SendTo
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import IterationCompleted, MapArena, RunIteration
+from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.links import PrefillRequest, TokensEmitted, WorkerRegistered
 from alignedserve.runtime.served_model import resolve_model
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
-from decode_worker.logic import DecodeLimits, DecodeLogic
+from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
 
 _BLOCK_SIZE = 16
 _MAX_TOKENS_PER_ITERATION = 2048
@@ -84,7 +84,7 @@ class LLM:
     def _run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None) -> list[Output]:
         requests = [self._request(prompt, sampling) for prompt in prompts]
         outputs = {request.request_id: Output() for request in requests}
-        commands: list[CommonCommand | RunIteration | MapArena] = []
+        commands: list[DecodeCommand] = []
         for number, request in enumerate(requests):
             commands += self._logic.on_event(Received(_ROUTER, PrefillRequest(request, number)), 0.0)
         self._perform(commands, outputs)
@@ -102,9 +102,7 @@ class LLM:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
         return Request(RequestId(secrets.token_hex(8)), tuple(prompt), wanted, reply_to="", arrival_s=0.0)
 
-    def _perform(
-        self, commands: Sequence[CommonCommand | RunIteration | MapArena], outputs: dict[RequestId, Output]
-    ) -> None:
+    def _perform(self, commands: Sequence[DecodeCommand], outputs: dict[RequestId, Output]) -> None:
         """Until nothing is left to do. What would go to a router is of no interest here."""
         pending = list(commands)
         while pending:

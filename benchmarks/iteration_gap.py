@@ -19,7 +19,6 @@ from typing import Any
 
 import uvloop
 
-from alignedserve.config.sections import DecodeWorkerConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.handshake import Ping, Role
@@ -33,13 +32,16 @@ from alignedserve.messages.links import (
     WorkerRegistered,
 )
 from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.addresses import AddressBook
 from alignedserve.runtime.links import Identity, Peer
+from alignedserve.runtime.membership import Membership
 from alignedserve.runtime.model_config_reader import parse_model_config
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.switchboard import Switchboard
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
 from benchmarks.recording import write_result
 from decode_worker.ledger import Ledger
+from decode_worker.logic import DecodeLimits
 from decode_worker.runner import DecodeWorker
 
 SECRET = b"b" * 32
@@ -137,9 +139,10 @@ async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]
     engine = WorkerEngine(served, EngineSizes(1 << 30, NUM_REQUESTS, 16))
     stamps = _stamp_forward_passes(engine)
     registered = WorkerRegistered(engine.num_blocks, 16, NUM_REQUESTS, "pool-0", can_prefill=True, can_decode=True)
-    config = DecodeWorkerConfig(max_running=NUM_REQUESTS, max_tokens_per_iteration=2048)
-    identity = Identity(Role.DECODE_WORKER, "decode-0", SECRET, 60.0)
-    worker = DecodeWorker(config=config, engine=engine, registered=registered, identity=identity)
+    limits = DecodeLimits(max_running=NUM_REQUESTS, max_tokens=2048)
+    book = AddressBook(folder)
+    membership = Membership(Role.DECODE_WORKER, "decode-0", "bench", SECRET, 60.0, book, folder)
+    worker = DecodeWorker(limits=limits, engine=engine, registered=registered, membership=membership)
     await worker.start(router_at=f"unix:{folder}/router.sock", pool_at=None)
     await asyncio.to_thread(peer.join)
     await worker.close()

@@ -41,7 +41,7 @@ def measure_cost(num_running: int, *, is_changing: bool) -> float:
     running = {}
     for number in range(num_running):
         asked = Request(RequestId(f"r{number}"), (1,) * (PROMPT_LEN + number), sampling, "unix:nowhere", 0.0)
-        running[asked.request_id] = RunningRequest(asked, 1, [], [], PROMPT_LEN, 0.0)
+        running[asked.request_id] = RunningRequest(asked, 1, [], [], PROMPT_LEN)
     going_on = RunIteration((), (), (), ())
     changing = RunIteration((), (Addition(next(iter(running.values())).request, (), ()),), (), ())
     sampled = tuple(SampledToken(request_id, 5) for request_id in running)

@@ -2,14 +2,14 @@
 
 import ray
 
-from alignedserve.config.sections import DecodeWorkerConfig, EngineConfig, Topology
+from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, EngineConfig
 from alignedserve.messages.links import WorkerRegistered
 from alignedserve.runtime.addresses import ROUTER
 from alignedserve.runtime.hosting import RoomHost
 from alignedserve.runtime.membership import POOL, Membership
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
-from decode_worker.runner import DecodeWorker
+from decode_worker.runner import DecodeWorker, limits_of
 
 
 @ray.remote
@@ -19,13 +19,15 @@ class DecodeWorkerActor(RoomHost):
     def __init__(
         self,
         config: DecodeWorkerConfig,
+        batching: BatchingConfig,
         engine_config: EngineConfig,
-        topology: Topology,
+        prefillers: tuple[str, ...],
         served: ServedModel,
         membership: Membership,
     ) -> None:
+        """`prefillers`: names of the prefill workers; none: a colocated worker, which computes prompts itself."""
         block_size = engine_config.block_size
-        is_colocated = topology is Topology.COLOCATED
+        is_colocated = not prefillers
         sizes = EngineSizes(config.memory_bytes, config.max_running, block_size, engine_config.threads_per_worker)
 
         async def build() -> DecodeWorker:
@@ -39,14 +41,18 @@ class DecodeWorkerActor(RoomHost):
                 can_decode=True,
             )
             worker = DecodeWorker(
-                config=config,
+                limits=limits_of(config, batching),
                 engine=engine,
                 registered=registered,
-                identity=membership.identity(),
-                ledger_path=membership.log_folder / f"{membership.name}.ledger.jsonl",
+                membership=membership,
+                transport=engine_config.kv_transport,
             )
             addresses = membership.addresses
-            await worker.start(router_at=addresses.of(ROUTER), pool_at=None if is_colocated else addresses.of(POOL))
+            await worker.start(
+                router_at=addresses.of(ROUTER),
+                pool_at=None if is_colocated else addresses.of(POOL),
+                prefillers_at=[addresses.of(name) for name in prefillers],
+            )
             return worker
 
         super().__init__(membership, build)

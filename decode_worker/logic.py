@@ -18,14 +18,13 @@ computed in chunks beside the decodes, under the same token budget. Nothing else
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from alignedserve.core.blocks import BlockAllocator, blocks_for
+from alignedserve.core.blocks import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.progress import finish_reason, plan_chunks
+from alignedserve.core.progress import finish_reason
 from alignedserve.core.request import FinishReason, RequestClass, SampledToken
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
-    Addition,
     BlocksLoaded,
     BlocksOffloaded,
     IterationCompleted,
@@ -81,6 +80,7 @@ class DecodeLimits:
     max_running: int
     max_tokens: int  # per iteration; decodes always go in, prompts share what they leave
     switch: SwitchLimits = field(default_factory=SwitchLimits)
+
 
 _SPAN_STEP = 16  # tokens; the running range is told to the router in such steps
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up

@@ -1,20 +1,30 @@
 """The decode worker at work: its logic, its links and its engine, joined."""
 
 import logging
-from pathlib import Path
+from collections.abc import Sequence
 
-from alignedserve.config.sections import DecodeWorkerConfig
+from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig
 from alignedserve.messages.events import CommonEvent
-from alignedserve.messages.iterations import IterationCompleted, MapArena, RunIteration
+from alignedserve.messages.iterations import LoadBlocks, MapArena, OffloadBlocks, RunIteration, UnmapArena
 from alignedserve.messages.links import DecodeWorkerInbound, WorkerRegistered
 from alignedserve.messages.wire import Codec
-from alignedserve.runtime.links import Identity
+from alignedserve.runtime.block_copier import BlockCopier
+from alignedserve.runtime.membership import Membership
 from alignedserve.runtime.room import Room
+from alignedserve.runtime.transport import AUTO
 from alignedserve.runtime.worker_engine import WorkerEngine
+from decode_worker.batches import SwitchLimits
 from decode_worker.ledger_file import write_ledger
-from decode_worker.logic import DecodeLimits, DecodeLogic
+from decode_worker.logic import DecodeEvent, DecodeLimits, DecodeLogic, WorkCommand
 
 logger = logging.getLogger(__name__)
+
+
+def limits_of(config: DecodeWorkerConfig, batching: BatchingConfig) -> DecodeLimits:
+    """What bounds the running batch. Where batches are of any lengths, none is too small to run."""
+    min_requests = min(batching.min_requests, config.max_running) if batching.is_aligned else 1
+    switch = SwitchLimits(min_requests, batching.starvation_s)
+    return DecodeLimits(config.max_running, config.max_tokens_per_iteration, switch)
 
 
 class DecodeWorker:
@@ -23,46 +33,49 @@ class DecodeWorker:
     def __init__(
         self,
         *,
-        config: DecodeWorkerConfig,
+        limits: DecodeLimits,
         engine: WorkerEngine,
         registered: WorkerRegistered,
-        identity: Identity,
-        ledger_path: Path | None = None,
+        membership: Membership,
+        transport: str = AUTO,
     ) -> None:
-        """`ledger_path`: where `close` leaves the latest iterations; None: nowhere."""
         self._engine = engine
-        self._ledger_path = ledger_path
-        logic = DecodeLogic(
-            registered=registered,
-            limits=DecodeLimits(config.max_running, config.max_tokens_per_iteration),
-            eos_token_ids=engine.eos_token_ids,
-        )
+        self._ledger_path = membership.log_folder / f"{membership.name}.ledger.jsonl"
+        self._pool_name = registered.pool_name
+        identity = membership.identity()
+        self._copier: BlockCopier = engine.copier(identity, transport=transport)
+        logic = DecodeLogic(registered=registered, limits=limits, eos_token_ids=engine.eos_token_ids)
         self.ledger = logic.ledger
-        self._room: Room[CommonEvent | IterationCompleted, RunIteration | MapArena] = Room(
+        self._room: Room[CommonEvent | DecodeEvent, WorkCommand] = Room(
             logic, identity, Codec(DecodeWorkerInbound), self._perform
         )
 
-    async def start(self, *, router_at: str, pool_at: str | None) -> None:
-        """Introduce ourselves to the router and, unless colocated, to the pool."""
-        if pool_at is not None:
-            self._room.switchboard.dial(pool_at)
-        self._room.switchboard.dial(router_at)
+    async def start(self, *, router_at: str, pool_at: str | None, prefillers_at: Sequence[str] = ()) -> None:
+        """Introduce ourselves to the router and, unless colocated, to the pool and every prefill worker."""
+        for address in (*([pool_at] if pool_at is not None else []), *prefillers_at, router_at):
+            self._room.switchboard.dial(address)
 
     async def close(self) -> None:
         """Drop the links, end the threads and leave the ledger behind."""
         await self._room.close()
         self._engine.close()
         records = self.ledger.records()
-        if self._ledger_path is None or not records:
+        if not records:
             return
         try:
             write_ledger(self._ledger_path, records)
         except OSError as error:
             logger.warning("the ledger cannot be written to %s: %s", self._ledger_path, error.strerror)
 
-    def _perform(self, command: RunIteration | MapArena) -> None:
+    def _perform(self, command: WorkCommand) -> None:
         match command:
             case RunIteration():
                 self._engine.start_iteration(command, self._room.dispatch)
-            case MapArena(offered):
-                self._engine.map_arena(offered)
+            case LoadBlocks():
+                self._copier.start_load(command, self._room.dispatch)
+            case OffloadBlocks():
+                self._copier.start_offload(command, self._room.dispatch)
+            case MapArena(peer, offered):
+                self._copier.map_arena(peer, offered, stamps=peer != self._pool_name)
+            case UnmapArena(peer):
+                self._copier.unmap_arena(peer)

@@ -5,16 +5,19 @@ import ray
 from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.addresses import ROUTER
+from alignedserve.runtime.arena import arena_path
 from alignedserve.runtime.hosting import RoomHost
 from alignedserve.runtime.membership import Membership
-from kvpool.storage import KvPool, arena_path
+from kvpool.storage import KvPool
 
 
 @ray.remote
 class KvPoolActor(RoomHost):
     """Started, restarted and placed by Ray; everything else goes over its links."""
 
-    def __init__(self, config: PoolConfig, batching: BatchingConfig, layout: BlockLayout, membership: Membership) -> None:
+    def __init__(
+        self, config: PoolConfig, batching: BatchingConfig, layout: BlockLayout, membership: Membership
+    ) -> None:
         async def build() -> KvPool:
             pool = KvPool(
                 config=config,

@@ -1,6 +1,5 @@
 """The pool at work: the arena it owns, and the room in which its logic runs."""
 
-import os
 import secrets
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.events import CommonEvent
 from alignedserve.messages.links import ArenaOffered, PoolInbound
 from alignedserve.messages.wire import Codec
-from alignedserve.runtime.arena import ARENA_SUFFIX, Arena
+from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.room import Room
 from kvpool.logic import PoolLogic, StampBlocks
@@ -61,16 +60,3 @@ class KvPool:
 
     def _stamp(self, command: StampBlocks) -> None:
         self._arena.stamp(command.block_ids, command.generation)
-
-
-def arena_folder() -> Path:
-    """Where arenas lie: the machine's memory file system."""
-    shared_memory = Path("/dev/shm")  # noqa: S108  (a memory file system, files made with O_EXCL and mode 0600)
-    if not os.access(shared_memory, os.W_OK):
-        raise NotEnoughMemory(f"{shared_memory} is not writable; the KV pool keeps its blocks there")
-    return shared_memory
-
-
-def arena_path(cluster_id: str, pool_name: str) -> Path:
-    """The arena file of this pool of this cluster."""
-    return arena_folder() / f"alignedserve-{cluster_id}-{pool_name}{ARENA_SUFFIX}"

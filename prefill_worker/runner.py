@@ -1,11 +1,13 @@
 """The prefill worker at work: its logic, its links, its engine and the candidate buffers in its memory, joined."""
 
+import asyncio
+
 from alignedserve.config.sections import PrefillWorkerConfig
 from alignedserve.messages.events import CommonEvent
 from alignedserve.messages.iterations import LoadBlocks, MapArena, OffloadBlocks, RelayBlocks, RunIteration
 from alignedserve.messages.links import PrefillWorkerInbound, WorkerRegistered
 from alignedserve.messages.wire import Codec
-from alignedserve.runtime.buffers import BufferHost
+from alignedserve.runtime.candidate_memory import CandidateMemory
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.room import Room
 from alignedserve.runtime.worker_engine import WorkerEngine
@@ -21,12 +23,14 @@ class PrefillWorker:
         *,
         config: PrefillWorkerConfig,
         engine: WorkerEngine,
-        buffers: BufferHost,
+        memory: CandidateMemory,
         registered: WorkerRegistered,
         identity: Identity,
     ) -> None:
         self._engine = engine
-        self._buffers = buffers
+        self._memory = memory
+        self._copier = engine.copier(identity)
+        self._pool_name = registered.pool_name
         logic = PrefillLogic(
             registered=registered,
             limits=PrefillLimits(config.max_tokens_per_iteration, config.max_running),
@@ -46,28 +50,34 @@ class PrefillWorker:
         """Drop the links, end the threads and give the buffers' memory back."""
         await self._room.close()
         self._engine.close()
-        self._buffers.close()
+        self._memory.close()
 
     def _perform(self, command: WorkCommand) -> None:
         match command:
             case RunIteration():
                 self._engine.start_iteration(command, self._room.dispatch)
             case LoadBlocks():
-                self._engine.start_load(command, self._room.dispatch)
+                self._copier.start_load(command, self._room.dispatch)
             case OffloadBlocks():
-                self._engine.start_offload(command, self._room.dispatch)
+                self._copier.start_offload(command, self._room.dispatch)
             case RelayBlocks():
-                self._engine.start_relay(command, self._room.dispatch)
+                self._copier.start_relay(command, self._buffer_of(command), self._room.dispatch)
             case MapArena(peer, offered):
-                self._engine.map_arena(peer, offered)
+                self._copier.map_arena(peer, offered, stamps=False)
             case OpenBuffer(peer, life):
                 self._open_buffer(peer, life)
             case CloseBuffer(peer):
-                self._engine.unmap_arena(peer)
-                self._buffers.close_for(peer)
+                self._copier.unmap_arena(peer)
+                self._memory.close_for(peer)
 
     def _open_buffer(self, peer: str, life: int) -> None:
-        opened = self._buffers.open_for(peer)
+        opened = self._memory.open_for(peer)
         if opened is not None:
-            self._engine.use_arena(peer, opened.arena)
-        self._room.dispatch(BufferOpened(peer, life, opened.offered if opened is not None else None))
+            self._copier.use_arena(peer, opened.arena)
+        event = BufferOpened(peer, life, opened.offered if opened is not None else None)
+        # Not within the dispatch that asked for it: the rest of its commands comes first.
+        asyncio.get_running_loop().call_soon(self._room.dispatch, event)
+
+    def _buffer_of(self, command: RelayBlocks) -> str:
+        """The decode worker whose buffer is at one end; the pool is at the other."""
+        return command.source if command.target == self._pool_name else command.target

@@ -391,9 +391,7 @@ class LogicCluster:
             return PrefillLogic(registered=registered, limits=limits, eos_token_ids=eos), Role.PREFILL_WORKER
         switch = SwitchLimits(shape.min_requests if batching.is_aligned else 1, batching.starvation_s)
         return (
-            DecodeLogic(
-                registered=registered, limits=DecodeLimits(shape.max_running, 12, switch), eos_token_ids=eos
-            ),
+            DecodeLogic(registered=registered, limits=DecodeLimits(shape.max_running, 12, switch), eos_token_ids=eos),
             Role.DECODE_WORKER,
         )
 

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from alignedserve.cli.console import results
 from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.arena import arena_folder
 from alignedserve.runtime.served_model import pocket_folder
 from alignedserve.runtime.tokenizer import Tokenizer
-from kvpool.storage import arena_folder
 
 _GIB = 1024**3
 

@@ -26,12 +26,11 @@ from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.addresses import ROUTER, AddressBook
-from alignedserve.runtime.arena import remove_stale_arenas
+from alignedserve.runtime.arena import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.membership import POOL, Membership
 from alignedserve.runtime.served_model import ServedModel, resolve_model
 from decode_worker.actor import DecodeWorkerActor
 from kvpool.actor import KvPoolActor
-from kvpool.storage import arena_folder
 from prefill_worker.actor import PrefillWorkerActor
 from router.actor import RouterActor
 
@@ -111,7 +110,7 @@ class RunningCluster:
         ray.shutdown()
         self._actors.clear()
         _end_survivors(started)
-        remove_stale_arenas(arena_folder(), f"alignedserve-{self._cluster_id}-")
+        remove_stale_arenas(arena_folder(), f"{ARENA_PREFIX}{self._cluster_id}-")
         for socket_path in self.folder.glob("*.sock"):
             socket_path.unlink(missing_ok=True)
 
@@ -124,16 +123,19 @@ class RunningCluster:
             join_ray(address, namespace)
 
     def _create_actors(self) -> None:
-        config, served = self.config, self.served
+        config, served, block_size = self.config, self.served, self.config.engine.block_size
         engine = _with_threads(config)
-        self._create(RouterActor, Role.ROUTER, ROUTER, config.router)
+        self._create(RouterActor, Role.ROUTER, ROUTER, config.router, config.batching)
         if config.topology is Topology.DISAGGREGATED:
-            self._create(KvPoolActor, Role.KV_POOL, POOL, config.pool, served.block_layout(config.engine.block_size))
+            self._create(KvPoolActor, Role.KV_POOL, POOL, config.pool, config.batching, served.block_layout(block_size))
             for index in range(config.prefill.count):
                 name = f"prefill-{index}"
-                self._create(PrefillWorkerActor, Role.PREFILL_WORKER, name, config.prefill, engine, served)
+                prefill = (config.prefill, engine, config.decode.count, served)
+                self._create(PrefillWorkerActor, Role.PREFILL_WORKER, name, *prefill)
+        is_colocated = config.topology is Topology.COLOCATED
+        prefillers = () if is_colocated else tuple(f"prefill-{index}" for index in range(config.prefill.count))
         for index in range(config.decode.count):
-            decode = (config.decode, engine, config.topology, served)
+            decode = (config.decode, config.batching, engine, prefillers, served)
             self._create(DecodeWorkerActor, Role.DECODE_WORKER, f"decode-{index}", *decode)
         for index in range(config.gateway.count):
             gateway = (config.gateway, config.gateway.port + index, served, api_keys())
@@ -162,7 +164,7 @@ def launch_cluster(config: ClusterConfig, gateway_actor: Any) -> RunningCluster:
     """
     served = resolve_model(config.model)
     preflight.check(config, served)
-    remove_stale_arenas(arena_folder(), "alignedserve-")
+    remove_stale_arenas(arena_folder(), ARENA_PREFIX)
     cluster = RunningCluster(config, served, _make_folder(), gateway_actor)
     try:
         cluster.start()

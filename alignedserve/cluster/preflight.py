@@ -7,11 +7,11 @@ import psutil
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
+from alignedserve.runtime.arena import arena_folder
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.weight_index import WeightIndex
 from kvpool.policies import make_batch_former
-from kvpool.storage import arena_folder
 from router.policies import make_prefill_order
 
 _MIB = 1024 * 1024

@@ -162,12 +162,15 @@ class EngineConfig(Section, frozen=True):
     block_size: int = 16  # token slots per block
     threads_per_worker: int | None = None  # CPU threads; when unset the workers of a machine share its cores
     device: str = "auto"  # auto, cpu
+    kv_transport: str = "auto"  # how blocks go between prefill and decode workers: auto, shm, gloo, cuda_ipc, nccl
 
     def __post_init__(self) -> None:
         self._require(self.block_size in (8, 16, 32, 64, 128), "block_size", "must be 8, 16, 32, 64 or 128")
         self._require(
             self.threads_per_worker is None or self.threads_per_worker > 0, "threads_per_worker", "must be above 0"
         )
+        known = ("auto", "shm", "gloo", "cuda_ipc", "nccl")
+        self._require(self.kv_transport in known, "kv_transport", f"must be one of {', '.join(known)}")
         self._require(self.device in ("auto", "cpu"), "device", "must be auto or cpu: CUDA is not built yet")
 
 

@@ -61,7 +61,7 @@ class IterationCompleted:
     times: IterationTimes | None = field(default=None, compare=False)
 
 
-# --- copies, beside whatever iterations run; an arena is named by the peer that offered it, or that it is offered to ---
+# --- copies, beside whatever iterations run; an arena goes by the peer that offered it, or that it is offered to ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ _MAGIC = b"ALSVKV01"
 _HEADER = struct.Struct("<8s32sQQ")
 _PAGE = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+ARENA_PREFIX = "alignedserve-"
 ARENA_SUFFIX = ".arena"
 POOL_PURPOSE, POOL_SETTING = "the KV pool", "pool.memory_bytes"
 NOBODYS = 0  # generation of blocks that no lease holds
@@ -128,6 +129,19 @@ class Arena:
         except BufferError:
             # Somebody still holds a view: the memory goes when the view does.
             return
+
+
+def arena_folder() -> Path:
+    """Where arenas lie: the machine's memory file system."""
+    shared_memory = Path("/dev/shm")  # noqa: S108  (a memory file system, files made with O_EXCL and mode 0600)
+    if not os.access(shared_memory, os.W_OK):
+        raise NotEnoughMemory(f"{shared_memory} is not writable; the KV pool keeps its blocks there")
+    return shared_memory
+
+
+def arena_path(cluster_id: str, name: str) -> Path:
+    """The arena file of this name in this cluster."""
+    return arena_folder() / f"{ARENA_PREFIX}{cluster_id}-{name}{ARENA_SUFFIX}"
 
 
 def remove_stale_arenas(folder: Path, prefix: str) -> list[Path]:

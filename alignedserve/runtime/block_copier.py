@@ -104,8 +104,7 @@ class BlockCopier:
         source, target = self._transfer(command.source), self._transfer(command.target)
         if not isinstance(source, ShmTransfer) or not isinstance(target, ShmTransfer):
             return BlocksRelayed(command, None)
-        ids, generation = command.target_block_ids, command.generation
-        runs = relay(source.arena, command.copy, target.arena, ids, generation, stamps=target.stamps)
+        runs = relay(source.arena, command.copy, target, command.target_block_ids, command.generation)
         return BlocksRelayed(command, runs)
 
     def _transfer(self, peer: str) -> KVTransfer | None:
@@ -117,9 +116,7 @@ class BlockCopier:
         # The pool's arena is always shared memory of this host; the choice is about buffers.
         transport = self._transport if stamps else AUTO
         try:
-            opened = open_transfer(
-                offered, self._storage, identity=self._identity, stamps=stamps, transport=transport
-            )
+            opened = open_transfer(offered, self._storage, identity=self._identity, stamps=stamps, transport=transport)
         except PeerError as error:
             logger.error("no way to the blocks of %s: %s", peer, error)
             return None

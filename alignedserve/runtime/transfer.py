@@ -75,9 +75,9 @@ class ShmTransfer:
     """
 
     def __init__(self, storage: BlockStorage, arena: Arena, *, stamps: bool = False) -> None:
+        self.arena = arena
+        self.stamps = stamps
         self._storage = storage
-        self._arena = arena
-        self._stamps = stamps
         self._is_closed = False
 
     def offload(self, outgoing: Sequence[Outgoing]) -> list[tuple[BlockRun, ...] | None]:
@@ -92,26 +92,26 @@ class ShmTransfer:
         """See KVTransfer."""
         if not self._is_closed:
             self._is_closed = True
-            self._arena.close()
+            self.arena.close()
 
     def _offload_one(self, outgoing: Outgoing) -> tuple[BlockRun, ...] | None:
         target, generation = outgoing.target_block_ids, outgoing.generation
         try:
-            check_target(target, len(outgoing.storage_block_ids), generation, self._arena.num_blocks)
-            if self._stamps:
-                self._arena.stamp(target, generation)
-            _check_lease(self._arena, target, generation)
+            check_target(target, len(outgoing.storage_block_ids), generation, self.arena.num_blocks)
+            if self.stamps:
+                self.arena.stamp(target, generation)
+            _check_lease(self.arena, target, generation)
         except HandoffRejected as error:
             logger.warning("offload under generation %d refused: %s", generation, error)
             return None
         runs = neighbours(target)
-        sums = RunSums(placed(count for _, count in runs), self._arena.layout.block_bytes)
+        sums = RunSums(placed(count for _, count in runs), self.arena.layout.block_bytes)
         source = self._storage.rows_to_read(outgoing.storage_block_ids)
-        copy_rows(source, self._arena.rows_to_write(target), sums, from_target=False)
+        copy_rows(source, self.arena.rows_to_write(target), sums, from_target=False)
         return summed_runs(runs, sums.sums)
 
     def _fetch_one(self, incoming: Incoming) -> bool:
-        copy, arena = incoming.copy, self._arena
+        copy, arena = incoming.copy, self.arena
         num_targets = len(incoming.storage_block_ids)
         try:
             source = blocks_of(
@@ -131,38 +131,43 @@ class ShmTransfer:
 
 
 def relay(
-    source: Arena, copy: BlockCopy, target: Arena, target_block_ids: Sequence[BlockId], generation: int
+    source: Arena, copy: BlockCopy, target: ShmTransfer, target_block_ids: Sequence[BlockId], generation: int
 ) -> tuple[BlockRun, ...] | None:
-    """Copy a request's blocks from one arena to another and verify them; its runs there, with new checksums.
+    """Copy a request's blocks from one arena to another's and verify them; its runs there, with new checksums.
 
-    Stamps the target blocks, of which there must be as many as the copy has; they are nobody's when None comes back.
+    There must be as many target blocks as the copy has. In a candidate buffer they are stamped first, and are nobody's
+    when None comes back; in the pool's arena the pool has stamped them.
     """
-    assert source.layout == target.layout, "blocks are copied between arenas of one layout"
+    arena = target.arena
+    assert source.layout == arena.layout, "blocks are copied between arenas of one layout"
     try:
-        check_target(target_block_ids, sum(run.num_blocks for run in copy.runs), generation, target.num_blocks)
+        check_target(target_block_ids, sum(run.num_blocks for run in copy.runs), generation, arena.num_blocks)
     except HandoffRejected as error:
         logger.warning("relay of generation %d refused: %s", copy.generation, error)
         return None
     try:
         return _relay(source, copy, target, target_block_ids, generation)
     except HandoffRejected as error:
-        target.stamp(target_block_ids, NOBODYS)
+        if target.stamps:
+            arena.stamp(target_block_ids, NOBODYS)
         logger.warning("relay of generation %d refused: %s", copy.generation, error)
         return None
 
 
 def _relay(
-    source: Arena, copy: BlockCopy, target: Arena, target_block_ids: Sequence[BlockId], generation: int
+    source: Arena, copy: BlockCopy, target: ShmTransfer, target_block_ids: Sequence[BlockId], generation: int
 ) -> tuple[BlockRun, ...]:
     layout, num_targets = source.layout, len(target_block_ids)
     source_ids = blocks_of(copy, block_size=layout.block_size, num_targets=num_targets, num_blocks=source.num_blocks)
     _check_lease(source, source_ids, copy.generation)
-    target.stamp(target_block_ids, generation)
+    if target.stamps:
+        target.arena.stamp(target_block_ids, generation)
+    _check_lease(target.arena, target_block_ids, generation)
     runs = neighbours(target_block_ids)
     old = RunSums(placed(run.num_blocks for run in copy.runs), layout.block_bytes)
     new = RunSums(placed(count for _, count in runs), layout.block_bytes)
     # Both sums see the same bytes, so what is signed anew is what the old sums were of.
-    copy_rows(source.rows_to_read(source_ids), target.rows_to_write(target_block_ids), old, new, from_target=True)
+    copy_rows(source.rows_to_read(source_ids), target.arena.rows_to_write(target_block_ids), old, new, from_target=True)
     checked_sums(copy, old.sums)
     _check_lease(source, source_ids, copy.generation)
     return summed_runs(runs, new.sums)
