@@ -7,11 +7,12 @@ requests with a traced answer longer than LONGEST_READING, every third is a read
 
 import enum
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
+from alignedserve.bench.alignment import Alignment
 from alignedserve.bench.pocket import CONTEXT_LEN, MAX_PROMPT_LEN, MIN_PROMPT_LEN, SPARE_LEN, TEMPLATE_LEN
 from alignedserve.bench.prompts import CountTokens
 from alignedserve.bench.summary import LoadReport
@@ -25,6 +26,12 @@ READING_EVERY = 3
 BLOCKS_USED = ("alignedserve_pool_blocks_used", "alignedserve_worker_blocks_used")
 HANDOFFS_VERIFIED = "alignedserve_handoffs_verified_total"
 HANDOFFS_REFUSED = "alignedserve_handoffs_refused_total"
+
+
+# The paper's synthetic mixture (AlignedServe, sections 4.1 and 4.2), at a quarter of its lengths: short prompts of less
+# than 1 000 tokens, long ones of 1 000 to 8 000; here one in ten is long.
+SHORT_LENS, LONG_LENS = (MIN_PROMPT_LEN, 250), (250, MAX_PROMPT_LEN)
+LONG_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +52,22 @@ def shipped_trace() -> list[TraceRow]:
 
 
 def plan_checked_trace(
-    rows: Sequence[TraceRow], *, duration_s: float, rate: float, seed: int, count_tokens: CountTokens
+    rows: Sequence[TraceRow],
+    *,
+    duration_s: float,
+    rate: float,
+    seed: int,
+    count_tokens: CountTokens,
+    is_mixed: bool = False,
 ) -> CheckedPlan:
-    """The beginning of the trace, stretched to `rate` requests per second, as far as `duration_s` goes."""
+    """The beginning of the trace, stretched to `rate` requests per second, as far as `duration_s` goes.
+
+    `is_mixed`: its prompts are replaced by many short and some long ones, its arrivals and answers stay.
+    """
     factor = rate / mean_rate(rows)
-    chosen = [row for row in sped_up(rows, factor) if row.arrival_s < duration_s]
+    chosen = [row for row in sped_up(_repeated(rows, duration_s, factor), factor) if row.arrival_s < duration_s]
+    if is_mixed:
+        chosen = list(_mixed(chosen, random.Random(f"{seed}/mixture")))  # noqa: S311
     rng = random.Random(f"{seed}/demo")  # noqa: S311 - a workload, not a secret
     tasks, requests, num_readings, num_clamped_outputs = [], [], 0, 0
     for index, row in enumerate(chosen):
@@ -68,6 +86,20 @@ def plan_checked_trace(
         num_clamped_outputs=num_clamped_outputs,
         num_readings=num_readings,
     )
+
+
+def _repeated(rows: Sequence[TraceRow], duration_s: float, factor: float) -> Iterator[TraceRow]:
+    """The trace, from its beginning again when it is over before `duration_s`."""
+    span_s = len(rows) / mean_rate(rows)
+    for number in range(int(duration_s * factor / span_s) + 1):
+        for row in rows:
+            yield replace(row, arrival_s=row.arrival_s + number * span_s)
+
+
+def _mixed(rows: Sequence[TraceRow], rng: random.Random) -> Iterator[TraceRow]:
+    for row in rows:
+        lens = LONG_LENS if rng.randrange(LONG_EVERY) == 0 else SHORT_LENS
+        yield replace(row, prompt_len=rng.randint(*lens))
 
 
 def _counted_len(row: TraceRow, prompt_len: int, index: int) -> int | None:
@@ -116,6 +148,7 @@ class DemoReport:
     handoffs_refused: float | None
     stretch: float
     num_readings: int
+    alignment: Alignment | None = None  # None: the server does not say
     problems: tuple[str, ...] = field(default=(), kw_only=True)
 
     def count(self, fate: Fate) -> int:

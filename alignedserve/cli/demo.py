@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.progress import Progress
 from rich.table import Table
 
+from alignedserve.bench.alignment import Alignment, alignment_of
 from alignedserve.bench.checked_trace import (
     HANDOFFS_REFUSED,
     HANDOFFS_VERIFIED,
@@ -58,6 +59,7 @@ class DemoOptions:
     overrides: tuple[str, ...]
     seed: int
     json_output: bool
+    is_mixed: bool = False
 
     def __post_init__(self) -> None:
         if self.url is not None and (self.config_path is not None or self.overrides):
@@ -73,6 +75,7 @@ def demo(options: DemoOptions) -> int:
         rate=options.rate or DEFAULT_RATE,
         seed=options.seed,
         count_tokens=count_tokens,
+        is_mixed=options.is_mixed,
     )
     with _server(options) as url:
         report = asyncio.run(_Demo(checked, count_tokens, url).run())
@@ -125,9 +128,11 @@ class _Demo:
         """Replay, ask every wrong one again alone, wait for the drain, judge."""
         async with self._client:
             self._model = await self._client.model_name()
-            before = await self._metrics()
+            first_page = await self._metrics_page()
+            before = parse_metrics(first_page)
             with progress() as bar:
                 run = await self._replay(bar)
+                page = await self._metrics_page()
                 wrong = await self._ask_again(self._wrong(run), bar)
             after = await self._drained_metrics()
         checked = self._checked
@@ -142,6 +147,7 @@ class _Demo:
             handoffs_refused=_gained(before, after, HANDOFFS_REFUSED),
             stretch=checked.stretch,
             num_readings=checked.num_readings,
+            alignment=alignment_of(before, parse_metrics(page), (first_page, page)),
         )
         return replace(report, problems=find_problems(report))
 
@@ -178,8 +184,11 @@ class _Demo:
             answers.append(WrongAnswer(sent.request.index, task, sent.outcome.text, alone))
         return answers
 
+    async def _metrics_page(self) -> str:
+        return (await self._client.get("/metrics")).decode("utf-8", errors="replace")
+
     async def _metrics(self) -> dict[str, float]:
-        return parse_metrics((await self._client.get("/metrics")).decode("utf-8", errors="replace"))
+        return parse_metrics(await self._metrics_page())
 
     async def _drained_metrics(self) -> dict[str, float]:
         """The metrics once no block is in use, or when waiting for that became pointless."""
@@ -216,6 +225,8 @@ def _print_report(report: DemoReport) -> None:
     )
     table.add_row("blocks leaked after the drain", _count(report.blocks_leaked))
     table.add_row("throughput", _throughput(report))
+    if report.alignment is not None:
+        table.add_row("running batches", _batches(report.alignment))
     console.print(table)
     print_latencies(console, total)
     num_counting = total.num_sent - report.num_readings
@@ -234,6 +245,14 @@ def _throughput(report: DemoReport) -> str:
     return (
         f"{total.requests_per_s:.2f} requests/s, {total.input_tokens_per_s:.0f} input and "
         f"{total.output_tokens_per_s:.0f} output tokens/s"
+    )
+
+
+def _batches(alignment: Alignment) -> str:
+    return (
+        f"{alignment.num_iterations} iterations of {alignment.mean_batch_size:.1f} requests; "
+        f"longest over mean context: median {alignment.spread_p50:.2f}, p90 {alignment.spread_p90:.2f}; "
+        f"in batch switch {alignment.switch_share:.1%}"
     )
 
 

@@ -33,6 +33,10 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", help="Model name.", show_default="the first the server lists")
 ]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with the configuration.")]
+BatchingOption = Annotated[
+    str | None,
+    typer.Option("--batching", metavar="fcfs|density_first", help="Short for --set batching.policy=NAME."),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override one field of the configuration (repeatable)."),
@@ -73,17 +77,19 @@ def serve(
     config: ConfigOption = None,
     overrides: SetOption = None,
     port: Annotated[int | None, typer.Option("--port", help="Short for --set gateway.port=PORT.")] = None,
+    batching: BatchingOption = None,
 ) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
     from alignedserve.cli.serve import serve as run
 
-    run(config, serve_overrides(model, port, overrides or []))
+    run(config, serve_overrides(model, port, batching, overrides or []))
 
 
-def serve_overrides(model: str | None, port: int | None, overrides: list[str]) -> list[str]:
+def serve_overrides(model: str | None, port: int | None, batching: str | None, overrides: list[str]) -> list[str]:
     """The conveniences of `serve` as the overrides they stand for; later ones win."""
     chosen = [] if model is None else [f"model.path={json.dumps(model)}"]  # quoted: a path is never a YAML number
     chosen += [] if port is None else [f"gateway.port={port}"]
+    chosen += [] if batching is None else [f"batching.policy={batching}"]
     return chosen + overrides
 
 
@@ -156,6 +162,10 @@ def demo(
     url: Annotated[str | None, typer.Option("--url", help="Use this running server and do not start one.")] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
+    is_mixed: Annotated[
+        bool, typer.Option("--mixed", help="Nine short prompts to a long one, instead of the trace's own.")
+    ] = False,
+    batching: BatchingOption = None,
     seed: SeedOption = 0,
     json_output: JsonFlag = False,
 ) -> None:
@@ -171,7 +181,8 @@ def demo(
         rate=rate,
         url=url,
         config_path=config,
-        overrides=tuple(overrides or ()),
+        overrides=tuple(serve_overrides(None, None, batching, overrides or [])),
+        is_mixed=is_mixed,
         seed=seed,
         json_output=json_output,
     )
