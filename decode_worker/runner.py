@@ -21,9 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def limits_of(config: DecodeWorkerConfig, batching: BatchingConfig) -> DecodeLimits:
-    """What bounds the running batch. Where batches are of any lengths, none is too small to run."""
-    min_requests = min(batching.min_requests, config.max_running) if batching.is_aligned else 1
-    switch = SwitchLimits(min_requests, batching.starvation_s)
+    """What bounds the running batch."""
+    switch = SwitchLimits(batching.enough_requests(config.max_running), batching.starvation_s)
     return DecodeLimits(config.max_running, config.max_tokens_per_iteration, switch)
 
 

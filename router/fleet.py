@@ -183,7 +183,7 @@ class Fleet:
         return self._form(worker, pool, max_requests, 1, joins=load.running)
 
     def _min_requests(self, worker: WorkerRecord) -> int:
-        return min(self._batching.min_requests, worker.registered.max_running) if self._batching.is_aligned else 1
+        return self._batching.enough_requests(worker.registered.max_running)
 
     def _form(
         self,

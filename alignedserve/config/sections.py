@@ -124,8 +124,12 @@ class BatchingConfig(Section, frozen=True):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether batches are of similar length; otherwise all are alike, and none is too small."""
+        """Whether batches are of similar length; otherwise none is worth keeping apart from others."""
         return self.policy != "fcfs"
+
+    def enough_requests(self, max_running: int) -> int:
+        """Requests that make a batch worth a switch, for a worker that runs at most `max_running`: not above half."""
+        return min(self.min_requests, max(max_running // 2, 1)) if self.is_aligned else 1
 
 
 class PrefillWorkerConfig(Section, frozen=True):
