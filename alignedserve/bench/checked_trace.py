@@ -149,6 +149,7 @@ class DemoReport:
     stretch: float
     num_readings: int
     alignment: Alignment | None = None  # None: the server does not say
+    num_faults: int = 0  # processes that were killed or stopped meanwhile
     problems: tuple[str, ...] = field(default=(), kw_only=True)
 
     def count(self, fate: Fate) -> int:

@@ -26,6 +26,7 @@ from alignedserve.bench.checked_trace import (
     shipped_trace,
 )
 from alignedserve.bench.client import OpenAiClient, Outcome
+from alignedserve.bench.faults import Fault, FaultInjector, plan_faults
 from alignedserve.bench.load import LoadGenerator, Run, Sent
 from alignedserve.bench.pocket import pocket_tokenizer, task_call
 from alignedserve.bench.prompts import CountTokens, to_json
@@ -60,8 +61,11 @@ class DemoOptions:
     seed: int
     json_output: bool
     is_mixed: bool = False
+    has_faults: bool = False
 
     def __post_init__(self) -> None:
+        if self.url is not None and self.has_faults:
+            raise ConfigError("--faults hurts a cluster that the demo starts; --url names a running one")
         if self.url is not None and (self.config_path is not None or self.overrides):
             raise ConfigError("--config and --set belong to a cluster that the demo starts; --url names a running one")
 
@@ -78,7 +82,8 @@ def demo(options: DemoOptions) -> int:
         is_mixed=options.is_mixed,
     )
     with _server(options) as url:
-        report = asyncio.run(_Demo(checked, count_tokens, url).run())
+        faults = plan_faults(options.duration_s, options.seed) if options.has_faults else []
+        report = asyncio.run(_Demo(checked, count_tokens, url, faults).run())
     if options.json_output:
         write_json(to_json(report), "-")
     else:
@@ -118,7 +123,8 @@ def _free_port() -> int:
 class _Demo:
     """One replay against one server."""
 
-    def __init__(self, checked: CheckedPlan, count_tokens: CountTokens, url: str) -> None:
+    def __init__(self, checked: CheckedPlan, count_tokens: CountTokens, url: str, faults: list[Fault]) -> None:
+        self._faults = faults
         self._checked = checked
         self._count_tokens = count_tokens
         self._client = OpenAiClient(url=url, api_key=client_api_key())
@@ -147,6 +153,7 @@ class _Demo:
             handoffs_refused=_gained(before, after, HANDOFFS_REFUSED),
             stretch=checked.stretch,
             num_readings=checked.num_readings,
+            num_faults=len(self._faults),
             alignment=alignment_of(before, parse_metrics(page), (first_page, page)),
         )
         return replace(report, problems=find_problems(report))
@@ -166,7 +173,14 @@ class _Demo:
             num_wrong += not self._is_correct(sent)
             bar.update(task_id, advance=1, status=f"{num_wrong} wrong or failed" if num_wrong else "")
 
-        return await LoadGenerator(plan=self._checked.plan, send=send, on_done=on_done).run()
+        injector = FaultInjector(self._faults, _say)
+        hurting = asyncio.create_task(injector.run())
+        try:
+            return await LoadGenerator(plan=self._checked.plan, send=send, on_done=on_done).run()
+        finally:
+            hurting.cancel()
+            await asyncio.gather(hurting, return_exceptions=True)
+            self._faults = injector.done
 
     def _is_correct(self, sent: Sent) -> bool:
         return sent.outcome.failure is None and is_correct(self._checked.tasks[sent.request.index], sent.outcome.text)
@@ -201,6 +215,10 @@ class _Demo:
         return metrics
 
 
+def _say(fault: Fault) -> None:
+    notes().print(f"{fault.at_s:.0f} s: {fault.victim} is {'killed' if fault.is_killed else 'stopped'}", markup=False)
+
+
 def _gained(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
     return after[name] - before.get(name, 0.0) if name in after else None
 
@@ -217,6 +235,8 @@ def _print_report(report: DemoReport) -> None:
     table.add_row("completed", str(total.num_completed))
     for label, count in total.failures.items():
         table.add_row(f"lost: {label}", str(count))
+    if report.num_faults:
+        table.add_row("processes killed or stopped", str(report.num_faults))
     table.add_row("correct", str(report.num_correct))
     table.add_row("wrong, the model's fault", str(report.count(Fate.MODEL_WRONG)))
     table.add_row("corrupted on the way", str(report.count(Fate.CORRUPTED)))

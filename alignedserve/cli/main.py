@@ -165,6 +165,9 @@ def demo(
     is_mixed: Annotated[
         bool, typer.Option("--mixed", help="Nine short prompts to a long one, instead of the trace's own.")
     ] = False,
+    has_faults: Annotated[
+        bool, typer.Option("--faults", help="Kill and stop workers and pool meanwhile, one after the other.")
+    ] = False,
     batching: BatchingOption = None,
     seed: SeedOption = 0,
     json_output: JsonFlag = False,
@@ -183,6 +186,7 @@ def demo(
         config_path=config,
         overrides=tuple(serve_overrides(None, None, batching, overrides or [])),
         is_mixed=is_mixed,
+        has_faults=has_faults,
         seed=seed,
         json_output=json_output,
     )

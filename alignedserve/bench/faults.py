@@ -1,0 +1,73 @@
+"""Faults for a cluster under load: its processes are killed and stopped, one after the other."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+VICTIMS = ("DecodeWorker", "PrefillWorker", "KvPool")
+STOPPED_S = 8.0  # longer than links.peer_timeout_s: when it wakes, everybody has given it up
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What was done to whom."""
+
+    at_s: float  # since the load began
+    victim: str  # kind of process
+    is_killed: bool  # SIGKILL; else SIGSTOP, and SIGCONT after STOPPED_S
+
+
+def plan_faults(duration_s: float, seed: int) -> list[Fault]:
+    """Every kind of process is killed once and stopped once, evenly spread, in an order given by the seed."""
+    pairs = [(victim, is_killed) for victim in VICTIMS for is_killed in (True, False)]
+    random.Random(f"{seed}/faults").shuffle(pairs)  # noqa: S311 - an order, not a secret
+    gap_s = duration_s / (len(pairs) + 1)
+    return [Fault(gap_s * (number + 1), *pair) for number, pair in enumerate(pairs)]
+
+
+class FaultInjector:
+    """Does to this process's descendants what was planned. `on_fault` hears of each as it happens."""
+
+    def __init__(self, faults: list[Fault], on_fault: Callable[[Fault], None]) -> None:
+        self._faults = faults
+        self._on_fault = on_fault
+        self.done: list[Fault] = []
+
+    async def run(self) -> None:
+        """From the beginning of the load until the last fault is over. Cancelled, it wakes whom it stopped."""
+        began_s = time.monotonic()
+        for fault in self._faults:
+            await asyncio.sleep(max(began_s + fault.at_s - time.monotonic(), 0.0))
+            victims = processes_of(fault.victim)
+            if not victims:
+                continue  # it has not come back yet from what happened before
+            self._on_fault(fault)
+            self.done.append(fault)
+            await _inflict(fault, victims[0])
+
+
+def processes_of(kind: str) -> list[psutil.Process]:
+    """This process's descendants that are Ray actors of this kind, in order of their start."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any(part.startswith(f"ray::{kind}") for part in (process.name(), *process.cmdline()[:1])):
+                found.append((process.create_time(), process))
+    return [process for _, process in sorted(found, key=lambda entry: entry[0])]
+
+
+async def _inflict(fault: Fault, victim: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if fault.is_killed:
+            victim.kill()
+            return
+        victim.suspend()
+        try:
+            await asyncio.sleep(STOPPED_S)
+        finally:
+            victim.resume()
