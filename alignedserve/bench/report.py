@@ -1,6 +1,6 @@
 """Reports as tables for a person."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -119,6 +119,21 @@ def print_fields(console: Console, fields: Mapping[str, object], *, title: str) 
     """A flat record as a table with one row per field."""
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in fields.items():
-        shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-        table.add_row(name.replace("_", " "), shown)
+        table.add_row(name.replace("_", " "), _shown_value(value))
     console.print(table)
+
+
+def print_records(console: Console, records: Sequence[Mapping[str, object]], *, title: str) -> None:
+    """Flat records of the same fields as a table with one row per record."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in records[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for record in records:
+        table.add_row(*map(_shown_value, record.values()))
+    console.print(table)
+
+
+def _shown_value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,4 +1,4 @@
-"""`alignedserve bench`: load on a running server, and the engine alone."""
+"""`alignedserve bench`: load on a running server, the engine alone, and scheduling alone."""
 
 import asyncio
 from dataclasses import asdict, dataclass, field, replace
@@ -9,7 +9,7 @@ from rich.progress import Progress
 from alignedserve.bench.client import Endpoint, OpenAiClient, Outcome
 from alignedserve.bench.load import LoadGenerator, Run, Sent
 from alignedserve.bench.prompts import CallMaker, load_tokenizer, to_json
-from alignedserve.bench.report import print_fields, print_load_report
+from alignedserve.bench.report import print_fields, print_load_report, print_records
 from alignedserve.bench.summary import summarise
 from alignedserve.bench.traces import mean_rate, read_trace, sped_up, window
 from alignedserve.bench.workload import LengthLimits, Plan, PlannedRequest, TrafficClass, plan_synthetic, plan_trace
@@ -174,4 +174,42 @@ def bench_engine(options: EngineOptions) -> int:
         write_json(to_json(result), "-")
     else:
         print_fields(results(), asdict(result), title="engine")
+    return 0
+
+
+# --- bench schedule ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOptions:
+    """What the command line says."""
+
+    pool_sizes: str
+    lengths: str
+    max_blocks: int
+    max_requests: int
+    min_requests: int
+    seed: int
+    json_output: bool
+
+
+def bench_schedule(options: ScheduleOptions) -> int:
+    """Run the command; returns its exit code."""
+    # Here and not above: it loads numpy, which bench serve does not need.
+    from alignedserve.bench.schedule import ScheduleBenchmarkSpec, parse_pool_sizes, run_schedule_benchmark
+    from kvpool.policies.batch_former import BatchLimits
+
+    spec = ScheduleBenchmarkSpec(
+        pool_sizes=parse_pool_sizes(options.pool_sizes),
+        lengths=options.lengths,
+        limits=BatchLimits(options.max_blocks, options.max_requests, options.min_requests),
+        seed=options.seed,
+    )
+    with notes().status(f"{options.lengths}, {options.pool_sizes} pooled"):
+        result = run_schedule_benchmark(spec)
+    if options.json_output:
+        write_json(to_json(result), "-")
+        return 0
+    print_records(results(), [asdict(row) for row in result.forming], title=f"batch formers, lengths {result.lengths}")
+    print_records(results(), [asdict(row) for row in result.moving], title="quad-tree, a pooled request grows")
     return 0

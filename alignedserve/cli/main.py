@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-bench_app = typer.Typer(help="Measure a running server, or the engine alone.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure a running server, or the engine or the scheduling alone.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 UrlOption = Annotated[
@@ -306,3 +306,23 @@ def bench_engine(
     if shape is not None and model is not None:
         raise ConfigError("give either --shape or --model")
     raise typer.Exit(run(EngineOptions(model or shape or "opt-125m", workload, dtype, seed, json_output)))
+
+
+@bench_app.command("schedule")
+def bench_schedule(
+    pool_sizes: Annotated[
+        str, typer.Option("--pool-sizes", help="Requests in the pool; a comma separates runs.")
+    ] = "1000,10000,100000",
+    lengths: Annotated[str, typer.Option(help="azure (the trace that ships), lognormal, uniform or one.")] = "azure",
+    max_blocks: Annotated[int, typer.Option(min=1, help="Blocks of a batch.")] = 1000,
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests of a batch.")] = 128,
+    min_requests: Annotated[int, typer.Option(min=1, help="Requests that a batch should have.")] = 36,
+    seed: SeedOption = 0,
+    json_output: JsonFlag = False,
+) -> None:
+    """Measure the pool's index and its batch formers: no model, no cluster."""
+    from alignedserve.cli.bench import ScheduleOptions
+    from alignedserve.cli.bench import bench_schedule as run
+
+    options = ScheduleOptions(pool_sizes, lengths, max_blocks, max_requests, min_requests, seed, json_output)
+    raise typer.Exit(run(options))
