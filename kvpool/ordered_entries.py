@@ -101,11 +101,13 @@ class OrderedEntries:
         """In order, every entry that fits into what those before it left."""
         entries: list[Entry] = []
         smallest_left = NO_SIZE
-        for chunk, smallest in zip(self._chunks, self._smallest, strict=True):
+        for place, smallest in enumerate(self._smallest):
+            if self.smallest > max_blocks:  # nothing that follows fits
+                return Fitting(entries, min(smallest_left, *self._smallest[place:]))
             if smallest > max_blocks:
                 smallest_left = min(smallest_left, smallest)
                 continue
-            for entry in chunk:
+            for entry in self._chunks[place]:
                 size = entry[3]
                 if size > max_blocks:
                     smallest_left = min(smallest_left, size)

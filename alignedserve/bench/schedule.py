@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits
 from kvpool.state import PooledRequest
 
 _MAX_POOLED = 1_000_000
+Thing = TypeVar("Thing")
 _BATCH_EVERY_S = 0.02  # a few decode workers, each with a batch every few dozen iterations
 
 
@@ -122,7 +124,7 @@ def _measure_forming(spec: ScheduleBenchmarkSpec, name: str, num_pooled: int) ->
     former = make()
     insert_us = _median_us(lambda pooled: former.insert(pooled, 0.0), requests)
     sample = _sampled(requests, spec)
-    remove_us = _median_us(lambda pooled: former.remove(pooled.request_id), sample)
+    remove_us = _median_us(former.remove, [pooled.request_id for pooled in sample])
     for pooled in sample:
         former.insert(pooled, 0.0)
     batches = _form_batches(spec, former, requests, arrivals)
@@ -154,11 +156,11 @@ def _bytes_held(make: Callable[[], BatchFormer], requests: list[PooledRequest]) 
     return after - before
 
 
-def _median_us(change: Callable[[PooledRequest], object], requests: list[PooledRequest]) -> float:
+def _median_us(change: Callable[[Thing], object], things: list[Thing]) -> float:
     times_ns = []
-    for pooled in requests:
+    for thing in things:
         begin = time.perf_counter_ns()
-        change(pooled)
+        change(thing)
         times_ns.append(time.perf_counter_ns() - begin)
     return statistics.median(times_ns) / 1e3
 
