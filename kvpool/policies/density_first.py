@@ -9,6 +9,7 @@ whole gives the oldest requests that do, and the batch is full. docs/policies/de
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import merge
+from itertools import islice
 
 from alignedserve.core.ids import RequestId
 from kvpool.index import ROOT, QuadTree, order_entry
@@ -75,11 +76,11 @@ class DensityFirstBatchFormer:
         """See BatchFormer. Requests larger than the limit alone are passed over; the first other that no longer fits
         ends the choice.
 
-        A leaf that the range covers in part is looked through until enough of its requests lie in the range.
+        Of a leaf that the range covers only in part, no more than four times `max_requests` are looked at, the oldest.
         """
         chosen: list[PooledRequest] = []
         blocks_left = limits.max_blocks
-        for entry in merge(*self._within(lengths, limits.max_blocks)):
+        for entry in merge(*self._within(lengths, limits)):
             blocks_left -= entry[3]
             if blocks_left < 0 or len(chosen) == limits.max_requests:
                 break
@@ -90,17 +91,18 @@ class DensityFirstBatchFormer:
         entry = next(self._deadlines.up_to(max_blocks), None)
         return self._tree[entry[2]] if entry is not None and entry[0] <= now else None
 
-    def _within(self, lengths: LengthRange, max_blocks: int) -> Iterator[Iterator[Entry]]:
-        """Per leaf the requests of these lengths and no more blocks than these, oldest first."""
+    def _within(self, lengths: LengthRange, limits: BatchLimits) -> Iterator[Iterator[Entry]]:
+        """Per leaf the requests of these lengths and no more blocks than allowed, oldest first."""
         tree = self._tree
         start, stop = max(lengths.start, 1), lengths.stop
         if start >= stop:
             return
         ends = (tree.leaf_of(start), tree.leaf_of(stop - 1))
         for leaf in tree.occupied_between(start, stop):
-            entries = tree.oldest_first(leaf).up_to(max_blocks)
+            entries = tree.oldest_first(leaf).up_to(limits.max_blocks)
             if leaf in ends:  # may hold other lengths as well
-                entries = (entry for entry in entries if start <= tree[entry[2]].context_len < stop)
+                oldest = islice(entries, 4 * limits.max_requests)
+                entries = (entry for entry in oldest if start <= tree[entry[2]].context_len < stop)
             yield entries
 
     def _served(self, chosen: list[PooledRequest], now: float) -> AlignedBatch:

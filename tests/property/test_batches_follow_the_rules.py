@@ -89,8 +89,15 @@ class Model:
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
         chosen: list[PooledRequest] = []
+        num_seen: dict[int, int] = {}
         for one in sorted(self.pool.values(), key=age):
-            if not lengths.start <= one.context_len < lengths.stop or one.num_blocks > limits.max_blocks:
+            if one.num_blocks > limits.max_blocks:
+                continue
+            leaf = leaf_of(one)
+            num_seen[leaf] = num_seen.get(leaf, 0) + 1
+            ends = {(min(length, MAX_LEN) - 1) // BLOCK_SIZE for length in (max(lengths.start, 1), lengths.stop - 1)}
+            is_looked_at = leaf not in ends or num_seen[leaf] <= 4 * limits.max_requests
+            if not lengths.start <= one.context_len < lengths.stop or not is_looked_at:
                 continue
             if not fits([*chosen, one], limits):
                 break
