@@ -21,6 +21,7 @@ PATHS: tuple[list[str], ...] = (
     ["bench"],
     ["bench", "serve"],
     ["bench", "engine"],
+    ["bench", "schedule"],
 )
 HELP_OF_ALL = f"""
 import contextlib, io, sys
@@ -65,6 +66,8 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         ("bench", "serve", "--synthetic", "rate=1,prompt=1,output=1", "--rate", "3"),
         ("bench", "serve", "--synthetic", "rate=1,prompt=1,output=1", "--endpoint", "embeddings"),
         ("bench", "engine", "--shape", "a", "--model", "b"),
+        ("bench", "schedule", "--pool-sizes", "many"),
+        ("bench", "schedule", "--lengths", "gamma"),
         ("bench", "serve", "--synthetic", "rate=1,prompt=1,output=1", "--ignore-eos", "--output-len", "free"),
         ("demo", "--url", "http://127.0.0.1:1", "--set", "gateway.port=9"),
         ("chat", "--url", "localhost:8000", "--once", "hi"),
