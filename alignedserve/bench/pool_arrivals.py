@@ -7,11 +7,13 @@ from pathlib import Path
 
 from alignedserve.bench.traces import read_trace
 from alignedserve.core.blocks import blocks_for
+from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from kvpool.state import PooledRequest
 
 SHIPPED_TRACE = Path(__file__).parent / "traces" / "azure_conv_slice.csv"
 _LONGEST = 65536
+_MAX_DRAWS = 1000
 
 
 def _azure(rng: random.Random) -> Iterator[int]:
@@ -45,10 +47,15 @@ LENGTHS: dict[str, Callable[[random.Random], Iterator[int]]] = {
 
 
 class Arrivals:
-    """Requests without end, each later than the one before."""
+    """Requests without end, each later than the one before, and none larger than `max_blocks`.
 
-    def __init__(self, lengths: str, block_size: int, seed: int) -> None:
+    First come, first served would stop at one that no batch can hold. Raises ConfigError where there are no others.
+    """
+
+    def __init__(self, lengths: str, block_size: int, max_blocks: int, seed: int) -> None:
+        self._name = lengths
         self._block_size = block_size
+        self._max_len = max_blocks * block_size
         self._lengths = LENGTHS[lengths](random.Random(seed))  # noqa: S311  (nothing secret)
         self._numbers = itertools.count()
 
@@ -57,6 +64,9 @@ class Arrivals:
         return [self._make(number) for number in itertools.islice(self._numbers, count)]
 
     def _make(self, number: int) -> PooledRequest:
-        context_len = next(self._lengths)
+        lengths = itertools.islice(self._lengths, _MAX_DRAWS)
+        context_len = next((length for length in lengths if length <= self._max_len), None)
+        if context_len is None:
+            raise ConfigError(f"lengths {self._name!r}: none of {_MAX_DRAWS} is {self._max_len} tokens or less.")
         num_blocks = blocks_for(context_len, self._block_size)
         return PooledRequest(RequestId(f"request-{number:08d}"), context_len, num_blocks, number * 1e-5, None)

@@ -113,8 +113,12 @@ def run_schedule_benchmark(spec: ScheduleBenchmarkSpec) -> ScheduleBenchmarkResu
     )
 
 
+def _arrivals(spec: ScheduleBenchmarkSpec) -> Arrivals:
+    return Arrivals(spec.lengths, spec.block_size, spec.limits.max_blocks, spec.seed)
+
+
 def _measure_forming(spec: ScheduleBenchmarkSpec, name: str, num_pooled: int) -> FormingFigures:
-    arrivals = Arrivals(spec.lengths, spec.block_size, spec.seed)
+    arrivals = _arrivals(spec)
     requests = arrivals.take(num_pooled)
 
     def make() -> BatchFormer:
@@ -189,8 +193,7 @@ def _form_batches(
         begin = time.perf_counter()
         batch = former.form(spec.limits, now)
         form_s = time.perf_counter() - begin
-        if batch is None:
-            raise ConfigError(f"no request of the lengths {spec.lengths!r} fits {spec.limits.max_blocks} blocks.")
+        assert batch is not None, "a pool of requests that fit gives no batch"
         ratio = range_to_best(batch, list(pool.values()), spec.limits, spec.block_size) if number in compared else None
         formed.append(_Formed(form_s, len(batch.request_ids), _range_blocks(batch, spec.block_size), ratio))
         for request_id in batch.request_ids:
@@ -219,7 +222,7 @@ def range_to_best(batch: AlignedBatch, pool: list[PooledRequest], limits: BatchL
 
 def _measure_moving(spec: ScheduleBenchmarkSpec, num_pooled: int) -> MovingFigures:
     tree = QuadTree(block_size=spec.block_size)
-    requests = Arrivals(spec.lengths, spec.block_size, spec.seed).take(num_pooled)
+    requests = _arrivals(spec).take(num_pooled)
     for pooled in requests:
         tree.insert(pooled, 0.0)
 
