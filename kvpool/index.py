@@ -61,6 +61,7 @@ class QuadTree:
     def insert(self, pooled: PooledRequest, now: float) -> None:
         """Add a request; its id must be new."""
         assert pooled.request_id not in self._members, "a request pooled twice"
+        assert pooled.context_len > 0, "a request without context"
         self._members[pooled.request_id] = pooled
         leaf = self.leaf_of(pooled.context_len)
         self._count(self._path(leaf), 1, pooled.num_blocks)

@@ -67,7 +67,7 @@ class OrderedEntries:
         chunk = self._chunks[place]
         position = bisect_left(chunk, entry)
         del chunk[position]
-        if len(chunk) < _MIN_CHUNK:
+        if not chunk or (len(chunk) < _MIN_CHUNK and len(self._chunks) > 1):
             self._shrink(place)
         else:
             self._lasts[place] = chunk[-1]

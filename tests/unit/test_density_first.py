@@ -297,3 +297,16 @@ def test_a_range_that_gave_joining_requests_does_not_starve() -> None:
     former = former_with(*lengths(30), request("60", 60))
     assert names(former.join(LengthRange(29, 33), BatchLimits(100, 100), 1.0)) == "30"
     assert names(former.form(BatchLimits(1, 100), 2.5)) == "60"
+
+
+# --- docs/policies/density_first.md
+
+
+def test_the_example_of_the_page() -> None:
+    former = former_with(*lengths(41, 2, 60, 20, 9, 43, 33, 38, 35, 42))
+    batch = former.form(BatchLimits(5, 100, 4), SOON)
+    assert batch == AlignedBatch(tuple(map(RequestId, ("38", "41", "42", "43"))), LengthRange(38, 44), 4)
+    assert names(former.form(BatchLimits(5, 100, 5), SOON)) == "33 38 41 42 43"
+    assert names(former.form(BatchLimits(2, 100, 4), SOON)) == "41 43"
+    unserved = former_with(*lengths(41, 2, 60, 20, 9, 43, 33, 38, 35, 42))
+    assert names(unserved.form(BatchLimits(5, 100, 4), 2.0)) == "2 9 20 33 35"
