@@ -112,7 +112,7 @@ def test_entries_keep_their_order_and_find_what_fits(
 ) -> None:
     entries, model = OrderedEntries(), list[Entry]()
     for number, (arrival_s, size) in enumerate(sizes):
-        if limit % 2 and number % 40:
+        if limit % 2 and number % 100:
             size = 9  # small ones are rare: whole chunks do not fit, and one behind them does
         entry = (arrival_s, arrival_s, RequestId(f"r{number}"), size)
         entries.add(entry)
