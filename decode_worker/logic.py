@@ -18,10 +18,9 @@ computed in chunks beside the decodes, under the same token budget. Nothing else
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from alignedserve.core.blocks import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.progress import finish_reason
-from alignedserve.core.request import FinishReason, RequestClass, SampledToken
+from alignedserve.core.request import FinishReason, SampledToken
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -43,12 +42,10 @@ from alignedserve.messages.links import (
     AttemptFailed,
     BatchGranted,
     BatchReceived,
-    BlockCopy,
     BlocksPrefetched,
     BlocksWritten,
     CancelReservation,
     FailureKind,
-    JoinedBatch,
     LedgerReport,
     PrefillCompleted,
     PrefillRequest,
@@ -64,9 +61,11 @@ from alignedserve.messages.links import (
 from alignedserve.messages.wire import Message
 from decode_worker.batches import BatchOrder, SwitchLimits, WaitingBatch
 from decode_worker.candidates import Candidates
+from decode_worker.eviction import EvictionCommand, Evictions
 from decode_worker.ledger import Ledger
+from decode_worker.load import load_of
 from decode_worker.running import RunningBatch
-from decode_worker.state import CachePlace, Candidate, Evicting, Loading, RunningRequest
+from decode_worker.state import CachePlace, Candidate, Loading, RunningRequest
 
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | MapArena | UnmapArena
@@ -82,10 +81,6 @@ class DecodeLimits:
     switch: SwitchLimits = field(default_factory=SwitchLimits)
 
 
-_SPAN_STEP = 16  # tokens; the running range is told to the router in such steps
-_EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
-
-
 class DecodeLogic:
     """Candidates, the running batch, and the one iteration that is in flight at a time."""
 
@@ -93,17 +88,15 @@ class DecodeLogic:
         self._registered = registered
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._block_size = registered.block_size
         self._batch = RunningBatch(
             num_blocks=registered.num_blocks, block_size=registered.block_size, max_running=limits.max_running
         )
         self._candidates = Candidates(registered.pool_name)
         self._order = BatchOrder(limits.switch)
-        self._evicting: dict[RequestId, Evicting] = {}
+        self._evictions = Evictions(self._batch, self._candidates, self._order)
         self._is_iterating = False
         self._router: str | None = None
         self._num_verified = 0
-        self._num_evictions = 0
         self._reported: WorkerLoad | None = None
         self.ledger = Ledger()
 
@@ -122,7 +115,7 @@ class DecodeLogic:
             case BlocksLoaded():
                 return self._loaded(event)
             case BlocksOffloaded():
-                return self._evicted(event)
+                return self._told(self._evictions.evicted(event))
             case Received(peer, message):
                 return self._on_message(peer, message, now)
             case PeerLinked(role, peer):
@@ -143,7 +136,7 @@ class DecodeLogic:
         dropped: list[DecodeCommand] = [*self._candidates.clear()]
         for running in list(self._batch):
             dropped += self._abort(running.request.request_id)
-        for candidate in (*self._batch.loading_candidates(), *(entry.candidate for entry in self._evicting.values())):
+        for candidate in (*self._batch.loading_candidates(), *self._evictions.candidates()):
             candidate.is_aborted = True
         return [Send(peer, self._registered), *dropped]
 
@@ -170,7 +163,7 @@ class DecodeLogic:
                 return [MapArena(peer, message)]
             case BlocksPrefetched():
                 missed = self._candidates.prefetched(message)
-                return self._given_up(missed) if missed is not None else []
+                return self._missed(missed, self._candidates.abort(message.request_id)) if missed is not None else []
             case RequestReturned():
                 candidate = self._candidates.returned(message)
                 return self._preempted(candidate) if candidate is not None else []
@@ -213,8 +206,7 @@ class DecodeLogic:
         waiting = self._candidates.get(request_id)
         if waiting is not None and _is_up_to(waiting, attempt):
             commands += self._candidates.abort(request_id)
-        evicting = self._evicting.get(request_id)
-        for candidate in (self._batch.loading_candidate(request_id), evicting.candidate if evicting else None):
+        for candidate in (self._batch.loading_candidate(request_id), self._evictions.get(request_id)):
             if candidate is not None and _is_up_to(candidate, attempt):
                 candidate.is_aborted = True
         running = self._batch.get(request_id)
@@ -258,7 +250,7 @@ class DecodeLogic:
         for candidate in may_enter:
             if candidate.place in (CachePlace.COMING, CachePlace.RETURNING):
                 continue
-            if candidate.request.request_id in self._evicting:
+            if self._evictions.get(candidate.request.request_id) is not None:
                 continue  # an earlier life of it is still on its way out
             block_ids = self._batch.blocks_if_fits(candidate)
             if block_ids is None:
@@ -276,11 +268,7 @@ class DecodeLogic:
         return [LoadBlocks(source, tuple(parts)) for source, parts in loads.items()]
 
     def _enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int) -> None:
-        generated = list(candidate.generated_token_ids)
-        running = RunningRequest(candidate.request, candidate.attempt, generated, list(block_ids), num_cached)
-        running.batch_id, running.granted_s = candidate.batch_id, candidate.granted_s
-        running.is_prefilling = candidate.place is CachePlace.NOWHERE
-        self._batch.enter(running)
+        self._batch.enter(RunningRequest.of_candidate(candidate, block_ids, num_cached))
 
     def _loaded(self, event: BlocksLoaded) -> list[DecodeCommand]:
         commands: list[DecodeCommand] = []
@@ -301,11 +289,11 @@ class DecodeLogic:
     # --- starting an iteration
 
     def _start_iteration(self, now: float) -> list[DecodeCommand]:
-        commands = self._evict_outgoing()
+        commands: list[DecodeCommand] = [*self._evictions.evict_outgoing()]
         growth = self._batch.grow()
         extensions = growth.extensions
         if growth.num_missing > 0:
-            commands += self._make_way(growth.num_missing, num_stalled=growth.num_stalled)
+            commands += self._told(self._evictions.make_way(growth.num_missing, num_stalled=growth.num_stalled))
             if growth.num_stalled:
                 extensions += self._batch.grow().extensions
         slices = self._batch.slices(self._limits.max_tokens)
@@ -317,81 +305,6 @@ class DecodeLogic:
         iteration = RunIteration(removals, additions, extensions, slices)
         self.ledger.iteration_started(now, iteration, self._batch.all(), is_switching=self._order.is_switching)
         return [iteration, *commands]
-
-    def _evict_outgoing(self) -> list[DecodeCommand]:
-        """A batch that is being replaced leaves at once, but for those whose next token must not be late."""
-        if not self._order.is_switching:
-            return []
-        outgoing = [running for running in self._batch if self._order.is_outgoing(running)]
-        self._order.is_switching = bool(outgoing)
-        commands: list[DecodeCommand] = []
-        evictable = [running for running in outgoing if not running.is_aborted and not _has_tight_slo(running)]
-        for running in sorted(evictable, key=_eviction_key)[:_EVICTIONS_PER_ITERATION]:
-            commands += self._evict(running)
-        return commands
-
-    def _make_way(self, num_missing: int, *, num_stalled: int) -> list[DecodeCommand]:
-        """Evict until enough blocks are on their way. Where an eviction finds no room, preempt for those who stall."""
-        commands: list[DecodeCommand] = []
-        num_freed = 0
-        while num_freed < num_missing and (victim := self._victim()) is not None:
-            evicted = self._evict(victim)
-            if not evicted and num_freed >= num_stalled:
-                break
-            num_freed += len(victim.block_ids)
-            commands += evicted or self._preempt(victim)
-        return commands
-
-    def _victim(self) -> RunningRequest | None:
-        """The longest of the outgoing batch while two mix, else the longest; never the only one."""
-        able = [running for running in self._batch if not running.is_aborted]
-        outgoing = [running for running in able if self._order.is_outgoing(running)]
-        if self._batch.num_holding < 2:
-            return None
-        return min(outgoing or able, key=_eviction_key, default=None)
-
-    def _evict(self, running: RunningRequest) -> list[DecodeCommand]:
-        """Into a prefill worker's memory; nothing when there is no room (or no cache yet)."""
-        num_blocks = blocks_for(running.num_computed, self._block_size)
-        slot = self._candidates.make_room(num_blocks) if num_blocks and not running.is_prefilling else None
-        if slot is None:
-            return []
-        request_id = running.request.request_id
-        block_ids = self._batch.take_out(running)
-        candidate = Candidate(
-            running.request,
-            running.attempt,
-            tuple(running.generated_token_ids),
-            running.batch_id,
-            running.granted_s,
-            CachePlace.BUFFER,
-            slot=slot,
-        )
-        self._evicting[request_id] = Evicting(candidate, block_ids)
-        self._num_evictions += 1
-        offload = OffloadBlocks(
-            request_id, running.attempt, block_ids[:num_blocks], slot.peer, slot.block_ids, slot.generation
-        )
-        return [offload]
-
-    def _evicted(self, event: BlocksOffloaded) -> list[DecodeCommand]:
-        entry = self._evicting.pop(event.command.request_id)
-        candidate = entry.candidate
-        assert candidate.slot is not None, "evicted to nowhere"
-        self._batch.copied_out(entry.block_ids)
-        is_there = event.runs is not None and self._candidates.space.holds(candidate.slot)
-        if candidate.is_aborted or event.runs is None or not is_there:
-            self._candidates.space.free(candidate.slot)
-            return [] if candidate.is_aborted else self._preempted(candidate)
-        # The token sampled last is not in the cache yet.
-        candidate.buffer_copy = BlockCopy(event.command.generation, candidate.context_len - 1, event.runs)
-        self._candidates.add(candidate)
-        return []
-
-    def _preempt(self, running: RunningRequest) -> list[DecodeCommand]:
-        self._batch.drop(running)
-        generated = tuple(running.generated_token_ids)
-        return self._to_router(RequestPreempted(running.request.request_id, running.attempt, generated))
 
     # --- ending an iteration
 
@@ -444,24 +357,24 @@ class DecodeLogic:
 
     # --- misses
 
-    def _missed(self, candidate: Candidate) -> list[DecodeCommand]:
+    def _missed(self, candidate: Candidate, let_go: Iterable[Send] = ()) -> list[DecodeCommand]:
         """What was granted did not verify, or is gone with the pool: it is computed again."""
-        request_id, generated = candidate.request.request_id, candidate.generated_token_ids
-        missed = RequestPreempted(request_id, candidate.attempt, generated, handoff_refused=True)
-        return self._to_router(missed)
+        return [*let_go, *self._preempted(candidate, is_refused=True)]
 
-    def _given_up(self, candidate: Candidate) -> list[DecodeCommand]:
-        return [*self._candidates.abort(candidate.request.request_id), *self._missed(candidate)]
-
-    def _preempted(self, candidate: Candidate) -> list[DecodeCommand]:
+    def _preempted(self, candidate: Candidate, *, is_refused: bool = False) -> list[DecodeCommand]:
         """Its only cache was in memory that is gone, or that there was no room beyond."""
         request_id, generated = candidate.request.request_id, candidate.generated_token_ids
-        return self._to_router(RequestPreempted(request_id, candidate.attempt, generated))
+        return self._to_router(RequestPreempted(request_id, candidate.attempt, generated, handoff_refused=is_refused))
 
     # --- reports
 
     def _to_router(self, message: Message) -> list[DecodeCommand]:
         return [Send(self._router, message)] if self._router is not None else []
+
+    def _told(self, outcomes: list[EvictionCommand]) -> list[DecodeCommand]:
+        """Copies as they are; who was preempted goes to the router."""
+        parts = [[one] if isinstance(one, OffloadBlocks) else self._to_router(one) for one in outcomes]
+        return [command for part in parts for command in part]
 
     def _report_totals(self, now: float) -> list[DecodeCommand]:
         """What the ledger gained, about once a second; kept until there is a router."""
@@ -469,47 +382,18 @@ class DecodeLogic:
         return self._to_router(LedgerReport(totals)) if totals is not None else []
 
     def _report(self) -> list[DecodeCommand]:
-        num_joining = num_following = num_blocks = 0
-        for candidate in self._candidates:
-            if candidate.place is CachePlace.RETURNING:
-                continue
-            is_joining = self._order.joins_running(candidate)
-            num_joining += is_joining
-            num_following += not is_joining
-            num_blocks += blocks_for(candidate.context_len, self._block_size)
-        load = WorkerLoad(
-            num_running=self._batch.num_holding,
-            num_candidate_requests=num_joining,
-            num_batch_candidates=num_following,
-            num_candidate_blocks=num_blocks,
-            num_free_blocks=self._batch.num_free,
-            num_handoffs_verified=self._num_verified,
-            num_evictions=self._num_evictions,
-            running=self._running_range(),
+        load = load_of(
+            self._batch,
+            self._candidates,
+            self._order,
+            num_verified=self._num_verified,
+            num_evictions=self._evictions.num_evictions,
         )
         if load == self._reported or self._router is None:
             return []
         self._reported = load
         return self._to_router(load)
 
-    def _running_range(self) -> JoinedBatch | None:
-        """The lengths that others may join, in steps of tokens so that it is not news at every iteration."""
-        span = self._batch.span(self._order.running_id) if self._order.is_aligned else None
-        if span is None:
-            return None
-        start, stop = span[0] // _SPAN_STEP * _SPAN_STEP, -(-(span[1] + 1) // _SPAN_STEP) * _SPAN_STEP
-        return JoinedBatch(self._order.running_id, start, stop)
-
 
 def _is_up_to(one: Candidate | RunningRequest, attempt: int | None) -> bool:
     return attempt is None or one.attempt <= attempt
-
-
-def _has_tight_slo(running: RunningRequest) -> bool:
-    """Whether a person waits for its next token: alignment is an objective, the SLO is a constraint."""
-    return running.request.request_class is RequestClass.REAL_TIME and running.request.slo.tpot_s is not None
-
-
-def _eviction_key(running: RunningRequest) -> tuple[int, RequestId]:
-    """The longest goes first: it frees most."""
-    return -running.context_len, running.request.request_id

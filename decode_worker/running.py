@@ -69,6 +69,10 @@ class RunningBatch:
         """Whether nothing runs, comes or goes."""
         return not (self._running or self._loading or self._num_leaving_blocks)
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return blocks_for(num_tokens, self._block_size)
+
     # --- coming in
 
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:

@@ -24,6 +24,15 @@ class RunningRequest:
     is_aborted: bool = False
     is_stalled: bool = False  # waits for a block that an eviction is about to free
 
+    @classmethod
+    def of_candidate(cls, candidate: "Candidate", block_ids: tuple[BlockId, ...], num_cached: int) -> "RunningRequest":
+        """As it enters, with the cache of so many tokens in these blocks."""
+        generated = list(candidate.generated_token_ids)
+        running = cls(candidate.request, candidate.attempt, generated, list(block_ids), num_cached)
+        running.batch_id, running.granted_s = candidate.batch_id, candidate.granted_s
+        running.is_prefilling = candidate.place is CachePlace.NOWHERE
+        return running
+
     @property
     def context_len(self) -> int:
         """Prompt and generated tokens; the next iteration reads or computes all of them."""

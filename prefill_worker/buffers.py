@@ -157,8 +157,18 @@ class CandidateBuffers:
                 commands += self._give_up(request_id)
         return commands
 
-    def reserved(self, message: BlocksReserved) -> list[BufferCommand]:
-        """Room for a request on its way back; nothing when it is of no such request."""
+    def answered(self, message: BlocksReserved | BlocksTaken | ReservationRefused) -> list[BufferCommand]:
+        """The pool's word; nothing when it is of no request on its way back."""
+        match message:
+            case BlocksReserved():
+                return self._reserved(message)
+            case BlocksTaken():
+                return self._taken(message)
+            case ReservationRefused():
+                return self._refused(message)
+
+    def _reserved(self, message: BlocksReserved) -> list[BufferCommand]:
+        """Room for it."""
         entry = self._returning_at(message.request_id, message.attempt)
         if entry is None or entry.has_room:
             return []
@@ -176,16 +186,16 @@ class CandidateBuffers:
         self._waiting.appendleft((entry.peer, relay))  # before prefetches: it makes room
         return self._next()
 
-    def taken(self, message: BlocksTaken) -> list[BufferCommand]:
-        """The pool's answer to what came back; nothing when it is of no such request."""
+    def _taken(self, message: BlocksTaken) -> list[BufferCommand]:
+        """The pool's answer to what came back."""
         entry = self._returning_at(message.request_id, message.attempt)
         if entry is None or not entry.is_written:
             return []
         outcome = ReturnOutcome.TAKEN if message.is_accepted else ReturnOutcome.STAYED
         return self._answer(message.request_id, outcome)
 
-    def refused(self, message: ReservationRefused) -> list[BufferCommand]:
-        """The pool has no room for it, ever; nothing when it is of no request on its way back."""
+    def _refused(self, message: ReservationRefused) -> list[BufferCommand]:
+        """The pool has no room for it now."""
         entry = self._returning_at(message.request_id, message.attempt)
         if entry is None or entry.has_room:
             return []

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from alignedserve.core.blocks import BlockAllocator, blocks_for
 from alignedserve.core.ids import LeaseId, RequestId
-from alignedserve.core.progress import finish_reason, plan_chunks
-from alignedserve.core.request import FinishReason, SampledToken
+from alignedserve.core.progress import plan_chunks
+from alignedserve.core.request import FinishReason
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -41,10 +41,8 @@ from alignedserve.messages.links import (
     AbortRequest,
     ArenaOffered,
     AttemptFailed,
-    BlockCopy,
     BlocksReserved,
     BlocksTaken,
-    BlocksWritten,
     CancelPrefetch,
     CancelReservation,
     CopyGranted,
@@ -60,7 +58,6 @@ from alignedserve.messages.links import (
     RequestFinished,
     RequestPreempted,
     ReservationRefused,
-    ReserveBlocks,
     ReturnRequest,
     TokenDelta,
     WorkerLoad,
@@ -68,6 +65,7 @@ from alignedserve.messages.links import (
 )
 from alignedserve.messages.wire import Message
 from prefill_worker.buffers import BufferOpened, CandidateBuffers, CloseBuffer, OpenBuffer
+from prefill_worker.leaving import JobEnd, Leaving, LeavingStep
 from prefill_worker.state import JobStage, PrefillJob
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
@@ -97,6 +95,7 @@ class PrefillLogic:
         self._additions: dict[RequestId, Addition] = {}  # loaded, to enter with the next iteration
         self._removals: list[RequestId] = []
         self._is_running = False
+        self._leaving = Leaving(self._buffers)
         self._router: str | None = None
         self._pool: str | None = None
         self._reported: WorkerLoad | None = None
@@ -115,7 +114,8 @@ class PrefillLogic:
             case BlocksLoaded():
                 return self._loaded(event)
             case BlocksOffloaded():
-                return self._offloaded(event)
+                job = self._jobs[event.command.request_id]
+                return self._departed(job, self._leaving.offloaded(job, event))
             case BlocksRelayed():
                 return [*self._buffers.relayed(event)]
             case BufferOpened():
@@ -146,26 +146,15 @@ class PrefillLogic:
     def _on_lost(self, role: Role, peer: str) -> list[PrefillCommand]:
         commands: list[PrefillCommand] = []
         if peer == self._pool:
-            self._pool = None
+            self._pool = self._leaving.pool = None
             commands += self._buffers.pool_lost()
             for job in [job for job in self._jobs.values() if job.stage is JobStage.ASKING]:
                 job.stage = JobStage.WAITING
         elif role is Role.DECODE_WORKER:
             commands += self._buffers.lost(peer)
         for job in [job for job in self._jobs.values() if job.target == peer]:
-            commands += self._target_lost(job)
+            commands += self._departed(job, self._leaving.target_lost(job))
         return commands
-
-    def _target_lost(self, job: PrefillJob) -> list[PrefillCommand]:
-        """What was offered may or may not have been taken and passed on; only the router can know."""
-        job.target = None
-        if job.is_taken:  # only the copy is lost, and nobody waits for it
-            job.is_aborted = True
-            return [] if job.is_copying else self._end(job)
-        if job.is_written:
-            preempted = RequestPreempted(job.request.request_id, job.attempt, job.generated_token_ids)
-            return self._to_router(preempted) + self._forget(job)
-        return [] if job.is_copying else self._leave(job)
 
     def _on_message(self, peer: str, message: Message) -> list[PrefillCommand]:
         match message:
@@ -175,12 +164,8 @@ class PrefillLogic:
                 return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
                 return self._map_arena(peer, message)
-            case BlocksReserved():
-                return self._reserved(peer, message)
-            case BlocksTaken():
-                return self._taken(peer, message)
-            case ReservationRefused():
-                return self._refused(peer, message)
+            case BlocksReserved() | BlocksTaken() | ReservationRefused():
+                return self._answered(peer, message)
             case CopyGranted():
                 return self._copy_granted(message)
             case CopyMissing():
@@ -200,7 +185,7 @@ class PrefillLogic:
         commands = self._abort(request.request_id, message.attempt - 1)
         generated = message.generated_token_ids
         num_tokens = request.prompt_len + len(generated)
-        if blocks_for(num_tokens, self._registered.block_size) > self._registered.num_blocks:
+        if self._num_blocks(num_tokens) > self._registered.num_blocks:
             # It would wait for ever, and everybody behind it.
             reason = "its context needs more cache blocks than a prefill worker has"
             failed = AttemptFailed(request.request_id, message.attempt, FailureKind.UNSERVABLE, reason)
@@ -231,11 +216,11 @@ class PrefillLogic:
 
     def _map_arena(self, peer: str, offered: ArenaOffered) -> list[PrefillCommand]:
         commands: list[PrefillCommand] = [MapArena(peer, offered)]
-        self._pool = peer
+        self._pool = self._leaving.pool = peer
         self._buffers.pool_linked()
         for job in [job for job in self._jobs.values() if job.stage is JobStage.LEAVING]:
             if job.target is None and not job.is_copying:
-                commands += self._leave(job)
+                commands += self._departed(job, self._leaving.begin(job))
         return commands
 
     # --- beginning from a copy
@@ -246,9 +231,9 @@ class PrefillLogic:
         if job is None or job.attempt != message.attempt or job.stage is not JobStage.ASKING:
             return self._release(handoff.lease_id)
         job.stage = JobStage.WAITING
-        block_size = self._registered.block_size
-        does_fit = blocks_for(handoff.copy.context_len, block_size) <= blocks_for(job.num_tokens, block_size)
-        if not does_fit or not _num_usable(handoff, job):
+        # A copy of more blocks than the job needs would not fit into them.
+        does_fit = self._num_blocks(handoff.copy.context_len) <= self._num_blocks(job.num_tokens)
+        if not does_fit or not job.num_usable(handoff):
             return self._release(handoff.lease_id)
         job.handoff = handoff
         return []
@@ -276,7 +261,7 @@ class PrefillLogic:
             if job.is_aborted:
                 commands += self._end(job)
             else:
-                self._enter(job, 0 if load.request_id in event.refused else _num_usable(handoff, job))
+                self._enter(job, 0 if load.request_id in event.refused else job.num_usable(handoff))
         return commands
 
     def _release(self, lease_id: LeaseId) -> list[PrefillCommand]:
@@ -303,8 +288,8 @@ class PrefillLogic:
         loads: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in [job for job in self._jobs.values() if job.stage is JobStage.WAITING]:
-            num_blocks = blocks_for(job.num_tokens, self._registered.block_size)
-            block_ids = self._allocator.allocate(num_blocks) if num_holding < self._limits.max_running else None
+            is_full = num_holding >= self._limits.max_running
+            block_ids = None if is_full else self._allocator.allocate(self._num_blocks(job.num_tokens))
             if block_ids is None:
                 break
             num_holding += 1
@@ -314,6 +299,9 @@ class PrefillLogic:
             else:
                 self._enter(job, 0)
         return loads
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return blocks_for(num_tokens, self._registered.block_size)
 
     def _enter(self, job: PrefillJob, num_cached: int) -> None:
         job.stage = JobStage.COMPUTING
@@ -332,7 +320,7 @@ class PrefillLogic:
         for token in event.sampled:
             job = self._jobs[token.request_id]
             if not job.is_aborted:
-                delta = self._delta(job, token)
+                delta = job.sampled(token, self._eos_token_ids)
                 deltas.append((job.request.reply_to, delta))
                 commands += self._computed(job, delta.finish_reason)
         for request_id in event.failed:
@@ -341,16 +329,6 @@ class PrefillLogic:
             commands += self._end(job)
         # Scores of a prompt go before its token; reports to router and pool last, nobody waits for them.
         return [*scored, *group_by_gateway(deltas), *commands]
-
-    def _delta(self, job: PrefillJob, token: SampledToken) -> TokenDelta:
-        index = len(job.generated_token_ids)
-        request_id = job.request.request_id
-        if job.request.sampling.max_tokens == 0:  # only the prompt was to be scored
-            return TokenDelta(request_id, index, (), (), FinishReason.LENGTH)
-        job.generated_token_ids = (*job.generated_token_ids, token.token_id)
-        finished = finish_reason(job.request, token.token_id, index + 1, self._eos_token_ids)
-        logprobs = (token.logprob,) if token.logprob is not None else ()
-        return TokenDelta(request_id, index, (token.token_id,), logprobs, finished)
 
     def _computed(self, job: PrefillJob, finished: FinishReason | None) -> list[PrefillCommand]:
         request_id = job.request.request_id
@@ -362,87 +340,35 @@ class PrefillLogic:
         if finished is not None:
             return commands + self._end(job) + self._to_router(RequestFinished(request_id, job.attempt, num_generated))
         job.stage = JobStage.LEAVING
-        return commands + self._leave(job)
+        return commands + self._departed(job, self._leaving.begin(job))
 
     # --- leaving for the pool, or for a decode worker
 
-    def _leave(self, job: PrefillJob) -> list[PrefillCommand]:
-        """Ask for room where the job is to go; without anywhere to go it waits for the pool."""
-        if job.bypass_to is not None and self._buffers.has_buffer(job.bypass_to):
-            job.target = job.bypass_to
-        else:
-            job.target = self._pool
-        job.is_written = False
-        if job.target is None:
-            return self._forget(job) if job.is_taken else []
-        is_copy = job.is_taken
-        reserve = ReserveBlocks(job.request.request_id, job.attempt, len(job.block_ids), is_copy, may_wait=not is_copy)
-        return [Send(job.target, reserve)]
+    def _answered(self, peer: str, message: BlocksReserved | BlocksTaken | ReservationRefused) -> list[PrefillCommand]:
+        """Word of a job that leaves; or of a request on its way back from a buffer; or stale."""
+        job = self._jobs.get(message.request_id)
+        if job is None or not job.is_leaving_for(peer, message.attempt):
+            return [*self._buffers.answered(message)]
+        return self._departed(job, self._leaving.answered(job, message))
 
-    def _leaving(self, peer: str, request_id: RequestId, attempt: int) -> PrefillJob | None:
-        """The job that leaves for this peer and waits for its word; None: it is of another request or stale."""
-        job = self._jobs.get(request_id)
-        if job is None or job.attempt != attempt or job.stage is not JobStage.LEAVING or job.is_copying:
-            return None
-        return job if job.target == peer else None
-
-    def _reserved(self, peer: str, reserved: BlocksReserved) -> list[PrefillCommand]:
-        job = self._leaving(peer, reserved.request_id, reserved.attempt)
-        if job is None:
-            return [*self._buffers.reserved(reserved)]
-        job.is_copying = True
-        offload = OffloadBlocks(
-            reserved.request_id,
-            reserved.attempt,
-            job.block_ids,
-            peer,
-            reserved.block_ids,
-            reserved.generation,
-            reserved.lease_id,
-        )
-        return [offload]
-
-    def _offloaded(self, event: BlocksOffloaded) -> list[PrefillCommand]:
-        command = event.command
-        job = self._jobs[command.request_id]
-        job.is_copying = False
-        if job.is_aborted:
-            return self._end(job)
-        if job.target != command.target or event.runs is None:
-            return self._leave(job)
-        assert command.lease_id is not None, "a copy out without a lease"
-        copy = BlockCopy(command.generation, job.context_len, event.runs)
-        written = BlocksWritten(command.lease_id, copy, job.attempt, job.request, job.generated_token_ids)
-        job.is_written = True
-        return [Send(command.target, written)]
-
-    def _taken(self, peer: str, message: BlocksTaken) -> list[PrefillCommand]:
-        job = self._leaving(peer, message.request_id, message.attempt)
-        if job is None:
-            return [*self._buffers.taken(message)]
-        if peer == job.bypass_to:
-            job.bypass_to = None
-            job.is_taken = message.is_accepted
-            return self._leave(job)
-        return self._forget(job) if message.is_accepted else self._leave(job)
-
-    def _refused(self, peer: str, message: ReservationRefused) -> list[PrefillCommand]:
-        job = self._leaving(peer, message.request_id, message.attempt)
-        if job is None:
-            return [*self._buffers.refused(message)]
-        if peer == job.bypass_to:
-            job.bypass_to = None
-            return self._leave(job)
-        if job.is_taken:
-            return self._forget(job)
-        return self._fail(message.request_id, FailureKind.UNSERVABLE, "the KV pool is too small for it")
+    def _departed(self, job: PrefillJob, step: LeavingStep) -> list[PrefillCommand]:
+        match step.end:
+            case None:
+                return [*step.commands]
+            case JobEnd.GONE:
+                return [*step.commands, *self._forget(job)]
+            case JobEnd.UNKNOWN:
+                preempted = RequestPreempted(job.request.request_id, job.attempt, job.generated_token_ids)
+                return self._to_router(preempted) + self._forget(job)
+            case JobEnd.DROPPED:
+                return [*step.commands, *self._end(job)]
+            case JobEnd.TOO_LARGE:
+                return self._fail(job.request.request_id, FailureKind.UNSERVABLE, "the KV pool is too small for it")
 
     # --- ends
 
     def _fail(self, request_id: RequestId, kind: FailureKind, reason: str) -> list[PrefillCommand]:
-        job = self._jobs.get(request_id)
-        if job is None:
-            return []
+        job = self._jobs[request_id]
         return self._end(job) + self._to_router(AttemptFailed(request_id, job.attempt, kind, reason))
 
     def _end(self, job: PrefillJob) -> list[PrefillCommand]:
@@ -473,17 +399,3 @@ class PrefillLogic:
             return []
         self._reported = load
         return self._to_router(load)
-
-
-def _num_usable(handoff: Handoff, job: PrefillJob) -> int:
-    """How many of this job's first tokens have their cache in the copy; at least one is always left to compute.
-
-    What an earlier attempt generated and the client never saw may differ from what the client has.
-    """
-    num_usable = min(handoff.copy.context_len, job.num_tokens - 1)
-    num_generated = max(num_usable - job.request.prompt_len, 0)
-    is_same = (
-        handoff.request.prompt_token_ids == job.request.prompt_token_ids
-        and handoff.generated_token_ids[:num_generated] == job.generated_token_ids[:num_generated]
-    )
-    return num_usable if is_same else 0

@@ -4,8 +4,9 @@ import enum
 from dataclasses import dataclass
 
 from alignedserve.core.ids import BlockId
-from alignedserve.core.request import Request
-from alignedserve.messages.links import Handoff, PrefillRequest, ReturnRequest
+from alignedserve.core.progress import finish_reason
+from alignedserve.core.request import FinishReason, Request, SampledToken
+from alignedserve.messages.links import Handoff, PrefillRequest, ReturnRequest, TokenDelta
 
 
 class JobStage(enum.Enum):
@@ -46,6 +47,35 @@ class PrefillJob:
     def context_len(self) -> int:
         """Tokens whose cache its blocks hold once it is computed."""
         return self.num_tokens - (self.stage is JobStage.LEAVING)
+
+    def sampled(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
+        """Its context is computed and this is its next token: note it, and say what the gateway is told."""
+        index = len(self.generated_token_ids)
+        request_id = self.request.request_id
+        if self.request.sampling.max_tokens == 0:  # only the prompt was to be scored
+            return TokenDelta(request_id, index, (), (), FinishReason.LENGTH)
+        self.generated_token_ids = (*self.generated_token_ids, token.token_id)
+        finished = finish_reason(self.request, token.token_id, index + 1, eos_token_ids)
+        logprobs = (token.logprob,) if token.logprob is not None else ()
+        return TokenDelta(request_id, index, (token.token_id,), logprobs, finished)
+
+    def is_leaving_for(self, peer: str, attempt: int) -> bool:
+        """Whether it waits for this peer's word about this attempt."""
+        is_waiting = self.stage is JobStage.LEAVING and not self.is_copying
+        return is_waiting and (self.target, self.attempt) == (peer, attempt)
+
+    def num_usable(self, handoff: Handoff) -> int:
+        """How many of its first tokens have their cache in this copy; at least one is always left to compute.
+
+        What an earlier attempt generated and the client never saw may differ from what the client has.
+        """
+        num_usable = min(handoff.copy.context_len, self.num_tokens - 1)
+        num_generated = max(num_usable - self.request.prompt_len, 0)
+        is_same = (
+            handoff.request.prompt_token_ids == self.request.prompt_token_ids
+            and handoff.generated_token_ids[:num_generated] == self.generated_token_ids[:num_generated]
+        )
+        return num_usable if is_same else 0
 
 
 @dataclass(slots=True)
