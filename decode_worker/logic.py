@@ -178,6 +178,7 @@ class DecodeLogic:
                 raise AssertionError(f"a decode worker does not take {type(message).__name__}")
 
     def _granted(self, message: BatchGranted, now: float) -> list[DecodeCommand]:
+        self._reported = None  # the router waits for the load after a grant, even if it is as before
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in message.handoffs)
         commands = self._to_router(BatchReceived(message.batch_id, members))
         batch_id = message.batch_id if message.joins is None else message.joins

@@ -6,46 +6,104 @@ from alignedserve.core.ids import BatchId, LeaseId, RequestId
 from alignedserve.core.request import Request, SampledToken
 from alignedserve.messages.events import PeerLinked, Received, Send, SendTo
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
+from alignedserve.messages.iterations import (
+    Addition,
+    BlocksLoaded,
+    BlocksOffloaded,
+    IterationCompleted,
+    Load,
+    LoadBlocks,
+    OffloadBlocks,
+    RunIteration,
+)
 from alignedserve.messages.links import (
+    ArenaOffered,
     BatchGranted,
     BatchReceived,
+    BlockCopy,
+    BlockRun,
+    BlocksPrefetched,
+    CancelPrefetch,
     Handoff,
     LeasesReleased,
+    LeasesReturned,
+    PrefetchBlocks,
     PrefillRequest,
     TokenDelta,
     TokensEmitted,
     WorkerLoad,
 )
 from alignedserve.messages.wire import Message
+from decode_worker.batches import SwitchLimits
 from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
-from tests.samples import POOL, REPLY_TO, ROUTER, blocks, handoff, request, worker
+from tests.samples import POOL, PREFILL, REPLY_TO, ROUTER, blocks, handoff, request, worker
 
 BATCH = BatchId(1)
 EOS = 2
+BUFFER_RUNS = (BlockRun(0, 1, 55),)
 
 
 class Desk:
     """A decode worker with a router and a pool. Its load reports are left out."""
 
-    def __init__(self, *, num_blocks: int = 20, max_running: int = 4, max_tokens: int = 10) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 20,
+        max_running: int = 4,
+        max_tokens: int = 10,
+        min_requests: int = 36,
+        buffer_blocks: int = 0,
+    ) -> None:
+        self.now = 0.0
         self.registered = worker(num_blocks=num_blocks, max_running=max_running)
-        limits = DecodeLimits(max_running, max_tokens)
+        limits = DecodeLimits(max_running, max_tokens, SwitchLimits(min_requests, starvation_s=2.0))
         self.logic = DecodeLogic(registered=self.registered, limits=limits, eos_token_ids=frozenset({EOS}))
         self.do(PeerLinked(Role.ROUTER, ROUTER))
+        if buffer_blocks:
+            self.lend(buffer_blocks)
 
     def do(self, event: Any) -> list[DecodeCommand]:
-        commands = self.logic.on_event(event, 0.0)
+        commands = self.logic.on_event(event, self.now)
         return [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, WorkerLoad))]
 
     def hear(self, message: Message, peer: str = ROUTER) -> list[DecodeCommand]:
         return self.do(Received(peer, message))
 
-    def grant(self, *handoffs: Handoff) -> list[DecodeCommand]:
-        return self.hear(BatchGranted(BATCH, handoffs), POOL)
+    def lend(self, num_blocks: int, peer: str = PREFILL) -> list[DecodeCommand]:
+        """A prefill worker comes with a buffer of so many blocks."""
+        self.do(PeerLinked(Role.PREFILL_WORKER, peer))
+        return self.hear(ArenaOffered(f"/dev/shm/{peer}.arena", num_blocks, 64, "digest"), peer)
+
+    def grant(
+        self, *handoffs: Handoff, batch: int = BATCH, joins: int | None = None, is_aligned: bool = True
+    ) -> list[DecodeCommand]:
+        joined = BatchId(joins) if joins is not None else None
+        return self.hear(BatchGranted(BatchId(batch), handoffs, joined, is_aligned), POOL)
 
     def begin(self, of: Request, attempt: int = 1, *generated: int) -> list[DecodeCommand]:
         return self.hear(PrefillRequest(of, attempt, generated))
+
+    def loaded(self, command: LoadBlocks, *refused: RequestId) -> list[DecodeCommand]:
+        return self.do(BlocksLoaded(command.source, command.loads, frozenset(refused)))
+
+    def enter(self, *handoffs: Handoff, **batch: Any) -> list[DecodeCommand]:
+        """They are granted, and those that may enter at once are loaded: what follows from that."""
+        return self.all_loaded(self.grant(*handoffs, **batch))
+
+    def all_loaded(self, commands: list[DecodeCommand]) -> list[DecodeCommand]:
+        return [one for command in loads(commands) for one in self.loaded(command)]
+
+    def offloaded(
+        self, command: OffloadBlocks, copied: tuple[BlockRun, ...] | None = BUFFER_RUNS
+    ) -> list[DecodeCommand]:
+        return self.do(BlocksOffloaded(command, copied))
+
+    def prefetched(
+        self, name: str, generation: int, context_len: int = 4, copied: tuple[BlockRun, ...] = BUFFER_RUNS
+    ) -> list[DecodeCommand]:
+        copy = BlockCopy(generation, context_len, copied)
+        return self.hear(BlocksPrefetched(RequestId(name), generation, copy), PREFILL)
 
     def sampled(self, **tokens: int) -> list[DecodeCommand]:
         """The iteration is over with these tokens."""
@@ -55,13 +113,21 @@ class Desk:
         return self.do(IterationCompleted(tokens, **more))
 
     def load(self) -> WorkerLoad:
-        """As the next router is told."""
-        commands = self.logic.on_event(PeerLinked(Role.ROUTER, ROUTER), 0.0)
+        """As the next router is told: it empties the worker."""
+        commands = self.logic.on_event(PeerLinked(Role.ROUTER, ROUTER), self.now)
         return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, WorkerLoad)][-1]
 
 
 def added(of: Handoff, *numbers: int) -> Addition:
-    return Addition(of.request, of.generated_token_ids, blocks(*numbers), of)
+    return Addition(of.request, of.generated_token_ids, blocks(*numbers), of.copy.context_len)
+
+
+def load(of: Handoff, *numbers: int) -> Load:
+    return Load(of.request.request_id, of.copy, blocks(*numbers))
+
+
+def from_pool(*parts: Load) -> LoadBlocks:
+    return LoadBlocks(POOL, parts)
 
 
 def run(*additions: Addition, removals: tuple[str, ...] = (), grown: Any = (), slices: dict[str, int]) -> RunIteration:
@@ -74,16 +140,37 @@ def runs(commands: list[DecodeCommand]) -> list[RunIteration]:
     return [one for one in commands if isinstance(one, RunIteration)]
 
 
+def loads(commands: list[DecodeCommand]) -> list[LoadBlocks]:
+    return [one for one in commands if isinstance(one, LoadBlocks)]
+
+
+def offloads(commands: list[DecodeCommand]) -> list[OffloadBlocks]:
+    return [one for one in commands if isinstance(one, OffloadBlocks)]
+
+
 def emitted(*deltas: TokenDelta) -> SendTo:
     return SendTo(REPLY_TO, TokensEmitted(deltas))
 
 
-def received(*members: tuple[RequestId, int]) -> Send:
-    return Send(ROUTER, BatchReceived(BATCH, members))
+def received(*members: tuple[RequestId, int], batch: int = BATCH) -> Send:
+    return Send(ROUTER, BatchReceived(BatchId(batch), members))
 
 
-def released(*leases: int) -> Send:
-    return Send(POOL, LeasesReleased(tuple(map(LeaseId, leases))))
+def released(lease: int) -> Send:
+    return Send(POOL, LeasesReleased((LeaseId(lease),)))
+
+
+def returned(lease: int) -> Send:
+    return Send(POOL, LeasesReturned((LeaseId(lease),)))
+
+
+def prefetch(of: Handoff, generation: int, *numbers: int) -> Send:
+    message = PrefetchBlocks(of.request.request_id, of.attempt, of.copy, blocks(*numbers), generation)
+    return Send(PREFILL, message)
+
+
+def cancel(name: str, generation: int) -> Send:
+    return Send(PREFILL, CancelPrefetch(RequestId(name), generation))
 
 
 def to_router(message: Message) -> Send:
@@ -92,10 +179,11 @@ def to_router(message: Message) -> Send:
 
 H1 = handoff(request(), 11)  # four tokens cached, one to compute: two blocks
 H2 = handoff(request("r2", prompt_len=7), 12)  # the same with seven tokens
+H3 = handoff(request("r3"), 13)
 
 
-def running() -> Desk:
-    """r1 is in its first iteration here, which fetches its cache."""
-    made = Desk()
-    made.grant(H1)
+def running(**sizes: int) -> Desk:
+    """r1 is in its first iteration here, in blocks 0 and 1."""
+    made = Desk(**sizes)
+    made.enter(H1)
     return made

@@ -2,39 +2,45 @@
 
 import pytest
 
-from alignedserve.core.ids import RequestId
+from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import FinishReason, SampledToken, TokenLogprob
-from alignedserve.messages.events import PeerLinked, Received, SendTo, Ticked
+from alignedserve.messages.events import PeerLinked, Received, Send, SendTo, Ticked
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import MapArena
+from alignedserve.messages.iterations import BlocksLoaded, MapArena
 from alignedserve.messages.links import (
     ArenaOffered,
     AttemptFailed,
     BatchGranted,
     FailureKind,
+    JoinedBatch,
     RequestFinished,
     RequestPreempted,
     TokenDelta,
     TokensEmitted,
     WorkerLoad,
 )
-from decode_worker.logic import DecodeLimits, DecodeLogic
+from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
 from tests.desks.decode import (
     BATCH,
     EOS,
     H1,
     H2,
+    H3,
     Desk,
     added,
     emitted,
+    from_pool,
+    load,
+    loads,
     received,
     released,
+    returned,
     run,
     running,
     runs,
     to_router,
 )
-from tests.samples import POOL, R1, R2, ROUTER, handoff, request, worker
+from tests.samples import POOL, PREFILL, R1, R2, ROUTER, handoff, request, worker
 
 # --- introductions
 
@@ -43,95 +49,112 @@ def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
     logic = DecodeLogic(registered=worker(), limits=DecodeLimits(4, 10), eos_token_ids=frozenset())
     assert logic.on_event(PeerLinked(Role.ROUTER, ROUTER), 0.0) == [
         to_router(worker()),
-        to_router(WorkerLoad(0, 0, 0, 0, 20, 0)),
+        to_router(WorkerLoad(num_free_blocks=20)),
     ]
     assert logic.on_event(Ticked(), 0.0) == []
 
 
 def test_the_pools_arena_is_mapped() -> None:
     offered = ArenaOffered("/dev/shm/x.arena", 8, 64, "digest")
-    assert Desk().hear(offered, POOL) == [MapArena(offered)]
+    assert Desk().hear(offered, POOL) == [MapArena(POOL, offered)]
+
+
+def test_a_prefill_workers_buffer_is_mapped() -> None:
+    made, offered = Desk(), ArenaOffered("/dev/shm/b.arena", 8, 64, "digest")
+    assert made.hear(offered, PREFILL) == [MapArena(PREFILL, offered)]
 
 
 # --- admission
 
 
-def test_a_granted_batch_is_acknowledged_and_admitted() -> None:
+def test_a_granted_batch_is_acknowledged_and_copied_in_one_transfer() -> None:
+    expected = from_pool(load(H1, 0, 1), load(H2, 2, 3))
+    assert Desk().grant(H1, H2) == [received((R1, 1), (R2, 1)), expected]
+
+
+def test_what_is_copied_in_enters_and_its_lease_goes_back() -> None:
     expected = run(added(H1, 0, 1), added(H2, 2, 3), slices={"r1": 1, "r2": 1})
-    assert Desk().grant(H1, H2) == [expected, received((R1, 1), (R2, 1))]
+    assert Desk().enter(H1, H2) == [expected, released(11), released(12)]
 
 
-def test_candidates_wait_for_the_end_of_the_iteration() -> None:
+def test_candidates_are_copied_in_beside_the_iteration_and_enter_with_the_next() -> None:
     made = running()
-    assert made.grant(H2) == [received((R2, 1))]
+    assert made.enter(H2) == [released(12)]
     assert runs(made.sampled(r1=7)) == [run(added(H2, 2, 3), slices={"r1": 1, "r2": 1})]
 
 
 def test_no_more_run_than_may() -> None:
     made = Desk(max_running=1)
-    assert runs(made.grant(H1, H2)) == [run(added(H1, 0, 1), slices={"r1": 1})]
-    assert runs(made.sampled(r1=EOS)) == [run(added(H2, 0, 1), removals=("r1",), slices={"r2": 1})]
+    assert runs(made.enter(H1, H2)) == [run(added(H1, 0, 1), slices={"r1": 1})]
+    assert loads(made.sampled(r1=EOS)) == [from_pool(load(H2, 0, 1))]
 
 
-def test_every_running_request_keeps_a_block_in_reserve() -> None:
-    made = Desk(num_blocks=4)
-    made.grant(H1)  # takes two, two are free
-    made.grant(H2)  # needs two, one is r1's in reserve
-    assert runs(made.sampled(r1=7)) == [run(slices={"r1": 1})]
-
-
-def test_with_the_reserve_left_over_it_is_admitted() -> None:
+def test_a_candidate_must_fit_with_what_it_and_all_beside_it_will_grow_by() -> None:
     made = Desk(num_blocks=5)
-    made.grant(H1)
-    made.grant(H2)
-    assert runs(made.sampled(r1=7)) == [run(added(H2, 2, 3), slices={"r1": 1, "r2": 1})]
+    made.enter(H1)  # takes two and may come to three
+    assert loads(made.grant(H2)) == []  # takes two and may come to four
 
 
-def test_the_first_needs_no_reserve() -> None:
-    assert runs(Desk(num_blocks=2).grant(H1)) == [run(added(H1, 0, 1), slices={"r1": 1})]
+def test_a_candidate_that_fits_with_all_growth_is_admitted() -> None:
+    made = Desk(num_blocks=7)
+    made.enter(H1)
+    assert loads(made.grant(H2)) == [from_pool(load(H2, 2, 3))]
+
+
+def test_the_first_needs_no_room_to_grow() -> None:
+    assert loads(Desk(num_blocks=2).grant(H1)) == [from_pool(load(H1, 0, 1))]
 
 
 def test_nobody_overtakes_a_candidate_that_does_not_fit() -> None:
     made = Desk(num_blocks=6)
     large, small = handoff(request("r2", prompt_len=16), 12), handoff(request("r3", prompt_len=1), 13)
-    assert runs(made.grant(H1, large, small)) == [run(added(H1, 0, 1), slices={"r1": 1})]
+    assert loads(made.grant(H1, large, small)) == [from_pool(load(H1, 0, 1))]
 
 
 def test_what_waits_is_counted_for_the_router() -> None:
     made = Desk(num_blocks=4)
     commands = made.logic.on_event(Received(POOL, BatchGranted(BATCH, (H1, H2))), 0.0)
-    load = WorkerLoad(
-        num_waiting=0,
-        num_running=1,
-        num_candidates=1,
-        num_candidate_blocks=2,
-        num_free_blocks=2,
-        num_handoffs_verified=0,
-    )
-    assert commands[-1] == to_router(load)
+    expected = WorkerLoad(num_running=1, num_candidate_requests=1, num_candidate_blocks=2, num_free_blocks=2)
+    assert commands[-1] == to_router(expected)
+
+
+def test_the_lengths_that_run_are_told_in_steps() -> None:
+    made = Desk()
+    commands = made.grant(handoff(request(prompt_len=15), 11), handoff(request("r2", prompt_len=30), 12))
+    (command,) = loads(commands)
+    told = made.logic.on_event(BlocksLoaded(POOL, command.loads, frozenset()), 0.0)[-1]
+    assert isinstance(told, Send)
+    assert isinstance(told.message, WorkerLoad)
+    assert told.message.running == JoinedBatch(BATCH, 16, 32)  # they are of 16 and 31 tokens
+
+
+def test_of_a_batch_of_any_lengths_none_are_told() -> None:
+    made = Desk()
+    (command,) = loads(made.grant(H1, is_aligned=False))
+    told = made.logic.on_event(BlocksLoaded(POOL, command.loads, frozenset()), 0.0)[-1]
+    assert told == to_router(WorkerLoad(num_running=1, num_free_blocks=18, num_handoffs_verified=1))
+
+
+def test_the_load_is_told_after_every_grant_even_if_it_is_as_before() -> None:
+    made = running()
+    made.sampled(r1=EOS)
+    late = Received(POOL, BatchGranted(BatchId(4), (H2,), joins=BATCH))
+    made.grant(H3, batch=2)  # so that BATCH runs no more
+    told = WorkerLoad(num_running=1, num_free_blocks=18, num_handoffs_verified=1)
+    assert made.logic.on_event(late, 0.0) == [received((R2, 1), batch=4), returned(12), to_router(told)]
 
 
 # --- tokens
 
 
-def test_a_token_goes_to_the_gateway_and_the_lease_back() -> None:
-    assert running().sampled(r1=8) == [
-        run(slices={"r1": 1}),
-        emitted(TokenDelta(R1, 1, (8,))),
-        released(11),
-    ]
-
-
-def test_a_lease_is_given_back_once() -> None:
-    made = running()
-    made.sampled(r1=8)
-    assert made.sampled(r1=9) == [run(slices={"r1": 1}), emitted(TokenDelta(R1, 2, (9,)))]
+def test_a_token_goes_to_the_gateway() -> None:
+    assert running().sampled(r1=8) == [run(slices={"r1": 1}), emitted(TokenDelta(R1, 1, (8,)))]
 
 
 def test_tokens_for_one_gateway_travel_together() -> None:
     made = Desk()
     other = handoff(request("r3", reply_to="unix:other"), 13)
-    made.grant(H1, other, H2)
+    made.enter(H1, other, H2)
     assert made.sampled(r1=8, r3=9, r2=10)[1:3] == [
         emitted(TokenDelta(R1, 1, (8,)), TokenDelta(R2, 1, (10,))),
         SendTo("unix:other", TokensEmitted((TokenDelta(RequestId("r3"), 1, (9,)),))),
@@ -149,10 +172,9 @@ def test_logprobs_go_with_their_token() -> None:
 )
 def test_the_last_token_says_so_and_ends_it(token_id: int, max_tokens: int, reason: FinishReason) -> None:
     made = Desk()
-    made.grant(handoff(request(max_tokens=max_tokens), 11))
+    made.enter(handoff(request(max_tokens=max_tokens), 11))
     assert made.sampled(r1=token_id) == [
         emitted(TokenDelta(R1, 1, (token_id,), (), reason)),
-        released(11),
         to_router(RequestFinished(R1, 1, 2)),
     ]
     assert made.load().num_free_blocks == 20
@@ -161,13 +183,12 @@ def test_the_last_token_says_so_and_ends_it(token_id: int, max_tokens: int, reas
 def test_what_ended_is_removed_from_the_engine_by_the_next_iteration() -> None:
     made = running()
     made.sampled(r1=EOS)
-    assert runs(made.grant(H2)) == [run(added(H2, 0, 1), removals=("r1",), slices={"r2": 1})]
+    assert runs(made.enter(H2)) == [run(added(H2, 0, 1), removals=("r1",), slices={"r2": 1})]
 
 
 def test_a_model_without_usable_logits_fails_the_request() -> None:
     made = running()
     assert made.completed(failed=(R1,)) == [
-        released(11),
         to_router(AttemptFailed(R1, 1, FailureKind.INTERNAL, "the model gave no usable logits")),
     ]
 
@@ -175,25 +196,30 @@ def test_a_model_without_usable_logits_fails_the_request() -> None:
 # --- handoffs that do not hold
 
 
-def test_a_refused_handoff_is_recomputed_elsewhere_and_never_a_token() -> None:
+def refused() -> tuple[Desk, list[DecodeCommand]]:
+    """r1 does not verify, r2 does."""
     made = Desk()
-    made.grant(H1, H2)
-    assert made.completed(SampledToken(R2, 8), refused=(R1,)) == [
-        run(grown=[("r2", 0)], slices={"r2": 1}),  # r1 never entered the engine: nothing to remove
-        emitted(TokenDelta(R2, 1, (8,))),
+    (command,) = loads(made.grant(H1, H2))
+    return made, made.loaded(command, R1)
+
+
+def test_a_refused_handoff_is_recomputed_elsewhere_and_never_a_token() -> None:
+    made, commands = refused()
+    assert commands == [
+        run(added(H2, 2, 3), slices={"r2": 1}),
         to_router(RequestPreempted(R1, 1, (7,), handoff_refused=True)),
-        released(11, 12),
+        released(11),
+        released(12),
     ]
     assert made.load().num_handoffs_verified == 1
 
 
 def test_blocks_of_a_refused_handoff_are_free_again() -> None:
-    made = running()
-    made.completed(refused=(R1,))
-    assert runs(made.grant(H2)) == [run(added(H2, 0, 1), slices={"r2": 1})]
+    made, _ = refused()
+    assert loads(made.grant(H3)) == [from_pool(load(H3, 0, 1))]
 
 
-# --- growing and preempting
+# --- growing
 
 
 def test_a_request_that_fills_its_last_block_gets_one_more() -> None:
@@ -203,34 +229,8 @@ def test_a_request_that_fills_its_last_block_gets_one_more() -> None:
     assert runs(made.sampled(r1=11)) == [run(grown=[("r1", 2)], slices={"r1": 1})]
 
 
-def test_the_longest_gives_way_when_there_is_no_block_left() -> None:
-    made = Desk(num_blocks=5)
-    made.grant(handoff(request("r2", prompt_len=5), 12))  # six tokens, two blocks
-    made.grant(handoff(request(prompt_len=7), 11))  # eight tokens, two blocks
-    made.sampled(r2=8)
-    assert runs(made.sampled(r2=9, r1=9)) == [run(grown=[("r1", 4)], slices={"r2": 1, "r1": 1})]
-    # r2 has nine tokens now and needs a block: r1, the longest with ten, gives way.
-    assert made.sampled(r2=10, r1=10)[:2] == [
-        to_router(RequestPreempted(R1, 1, (7, 9, 10))),
-        run(removals=("r1",), grown=[("r2", 2)], slices={"r2": 1}),
-    ]
-
-
-def test_the_longest_may_be_the_one_that_needs_the_block() -> None:
-    made = Desk(num_blocks=6, max_tokens=2)
-    made.begin(request(prompt_len=8))  # computed a token at a time beside another
-    made.grant(handoff(request("r2", prompt_len=11, max_tokens=20), 12))
-    made.completed()
-    for token_id in (20, 21, 22, 23):
-        made.sampled(r2=token_id)
-    assert made.sampled(r2=24)[:2] == [
-        to_router(RequestPreempted(R2, 1, (7, 20, 21, 22, 23, 24))),
-        run(removals=("r2",), slices={"r1": 1}),
-    ]
-
-
-def test_a_preempted_request_may_come_again() -> None:
+def test_a_request_that_was_here_may_come_again() -> None:
     made = running()
     made.sampled(r1=EOS)
     again = handoff(request(), 14, attempt=2, generated=(7, 8))
-    assert runs(made.grant(again)) == [run(added(again, 0, 1), removals=("r1",), slices={"r1": 1})]
+    assert runs(made.enter(again)) == [run(added(again, 0, 1), removals=("r1",), slices={"r1": 1})]
