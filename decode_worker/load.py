@@ -3,6 +3,7 @@
 from alignedserve.messages.links import JoinedBatch, WorkerLoad
 from decode_worker.batches import BatchOrder
 from decode_worker.candidates import Candidates
+from decode_worker.eviction import Evictions
 from decode_worker.running import RunningBatch
 from decode_worker.state import CachePlace
 
@@ -10,7 +11,7 @@ _SPAN_STEP = 16  # tokens; the running range is told to the router in such steps
 
 
 def load_of(
-    batch: RunningBatch, candidates: Candidates, order: BatchOrder, *, num_verified: int, num_evictions: int
+    batch: RunningBatch, candidates: Candidates, order: BatchOrder, evictions: Evictions, num_verified: int
 ) -> WorkerLoad:
     """Counts for placement. What is on its way back to the pool counts no more."""
     num_joining = num_following = num_blocks = 0
@@ -28,7 +29,7 @@ def load_of(
         num_candidate_blocks=num_blocks,
         num_free_blocks=batch.num_free,
         num_handoffs_verified=num_verified,
-        num_evictions=num_evictions,
+        num_evictions=evictions.num_evictions,
         running=_running_range(batch, order),
     )
 

@@ -104,8 +104,11 @@ class DecodeLogic:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
         commands = self._handle(event, now)
         # The next iteration first: it computes while the messages about the last one are sent.
-        started = [] if self._is_iterating else self._start_iteration(now)
-        return [*started, *commands, *self._move_candidates(now), *self._report()]
+        started = self._start_iteration(now)
+        moved = self._move_candidates(now)
+        # Who entered without a copy need not wait for another event.
+        started += self._start_iteration(now)
+        return [*started, *commands, *moved, *self._report()]
 
     def _handle(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
         match event:
@@ -290,6 +293,8 @@ class DecodeLogic:
     # --- starting an iteration
 
     def _start_iteration(self, now: float) -> list[DecodeCommand]:
+        if self._is_iterating:
+            return []
         commands: list[DecodeCommand] = [*self._evictions.evict_outgoing()]
         growth = self._batch.grow()
         extensions = growth.extensions
@@ -383,13 +388,7 @@ class DecodeLogic:
         return self._to_router(LedgerReport(totals)) if totals is not None else []
 
     def _report(self) -> list[DecodeCommand]:
-        load = load_of(
-            self._batch,
-            self._candidates,
-            self._order,
-            num_verified=self._num_verified,
-            num_evictions=self._evictions.num_evictions,
-        )
+        load = load_of(self._batch, self._candidates, self._order, self._evictions, self._num_verified)
         if load == self._reported or self._router is None:
             return []
         self._reported = load

@@ -6,7 +6,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, SampledToken, SamplingParams, TokenLogprob
 from alignedserve.messages.events import PeerLinked, PeerLost, SendTo
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import Addition, PromptScores
+from alignedserve.messages.iterations import Addition, LoadBlocks, PromptScores, UnmapArena
 from alignedserve.messages.links import (
     AbortRequest,
     BlocksTaken,
@@ -17,7 +17,23 @@ from alignedserve.messages.links import (
     TokenDelta,
 )
 from decode_worker.logic import DecodeCommand
-from tests.desks.decode import EOS, H1, H2, Desk, added, emitted, received, released, run, running, runs, to_router
+from tests.desks.decode import (
+    EOS,
+    H1,
+    H2,
+    Desk,
+    added,
+    emitted,
+    from_pool,
+    load,
+    loads,
+    received,
+    released,
+    run,
+    running,
+    runs,
+    to_router,
+)
 from tests.samples import POOL, R1, R2, REPLY_TO, ROUTER, blocks, handoff, request
 
 # --- stale attempts
@@ -27,7 +43,7 @@ from tests.samples import POOL, R1, R2, REPLY_TO, ROUTER, blocks, handoff, reque
 def second() -> Desk:
     """r1 runs under attempt 2; whatever is said of attempt 1 is stale."""
     made = Desk()
-    made.grant(handoff(request(), 11, attempt=2))
+    made.enter(handoff(request(), 11, attempt=2))
     return made
 
 
@@ -39,24 +55,28 @@ def test_an_abort_of_an_earlier_attempt_changes_nothing(second: Desk) -> None:
 def test_an_abort_of_an_earlier_attempt_leaves_a_candidate_alone() -> None:
     made = Desk(max_running=1)
     later = handoff(request(), 11, attempt=2)
-    made.grant(H2, later)
+    made.enter(H2, later)
     assert made.hear(AbortRequest(R1, 1)) == []
-    assert runs(made.sampled(r2=EOS)) == [run(added(later, 0, 1), removals=("r2",), slices={"r1": 1})]
+    assert loads(made.sampled(r2=EOS)) == [from_pool(load(later, 0, 1))]
+
+
+def test_an_abort_of_an_earlier_attempt_leaves_a_copy_alone() -> None:
+    made, later = Desk(), handoff(request(), 11, attempt=2)
+    (command,) = loads(made.grant(later))
+    assert made.hear(AbortRequest(R1, 1)) == []
+    assert runs(made.loaded(command)) == [run(added(later, 0, 1), slices={"r1": 1})]
 
 
 def test_a_later_attempt_ends_the_one_that_runs_and_waits_for_its_end() -> None:
     made = running()
     again = handoff(request(), 14, attempt=2, generated=(7, 8))
     assert made.grant(again) == [received((R1, 2))]
-    assert made.sampled(r1=9) == [
-        run(added(again, 0, 1), removals=("r1",), slices={"r1": 1}),
-        released(11),
-    ]
+    assert made.sampled(r1=9) == [from_pool(load(again, 0, 1))]
 
 
 def test_a_later_attempt_takes_the_place_of_a_candidate_whose_lease_goes_back() -> None:
     made = Desk(max_running=1)
-    made.grant(H2, H1)
+    made.enter(H2, H1)
     again = handoff(request(), 14, attempt=2)
     assert made.grant(again) == [received((R1, 2)), released(11)]
 
@@ -68,31 +88,42 @@ def test_word_of_an_unknown_request_is_ignored() -> None:
 # --- aborts, in every stage
 
 
+def full() -> Desk:
+    """r2 runs alone and r1 waits in the pool."""
+    made = Desk(max_running=1)
+    made.enter(H2, H1)
+    return made
+
+
+def copying_in() -> tuple[Desk, LoadBlocks]:
+    """r1 is on its way in."""
+    made = Desk()
+    (command,) = loads(made.grant(H1))
+    return made, command
+
+
 def test_aborted_as_a_candidate_its_lease_goes_back() -> None:
-    made = running()
-    made.grant(H2)
-    assert made.hear(AbortRequest(R2)) == [released(12)]
+    assert full().hear(AbortRequest(R1)) == [released(11)]
 
 
-def test_aborted_in_the_iteration_that_fetches_it() -> None:
-    made = running()
+def test_aborted_while_it_is_copied_in_its_blocks_are_freed_after_the_copy() -> None:
+    made, command = copying_in()
     assert made.hear(AbortRequest(R1)) == []
-    assert made.sampled(r1=8) == [released(11)]
+    assert made.loaded(command) == [released(11)]
     assert made.load().num_free_blocks == 20
 
 
-def test_aborted_and_refused_in_one_iteration_is_not_recomputed() -> None:
-    made = running()
+def test_aborted_while_it_is_copied_in_and_refused_it_is_not_recomputed() -> None:
+    made, command = copying_in()
     made.hear(AbortRequest(R1))
-    assert made.completed(refused=(R1,)) == [released(11)]
+    assert made.loaded(command, R1) == [released(11)]
 
 
 def test_aborted_while_it_runs_its_token_is_not_sent() -> None:
     made = running()
-    made.sampled(r1=8)
     made.hear(AbortRequest(R1))
     assert made.sampled(r1=9) == []
-    assert runs(made.grant(H2)) == [run(added(H2, 0, 1), removals=("r1",), slices={"r2": 1})]
+    assert runs(made.enter(H2)) == [run(added(H2, 0, 1), removals=("r1",), slices={"r2": 1})]
 
 
 # --- losses, in every stage
@@ -103,37 +134,45 @@ def lose_pool(made: Desk) -> list[DecodeCommand]:
 
 
 def test_the_pool_is_lost_with_the_leases_of_candidates() -> None:
-    made = running()
-    made.grant(H2)
-    assert lose_pool(made) == [to_router(RequestPreempted(R2, 1, (7,), handoff_refused=True))]
+    expected = to_router(RequestPreempted(R1, 1, (7,), handoff_refused=True))
+    assert lose_pool(full()) == [UnmapArena(POOL), expected]
+
+
+def test_the_pool_is_lost_while_a_request_is_copied_in() -> None:
+    made, command = copying_in()
+    assert lose_pool(made) == [UnmapArena(POOL)]  # what comes of the copy says how it went
+    assert runs(made.loaded(command)) == [run(added(H1, 0, 1), slices={"r1": 1})]
 
 
 def test_the_pool_is_lost_while_a_request_runs() -> None:
     made = running()
-    made.sampled(r1=8)
-    assert lose_pool(made) == []
-    assert made.sampled(r1=9)[1] == emitted(TokenDelta(R1, 2, (9,)))
+    assert lose_pool(made) == [UnmapArena(POOL)]
+    assert made.sampled(r1=9)[1] == emitted(TokenDelta(R1, 1, (9,)))
 
 
 def test_a_colocated_worker_needs_no_pool() -> None:
     made = Desk(max_running=1)
     made.begin(request())
     made.begin(request("r2"))
-    assert lose_pool(made) == []
+    assert lose_pool(made) == [UnmapArena(POOL)]
     assert runs(made.sampled(r1=EOS))[0].slices == ((R2, 4),)
 
 
 def test_another_lost_peer_is_not_noticed() -> None:
-    made = running()
-    made.grant(H2)
-    assert made.do(PeerLost(Role.GATEWAY, "gateway-0")) == []
+    assert full().do(PeerLost(Role.GATEWAY, "gateway-0")) == []
 
 
 def test_a_router_that_comes_back_empties_the_worker() -> None:
-    made = running()
-    made.grant(H2)
-    assert made.do(PeerLinked(Role.ROUTER, ROUTER)) == [to_router(made.registered), released(12)]
-    assert made.sampled(r1=8) == [released(11)]
+    made = full()
+    assert made.do(PeerLinked(Role.ROUTER, ROUTER)) == [to_router(made.registered), released(11)]
+    assert made.sampled(r2=8) == []
+    assert made.load().num_free_blocks == 20
+
+
+def test_a_router_that_comes_back_ends_what_is_copied_in() -> None:
+    made, command = copying_in()
+    made.do(PeerLinked(Role.ROUTER, ROUTER))
+    assert made.loaded(command) == [released(11)]
     assert made.load().num_free_blocks == 20
 
 
@@ -167,14 +206,14 @@ def test_prompts_share_what_the_decodes_leave() -> None:
 
 def test_decodes_always_go_in_and_prompts_get_one_token_at_least() -> None:
     made = Desk(max_tokens=2)
-    made.grant(H1, H2)
+    made.enter(H1, H2)
     made.begin(request("r3", prompt_len=5))
     assert runs(made.sampled(r1=8, r2=8))[0].slices == ((R1, 1), (R2, 1), (RequestId("r3"), 1))
 
 
 def test_with_decodes_alone_the_budget_does_not_matter() -> None:
     made = Desk(max_tokens=1)
-    assert runs(made.grant(H1, H2))[0].slices == ((R1, 1), (R2, 1))
+    assert runs(made.enter(H1, H2))[0].slices == ((R1, 1), (R2, 1))
 
 
 def test_the_last_token_of_a_prompt_counts_as_a_decode() -> None:
