@@ -13,10 +13,8 @@ Whoever holds a request may be lost at any moment. Only the gateway knows which 
 asks it (RequestInterrupted) and goes on from its answer (ResumeRequest). The router never sees a token or a block.
 """
 
-from collections.abc import Iterable
-
 from alignedserve.config.sections import BatchingConfig, RouterConfig
-from alignedserve.core.attempts import end_of_life, is_same_life, next_life
+from alignedserve.core.attempts import next_life
 from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
@@ -29,7 +27,6 @@ from alignedserve.messages.links import (
     BatchReceived,
     CopyKept,
     CopyLost,
-    DropRequest,
     FailureKind,
     LedgerReport,
     PoolLoad,
@@ -38,7 +35,6 @@ from alignedserve.messages.links import (
     PrefillRequest,
     RequestFailed,
     RequestFinished,
-    RequestInterrupted,
     RequestPooled,
     RequestPreempted,
     RequestRejected,
@@ -48,7 +44,9 @@ from alignedserve.messages.links import (
     WorkerRegistered,
 )
 from alignedserve.messages.wire import Message
+from router.custody import Custody
 from router.fleet import Fleet
+from router.handovers import Handovers
 from router.policies.bypass import UrgentBypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast
 from router.policies.prefill_order import PrefillOrder
@@ -64,13 +62,13 @@ class RouterLogic:
 
     def __init__(self, *, config: RouterConfig, batching: BatchingConfig, order: PrefillOrder) -> None:
         self._config = config
-        self._queue = PrefillQueue(order)
-        self._requests: dict[RequestId, TrackedRequest] = {}
         self._fleet = Fleet(candidate_requests=config.candidate_requests, batching=batching)
+        self._custody = Custody(fleet=self._fleet, queue=PrefillQueue(order), max_requeues=config.max_requeues)
         self._gateways: dict[str, None] = {}
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._bypass = UrgentBypass()
+        self._handovers = Handovers(custody=self._custody, fleet=self._fleet, bypass=self._bypass)
         self._counters = Counters()
         self._last_attempt = 0
         self._num_ticks = 0
@@ -106,15 +104,15 @@ class RouterLogic:
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
-                return self._pooled(peer, message, now)
+                return self._handovers.pooled(peer, message, now)
             case BatchReceived():
-                return self._batch_received(peer, message, now)
+                return self._handovers.batch_received(peer, message, now)
             case BatchFormed():
-                return self._batch_formed(message, now)
+                return self._handovers.batch_formed(message, now)
             case CopyKept():
-                return self._copy_kept(peer, message)
+                return self._handovers.copy_kept(peer, message)
             case CopyLost():
-                return self._copy_lost(peer, message)
+                return self._handovers.copy_lost(peer, message)
             case RequestFinished():
                 return self._finished(message)
             case RequestPreempted():
@@ -137,32 +135,27 @@ class RouterLogic:
         return []
 
     def _rejection(self, request: Request) -> RequestRejected | RequestFailed | None:
-        if request.request_id in self._requests:
+        if request.request_id in self._custody.requests:
             return RequestRejected(request.request_id, "this request is already being served", 0.0)
         if not self._fleet.can_ever_hold(request.max_context_len):
             reason = "its context needs more cache blocks than any worker or pool of this cluster has"
             return RequestFailed(request.request_id, FailureKind.UNSERVABLE, reason)
         is_full = (
-            len(self._queue) >= self._config.max_queued_requests
-            or self._queue.num_tokens + request.prompt_len > self._config.max_queued_tokens
+            len(self._custody.queue) >= self._config.max_queued_requests
+            or self._custody.queue.num_tokens + request.prompt_len > self._config.max_queued_tokens
         )
         if not is_full:
             return None
-        retry_after_s = self._drain.seconds_for(self._queue.num_tokens)
+        retry_after_s = self._drain.seconds_for(self._custody.queue.num_tokens)
         return RequestRejected(request.request_id, "the queue is full", retry_after_s)
 
     def _track(self, gateway: str, request: Request, generated_token_ids: tuple[int, ...]) -> None:
         tracked = TrackedRequest(request, gateway, self._lengths.predict(request))
         tracked.generated_token_ids = generated_token_ids
-        self._requests[request.request_id] = tracked
-        self._enqueue(tracked)
-
-    def _enqueue(self, tracked: TrackedRequest) -> None:
-        self._queue.push(tracked.request, tracked.num_prefill_tokens)
+        self._custody.accept(tracked)
 
     def _resume(self, gateway: str, message: ResumeRequest) -> list[Send]:
-        request_id = message.request.request_id
-        tracked = self._requests.get(request_id)
+        tracked = self._custody.requests.get(message.request.request_id)
         if tracked is None:  # accepted by a router before this one, or finished with tokens that never arrived
             self._track(gateway, message.request, message.generated_token_ids)
             return []
@@ -170,31 +163,20 @@ class RouterLogic:
         has_gap = len(message.generated_token_ids) < len(tracked.generated_token_ids)
         if tracked.gateway != gateway or (tracked.stage is not Stage.QUEUED and not has_gap):
             return []
-        commands = self._take_back(tracked)
-        self._queue.discard(request_id)
-        tracked.generated_token_ids = message.generated_token_ids
-        self._enqueue(tracked)
-        return commands
+        return self._custody.go_on_from(tracked, message.generated_token_ids)
 
     def _abort(self, request_id: RequestId) -> list[Send]:
-        tracked = self._requests.get(request_id)
+        tracked = self._custody.requests.get(request_id)
         if tracked is None:
             return []
-        return self._let_go(tracked, Stage.ABORTED)
-
-    def _current(self, request_id: RequestId, attempt: int) -> TrackedRequest | None:
-        """The request, if this is said of the life of it that goes on; None: that life is over."""
-        tracked = self._requests.get(request_id)
-        if tracked is None or tracked.stage is Stage.QUEUED or not is_same_life(tracked.attempt, attempt):
-            return None
-        return tracked
+        return self._custody.let_go(tracked, Stage.ABORTED)
 
     def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
         worker = self._fleet.workers.get(peer)
         if worker is None or worker.prefilling.pop(message.request_id, None) is None:
             return []
         self._observe_drain(message.num_tokens, now)
-        tracked = self._current(message.request_id, message.attempt)
+        tracked = self._custody.current(message.request_id, message.attempt)
         if tracked is None or tracked.stage is not Stage.PREFILLING or tracked.holder != peer:
             return []
         if worker.registered.can_decode:
@@ -205,170 +187,48 @@ class RouterLogic:
         if pool is not None and pool.life == tracked.pool_life:
             return []
         # The pool was lost meanwhile, perhaps after it had taken the blocks and before its word could reach us.
-        return [Send(peer, AbortRequest(message.request_id, message.attempt)), *self._interrupt([tracked])]
+        return [Send(peer, AbortRequest(message.request_id, message.attempt)), *self._custody.interrupt([tracked])]
 
     def _observe_drain(self, num_tokens: int, now: float) -> None:
-        if len(self._queue):
+        if len(self._custody.queue):
             self._drain.observe(num_tokens, now)
         else:
             self._drain.idle()
 
-    def _pooled(self, pool: str, message: RequestPooled, now: float) -> list[Send]:
-        tracked = self._current(message.request_id, message.attempt)
-        if tracked is None or pool not in self._fleet:
-            return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
-        if message.attempt <= tracked.attempt:  # it has gone on from there
-            self._fleet.note_copy(tracked, pool)
-            return [Send(pool, DropRequest(message.request_id, message.attempt))]
-        tracked.attempt = message.attempt
-        tracked.pooled_s = now
-        self._fleet.note_pooled(tracked, pool)
-        return []
-
-    def _batch_formed(self, message: BatchFormed, now: float) -> list[Send]:
-        worker = self._fleet.workers.get(message.worker)
-        is_expected = worker is not None and worker.forming == message.batch_id
-        if worker is not None and is_expected and not message.members:
-            self._fleet.note_formed(worker, is_empty=True, now=now)
-        commands = []
-        for request_id, attempt in message.members:
-            tracked = self._current(request_id, attempt)
-            if tracked is None or tracked.attempt >= attempt or tracked.stage is not Stage.POOLED:
-                continue  # it ended, or its worker's word was faster
-            if is_expected:
-                tracked.granted_to = message.worker
-            else:  # granted to a worker that is gone; should its next life get it, it will be told to let go
-                commands += self._interrupt([tracked])
-        return commands
-
-    def _batch_received(self, peer: str, message: BatchReceived, now: float) -> list[Send]:
-        worker = self._fleet.workers.get(peer)
-        if worker is not None and worker.forming == message.batch_id:
-            self._fleet.note_formed(worker, is_empty=False, now=now)
-        commands = []
-        for request_id, attempt in message.members:
-            tracked = self._current(request_id, attempt)
-            if tracked is None or worker is None:
-                commands.append(Send(peer, AbortRequest(request_id, end_of_life(attempt))))  # it ended on the way
-            elif attempt > tracked.attempt:
-                if tracked.stage is Stage.POOLED:
-                    self._bypass.observe_wait(now - tracked.pooled_s)
-                tracked.attempt = attempt
-                self._fleet.note_decoding(tracked, worker)
-        return commands
-
-    def _copy_kept(self, pool: str, message: CopyKept) -> list[Send]:
-        tracked = self._current(message.request_id, message.attempt)
-        if tracked is None or pool not in self._fleet:
-            return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
-        self._fleet.note_copy(tracked, pool)
-        return []
-
-    def _copy_lost(self, pool: str, message: CopyLost) -> list[Send]:
-        if message.request_id not in self._requests:
-            return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
-        tracked = self._current(message.request_id, message.attempt)
-        # Had its worker received it, the loss of that worker is dealt with by itself.
-        if tracked is None or tracked.stage is Stage.DECODING:
-            return []
-        worker = self._fleet.workers.get(tracked.granted_to or "")
-        if worker is not None:
-            worker.forming = None
-        return self._interrupt([tracked])
-
     def _finished(self, message: RequestFinished) -> list[Send]:
-        tracked = self._current(message.request_id, message.attempt)
+        tracked = self._custody.current(message.request_id, message.attempt)
         if tracked is None:
             return []
         self._lengths.observe(tracked.request, message.num_generated)
-        dropped = self._drop_copies(tracked)
-        self._fleet.forget(tracked)
-        tracked.move(Stage.FINISHED)
-        del self._requests[message.request_id]
-        return dropped
-
-    def _drop_copies(self, tracked: TrackedRequest) -> list[Send]:
-        """The pool keeps a copy of what a worker has: not any longer."""
-        pool, tracked.copy_at = self._fleet.copy_of(tracked), None
-        if pool is None:
-            return []
-        return [Send(pool, DropRequest(tracked.request.request_id, end_of_life(tracked.attempt)))]
+        return self._custody.finish(tracked)
 
     def _preempted(self, peer: str, message: RequestPreempted) -> list[Send]:
-        tracked = self._current(message.request_id, message.attempt)
+        tracked = self._custody.current(message.request_id, message.attempt)
         worker = self._fleet.workers.get(peer)
         # It gives up what it offered to somebody who was lost; whoever has taken it by then goes on with it.
         if tracked is None or worker is None or tracked.holder != peer:
             return []
         self._counters.count_preemption(is_refused=message.handoff_refused)
-        commands = self._drop_copies(tracked) if message.handoff_refused else []
-        self._fleet.forget(tracked)
-        tracked.move(Stage.QUEUED)
-        tracked.generated_token_ids = message.generated_token_ids
-        tracked.num_requeues += message.handoff_refused
-        if tracked.num_requeues > self._config.max_requeues:
-            return commands + self._give_up(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
-        self._enqueue(tracked)
-        return commands
+        return self._custody.requeue(tracked, message.generated_token_ids, is_refused=message.handoff_refused)
 
     def _failed(self, message: AttemptFailed) -> list[Send]:
-        tracked = self._current(message.request_id, message.attempt)
+        tracked = self._custody.current(message.request_id, message.attempt)
         if tracked is None:
             return []
-        return self._give_up(tracked, message.kind, message.reason)
+        return self._custody.give_up(tracked, message.kind, message.reason)
 
     # --- losses
 
     def _on_lost(self, peer: str) -> list[Send]:
         self._gateways.pop(peer, None)
-        orphans = [tracked for tracked in self._requests.values() if tracked.gateway == peer]
-        commands = [command for tracked in orphans for command in self._let_go(tracked, Stage.ABORTED)]
+        orphans = [tracked for tracked in self._custody.requests.values() if tracked.gateway == peer]
+        commands = [command for tracked in orphans for command in self._custody.let_go(tracked, Stage.ABORTED)]
         if peer not in self._fleet:
             return commands
-        lost = [tracked for tracked in self._requests.values() if self._fleet.may_have_lost(tracked, peer)]
-        commands += self._interrupt(lost)
+        lost = [tracked for tracked in self._custody.requests.values() if self._fleet.may_have_lost(tracked, peer)]
+        commands += self._custody.interrupt(lost)
         self._fleet.remove(peer)
         return commands
-
-    def _interrupt(self, lost: Iterable[TrackedRequest]) -> list[Send]:
-        """Take requests back from whoever held them; their gateways say how far they got."""
-        commands = []
-        for tracked in lost:
-            self._fleet.forget(tracked)
-            tracked.move(Stage.QUEUED)
-            tracked.num_requeues += 1
-            if tracked.num_requeues > self._config.max_requeues:
-                commands += self._give_up(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
-            else:
-                commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
-        return commands
-
-    def _let_go(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
-        """End a request and tell whoever holds it to free what it holds."""
-        commands = self._take_back(tracked) + self._drop_copies(tracked)
-        self._queue.discard(tracked.request.request_id)
-        tracked.move(stage)
-        del self._requests[tracked.request.request_id]
-        return commands
-
-    def _take_back(self, tracked: TrackedRequest) -> list[Send]:
-        """Into the queue's stage (not yet the queue), and tell whoever holds it to let go of this attempt."""
-        request_id, holder, was = tracked.request.request_id, tracked.holder, tracked.stage
-        if holder is None:
-            return []
-        attempt = end_of_life(tracked.attempt)
-        self._fleet.forget(tracked)
-        tracked.move(Stage.QUEUED)
-        if was is Stage.POOLED:
-            return [Send(holder, DropRequest(request_id, attempt))]
-        # A prefill worker may have handed its blocks over already; the pool is told as well.
-        pools = [worker.registered.pool_name for worker in self._fleet.workers.values() if worker.name == holder]
-        drops = [Send(pool, DropRequest(request_id, attempt)) for pool in pools if was is Stage.PREFILLING]
-        return [Send(holder, AbortRequest(request_id, attempt)), *drops]
-
-    def _give_up(self, tracked: TrackedRequest, kind: FailureKind, reason: str) -> list[Send]:
-        failed = RequestFailed(tracked.request.request_id, kind, reason)
-        return [*self._let_go(tracked, Stage.FAILED), Send(tracked.gateway, failed)]
 
     # --- placement
 
@@ -379,7 +239,7 @@ class RouterLogic:
             request_id = self._next_prefill_for(worker)
             if request_id is None:
                 break
-            tracked = self._requests[request_id]
+            tracked = self._custody.requests[request_id]
             tracked.move(Stage.PREFILLING, worker.name)
             self._last_attempt = tracked.attempt = next_life(self._last_attempt, now)
             pool = self._fleet.pool_of(worker.name)
@@ -403,7 +263,7 @@ class RouterLogic:
     def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
         room = self._config.max_prefill_tokens_per_worker - worker.num_prefill_tokens
         # A prompt longer than the whole allowance goes to a worker that has nothing else.
-        return self._queue.pop_if(lambda num_tokens: num_tokens <= room or not worker.prefilling)
+        return self._custody.queue.pop_if(lambda num_tokens: num_tokens <= room or not worker.prefilling)
 
     # --- status
 
@@ -412,5 +272,5 @@ class RouterLogic:
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []
-        status = status_of(self._requests.values(), self._fleet, self._counters)
+        status = status_of(self._custody.requests.values(), self._fleet, self._counters)
         return [Send(gateway, status) for gateway in self._gateways]

@@ -1,0 +1,99 @@
+"""What pools and decode workers say of requests on their way from one to the other, and of the copies that pools keep.
+
+The word of the pool and that of the decode worker come over different links, in any order. The attempt, one step
+further at every hand-over, says which is the later. Word of a life that is over is answered by telling the sender to
+let go of all of it.
+"""
+
+from alignedserve.core.attempts import end_of_life
+from alignedserve.core.lifecycle import Stage
+from alignedserve.messages.events import Send
+from alignedserve.messages.links import (
+    AbortRequest,
+    BatchFormed,
+    BatchReceived,
+    CopyKept,
+    CopyLost,
+    DropRequest,
+    RequestPooled,
+)
+from router.custody import Custody
+from router.fleet import Fleet
+from router.policies.bypass import UrgentBypass
+
+
+class Handovers:
+    """Moves requests between pools and decode workers as it is told of them."""
+
+    def __init__(self, *, custody: Custody, fleet: Fleet, bypass: UrgentBypass) -> None:
+        self._custody = custody
+        self._fleet = fleet
+        self._bypass = bypass
+
+    def pooled(self, pool: str, message: RequestPooled, now: float) -> list[Send]:
+        """The request waits in this pool."""
+        tracked = self._custody.current(message.request_id, message.attempt)
+        if tracked is None or pool not in self._fleet:
+            return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
+        if message.attempt <= tracked.attempt:  # it has gone on from there
+            self._fleet.note_copy(tracked, pool)
+            return [Send(pool, DropRequest(message.request_id, message.attempt))]
+        tracked.attempt = message.attempt
+        tracked.pooled_s = now
+        self._fleet.note_pooled(tracked, pool)
+        return []
+
+    def batch_formed(self, message: BatchFormed, now: float) -> list[Send]:
+        """The pool has answered what was asked for a worker."""
+        worker = self._fleet.workers.get(message.worker)
+        is_expected = worker is not None and worker.forming == message.batch_id
+        if worker is not None and is_expected and not message.members:
+            self._fleet.note_formed(worker, is_empty=True, now=now)
+        commands = []
+        for request_id, attempt in message.members:
+            tracked = self._custody.current(request_id, attempt)
+            if tracked is None or tracked.attempt >= attempt or tracked.stage is not Stage.POOLED:
+                continue  # it ended, or its worker's word was faster
+            if is_expected:
+                tracked.granted_to = message.worker
+            else:  # granted to a worker that is gone; should its next life get it, it will be told to let go
+                commands += self._custody.interrupt([tracked])
+        return commands
+
+    def batch_received(self, peer: str, message: BatchReceived, now: float) -> list[Send]:
+        """A decode worker has these requests."""
+        worker = self._fleet.workers.get(peer)
+        if worker is not None and worker.forming == message.batch_id:
+            self._fleet.note_formed(worker, is_empty=False, now=now)
+        commands = []
+        for request_id, attempt in message.members:
+            tracked = self._custody.current(request_id, attempt)
+            if tracked is None or worker is None:
+                commands.append(Send(peer, AbortRequest(request_id, end_of_life(attempt))))  # it ended on the way
+            elif attempt > tracked.attempt:
+                if tracked.stage is Stage.POOLED:
+                    self._bypass.observe_wait(now - tracked.pooled_s)
+                tracked.attempt = attempt
+                self._fleet.note_decoding(tracked, worker)
+        return commands
+
+    def copy_kept(self, pool: str, message: CopyKept) -> list[Send]:
+        """The pool keeps a copy of a request that went past it."""
+        tracked = self._custody.current(message.request_id, message.attempt)
+        if tracked is None or pool not in self._fleet:
+            return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
+        self._fleet.note_copy(tracked, pool)
+        return []
+
+    def copy_lost(self, pool: str, message: CopyLost) -> list[Send]:
+        """A worker was lost while the request was on its way to it."""
+        if message.request_id not in self._custody.requests:
+            return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
+        tracked = self._custody.current(message.request_id, message.attempt)
+        # Had its worker received it, the loss of that worker is dealt with by itself.
+        if tracked is None or tracked.stage is Stage.DECODING:
+            return []
+        worker = self._fleet.workers.get(tracked.granted_to or "")
+        if worker is not None:
+            worker.forming = None
+        return self._custody.interrupt([tracked])
