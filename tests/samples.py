@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from alignedserve.core.attempts import STEPS_PER_LIFE
 from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerName
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
 from alignedserve.messages import blocks as block_messages
@@ -29,20 +30,29 @@ from alignedserve.messages.links import (
     BatchReceived,
     BlockCopy,
     BlockRun,
+    BlocksPrefetched,
     BlocksReserved,
     BlocksTaken,
     BlocksWritten,
+    CancelPrefetch,
     CancelReservation,
     ClusterStatus,
+    CopyGranted,
+    CopyKept,
     CopyLost,
+    CopyMissing,
     DropRequest,
     FailureKind,
+    FetchCopy,
     FormBatch,
     Handoff,
+    JoinedBatch,
     LeasesReleased,
+    LeasesReturned,
     LedgerReport,
     PoolLoad,
     PoolRegistered,
+    PrefetchBlocks,
     PrefillCompleted,
     PrefillRequest,
     PromptScored,
@@ -52,9 +62,12 @@ from alignedserve.messages.links import (
     RequestPooled,
     RequestPreempted,
     RequestRejected,
+    RequestReturned,
     ReservationRefused,
     ReserveBlocks,
     ResumeRequest,
+    ReturnOutcome,
+    ReturnRequest,
     SubmitRequest,
     TokenDelta,
     TokensEmitted,
@@ -79,6 +92,11 @@ def request(name: str = "r1", prompt_len: int = 4, max_tokens: int = 8, **change
         arrival_s=changes.pop("arrival_s", 0.0),
         **changes,
     )
+
+
+def life(number: int, step: int = 0) -> int:
+    """The attempt number of a request's n-th life, so many steps along."""
+    return number * STEPS_PER_LIFE + step
 
 
 def blocks(*numbers: int) -> tuple[BlockId, ...]:
@@ -142,7 +160,10 @@ _FULL = Request(
 )
 _SCORES = (TokenLogprob(6, -0.5, ((6, -0.5), (9, -1.25))),)
 _RUNS = (BlockRun(3, 2, 0x0123456789ABCDEF), BlockRun(9, 1, (1 << 64) - 1))
+_COPY = BlockCopy(17, 40, _RUNS)
 _LEASE, _BATCH, _NONCE = LeaseId(17), BatchId(4), bytes(range(16))
+_HANDOFF = Handoff(_FULL, 3, (8, 9), _LEASE, _COPY)
+_JOINED = JoinedBatch(BatchId(2), 32, 48)
 
 # One example of every message, with every field away from its default.
 EXAMPLES: tuple[Message, ...] = (
@@ -156,35 +177,45 @@ EXAMPLES: tuple[Message, ...] = (
     RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again"),
     RequestInterrupted(R1),
     ResumeRequest(_FULL, (8, 9)),
-    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, TOTALS),
+    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, TOTALS),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
     PromptScored(R1, 1, _SCORES),
     WorkerRegistered(256, 16, 64, POOL, can_prefill=True, can_decode=False),
-    PrefillRequest(_FULL, 3, (8, 9)),
+    PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE)),
     PrefillCompleted(R1, 3, 5),
     RequestFinished(R1, 3, 9),
     RequestPreempted(R1, 3, (8, 9), handoff_refused=True),
     AttemptFailed(R1, 3, FailureKind.INTERNAL, "the model gave no usable logits"),
-    WorkerLoad(1, 2, 3, 4, 5, 6),
+    WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, _JOINED),
     ArenaOffered(
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),
     LedgerReport(TOTALS),
-    ReserveBlocks(R1, 3, 2),
+    ReserveBlocks(R1, 3, 2, is_copy=True, may_wait=False),
     CancelReservation(R1, 3),
     BlocksReserved(R1, 3, _LEASE, 17, blocks(3, 4, 9)),
     ReservationRefused(R1, 3),
-    BlocksWritten(_LEASE, BlockCopy(17, 40, _RUNS), 3, _FULL, (8, 9)),
+    BlocksWritten(_LEASE, _COPY, 3, _FULL, (8, 9)),
     BlocksTaken(R1, 3, is_accepted=True),
-    BatchGranted(_BATCH, (Handoff(_FULL, 3, (8, 9), _LEASE, BlockCopy(17, 40, _RUNS)),)),
+    BatchGranted(_BATCH, (_HANDOFF,), joins=BatchId(2), is_aligned=False),
     LeasesReleased((_LEASE, LeaseId(18))),
+    LeasesReturned((_LEASE, LeaseId(18))),
+    FetchCopy(R1, 3),
+    CopyGranted(_HANDOFF, 4),
+    CopyMissing(R1, 3),
+    PrefetchBlocks(R1, 3, _COPY, blocks(5, 6, 1), 21),
+    CancelPrefetch(R1, 21),
+    BlocksPrefetched(R1, 21, _COPY, is_refused=True),
+    ReturnRequest(_FULL, 3, (8, 9), _COPY),
+    RequestReturned(R1, 3, ReturnOutcome.STAYED),
     PoolRegistered(300),
     RequestPooled(R1, 3, 40, 3),
-    FormBatch(_BATCH, WorkerName(DECODE), 100, 36),
+    FormBatch(_BATCH, WorkerName(DECODE), 100, 36, 12, _JOINED),
+    CopyKept(R1, 3),
     BatchFormed(_BATCH, WorkerName(DECODE), ((R1, 3), (R2, 4))),
     BatchReceived(_BATCH, ((R1, 3), (R2, 4))),
     CopyLost(R1, 3),
-    PoolLoad(7, 2, 1),
+    PoolLoad(7, 2, 1, 3),
     DropRequest(R1, 3),
     OpenTransfer("gloo", "ab" * 32),
     TransferOpened(300, DeviceMemory("GPU-1", b"h" * 64, 4096, 512, b"c" * 64, 8, b"e" * 64, True)),

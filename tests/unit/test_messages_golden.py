@@ -28,7 +28,7 @@ from alignedserve.messages.links import (
     WorkerLoad,
 )
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
-from tests.samples import EXAMPLES, R1, message_types
+from tests.samples import DECODE, EXAMPLES, R1, message_types
 
 GOLDEN = Path(__file__).with_name("messages_golden.txt")
 UNIONS: dict[str, Any] = {
@@ -121,7 +121,7 @@ def changed(fields: list[Any], place: int, value: object) -> list[Any]:
         changed(ABORT, 1, b"r1"),
         changed(ABORT, 2, "3"),
         changed(ABORT, 2, -1),
-        changed(ABORT, 2, (1 << 40) + 1),
+        changed(ABORT, 2, (1 << 53) + 1),
         changed(ABORT, 2, 1.5),
         changed(ABORT, 2, True),
         changed(RELEASE, 1, 1),
@@ -129,7 +129,11 @@ def changed(fields: list[Any], place: int, value: object) -> list[Any]:
         changed(RELEASE, 1, ["x"]),
         changed(RELEASE, 1, {"a": 1}),
         changed(LOAD, 3, -1),
-        LOAD[:-1],
+        REJECTED[:-1],
+        [*LOAD, 0, 0, [1, 2]],
+        [*LOAD, 0, 0, [1, 2, -3]],
+        ["FormBatch", 1, DECODE, 10, 10, 1, 4],
+        ["RequestReturned", "r1", 3, "misplaced"],
         changed(REJECTED, 3, -0.5),
         changed(REJECTED, 3, float("nan")),
         changed(REJECTED, 3, "soon"),
