@@ -6,6 +6,8 @@ from alignedserve.core.blocks import BlockAllocator
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from kvpool.state import Lease, LeaseStage, Reservation
 
+_MAX_SKIPPED = 64  # entries of the heap that may be void, beside as many as there are copies
+
 
 class LeaseBook:
     """Leases by number and by request. Keeps count; who may do what when is the logic's to decide.
@@ -20,6 +22,7 @@ class LeaseBook:
         self._of_request: dict[RequestId, dict[LeaseId, Lease]] = {}
         self._reserved: dict[LeaseId, Lease] = {}
         self._kept: list[tuple[bool, float, LeaseId]] = []  # heap; entries that are no longer kept are skipped
+        self._num_kept = 0
         self._num_kept_blocks = 0
         self._next_lease = first_lease
 
@@ -93,8 +96,11 @@ class LeaseBook:
         self._leave(lease)
         lease.stage = stage
         if stage is LeaseStage.KEPT:
+            self._num_kept += 1
             self._num_kept_blocks += len(lease.block_ids)
             heapq.heappush(self._kept, lease.reclaim_key)
+            if len(self._kept) > 2 * self._num_kept + _MAX_SKIPPED:
+                self._forget_skipped()
 
     def end(self, lease: Lease) -> tuple[BlockId, ...]:
         """Free its blocks and forget it; the blocks."""
@@ -110,4 +116,13 @@ class LeaseBook:
     def _leave(self, lease: Lease) -> None:
         self._reserved.pop(lease.lease_id, None)
         if lease.stage is LeaseStage.KEPT:
+            self._num_kept -= 1
             self._num_kept_blocks -= len(lease.block_ids)
+
+    def _forget_skipped(self) -> None:
+        """While room is never short nobody takes entries off the heap: copies that ended must not pile up there."""
+        self._kept = sorted({key for key in self._kept if self._is_kept(key[-1])})
+
+    def _is_kept(self, lease_id: LeaseId) -> bool:
+        lease = self._leases.get(lease_id)
+        return lease is not None and lease.stage is LeaseStage.KEPT

@@ -1,6 +1,7 @@
 """The pool's books: blocks, leases by stage, and the order in which kept copies are given up."""
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -148,6 +149,17 @@ def test_a_copy_that_was_passed_over_is_found_when_it_is_kept_again() -> None:
     give_up(book, 1)
     book.move(young, LeaseStage.KEPT)
     assert give_up(book, 2) == [1]
+
+
+def test_copies_that_ended_take_no_memory_while_there_is_room() -> None:
+    book = LeaseBook(1, first_lease=1)
+    tracemalloc.start()
+    try:
+        for number in range(4000):
+            book.end(kept(book, f"r{number}"))
+        assert tracemalloc.get_traced_memory()[0] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_random_histories_keep_the_counts_and_the_order() -> None:
