@@ -1,16 +1,19 @@
-"""A router to tell things to, with its requests in every stage. At time 0 attempts are numbered 1, 2, 3."""
+"""A router to tell things to, with its requests in every stage. At time 0 their lives are numbered 1, 2, 3."""
 
 from typing import Any
 
-from alignedserve.config.sections import RouterConfig
-from alignedserve.core.ids import BatchId, WorkerName
+from alignedserve.config.sections import BatchingConfig, RouterConfig
+from alignedserve.core.attempts import end_of_life
+from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
 from alignedserve.messages.events import PeerLinked, PeerLost, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import (
+    AbortRequest,
     BatchFormed,
     BatchReceived,
     ClusterStatus,
+    DropRequest,
     FormBatch,
     PoolRegistered,
     PrefillCompleted,
@@ -22,19 +25,23 @@ from alignedserve.messages.links import (
 from alignedserve.messages.wire import Message
 from router.logic import RouterLogic
 from router.policies.prefill_order import LeastSlackOrder
-from tests.samples import DECODE, GATEWAY, POOL, PREFILL, R1, request, worker
+from tests.samples import DECODE, GATEWAY, POOL, PREFILL, R1, life, request, worker
 
 BATCH, ASKED = BatchId(1), WorkerName(DECODE)
 FORM_FIRST = Send(POOL, FormBatch(BATCH, ASKED, max_blocks=20, max_requests=1))
 INTERRUPTED = Send(GATEWAY, RequestInterrupted(R1))
+# r1's first life, step by step.
+GIVEN_OUT, POOLED, GRANTED, END = life(1), life(1, 1), life(1, 2), end_of_life(life(1))
 
 
 class Desk:
     """A router that is told things at a time that only moves when asked to."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, batching: BatchingConfig | None = None, **config: Any) -> None:
         self.now = 0.0
-        self.logic = RouterLogic(config=RouterConfig(**config), order=LeastSlackOrder())
+        self.logic = RouterLogic(
+            config=RouterConfig(**config), batching=batching or BatchingConfig(), order=LeastSlackOrder()
+        )
         self.link(GATEWAY, Role.GATEWAY)
 
     def link(self, peer: str, role: Role) -> list[Send]:
@@ -86,24 +93,35 @@ def prefilling(**config: Any) -> Desk:
 def pooled(**config: Any) -> Desk:
     """r1 lies in the pool, which was asked for a batch."""
     made = prefilling(**config)
-    made.hear(PREFILL, PrefillCompleted(R1, 1, 4))
-    made.hear(POOL, RequestPooled(R1, 1, 4, 1))
+    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
+    made.hear(POOL, RequestPooled(R1, POOLED, 4, 1))
     return made
 
 
 def granted(**config: Any) -> Desk:
     """r1 is on its way to the decode worker."""
     made = pooled(**config)
-    made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, 1),)))
+    made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),)))
     return made
 
 
 def decoding(**config: Any) -> Desk:
     """r1 has arrived there."""
     made = granted(**config)
-    made.hear(DECODE, BatchReceived(BATCH, ((R1, 1),)))
+    made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),)))
     return made
 
 
-def given(of: Request, attempt: int, *generated: int, to: str = PREFILL) -> Send:
-    return Send(to, PrefillRequest(of, attempt, generated))
+def given(of: Request, nth: int, *generated: int, to: str = PREFILL, **changes: Any) -> Send:
+    """Given out for the n-th time."""
+    return Send(to, PrefillRequest(of, life(nth), generated, **changes))
+
+
+def dropped(request_id: RequestId = R1, nth: int = 1) -> Send:
+    """The pool is told that the n-th life of a request is over."""
+    return Send(POOL, DropRequest(request_id, end_of_life(life(nth))))
+
+
+def aborted(by: str, nth: int = 1) -> Send:
+    """Whoever has r1 is told that its n-th life is over."""
+    return Send(by, AbortRequest(R1, end_of_life(life(nth))))

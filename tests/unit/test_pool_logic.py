@@ -198,8 +198,6 @@ def test_one_run_may_cover_neighbours() -> None:
     made.reserve("r1", 2)
     content = written("r1", reserved("r1", 1, 0, 1), runs=(BlockRun(0, 2, 99),))
     assert made.hear(PREFILL, content)[0] == taken("r1", True)
-        "r1", True
-    )
 
 
 def test_an_absurd_run_is_refused_without_being_spelt_out() -> None:

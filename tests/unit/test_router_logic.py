@@ -1,4 +1,4 @@
-"""The router, decision by decision. At time 0 attempts are numbered 1, 2, 3 in the order of giving out."""
+"""The router, decision by decision. At time 0 lives are numbered 1, 2, 3 in the order of giving out."""
 
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import RequestClass
@@ -19,8 +19,24 @@ from alignedserve.messages.links import (
     RequestPreempted,
     RequestRejected,
 )
-from tests.desks.router import ASKED, BATCH, FORM_FIRST, Desk, colocated_desk, decoding, desk, given, pooled, prefilling
-from tests.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, request, worker
+from tests.desks.router import (
+    ASKED,
+    BATCH,
+    FORM_FIRST,
+    GIVEN_OUT,
+    GRANTED,
+    POOLED,
+    Desk,
+    aborted,
+    colocated_desk,
+    decoding,
+    desk,
+    dropped,
+    given,
+    pooled,
+    prefilling,
+)
+from tests.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
 
 # --- admission
 
@@ -83,7 +99,7 @@ def test_a_full_queue_says_when_it_will_have_drained() -> None:
 
 
 def _attempt_of(number: int) -> int:
-    return 1 if number == 1 else 1000 * (number - 1)
+    return life(1 if number == 1 else 1000 * (number - 1))
 
 
 def test_a_rejected_request_is_not_held() -> None:
@@ -103,7 +119,7 @@ def test_prefills_are_handed_out_up_to_the_allowance_and_nobody_overtakes() -> N
     assert made.submit(request(prompt_len=6)) == [given(request(prompt_len=6), 1)]
     assert made.submit(long) == []
     assert made.submit(short) == []
-    assert made.hear(PREFILL, PrefillCompleted(R1, 1, 6)) == [given(long, 2), given(short, 3)]
+    assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 6)) == [given(long, 2), given(short, 3)]
 
 
 def test_a_prompt_above_the_allowance_goes_to_a_worker_with_nothing_else() -> None:
@@ -125,8 +141,8 @@ def test_a_colocated_worker_keeps_what_it_has_prefilled() -> None:
     made = colocated_desk(max_running=1)
     assert made.submit(request()) == [given(request(), 1, to=DECODE)]
     assert made.submit(request("r2")) == []
-    assert made.hear(DECODE, PrefillCompleted(R1, 1, 4)) == []
-    assert made.hear(DECODE, RequestFinished(R1, 1, 8)) == [given(request("r2"), 2, to=DECODE)]
+    assert made.hear(DECODE, PrefillCompleted(R1, GIVEN_OUT, 4)) == []
+    assert made.hear(DECODE, RequestFinished(R1, GIVEN_OUT, 8)) == [given(request("r2"), 2, to=DECODE)]
 
 
 # --- pool and decode
@@ -134,15 +150,15 @@ def test_a_colocated_worker_keeps_what_it_has_prefilled() -> None:
 
 def test_what_is_pooled_is_formed_into_a_batch() -> None:
     made = prefilling()
-    assert made.hear(PREFILL, PrefillCompleted(R1, 1, 4)) == []
-    assert made.hear(POOL, RequestPooled(R1, 1, 4, 1)) == [FORM_FIRST]
+    assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4)) == []
+    assert made.hear(POOL, RequestPooled(R1, POOLED, 4, 1)) == [FORM_FIRST]
 
 
 def test_a_batch_on_its_way_is_not_asked_for_again() -> None:
     made = pooled()
-    assert made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, 1),))) == []
+    assert made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),))) == []
     assert made.tick() == []
-    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, 1),))) == []
+    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == []
 
 
 def test_an_empty_batch_is_asked_for_again_after_a_tick() -> None:
@@ -153,41 +169,42 @@ def test_an_empty_batch_is_asked_for_again_after_a_tick() -> None:
 
 def test_the_word_of_the_worker_may_be_faster_than_that_of_the_pool() -> None:
     made = pooled()
-    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, 1),))) == []
-    assert made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, 1),))) == []
+    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == []
+    assert made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),))) == []
     assert made.status().num_decoding == 1
 
 
 def test_the_word_of_the_worker_may_be_faster_than_that_of_the_pool_having_it() -> None:
     made = prefilling()
-    made.hear(PREFILL, PrefillCompleted(R1, 1, 4))
-    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, 1),))) == []
-    assert made.hear(POOL, RequestPooled(R1, 1, 4, 1)) == [Send(POOL, DropRequest(R1, 1))]
+    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
+    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == []
+    assert made.hear(POOL, RequestPooled(R1, POOLED, 4, 1)) == [Send(POOL, DropRequest(R1, POOLED))]
 
 
-def test_a_finished_request_is_forgotten() -> None:
+def test_a_finished_request_is_forgotten_and_its_copy_dropped() -> None:
     made = decoding()
-    assert made.hear(DECODE, RequestFinished(R1, 1, 8)) == []
+    assert made.hear(DECODE, RequestFinished(R1, GRANTED, 8)) == [dropped()]
     assert made.submit(request()) == [given(request(), 2)]
 
 
 def test_a_finished_request_may_end_at_the_prefill_worker() -> None:
     made = prefilling()
-    made.hear(PREFILL, PrefillCompleted(R1, 1, 4))
-    assert made.hear(PREFILL, RequestFinished(R1, 1, 1)) == []
+    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
+    assert made.hear(PREFILL, RequestFinished(R1, GIVEN_OUT, 1)) == []
     assert made.status().num_prefilling == 0
 
 
 def test_a_preempted_request_is_recomputed_with_its_tokens() -> None:
     made = decoding()
-    assert made.hear(DECODE, RequestPreempted(R1, 1, (7, 8))) == [given(request(), 2, 7, 8)]
+    assert made.hear(DECODE, RequestPreempted(R1, GRANTED, (7, 8))) == [given(request(), 2, 7, 8, has_copy=True)]
     status = made.status()
     assert (status.num_preemptions, status.num_handoffs_refused) == (1, 0)
 
 
 def test_a_refused_handoff_is_recomputed_and_counted() -> None:
     made = decoding()
-    assert made.hear(DECODE, RequestPreempted(R1, 1, (7,), handoff_refused=True)) == [given(request(), 2, 7)]
+    refused = RequestPreempted(R1, GRANTED, (7,), handoff_refused=True)
+    assert made.hear(DECODE, refused) == [dropped(), given(request(), 2, 7)]  # its copy may be as wrong
     status = made.status()
     assert (status.num_preemptions, status.num_handoffs_refused) == (0, 1)
 
@@ -195,25 +212,28 @@ def test_a_refused_handoff_is_recomputed_and_counted() -> None:
 def test_refused_again_and_again_it_fails() -> None:
     made = decoding(max_requeues=0)
     failed = RequestFailed(R1, FailureKind.INTERNAL, "its cache was refused again and again")
-    assert made.hear(DECODE, RequestPreempted(R1, 1, (7,), handoff_refused=True)) == [Send(GATEWAY, failed)]
+    assert made.hear(DECODE, RequestPreempted(R1, GRANTED, (7,), handoff_refused=True)) == [
+        dropped(),
+        Send(GATEWAY, failed),
+    ]
 
 
 def test_preemption_for_want_of_room_is_no_strike_against_a_request() -> None:
     made = decoding(max_requeues=0)
-    assert made.hear(DECODE, RequestPreempted(R1, 1, (7,))) == [given(request(), 2, 7)]
+    assert made.hear(DECODE, RequestPreempted(R1, GRANTED, (7,))) == [given(request(), 2, 7, has_copy=True)]
 
 
 def test_a_prefill_worker_that_gives_up_what_others_have_taken_is_not_heeded() -> None:
     made = decoding()
-    assert made.hear(PREFILL, RequestPreempted(R1, 1, (7,))) == []
+    assert made.hear(PREFILL, RequestPreempted(R1, GRANTED, (7,))) == []
     assert made.status().num_decoding == 1
 
 
 def test_a_failed_attempt_fails_its_request() -> None:
     made = prefilling()
-    failed = AttemptFailed(R1, 1, FailureKind.UNSERVABLE, "the KV pool is too small for it")
+    failed = AttemptFailed(R1, GIVEN_OUT, FailureKind.UNSERVABLE, "the KV pool is too small for it")
     assert made.hear(PREFILL, failed) == [
-        Send(PREFILL, AbortRequest(R1, 1)),
-        Send(POOL, DropRequest(R1, 1)),
+        aborted(PREFILL),
+        dropped(),
         Send(GATEWAY, RequestFailed(R1, FailureKind.UNSERVABLE, "the KV pool is too small for it")),
     ]

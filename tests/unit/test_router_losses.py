@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from alignedserve.core.ids import BatchId
 from alignedserve.messages.events import Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import (
@@ -13,8 +14,8 @@ from alignedserve.messages.links import (
     BatchReceived,
     BlocksTaken,
     ClusterStatus,
+    CopyKept,
     CopyLost,
-    DropRequest,
     FailureKind,
     PoolLoad,
     PoolRegistered,
@@ -31,19 +32,25 @@ from alignedserve.messages.wire import Message
 from tests.desks.router import (
     ASKED,
     BATCH,
+    END,
     FORM_FIRST,
+    GIVEN_OUT,
+    GRANTED,
     INTERRUPTED,
+    POOLED,
     Desk,
+    aborted,
     decoding,
     desk,
+    dropped,
     given,
     granted,
     pooled,
     prefilling,
 )
-from tests.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, request, worker
+from tests.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
 
-# --- stale attempts: r1 was interrupted and given out again, so that attempt 1 is over and attempt 2 goes on
+# --- stale attempts: r1 was interrupted and given out again, so that its first life is over and the second goes on
 
 
 @pytest.fixture
@@ -58,14 +65,15 @@ def second() -> Desk:
 @pytest.mark.parametrize(
     ("peer", "stale", "answer"),
     [
-        (PREFILL, PrefillCompleted(R1, 1, 4), []),
-        (POOL, RequestPooled(R1, 1, 4, 1), [Send(POOL, DropRequest(R1, 1))]),
-        (POOL, BatchFormed(BATCH, ASKED, ((R1, 1),)), []),
-        (DECODE, BatchReceived(BATCH, ((R1, 1),)), [Send(DECODE, AbortRequest(R1, 1))]),
-        (POOL, CopyLost(R1, 1), []),
-        (DECODE, RequestFinished(R1, 1, 3), []),
-        (DECODE, RequestPreempted(R1, 1, (7, 8)), []),
-        (DECODE, AttemptFailed(R1, 1, FailureKind.INTERNAL, "a fault"), []),
+        (PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4), []),
+        (POOL, RequestPooled(R1, POOLED, 4, 1), [dropped()]),
+        (POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),)), []),
+        (DECODE, BatchReceived(BATCH, ((R1, GRANTED),)), [aborted(DECODE)]),
+        (POOL, CopyKept(R1, GIVEN_OUT), [dropped()]),
+        (POOL, CopyLost(R1, GRANTED), []),
+        (DECODE, RequestFinished(R1, GRANTED, 3), []),
+        (DECODE, RequestPreempted(R1, GRANTED, (7, 8)), []),
+        (DECODE, AttemptFailed(R1, GRANTED, FailureKind.INTERNAL, "a fault"), []),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -75,16 +83,19 @@ def test_word_of_an_earlier_attempt_changes_nothing(
     assert second.hear(peer, stale) == answer
     status = second.status()
     assert (status.num_prefilling, status.num_preemptions) == (1, 0)
-    assert second.hear(PREFILL, PrefillCompleted(R1, 2, 5)) == []
-    assert second.hear(POOL, RequestPooled(R1, 2, 5, 2)) == [FORM_FIRST]
+    assert second.hear(PREFILL, PrefillCompleted(R1, life(2), 5)) == []
+    assert second.hear(POOL, RequestPooled(R1, life(2, 1), 5, 2)) == [FORM_FIRST]
 
 
 @pytest.mark.parametrize(
     ("peer", "unknown", "answer"),
     [
-        (POOL, RequestPooled(R2, 1, 4, 1), [Send(POOL, DropRequest(R2, 1))]),
-        (DECODE, BatchReceived(BATCH, ((R2, 1),)), [Send(DECODE, AbortRequest(R2, 1))]),
-        (DECODE, RequestFinished(R2, 1, 3), []),
+        (POOL, RequestPooled(R2, POOLED, 4, 1), [dropped(R2)]),
+        (DECODE, BatchReceived(BATCH, ((R2, GRANTED),)), [Send(DECODE, AbortRequest(R2, END))]),
+        (POOL, CopyKept(R2, GIVEN_OUT), [dropped(R2)]),
+        (POOL, CopyLost(R2, GRANTED), [dropped(R2)]),
+        (POOL, BatchFormed(BATCH, ASKED, ((R2, GRANTED),)), []),
+        (DECODE, RequestFinished(R2, GRANTED, 3), []),
         (GATEWAY, AbortRequest(R2), []),
     ],
     ids=lambda value: type(value).__name__,
@@ -104,23 +115,22 @@ def test_aborted_in_the_queue() -> None:
 
 
 def test_aborted_while_prefilling() -> None:
-    expected = [Send(PREFILL, AbortRequest(R1, 1)), Send(POOL, DropRequest(R1, 1))]
-    assert prefilling().hear(GATEWAY, AbortRequest(R1)) == expected
+    assert prefilling().hear(GATEWAY, AbortRequest(R1)) == [aborted(PREFILL), dropped()]
 
 
 def test_aborted_while_pooled() -> None:
-    assert pooled().hear(GATEWAY, AbortRequest(R1)) == [Send(POOL, DropRequest(R1, 1))]
+    assert pooled().hear(GATEWAY, AbortRequest(R1)) == [dropped()]
 
 
 def test_aborted_on_the_way_to_the_decode_worker() -> None:
     made = granted()
-    assert made.hear(GATEWAY, AbortRequest(R1)) == [Send(POOL, DropRequest(R1, 1))]
-    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, 1),))) == [Send(DECODE, AbortRequest(R1, 1))]
+    assert made.hear(GATEWAY, AbortRequest(R1)) == [dropped()]
+    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == [aborted(DECODE)]
 
 
 def test_aborted_while_decoding() -> None:
     made = decoding()
-    assert made.hear(GATEWAY, AbortRequest(R1)) == [Send(DECODE, AbortRequest(R1, 1))]
+    assert made.hear(GATEWAY, AbortRequest(R1)) == [aborted(DECODE), dropped()]
     assert made.status().num_decoding == 0
 
 
@@ -135,7 +145,7 @@ def test_a_lost_gateway_aborts_what_is_its() -> None:
     made = decoding()
     made.link("gateway-1", Role.GATEWAY)
     made.hear("gateway-1", SubmitRequest(request("r2")))
-    assert made.lose(GATEWAY) == [Send(DECODE, AbortRequest(R1, 1))]
+    assert made.lose(GATEWAY) == [aborted(DECODE), dropped()]
     assert made.status().num_prefilling == 1
 
 
@@ -154,19 +164,25 @@ def test_the_prefill_worker_is_lost_while_pooled_or_later() -> None:
 def test_the_pool_is_lost_while_prefilling() -> None:
     made = prefilling()
     assert made.lose(POOL) == []
-    assert made.hear(PREFILL, PrefillCompleted(R1, 1, 4)) == [Send(PREFILL, AbortRequest(R1, 1)), INTERRUPTED]
+    assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4)) == [
+        Send(PREFILL, AbortRequest(R1, GIVEN_OUT)),
+        INTERRUPTED,
+    ]
 
 
 def test_the_pool_is_lost_and_back_while_prefilling() -> None:
     made = prefilling()
     made.lose(POOL)
     made.hear(POOL, PoolRegistered(100))
-    assert made.hear(PREFILL, PrefillCompleted(R1, 1, 4)) == [Send(PREFILL, AbortRequest(R1, 1)), INTERRUPTED]
+    assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4)) == [
+        Send(PREFILL, AbortRequest(R1, GIVEN_OUT)),
+        INTERRUPTED,
+    ]
 
 
 def test_the_pool_is_lost_while_it_takes_the_blocks() -> None:
     made = prefilling()
-    made.hear(PREFILL, PrefillCompleted(R1, 1, 4))
+    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
     assert made.lose(POOL) == [INTERRUPTED]
 
 
@@ -189,7 +205,7 @@ def test_the_decode_worker_is_lost_on_the_way_to_it() -> None:
 def test_the_decode_worker_is_lost_before_the_pool_says_what_went_to_it() -> None:
     made = pooled()
     assert made.lose(DECODE) == []
-    assert made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, 1),))) == [INTERRUPTED]
+    assert made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),))) == [INTERRUPTED]
 
 
 def test_the_decode_worker_is_lost_while_decoding() -> None:
@@ -198,16 +214,24 @@ def test_the_decode_worker_is_lost_while_decoding() -> None:
 
 def test_a_copy_lost_with_its_receiver() -> None:
     made = granted()
-    assert made.hear(POOL, CopyLost(R1, 1)) == [INTERRUPTED]
+    assert made.hear(POOL, CopyLost(R1, GRANTED)) == [INTERRUPTED]
 
 
-def test_a_copy_lost_after_it_arrived_is_no_loss() -> None:
-    assert decoding().hear(POOL, CopyLost(R1, 1)) == []
+def test_a_copy_lost_after_it_arrived_may_be_lost_on_its_way_back() -> None:
+    made = decoding()
+    assert made.hear(POOL, CopyLost(R1, GRANTED)) == [aborted(DECODE), INTERRUPTED]
+    assert made.lose(DECODE) == []
+
+
+def test_a_copy_lost_and_gone_further_since_is_no_loss() -> None:
+    made = decoding()
+    made.hear(DECODE, BatchReceived(BatchId(2), ((R1, life(1, 4)),)))
+    assert made.hear(POOL, CopyLost(R1, GRANTED)) == []
 
 
 def test_a_loss_is_counted_and_the_last_one_fails_the_request() -> None:
     failed = RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again")
-    assert decoding(max_requeues=0).lose(DECODE) == [Send(GATEWAY, failed)]
+    assert decoding(max_requeues=0).lose(DECODE) == [dropped(), Send(GATEWAY, failed)]
 
 
 # --- going on
@@ -217,13 +241,13 @@ def test_an_interrupted_request_goes_on_from_what_the_client_has() -> None:
     made = decoding()
     made.lose(DECODE)
     assert made.tick() == []  # not before the gateway has said where
-    assert made.hear(GATEWAY, ResumeRequest(request(), (7, 8, 9))) == [given(request(), 2, 7, 8, 9)]
+    assert made.hear(GATEWAY, ResumeRequest(request(), (7, 8, 9))) == [given(request(), 2, 7, 8, 9, has_copy=True)]
 
 
 def test_an_interrupted_request_may_be_aborted() -> None:
     made = decoding()
     made.lose(DECODE)
-    assert made.hear(GATEWAY, AbortRequest(R1)) == []
+    assert made.hear(GATEWAY, AbortRequest(R1)) == [dropped()]
     assert made.status().num_queued == 0
 
 
@@ -233,7 +257,7 @@ def test_resuming_twice_queues_it_once_and_the_last_word_counts() -> None:
     made.lose(DECODE)
     made.hear(GATEWAY, ResumeRequest(request(), (7,)))
     made.hear(GATEWAY, ResumeRequest(request(), (7, 8)))
-    assert made.hear(PREFILL, worker(can_prefill=True, can_decode=False)) == [given(request(), 2, 7, 8)]
+    assert made.hear(PREFILL, worker(can_prefill=True, can_decode=False)) == [given(request(), 2, 7, 8, has_copy=True)]
 
 
 def test_a_request_of_an_earlier_router_is_taken_on() -> None:
@@ -260,11 +284,11 @@ def test_resuming_from_another_gateway_is_ignored() -> None:
 
 def test_tokens_that_a_lost_worker_took_with_it_are_made_again() -> None:
     made = decoding()
-    made.hear(DECODE, RequestPreempted(R1, 1, (7, 8, 9)))  # but the client has only the first
+    made.hear(DECODE, RequestPreempted(R1, GRANTED, (7, 8, 9)))  # but the client has only the first
     assert made.hear(GATEWAY, ResumeRequest(request(), (7,))) == [
-        Send(PREFILL, AbortRequest(R1, 2)),
-        Send(POOL, DropRequest(R1, 2)),
-        given(request(), 3, 7),
+        aborted(PREFILL, 2),
+        dropped(nth=2),
+        given(request(), 3, 7, has_copy=True),
     ]
 
 
@@ -275,8 +299,8 @@ def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
     made = decoding()
     made.link("gateway-1", Role.GATEWAY)
     made.submit(request("r2"))
-    made.hear(POOL, PoolLoad(3, 0, 0))
-    made.hear(DECODE, WorkerLoad(0, 1, 0, 0, 18, 5))
+    made.hear(POOL, PoolLoad(3, 0, 0, num_blocks_kept=2))
+    made.hear(DECODE, WorkerLoad(num_running=1, num_free_blocks=18, num_handoffs_verified=5, num_evictions=4))
     status = ClusterStatus(
         num_queued=0,
         num_prefilling=1,
@@ -291,6 +315,8 @@ def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
         num_preemptions=0,
         num_handoffs_verified=5,
         num_handoffs_refused=0,
+        num_evictions=4,
+        num_pool_blocks_kept=2,
     )
     assert [made.tick(), made.tick(), made.tick()] == [[], [], []]
     assert made.tick() == [Send(GATEWAY, status), Send("gateway-1", status)]
