@@ -90,9 +90,12 @@ class Handovers:
         if message.request_id not in self._custody.requests:
             return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
         tracked = self._custody.current(message.request_id, message.attempt)
-        # Had its worker received it, the loss of that worker is dealt with by itself.
-        if tracked is None or tracked.stage is Stage.DECODING:
+        if tracked is None or message.attempt < tracked.attempt:
             return []
+        if tracked.stage is Stage.DECODING and tracked.holder is not None:
+            # The link may be gone and not the worker; if it has returned the request, that word was lost with the link.
+            abort = Send(tracked.holder, AbortRequest(message.request_id, end_of_life(message.attempt)))
+            return [abort, *self._custody.interrupt([tracked])]
         worker = self._fleet.workers.get(tracked.granted_to or "")
         if worker is not None:
             worker.forming = None
