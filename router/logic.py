@@ -51,7 +51,7 @@ from router.policies.bypass import UrgentBypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_queue import PrefillQueue
-from router.state import TrackedRequest, WorkerRecord
+from router.state import HandedOver, TrackedRequest, WorkerRecord
 from router.status import Counters, status_of
 
 _TICKS_PER_STATUS = 4
@@ -173,7 +173,7 @@ class RouterLogic:
 
     def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
         worker = self._fleet.workers.get(peer)
-        if worker is None or worker.prefilling.pop(message.request_id, None) is None:
+        if worker is None or not worker.count_off(message.request_id, message.attempt):
             return []
         self._observe_drain(message.num_tokens, now)
         tracked = self._custody.current(message.request_id, message.attempt)
@@ -244,7 +244,7 @@ class RouterLogic:
             self._last_attempt = tracked.attempt = next_life(self._last_attempt, now)
             pool = self._fleet.pool_of(worker.name)
             tracked.pool_life = pool.life if pool is not None else None
-            worker.prefilling[request_id] = tracked.num_prefill_tokens
+            worker.prefilling[request_id] = HandedOver(tracked.attempt, tracked.num_prefill_tokens)
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
         return commands
 

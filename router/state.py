@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
+from alignedserve.core.attempts import is_same_life
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import Stage, advance
 from alignedserve.core.request import Request
@@ -47,6 +48,14 @@ class AskKind(enum.Enum):
     JOIN = "join"  # more of the lengths that run
 
 
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A prefill that a worker has not yet reported as computed."""
+
+    attempt: int
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class WorkerRecord:
     """One registered worker and what it was given."""
@@ -54,7 +63,7 @@ class WorkerRecord:
     name: str
     registered: WorkerRegistered
     load: WorkerLoad | None = None
-    prefilling: dict[RequestId, int] = field(default_factory=dict)  # tokens handed over and not reported computed
+    prefilling: dict[RequestId, HandedOver] = field(default_factory=dict)
     decoding: set[RequestId] = field(default_factory=set)  # running or candidates there; membership only
     forming: BatchId | None = None  # an unanswered FormBatch
     asked_for: AskKind = AskKind.BATCH  # by that one, or the last
@@ -65,7 +74,15 @@ class WorkerRecord:
     @property
     def num_prefill_tokens(self) -> int:
         """Prompt tokens that it has still to compute."""
-        return sum(self.prefilling.values())
+        return sum(handed_over.num_tokens for handed_over in self.prefilling.values())
+
+    def count_off(self, request_id: RequestId, attempt: int) -> bool:
+        """It has computed this; False: nobody waits for that any more, though perhaps for a later attempt."""
+        handed_over = self.prefilling.get(request_id)
+        if handed_over is None or not is_same_life(handed_over.attempt, attempt):
+            return False
+        del self.prefilling[request_id]
+        return True
 
     @property
     def num_blocks_used(self) -> int:

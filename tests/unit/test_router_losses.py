@@ -87,6 +87,15 @@ def test_word_of_an_earlier_attempt_changes_nothing(
     assert second.hear(POOL, RequestPooled(R1, life(2, 1), 5, 2)) == [FORM_FIRST]
 
 
+def test_a_completion_of_an_earlier_attempt_does_not_count_for_the_later_one() -> None:
+    made = decoding()
+    made.hear(DECODE, RequestPreempted(R1, GRANTED, (7, 8)))
+    made.hear(GATEWAY, ResumeRequest(request(), (7,)))
+    assert made.hear(PREFILL, PrefillCompleted(R1, life(2), 6)) == []
+    assert made.hear(PREFILL, PrefillCompleted(R1, life(3), 5)) == []
+    assert made.lose(POOL) == [INTERRUPTED]  # it was on its way there
+
+
 @pytest.mark.parametrize(
     ("peer", "unknown", "answer"),
     [
