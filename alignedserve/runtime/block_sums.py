@@ -29,6 +29,7 @@ class RunSums:
 
     def __init__(self, runs: Sequence[PlacedRun], block_bytes: int) -> None:
         self.sums: list[int] = []
+        self._hasher: xxhash.xxh3_64 | None = None
         self._to_come = iter(runs)
         self._block_bytes = block_bytes
         self._begin()
@@ -58,7 +59,7 @@ class RunSums:
     def _begin(self) -> None:
         self._num_before, count = next(self._to_come, (0, 0))
         self._num_left = count * self._block_bytes
-        self._hasher: xxhash.xxh3_64 | None = None
+        self._hasher = None
 
 
 def placed(counts: Iterable[int]) -> list[PlacedRun]:

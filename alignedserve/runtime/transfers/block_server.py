@@ -83,6 +83,12 @@ class BlockServer:
         self._accepting = threading.Thread(target=self._accept, name="block server", daemon=True)
         self._accepting.start()
 
+    @property
+    def num_peers(self) -> int:
+        """Connected peers, those that are still to prove themselves included."""
+        with self._lock:
+            return len(self._connections)
+
     def close(self) -> None:
         """Drop all peers and wait for their threads; those in the middle of a transfer end within its timeout."""
         self._is_closed = True

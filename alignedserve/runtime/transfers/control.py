@@ -125,16 +125,8 @@ class Control:
 
 def dial(address: str, identity: Identity) -> Control:
     """Connect to `unix:/path` or `tcp:host:port` and prove each other. Raises PeerLost or ProtocolError."""
-    kind, _, rest = address.partition(":")
     try:
-        if kind == "unix":
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(identity.peer_timeout_s)
-            connection.connect(rest)
-        else:
-            host, _, port = rest.rpartition(":")
-            connection = socket.create_connection((host, int(port)), identity.peer_timeout_s)
-            keep_alive(connection, identity.peer_timeout_s)
+        connection = _connected(address, identity.peer_timeout_s)
     except (OSError, ValueError) as error:
         raise PeerLost(f"nobody answers at {address}") from error
     control = Control(connection, identity.peer_timeout_s)
@@ -144,6 +136,23 @@ def dial(address: str, identity: Identity) -> Control:
         control.close()
         raise
     return control
+
+
+def _connected(address: str, timeout_s: float) -> socket.socket:
+    kind, _, rest = address.partition(":")
+    if kind != "unix":
+        host, _, port = rest.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout_s)
+        keep_alive(connection, timeout_s)
+        return connection
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(rest)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def listen_at(address: str) -> socket.socket:

@@ -1,0 +1,226 @@
+"""Block transfers between processes of which one is killed, stopped or cut off in the middle of a transfer.
+
+The other one must notice within the configured time, live on, and be able to go on with a new pair.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from alignedserve.core.errors import PeerLost
+from tests.desks.block_peer import Asking, Owner, PeerProcess
+
+TIMEOUT_S = 1.5
+# Above the configured time: a loaded machine, and the rest of a piece.
+PLUS_S = 1.5
+
+
+class Processes:
+    """Whatever a test starts, ended with it."""
+
+    def __init__(self) -> None:
+        self._started: list[PeerProcess] = []
+
+    def start(self, role: str, address: str, *arguments: str, prefix: Sequence[str] = ()) -> PeerProcess:
+        process = PeerProcess(role, address, str(TIMEOUT_S), *arguments, prefix=prefix)
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self._started:
+            process.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    made = Processes()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    made = Owner(tmp_path, f"unix:{tmp_path}/b.sock", TIMEOUT_S)
+    yield made
+    made.close()
+
+
+class Busy:
+    """Rounds of transfers in a thread of their own, until the other end is lost."""
+
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+        self.lost_at_s: float | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        time.sleep(0.3)  # several rounds
+
+    def _run(self) -> None:
+        self.lost_at_s = self._asking.round_until_lost()
+
+    def noticed_after_s(self, since_s: float) -> float:
+        self._thread.join(30)
+        assert self.lost_at_s is not None, "never noticed"
+        return self.lost_at_s - since_s
+
+
+def until(condition: Callable[[], bool], within_s: float, *, or_never: bool = False) -> bool:
+    started_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - started_s > within_s:
+            assert or_never, "not in time"
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# --- the owner is lost
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_owner_is_noticed_and_a_new_one_works(
+    processes: Processes, owner: Owner, tmp_path: Path, how: signal.Signals
+) -> None:
+    owner_process = processes.start("owner", "tcp:127.0.0.1:0", str(tmp_path))
+    asking = Asking(owner_process.said, TIMEOUT_S)
+    busy = Busy(asking)
+    assert busy.noticed_after_s(owner_process.signal(how)) < TIMEOUT_S + PLUS_S
+    with pytest.raises(PeerLost):
+        asking.round(99, 2)
+    asking.transfer.close()
+    again = Asking(owner.server.address, TIMEOUT_S)
+    again.round(1, 8)
+    again.transfer.close()
+
+
+def test_an_owner_that_closes_is_lost(owner: Owner) -> None:
+    asking = Asking(owner.server.address, TIMEOUT_S)
+    asking.round(1, 4)
+    owner.server.close()
+    with pytest.raises(PeerLost):
+        asking.round(2, 4)
+    with pytest.raises(PeerLost):
+        Asking(owner.server.address, TIMEOUT_S)
+    asking.transfer.close()
+
+
+# --- the asking end is lost
+
+
+def test_a_killed_asking_end_is_dropped_and_others_are_served(processes: Processes, owner: Owner) -> None:
+    other = Asking(owner.server.address, 5.0, name="decode-1")
+    process = processes.start("asking", owner.server.address, "decode-0")
+    assert owner.server.num_peers == 2
+    process.signal(signal.SIGKILL)
+    other.round(5000, 4)
+    until(lambda: owner.server.num_peers == 1, TIMEOUT_S + PLUS_S)
+    other.round(5001, 4)
+    again = Asking(owner.server.address, TIMEOUT_S, name="decode-0")
+    again.round(5002, 4)
+    for one in (other, again):
+        one.transfer.close()
+
+
+@pytest.mark.slow
+def test_an_asking_end_that_is_stopped_in_the_middle_is_dropped(processes: Processes, owner: Owner) -> None:
+    other = Asking(owner.server.address, 5.0, name="decode-1")
+    process = processes.start("asking", owner.server.address, "decode-0")
+    for _ in range(8):
+        process.signal(signal.SIGSTOP)
+        other.round(5000, 4)
+        if until(lambda: owner.server.num_peers == 1, TIMEOUT_S + PLUS_S, or_never=True):
+            break
+        process.signal(signal.SIGCONT)  # it was between two transfers, where it may take its time
+        time.sleep(0.31)
+    assert owner.server.num_peers == 1
+    other.round(5001, 4)
+    process.signal(signal.SIGCONT)
+    while (said := process.line()) == "round":
+        pass
+    assert said.startswith("lost")
+    other.transfer.close()
+
+
+def test_a_peer_that_comes_again_replaces_its_former_connection(owner: Owner) -> None:
+    first = Asking(owner.server.address, TIMEOUT_S)
+    first.round(1, 4)
+    second = Asking(owner.server.address, TIMEOUT_S)
+    second.round(2, 4)
+    until(lambda: owner.server.num_peers == 1, 1.0)
+    with pytest.raises(PeerLost):
+        first.round(3, 4)
+    second.round(4, 4)
+    second.transfer.close()
+
+
+# --- between hosts: network namespaces with a cable between them
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+class TwoHosts:
+    """Two network namespaces joined by a pair of virtual interfaces."""
+
+    def __init__(self) -> None:
+        mark = f"as{os.getpid()}"
+        self.names = (f"{mark}a", f"{mark}b")
+        self._made: list[str] = []
+        for name in self.names:
+            run("ip", "netns", "add", name)
+            self._made.append(name)
+        run("ip", "link", "add", self.names[0], "type", "veth", "peer", "name", self.names[1])
+        for number, name in enumerate(self.names, 1):
+            run("ip", "link", "set", name, "netns", name)
+            run("ip", "-n", name, "addr", "add", f"10.123.45.{number}/24", "dev", name)
+            run("ip", "-n", name, "link", "set", name, "up")
+
+    def cut(self) -> float:
+        run("ip", "-n", self.names[0], "link", "set", self.names[0], "down")
+        return time.monotonic()
+
+    def mend(self) -> None:
+        run("ip", "-n", self.names[0], "link", "set", self.names[0], "up")
+
+    def within(self, number: int) -> list[str]:
+        return ["ip", "netns", "exec", self.names[number]]
+
+    def close(self) -> None:
+        for name in self._made:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    if shutil.which("ip") is None:
+        pytest.skip("needs `ip` (package iproute2)")
+    probe = f"as{os.getpid()}p"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to make network namespaces")
+    subprocess.run(["ip", "netns", "del", probe], check=True)
+    made = TwoHosts()
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_cut_in_the_middle(hosts: TwoHosts, processes: Processes, tmp_path: Path) -> None:
+    there = processes.start("owner", "tcp:10.123.45.2:0", str(tmp_path), prefix=hosts.within(1))
+    here = processes.start("asking", there.said, "decode-0", prefix=hosts.within(0))
+    assert here.said == "round"  # both directions, whole and right
+    cut_at_s = hosts.cut()
+    while (said := here.line()) == "round":
+        pass
+    assert said.startswith("lost")
+    assert float(said.split()[1]) - cut_at_s < TIMEOUT_S + PLUS_S
+    hosts.mend()
+    again = processes.start("asking", there.said, "decode-0", prefix=hosts.within(0))
+    assert again.said == "round"
