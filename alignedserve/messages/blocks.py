@@ -11,7 +11,7 @@ import msgspec
 from alignedserve.messages.links import Count, Text
 from alignedserve.messages.wire import Message
 
-Opaque = Annotated[bytes, msgspec.Meta(max_length=65536)]
+Opaque = Annotated[bytes, msgspec.Meta(max_length=4096)]
 
 
 class OpenTransfer(Message, frozen=True):

@@ -104,8 +104,8 @@ def blocks_of(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks:
     """The blocks that hold this copy, in order. Raises HandoffRejected when it does not add up."""
     _check_generation(copy.generation)
     count = sum(run.num_blocks for run in copy.runs)
-    if any(run.num_blocks < 1 for run in copy.runs):
-        raise HandoffRejected("the handoff has a run without blocks")
+    if not copy.runs or any(run.num_blocks < 1 for run in copy.runs):
+        raise HandoffRejected("the handoff has no blocks, or a run without any")
     if count != blocks_for(copy.context_len, block_size):
         raise HandoffRejected("the handoff's blocks do not match its context length")
     if count > num_targets:

@@ -53,11 +53,11 @@ class ShmMedium:
 
     def __init__(self, folder: Path, layout: BlockLayout, *, writer_stamps: bool = False) -> None:
         self.writer_stamps = writer_stamps
-        self._layout = layout
+        self.layout = layout
         self._arena = Arena.create(folder / "shared.arena", layout, NUM_POOL_BLOCKS)
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:
-        return ShmTransfer(storage, Arena.attach(self._arena.path, self._layout), stamps=self.writer_stamps)
+        return ShmTransfer(storage, Arena.attach(self._arena.path, self.layout), stamps=self.writer_stamps)
 
     def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
         self._arena.stamp(block_ids, generation)

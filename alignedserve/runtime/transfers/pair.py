@@ -169,7 +169,7 @@ def make_pair(
         group = make_group(store, rank, timeout_s, control.local_host)
         pair = Pair(group, rank, block_bytes, timeout_s, device)
         _exchange_one(pair, rank)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:  # the latter from an address that is none
         raise PeerLost(f"no pair could be made: {_first_line(error)}") from error
     store.seal()
     return pair
@@ -211,5 +211,5 @@ def _exchange_one(pair: Pair, rank: int) -> None:
             pair.receive(1, lambda _first, rows: None)
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
