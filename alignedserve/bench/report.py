@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.bench.summary import ClassReport, GeneratorReport, LoadReport
+from alignedserve.bench.transfer_result import TransferResult
 from alignedserve.core.metrics import Distribution
 from alignedserve.core.request import Slo
 
@@ -113,6 +114,20 @@ def _share(value: float | None) -> str:
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def print_transfers(console: Console, rows: Sequence[TransferResult]) -> None:
+    """Speeds of block transfers, one row for each."""
+    table = Table(title="block transfers, GB/s", title_justify="left", header_style="bold")
+    table.add_column("blocks")
+    for heading in ("MiB", "by", "what", "moved", "plain copy", "share"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        size = f"{row.num_blocks * row.block_bytes / 2**20:.0f}"
+        speeds = (f"{row.gb_per_s:.2f}", f"{row.plain_gb_per_s:.2f}", f"{row.share:.0%}")
+        blocks = f"{row.shape}, {row.block_bytes // 1024} KiB"
+        table.add_row(blocks, size, row.transport, row.operation, *speeds)
+    console.print(table)
 
 
 def print_fields(console: Console, fields: Mapping[str, object], *, title: str) -> None:

@@ -1,4 +1,4 @@
-"""`alignedserve bench`: load on a running server, the engine alone, and scheduling alone."""
+"""`alignedserve bench`: load on a running server, the engine, scheduling and block transfers alone."""
 
 import asyncio
 from dataclasses import asdict, dataclass, field, replace
@@ -9,7 +9,7 @@ from rich.progress import Progress
 from alignedserve.bench.client import Endpoint, OpenAiClient, Outcome
 from alignedserve.bench.load import LoadGenerator, Run, Sent
 from alignedserve.bench.prompts import CallMaker, load_tokenizer, to_json
-from alignedserve.bench.report import print_fields, print_load_report, print_records
+from alignedserve.bench.report import print_fields, print_load_report, print_records, print_transfers
 from alignedserve.bench.summary import summarise
 from alignedserve.bench.traces import mean_rate, read_trace, sped_up, window
 from alignedserve.bench.workload import LengthLimits, Plan, PlannedRequest, TrafficClass, plan_synthetic, plan_trace
@@ -212,4 +212,32 @@ def bench_schedule(options: ScheduleOptions) -> int:
         return 0
     print_records(results(), [asdict(row) for row in result.forming], title=f"batch formers, lengths {result.lengths}")
     print_records(results(), [asdict(row) for row in result.moving], title="quad-tree, a pooled request grows")
+    return 0
+
+
+# --- bench transfer ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """What the command line says."""
+
+    shapes: tuple[str, ...]
+    mebibytes: tuple[int, ...]
+    num_rounds: int
+    json_output: bool
+
+
+def bench_transfer(options: TransferOptions) -> int:
+    """Run the command; returns its exit code."""
+    # Here and not above: it loads PyTorch, which bench serve does not need.
+    from alignedserve.bench.transfer import TransferBenchmarkSpec, run_transfer_benchmark
+
+    spec = TransferBenchmarkSpec(options.shapes, options.mebibytes, options.num_rounds)
+    with notes().status(f"blocks of {', '.join(options.shapes)}"):
+        rows = run_transfer_benchmark(spec)
+    if options.json_output:
+        write_json(to_json(rows), "-")
+    else:
+        print_transfers(results(), rows)
     return 0

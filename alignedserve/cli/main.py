@@ -23,7 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-bench_app = typer.Typer(help="Measure a running server, or the engine or the scheduling alone.", no_args_is_help=True)
+bench_app = typer.Typer(
+    help="Measure a running server, or the engine, scheduling or block transfers alone.", no_args_is_help=True
+)
 app.add_typer(bench_app, name="bench")
 
 UrlOption = Annotated[
@@ -326,3 +328,18 @@ def bench_schedule(
 
     options = ScheduleOptions(pool_sizes, lengths, max_blocks, max_requests, min_requests, seed, json_output)
     raise typer.Exit(run(options))
+
+
+@bench_app.command("transfer")
+def bench_transfer(
+    shapes: Annotated[str, typer.Option(help="Models whose KV blocks are moved, by comma.")] = "pocket,opt-125m",
+    sizes: Annotated[str, typer.Option(help="Sizes of one request's blocks in MiB, by comma.")] = "4,64",
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians count.")] = 9,
+    json_output: JsonFlag = False,
+) -> None:
+    """Measure how fast KV blocks move by every transport of this machine, against a plain copy of the same bytes."""
+    from alignedserve.cli.bench import TransferOptions
+    from alignedserve.cli.bench import bench_transfer as run
+
+    mebibytes = tuple(int(size) if size.isascii() and size.isdigit() else 0 for size in sizes.split(","))
+    raise typer.Exit(run(TransferOptions(tuple(shapes.split(",")), mebibytes, rounds, json_output)))

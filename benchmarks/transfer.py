@@ -1,0 +1,24 @@
+"""Moving KV blocks, as `alignedserve bench transfer`, recorded.
+
+python -m benchmarks.transfer      # targets: shm 80 % of a plain copy, gloo 70 % of a bare send
+"""
+
+import argparse
+from dataclasses import asdict
+
+from alignedserve.bench.transfer import TransferBenchmarkSpec, run_transfer_benchmark
+from benchmarks.recording import write_result
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rows = [asdict(one) for one in run_transfer_benchmark(TransferBenchmarkSpec(num_rounds=parser.parse_args().rounds))]
+    for row in rows:
+        print(row)
+    write_result("transfer", rows)
+
+
+if __name__ == "__main__":
+    main()
