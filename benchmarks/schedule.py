@@ -26,6 +26,7 @@ def measure(lengths: str, rounds: int) -> dict[str, Any]:
         **limits,
         "forming": _medians([[asdict(row) for row in result.forming] for result in results]),
         "moving": _medians([[asdict(row) for row in result.moving] for result in results]),
+        "iterations": _medians([[asdict(row) for row in result.iterations] for result in results]),
     }
 
 
@@ -46,7 +47,7 @@ def main() -> None:
     figures = []
     for lengths in LENGTHS:
         figures.append(measure(lengths, rounds))
-        for row in figures[-1]["forming"] + figures[-1]["moving"]:
+        for row in [row for table in ("forming", "moving", "iterations") for row in figures[-1][table]]:
             print(lengths, row)
     write_result("schedule", figures)
 

@@ -38,12 +38,14 @@ class BatchOrder:
     def __init__(self, limits: SwitchLimits) -> None:
         self._limits = limits
         self._waiting: dict[BatchId, WaitingBatch] = {}
+        self.version = 0  # changes with which batches there are
         self.running_id = NO_BATCH
         self.is_aligned = False  # whether what runs is of similar length
         self.is_switching = False  # whether requests of the batch before may still run
 
     def granted(self, batch: WaitingBatch) -> None:
         """A batch came."""
+        self.version += 1
         self._waiting[batch.batch_id] = batch
 
     def is_outgoing(self, running: RunningRequest) -> bool:
@@ -58,6 +60,11 @@ class BatchOrder:
         """Whether this candidate is among the candidate requests, not of a batch to come."""
         return candidate.batch_id in (self.running_id, NO_BATCH)
 
+    def is_overdue(self, now: float) -> bool:
+        """Whether the next batch has waited for too long to wait for a free place."""
+        following = next(iter(self._waiting.values()), None)
+        return following is not None and now - following.granted_s >= self._limits.starvation_s
+
     def choose(self, candidates: Iterable[Candidate], num_running: int, now: float) -> list[Candidate]:
         """The candidates that may enter now, in order: candidate requests first, else the next batch's.
 
@@ -68,7 +75,7 @@ class BatchOrder:
             by_id.setdefault(candidate.batch_id, []).append(candidate)
         self._forget_empty(by_id)
         following = next(iter(self._waiting.values()), None)
-        is_overdue = following is not None and now - following.granted_s >= self._limits.starvation_s
+        is_overdue = self.is_overdue(now)
         own = by_id.get(NO_BATCH, []) + by_id.get(self.running_id, []) * (self.running_id != NO_BATCH)
         if following is None or (own and not is_overdue):
             return own
@@ -81,12 +88,14 @@ class BatchOrder:
     def _forget_empty(self, by_id: dict[BatchId, list[Candidate]]) -> None:
         for batch_id in [batch_id for batch_id in self._waiting if batch_id not in by_id]:
             del self._waiting[batch_id]
+            self.version += 1
 
     def _may_follow(self, following: WaitingBatch, num_running: int, *, is_overdue: bool) -> bool:
         return is_overdue or not following.is_aligned or num_running < self._limits.min_requests
 
     def _take_up(self, following: WaitingBatch, members: list[Candidate], num_running: int) -> None:
         del self._waiting[following.batch_id]
+        self.version += 1
         is_full = following.num_requests >= self._limits.min_requests
         if num_running == 0 or (following.is_aligned and is_full):
             self.running_id, self.is_aligned = following.batch_id, following.is_aligned

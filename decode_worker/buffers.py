@@ -15,10 +15,12 @@ class BufferSpace:
         self._lives: dict[str, int] = {}
         self._num_lives = 0
         self._generation = 0
+        self.version = 0  # changes with the room that there is
 
     def opened(self, peer: str, num_blocks: int) -> None:
         """A prefill worker offers an empty buffer, in place of any it offered before."""
         self._num_lives += 1
+        self.version += 1
         self._allocators[peer] = BlockAllocator(num_blocks)
         self._lives[peer] = self._num_lives
 
@@ -56,6 +58,7 @@ class BufferSpace:
 
     def free(self, slot: BufferSlot) -> None:
         """Give the blocks back; those of a lost buffer are gone already."""
+        self.version += 1
         if self.holds(slot):
             self._allocators[slot.peer].free(slot.block_ids)
 

@@ -37,6 +37,7 @@ class Candidates:
     def __init__(self, pool_name: str) -> None:
         self.space = BufferSpace()
         self._pool_name = pool_name
+        self.version = 0  # changes with who is here, and with who should be moved elsewhere
         self._entries: dict[RequestId, Candidate] = {}
         self._prefetching: dict[int, BufferSlot] = {}  # by generation; written by somebody else now
         self._returning: dict[tuple[RequestId, int], Candidate] = {}  # read by somebody else now
@@ -54,10 +55,12 @@ class Candidates:
 
     def add(self, candidate: Candidate) -> None:
         """A request that is granted, evicted, or put back."""
+        self.version += 1
         self._entries[candidate.request.request_id] = candidate
 
     def take(self, candidate: Candidate) -> None:
         """It enters the running batch; its lease and buffer blocks stay its own until `let_go`."""
+        self.version += 1
         del self._entries[candidate.request.request_id]
 
     def let_go(self, candidate: Candidate) -> list[Send]:
@@ -71,6 +74,7 @@ class Candidates:
 
     def abort(self, request_id: RequestId) -> list[Send]:
         """The request is over."""
+        self.version += 1
         candidate = self._entries.pop(request_id)
         if candidate.place is CachePlace.RETURNING:
             candidate.is_aborted = True  # its blocks are being read
@@ -110,6 +114,7 @@ class Candidates:
             candidate.place, candidate.buffer_copy = CachePlace.BUFFER, message.copy
             return None
         self.space.free(slot)
+        self.version += 1
         candidate.place, candidate.slot = CachePlace.POOL, None
         return candidate if message.is_refused else None
 
@@ -120,6 +125,7 @@ class Candidates:
             if slot is not None:
                 break
             if candidate.place is CachePlace.BUFFER and candidate.lease_id is not None and candidate.slot is not None:
+                self.version += 1
                 self.space.free(candidate.slot)
                 candidate.place, candidate.slot, candidate.buffer_copy = CachePlace.POOL, None, None
                 slot = self.space.for_eviction(num_blocks)
@@ -129,6 +135,7 @@ class Candidates:
 
     def give_back(self, candidate: Candidate) -> list[Send]:
         """Back to the pool, to be put into another batch. One that lies only in a buffer is brought there."""
+        self.version += 1
         if candidate.lease_id is not None:
             lease_id, candidate.lease_id = candidate.lease_id, None
             del self._entries[candidate.request.request_id]
@@ -143,6 +150,7 @@ class Candidates:
 
     def returned(self, message: RequestReturned) -> Candidate | None:
         """The pool has it now; or it stays, to run beside whatever does. If nobody knows, it is given up: returned."""
+        self.version += 1
         candidate = self._returning.pop((message.request_id, message.attempt), None)
         if candidate is None:
             return None
@@ -205,6 +213,7 @@ class Candidates:
 
     def prefill_worker_lost(self, peer: str) -> list[Candidate]:
         """What lay only in its memory, to be computed again; the others are still in the pool."""
+        self.version += 1
         self.space.lost(peer)
         self._prefetching = {key: slot for key, slot in self._prefetching.items() if slot.peer != peer}
         self._reserved = {key: entry for key, entry in self._reserved.items() if entry[1].peer != peer}
@@ -220,6 +229,7 @@ class Candidates:
 
     def pool_lost(self) -> list[Candidate]:
         """What lay only in the pool, to be computed again; what was prefetched from it goes on."""
+        self.version += 1
         lost = []
         for candidate in list(self._entries.values()):
             candidate.lease_id = None

@@ -1,5 +1,7 @@
 """What the router is told of this worker's load."""
 
+from typing import NamedTuple
+
 from alignedserve.messages.links import JoinedBatch, WorkerLoad
 from decode_worker.batches import BatchOrder
 from decode_worker.candidates import Candidates
@@ -10,34 +12,60 @@ from decode_worker.state import CachePlace
 _SPAN_STEP = 16  # tokens; the running range is told to the router in such steps
 
 
-def load_of(
-    batch: RunningBatch, candidates: Candidates, order: BatchOrder, evictions: Evictions, num_verified: int
-) -> WorkerLoad:
-    """Counts for placement. What is on its way back to the pool counts no more."""
-    num_joining = num_following = num_blocks = 0
-    for candidate in candidates:
-        if candidate.place is CachePlace.RETURNING:
-            continue
-        is_joining = order.joins_running(candidate)
-        num_joining += is_joining
-        num_following += not is_joining
-        num_blocks += batch.blocks_for(candidate.context_len)
-    return WorkerLoad(
-        num_running=batch.num_holding,
-        num_candidate_requests=num_joining,
-        num_batch_candidates=num_following,
-        num_candidate_blocks=num_blocks,
-        num_free_blocks=batch.num_free,
-        num_handoffs_verified=num_verified,
-        num_evictions=evictions.num_evictions,
-        running=_running_range(batch, order),
-    )
+class _Waiting(NamedTuple):
+    num_joining: int
+    num_following: int
+    num_blocks: int
 
 
-def _running_range(batch: RunningBatch, order: BatchOrder) -> JoinedBatch | None:
-    """The lengths that others may join, in steps of tokens so that it is not news at every iteration."""
-    span = batch.span(order.running_id) if order.is_aligned else None
-    if span is None:
-        return None
-    start, stop = span[0] // _SPAN_STEP * _SPAN_STEP, -(-(span[1] + 1) // _SPAN_STEP) * _SPAN_STEP
-    return JoinedBatch(order.running_id, start, stop)
+class LoadCounter:
+    """Counts for placement. Asked at every event, so what takes a loop is counted only when it has changed."""
+
+    def __init__(self, batch: RunningBatch, candidates: Candidates, order: BatchOrder, evictions: Evictions) -> None:
+        self._batch = batch
+        self._candidates = candidates
+        self._order = order
+        self._evictions = evictions
+        self._waiting_of: tuple[int, int] | None = None  # versions that `_waiting` is of
+        self._waiting = _Waiting(0, 0, 0)
+        self._range_of: tuple[int, int, int] | None = None
+        self._range: JoinedBatch | None = None
+
+    def load(self, *, num_verified: int, num_iterations: int) -> WorkerLoad:
+        """As it is now."""
+        waiting = self._count_waiting()
+        return WorkerLoad(
+            num_running=self._batch.num_holding,
+            num_candidate_requests=waiting.num_joining,
+            num_batch_candidates=waiting.num_following,
+            num_candidate_blocks=waiting.num_blocks,
+            num_free_blocks=self._batch.num_free,
+            num_handoffs_verified=num_verified,
+            num_evictions=self._evictions.num_evictions,
+            running=self._running_range(num_iterations),
+        )
+
+    def _count_waiting(self) -> _Waiting:
+        """Candidates; what is on its way back to the pool counts no more."""
+        versions = (self._candidates.version, self._order.version)
+        if versions != self._waiting_of:
+            staying = [one for one in self._candidates if one.place is not CachePlace.RETURNING]
+            num_joining = sum(self._order.joins_running(one) for one in staying)
+            num_blocks = sum(self._batch.blocks_for(one.context_len) for one in staying)
+            self._waiting_of = versions
+            self._waiting = _Waiting(num_joining, len(staying) - num_joining, num_blocks)
+        return self._waiting
+
+    def _running_range(self, num_iterations: int) -> JoinedBatch | None:
+        """The lengths that others may join, in steps of tokens so that it is not news at every iteration."""
+        state = (self._batch.version, self._order.version, num_iterations // _SPAN_STEP)
+        if state != self._range_of:
+            self._range_of, self._range = state, self._count_range()
+        return self._range
+
+    def _count_range(self) -> JoinedBatch | None:
+        span = self._batch.span(self._order.running_id) if self._order.is_aligned else None
+        if span is None:
+            return None
+        start, stop = span[0] // _SPAN_STEP * _SPAN_STEP, -(-(span[1] + 1) // _SPAN_STEP) * _SPAN_STEP
+        return JoinedBatch(self._order.running_id, start, stop)

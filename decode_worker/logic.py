@@ -63,7 +63,7 @@ from decode_worker.batches import BatchOrder, SwitchLimits, WaitingBatch
 from decode_worker.candidates import Candidates
 from decode_worker.eviction import EvictionCommand, Evictions
 from decode_worker.ledger import Ledger
-from decode_worker.load import load_of
+from decode_worker.load import LoadCounter
 from decode_worker.running import RunningBatch
 from decode_worker.state import CachePlace, Candidate, Loading, RunningRequest
 
@@ -96,6 +96,9 @@ class DecodeLogic:
         self._evictions = Evictions(self._batch, self._candidates, self._order)
         self._is_iterating = False
         self._router: str | None = None
+        self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
+        self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last looked through
+        self._num_iterations = 0
         self._num_verified = 0
         self._reported: WorkerLoad | None = None
         self.ledger = Ledger()
@@ -227,8 +230,12 @@ class DecodeLogic:
         if not self._candidates:
             return []
         commands: list[DecodeCommand] = []
-        may_enter = self._order.choose(self._candidates, self._batch.num_holding, now)
-        commands += self._admit(may_enter)
+        if self._batch.num_holding < self._limits.max_running or self._order.is_overdue(now):
+            commands += self._admit(self._order.choose(self._candidates, self._batch.num_holding, now))
+        versions = (self._candidates.version, self._order.version, self._candidates.space.version)
+        if versions == self._moved_at:
+            return commands  # what could be done for the others has been done
+        self._moved_at = versions
         for candidate in list(self._candidates):
             if self._order.is_stray(candidate):
                 commands += self._candidates.give_back(candidate)
@@ -304,13 +311,23 @@ class DecodeLogic:
                 extensions += self._batch.grow().extensions
         slices = self._batch.slices(self._limits.max_tokens)
         if not slices:
-            return commands
+            return commands + self._give_up_stuck()
         removals, additions = self._batch.entering()
         extensions = tuple(entry for entry in extensions if self._batch.get(entry[0]) is not None)
         self._is_iterating = True
+        self._num_iterations += 1
         iteration = RunIteration(removals, additions, extensions, slices)
         self.ledger.iteration_started(now, iteration, self._batch.all(), is_switching=self._order.is_switching)
         return [iteration, *commands]
+
+    def _give_up_stuck(self) -> list[DecodeCommand]:
+        """One request alone that does not fit this worker: no block will ever come free for it."""
+        stuck = self._batch.stuck()
+        if stuck is None or self._evictions.candidates():
+            return []
+        self._batch.drop(stuck)
+        reason = "its context needs more cache blocks than a decode worker has"
+        return self._to_router(AttemptFailed(stuck.request.request_id, stuck.attempt, FailureKind.UNSERVABLE, reason))
 
     # --- ending an iteration
 
@@ -350,7 +367,7 @@ class DecodeLogic:
         if request.sampling.max_tokens == 0:  # only the prompt was to be scored
             deltas.append((request.reply_to, TokenDelta(request.request_id, 0, (), (), FinishReason.LENGTH)))
             return commands + self._finish(running)
-        running.generated_token_ids.append(token.token_id)
+        running.note_token(token.token_id)
         finished = finish_reason(request, token.token_id, index + 1, self._eos_token_ids)
         logprobs = (token.logprob,) if token.logprob is not None else ()
         deltas.append((request.reply_to, TokenDelta(request.request_id, index, (token.token_id,), logprobs, finished)))
@@ -388,7 +405,7 @@ class DecodeLogic:
         return self._to_router(LedgerReport(totals)) if totals is not None else []
 
     def _report(self) -> list[DecodeCommand]:
-        load = load_of(self._batch, self._candidates, self._order, self._evictions, self._num_verified)
+        load = self._load.load(num_verified=self._num_verified, num_iterations=self._num_iterations)
         if load == self._reported or self._router is None:
             return []
         self._reported = load

@@ -34,6 +34,8 @@ class RunningBatch:
         self._running: dict[RequestId, RunningRequest] = {}
         self._loading: dict[RequestId, Loading] = {}
         self._num_leaving_blocks = 0  # of requests that are being copied out
+        self._foreseen: int | None = None  # blocks that all will grow by; None: to be counted anew
+        self.version = 0  # changes with who runs
         self._additions: dict[RequestId, Addition] = {}
         self._removals: list[RequestId] = []
 
@@ -83,7 +85,9 @@ class RunningBatch:
         num_blocks = blocks_for(candidate.context_len, self._block_size)
         if self.is_empty:
             return self._allocator.allocate(num_blocks)
-        foreseen = self._foreseen_blocks() + self._growth(candidate, num_blocks)
+        if self._foreseen is None:
+            self._foreseen = self._foreseen_blocks()
+        foreseen = self._foreseen + self._growth(candidate, num_blocks)
         if num_blocks + foreseen > self._allocator.num_free:
             return None
         return self._allocator.allocate(num_blocks)
@@ -93,11 +97,13 @@ class RunningBatch:
         return running + sum(self._growth(part.candidate, len(part.block_ids)) for part in self._loading.values())
 
     def _growth(self, one: RunningRequest | Candidate, num_held: int) -> int:
-        foreseen = min(one.context_len + _FORESEEN_TOKENS, one.request.max_context_len)
-        return max(blocks_for(foreseen, self._block_size) - num_held, 0)
+        foreseen = min(one.context_len + _FORESEEN_TOKENS, one.max_context_len)
+        return max(-(-foreseen // self._block_size) - num_held, 0)
 
     def load(self, loading: Loading) -> None:
         """Its cache is being copied in."""
+        if self._foreseen is not None:
+            self._foreseen += self._growth(loading.candidate, len(loading.block_ids))
         self._loading[loading.candidate.request.request_id] = loading
 
     def loading_candidate(self, request_id: RequestId) -> Candidate | None:
@@ -111,12 +117,15 @@ class RunningBatch:
 
     def loaded(self, request_id: RequestId) -> Loading:
         """The copy is done, well or not."""
+        self._foreseen = None
         return self._loading.pop(request_id)
 
     def enter(self, running: RunningRequest) -> None:
         """Its blocks hold the cache of `num_computed` tokens; it is in the next iteration."""
         request, request_id = running.request, running.request.request_id
         self._running[request_id] = running
+        self._foreseen = None
+        self.version += 1
         generated, block_ids = tuple(running.generated_token_ids), tuple(running.block_ids)
         self._additions[request_id] = Addition(request, generated, block_ids, running.num_computed)
 
@@ -127,6 +136,7 @@ class RunningBatch:
         extensions: list[tuple[RequestId, tuple[BlockId, ...]]] = []
         num_stalled = num_soon = 0
         block_size = self._block_size
+        self._foreseen = None
         for request_id, running in self._running.items():
             room = len(running.block_ids) * block_size - running.context_len
             if room > 0:
@@ -143,9 +153,14 @@ class RunningBatch:
                 else:
                     extensions.append((request_id, block_ids))
             else:
-                num_soon += running.context_len < running.request.max_context_len
+                num_soon += running.context_len < running.max_context_len
         num_coming = self._allocator.num_free + self._num_leaving_blocks
         return Growth(tuple(extensions), num_stalled, num_stalled + num_soon - num_coming)
+
+    def stuck(self) -> RunningRequest | None:
+        """The one request that stalls with nobody beside it, if that is how it is."""
+        only = next(iter(self._running.values())) if len(self._running) == 1 and self.num_holding == 1 else None
+        return only if only is not None and only.is_stalled else None
 
     def slices(self, max_tokens: int) -> Slices:
         """Every decode, and chunks of prompts in the token budget that the decodes leave."""
@@ -153,7 +168,7 @@ class RunningBatch:
         prompts: list[tuple[RequestId, int]] = []
         for request_id, running in self._running.items():
             if not running.is_stalled:
-                remaining = running.num_remaining
+                remaining = running.context_len - running.num_computed
                 (decodes if remaining == 1 else prompts).append((request_id, remaining))
         # At least one token for prompts: a full batch of decodes must not keep them out for ever.
         budget = max(max_tokens - len(decodes), 1)
@@ -192,6 +207,8 @@ class RunningBatch:
     def _take_out(self, running: RunningRequest) -> tuple[BlockId, ...]:
         request_id = running.request.request_id
         del self._running[request_id]
+        self._foreseen = None
+        self.version += 1
         if self._additions.pop(request_id, None) is None:
             self._removals.append(request_id)
         return tuple(running.block_ids)

@@ -1,7 +1,7 @@
 """The decode worker's records."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alignedserve.core.ids import BatchId, BlockId, LeaseId
 from alignedserve.core.request import Request
@@ -23,6 +23,13 @@ class RunningRequest:
     is_prefilling: bool = False  # its prompt is computed here, and the router waits to hear that it is done
     is_aborted: bool = False
     is_stalled: bool = False  # waits for a block that an eviction is about to free
+    context_len: int = field(init=False)  # prompt and generated tokens; the next iteration reads or computes all
+    max_context_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Kept, not worked out: they are read for every request in every iteration.
+        self.context_len = self.request.prompt_len + len(self.generated_token_ids)
+        self.max_context_len = self.request.max_context_len
 
     @classmethod
     def of_candidate(cls, candidate: "Candidate", block_ids: tuple[BlockId, ...], num_cached: int) -> "RunningRequest":
@@ -33,10 +40,10 @@ class RunningRequest:
         running.is_prefilling = candidate.place is CachePlace.NOWHERE
         return running
 
-    @property
-    def context_len(self) -> int:
-        """Prompt and generated tokens; the next iteration reads or computes all of them."""
-        return self.request.prompt_len + len(self.generated_token_ids)
+    def note_token(self, token_id: int) -> None:
+        """One more token was sampled."""
+        self.generated_token_ids.append(token_id)
+        self.context_len += 1
 
     @property
     def num_remaining(self) -> int:
@@ -80,6 +87,12 @@ class Candidate:
     buffer_copy: BlockCopy | None = None
     is_aborted: bool = False  # over, but something still reads or writes its blocks
     must_stay: bool = False  # the pool had no room for it
+    context_len: int = field(init=False)  # prompt and generated tokens
+    max_context_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.context_len = self.request.prompt_len + len(self.generated_token_ids)
+        self.max_context_len = self.request.max_context_len
 
     @classmethod
     def of_handoff(cls, handoff: Handoff, batch_id: BatchId, now: float) -> "Candidate":
@@ -94,11 +107,6 @@ class Candidate:
         """From the router, to be computed here."""
         generated = message.generated_token_ids
         return cls(message.request, message.attempt, generated, NO_BATCH, now, CachePlace.NOWHERE)
-
-    @property
-    def context_len(self) -> int:
-        """Prompt and generated tokens."""
-        return self.request.prompt_len + len(self.generated_token_ids)
 
     @property
     def num_copied_blocks(self) -> int:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from alignedserve.bench.iteration_schedule import IterationScheduleFigures, measure_iteration_schedule
 from alignedserve.bench.pool_arrivals import LENGTHS, Arrivals
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import ConfigError
@@ -79,7 +80,7 @@ class MovingFigures:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleBenchmarkResult:
-    """What was measured. Scheduling one decode iteration would be a third table beside these."""
+    """What was measured."""
 
     lengths: str
     max_blocks: int
@@ -87,6 +88,7 @@ class ScheduleBenchmarkResult:
     min_requests: int
     forming: tuple[FormingFigures, ...]
     moving: tuple[MovingFigures, ...]
+    iterations: tuple[IterationScheduleFigures, ...]
 
 
 def parse_pool_sizes(text: str) -> tuple[int, ...]:
@@ -110,6 +112,7 @@ def run_schedule_benchmark(spec: ScheduleBenchmarkSpec) -> ScheduleBenchmarkResu
         min_requests=spec.limits.min_requests,
         forming=tuple(_measure_forming(spec, name, num_pooled) for num_pooled, name in pairs),
         moving=tuple(_measure_moving(spec, num_pooled) for num_pooled in spec.pool_sizes),
+        iterations=(measure_iteration_schedule(seed=spec.seed),),
     )
 
 

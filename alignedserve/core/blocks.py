@@ -39,7 +39,9 @@ class BlockAllocator:
         assert count >= 0, "a negative number of blocks"
         if count > len(self._free):
             return None
-        block_ids = tuple(self._free.pop() for _ in range(count))
+        first = len(self._free) - count
+        block_ids = tuple(reversed(self._free[first:]))
+        del self._free[first:]
         for block_id in block_ids:
             self._is_used[block_id] = 1
         return block_ids
