@@ -78,14 +78,24 @@ class Fleet:
         tracked.move(Stage.DECODING, worker.name)
         worker.decoding.add(tracked.request.request_id)
 
-    def note_pooled(self, tracked: TrackedRequest, pool: str) -> None:
+    def note_pooled(self, tracked: TrackedRequest, pool: str, num_blocks: int) -> None:
         """The request lies in this pool now, from a prefill worker or back from a decode worker."""
         if tracked.stage is not Stage.PREFILLING:  # whose prefill is counted until it reports that it is done
             self.forget(tracked)
         tracked.move(Stage.POOLED, pool)
         self.note_copy(tracked, pool)
         self.pools[pool].num_pooled += 1
+        if num_blocks > self._least_share(pool):
+            self.pools[pool].large[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
         self.mark_news()
+
+    def _least_share(self, pool: str) -> int:
+        """Blocks that a batch for any decode worker of this pool may have while that one is busy."""
+        known = [worker for worker in self.workers.values() if worker.registered.can_decode]
+        return min((self._share(worker) for worker in known if worker.registered.pool_name == pool), default=0)
+
+    def _share(self, worker: WorkerRecord) -> int:
+        return int(self._batching.max_block_share * worker.registered.num_blocks)
 
     def note_copy(self, tracked: TrackedRequest, pool: str) -> None:
         """The pool has, or keeps, a copy of the request."""
@@ -108,6 +118,7 @@ class Fleet:
             worker.was_refused.clear()
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
             self.pools[tracked.holder].num_pooled -= 1
+            self.pools[tracked.holder].large.pop(request_id, None)
 
     def may_have_lost(self, tracked: TrackedRequest, peer: str) -> bool:
         """Whether this request may be lost with this peer: held by it, or on its way to it."""
@@ -169,7 +180,13 @@ class Fleet:
         max_requests = worker.registered.max_running
         if not (is_saturated and batching.is_aligned):
             max_requests += self._candidate_requests - len(worker.decoding)
-        return self._form(worker, pool, max_requests, self._min_requests(worker))
+        return self._form(
+            worker,
+            pool,
+            max_requests,
+            self._min_requests(worker),
+            least_blocks=_overdue(pool, worker, now - batching.starvation_s),
+        )
 
     def _joining(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         """More of the lengths that run, a few ahead of need; not while another batch has waited too long for that."""
@@ -191,7 +208,9 @@ class Fleet:
         pool: PoolRecord,
         max_requests: int,
         min_requests: int,
+        *,
         joins: JoinedBatch | None = None,
+        least_blocks: int = 0,
     ) -> FormBatch | None:
         num_peers = sum(
             other.registered.can_decode and other.registered.pool_name == pool.name for other in self.workers.values()
@@ -200,9 +219,16 @@ class Fleet:
         max_blocks = worker.registered.num_blocks
         if worker.decoding:
             candidate_blocks = worker.load.num_candidate_blocks if worker.load is not None else 0
-            max_blocks = int(self._batching.max_block_share * max_blocks) - candidate_blocks
+            max_blocks = max(self._share(worker) - candidate_blocks, least_blocks)
         if max_requests < 1 or max_blocks < 1:
             return None
         batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
         name = WorkerName(worker.name)
         return FormBatch(batch_id, name, max_blocks, max_requests, min(min_requests, max_requests), joins)
+
+
+def _overdue(pool: PoolRecord, worker: WorkerRecord, pooled_before_s: float) -> int:
+    """Blocks of the largest request that no batch for a busy worker may have room for, and that has waited too long
+    for the worker to become idle."""
+    sizes = [num_blocks for num_blocks, pooled_s in pool.large.values() if pooled_s <= pooled_before_s]
+    return max((size for size in sizes if size <= worker.registered.num_blocks), default=0)

@@ -40,7 +40,7 @@ class Handovers:
             return [Send(pool, DropRequest(message.request_id, message.attempt))]
         tracked.attempt = message.attempt
         tracked.pooled_s = now
-        self._fleet.note_pooled(tracked, pool)
+        self._fleet.note_pooled(tracked, pool, message.num_blocks)
         return []
 
     def batch_formed(self, message: BatchFormed, now: float) -> list[Send]:

@@ -99,4 +99,5 @@ class PoolRecord:
     num_blocks: int
     num_blocks_used: int = 0
     num_blocks_kept: int = 0
+    large: dict[RequestId, tuple[int, float]] = field(default_factory=dict)  # pooled: blocks, since when
     num_pooled: int = 0  # by the router's own count: RequestPooled less BatchReceived and drops

@@ -2,8 +2,8 @@
 
 Every message is delivered at once and every copy is done at once; only the time inside the decode worker's logic is
 counted. Scheduling is from the end of an iteration to the next one's commands: releases, admission from candidate
-requests and candidate batch, growth, eviction, the batch switch, prefetches and returns (AlignedServe, section 4.4: "the
-time to schedule an iteration", below 5 ms for 95 % of them). Messages and finished copies are dealt with while the
+requests and candidate batch, growth, eviction, the batch switch, prefetches and returns (AlignedServe, section 4.4:
+"the time to schedule an iteration", below 5 ms for 95 % of them). Messages and finished copies are dealt with while the
 iteration computes; what they take is told beside it, for all that fall into one iteration together.
 """
 
