@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.recording import write_result
@@ -24,7 +25,8 @@ POLICIES = ("fcfs", "density_first")
 
 def run_demo(policy: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """One demo; its report."""
-    command = [sys.executable, "-m", "alignedserve.cli.main", "demo", "--json", "--batching", policy]
+    alignedserve = Path(sys.executable).with_name("alignedserve")
+    command = [str(alignedserve), "demo", "--json", "--batching", policy]
     command += ["--duration", str(options.duration), "--rate", str(options.rate), "--seed", str(seed)]
     command += ["--set", f"decode.max_running={options.max_running}"]
     command += [] if options.trace else ["--mixed"]

@@ -16,6 +16,7 @@ from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.arena import arena_folder
 from alignedserve.runtime.served_model import pocket_folder
 from alignedserve.runtime.tokenizer import Tokenizer
+from alignedserve.runtime.transport import here
 
 _GIB = 1024**3
 
@@ -98,5 +99,6 @@ def _cluster() -> list[Finding]:
     free = shutil.disk_usage(folder).free
     return [
         Finding("KV transfer", f"shm: shared memory in {folder}, {free / _GIB:.1f} GiB free", free > _GIB // 4),
+        Finding("Transports", f"{', '.join(here(torch.device('cpu')))}; on one host the first is used"),
         Finding("Tokens", "Unix sockets of this host"),
     ]
