@@ -80,7 +80,8 @@ class Custody:
 
     def let_go(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
         """End a request and tell whoever holds it to free what it holds."""
-        commands = self._take_back(tracked) + self.drop_copies(tracked)
+        commands = self._take_back(tracked)
+        commands += [drop for drop in self.drop_copies(tracked) if drop not in commands]
         self.queue.discard(tracked.request.request_id)
         tracked.move(stage)
         del self.requests[tracked.request.request_id]
