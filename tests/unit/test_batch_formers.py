@@ -24,7 +24,7 @@ def names(batch: AlignedBatch | None) -> list[str]:
 
 
 def test_an_unknown_former_fails_listing_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match=r"pool\.batching: unknown batch former 'x'; known: density_first, fcfs"):
+    with pytest.raises(ConfigError, match=r"batching\.policy: unknown batch former 'x'; known: density_first, fcfs"):
         make_batch_former("x", block_size=16, starvation_s=2.0)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from alignedserve.config.environment import api_keys, run_root
 from alignedserve.config.loading import MAX_CONFIG_BYTES, load_config, parse_size
-from alignedserve.config.sections import MIB, ClusterConfig, Topology
+from alignedserve.config.sections import MIB, BatchingConfig, ClusterConfig, Topology
 from alignedserve.core.errors import ConfigError
 
 
@@ -32,6 +32,21 @@ def test_a_file_sets_what_it_names(tmp_path: Path) -> None:
     assert config.router.prefill_order == "fcfs"
     assert (config.pool.memory_bytes, config.pool.lease_s) == (64 * MIB, 2.0)
     assert config.decode == ClusterConfig().decode
+
+
+def test_how_batches_are_formed_is_a_section_of_its_own(tmp_path: Path) -> None:
+    text = "batching: {policy: density_first, min_requests: 8, max_block_share: 1, starvation_s: 0.5}\n"
+    expected = BatchingConfig(policy="density_first", min_requests=8, max_block_share=1.0, starvation_s=0.5)
+    assert load_config(written(tmp_path, text)).batching == expected
+
+
+@pytest.mark.parametrize(("policy", "is_aligned"), [("density_first", True), ("fcfs", False)])
+def test_only_first_come_first_served_cares_for_no_lengths(policy: str, is_aligned: bool) -> None:
+    assert BatchingConfig(policy=policy).is_aligned is is_aligned
+
+
+def test_there_may_be_no_candidate_buffers() -> None:
+    assert load_config(None, ["prefill.buffer_bytes=0"]).prefill.buffer_bytes == 0
 
 
 def test_overrides_go_on_top_of_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
@@ -98,12 +113,20 @@ def test_what_is_not_a_size(text: str) -> None:
         ("gateway: {requests_per_minute: 0}", r"gateway\.requests_per_minute"),
         ("router: {max_queued_requests: 0}", r"router\.max_queued_requests"),
         ("router: {max_requeues: -1}", r"router\.max_requeues"),
+        ("router: {candidate_requests: 0}", r"router\.candidate_requests"),
+        ("batching: {min_requests: 0}", r"batching\.min_requests"),
+        ("batching: {starvation_s: 0}", r"batching\.starvation_s"),
+        ("batching: {max_block_share: 0}", r"batching\.max_block_share"),
+        ("batching: {max_block_share: 1.01}", r"batching\.max_block_share"),
+        ("batching: {max_blocks: 3}", "max_blocks"),
+        ("prefill: {buffer_bytes: -1}", r"prefill\.buffer_bytes"),
         ("prefill: {count: 0}", r"prefill\.count"),
         ("prefill: {max_tokens_per_iteration: 0}", r"prefill\.max_tokens_per_iteration"),
         ("decode: {max_running: 0}", r"decode\.max_running"),
         ("engine: {block_size: 17}", r"engine\.block_size"),
         ("engine: {threads_per_worker: 0}", r"engine\.threads_per_worker"),
         ("engine: {device: tpu}", r"engine\.device"),
+        ("engine: {kv_transport: pigeon}", r"engine\.kv_transport"),
         ("links: {peer_timeout_s: 0.1}", r"links\.peer_timeout_s"),
         ("links: {peer_timeout_s: .inf}", r"links\.peer_timeout_s"),
         ("links: {transport: pigeon}", r"links\.transport"),
