@@ -35,7 +35,8 @@ class Fleet:
         if self.pools.pop(peer, None) is None:
             return
         for worker in self.workers.values():
-            worker.forming = None  # what the pool was asked, it will not answer any more
+            if worker.registered.pool_name == peer:
+                worker.forming = None  # what the pool was asked, it will not answer any more
         self.mark_news()
 
     def __contains__(self, peer: str) -> bool:
