@@ -20,6 +20,7 @@ from alignedserve.messages.links import (
 from router.custody import Custody
 from router.fleet import Fleet
 from router.policies.bypass import UrgentBypass
+from router.state import TrackedRequest
 
 
 class Handovers:
@@ -35,13 +36,14 @@ class Handovers:
         tracked = self._custody.current(message.request_id, message.attempt)
         if tracked is None or pool not in self._fleet:
             return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
+        dropped = self._drop_elsewhere(tracked, pool)
         if message.attempt <= tracked.attempt:  # it has gone on from there
             self._fleet.note_copy(tracked, pool)
-            return [Send(pool, DropRequest(message.request_id, message.attempt))]
+            return [*dropped, Send(pool, DropRequest(message.request_id, message.attempt))]
         tracked.attempt = message.attempt
         tracked.pooled_s = now
         self._fleet.note_pooled(tracked, pool, message.num_blocks)
-        return []
+        return dropped
 
     def batch_formed(self, message: BatchFormed, now: float) -> list[Send]:
         """The pool has answered what was asked for a worker."""
@@ -82,8 +84,13 @@ class Handovers:
         tracked = self._custody.current(message.request_id, message.attempt)
         if tracked is None or pool not in self._fleet:
             return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
+        dropped = self._drop_elsewhere(tracked, pool)
         self._fleet.note_copy(tracked, pool)
-        return []
+        return dropped
+
+    def _drop_elsewhere(self, tracked: TrackedRequest, pool: str) -> list[Send]:
+        """One pool has a copy from now on; what another one kept would be forgotten here, and never end."""
+        return self._custody.drop_copies(tracked) if self._fleet.copy_of(tracked) != pool else []
 
     def copy_lost(self, pool: str, message: CopyLost) -> list[Send]:
         """A worker was lost while the request was on its way to it."""
