@@ -36,10 +36,9 @@ class Handovers:
         tracked = self._custody.current(message.request_id, message.attempt)
         if tracked is None or pool not in self._fleet:
             return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
-        dropped = self._drop_elsewhere(tracked, pool)
         if message.attempt <= tracked.attempt:  # it has gone on from there
-            self._fleet.note_copy(tracked, pool)
-            return [*dropped, Send(pool, DropRequest(message.request_id, message.attempt))]
+            return self._note_copy(tracked, pool) or [Send(pool, DropRequest(message.request_id, message.attempt))]
+        dropped = self._custody.drop_copies(tracked) if self._fleet.copy_of(tracked) != pool else []
         tracked.attempt = message.attempt
         tracked.pooled_s = now
         self._fleet.note_pooled(tracked, pool, message.num_blocks)
@@ -84,13 +83,14 @@ class Handovers:
         tracked = self._custody.current(message.request_id, message.attempt)
         if tracked is None or pool not in self._fleet:
             return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
-        dropped = self._drop_elsewhere(tracked, pool)
-        self._fleet.note_copy(tracked, pool)
-        return dropped
+        return self._note_copy(tracked, pool)
 
-    def _drop_elsewhere(self, tracked: TrackedRequest, pool: str) -> list[Send]:
-        """One pool has a copy from now on; what another one kept would be forgotten here, and never end."""
-        return self._custody.drop_copies(tracked) if self._fleet.copy_of(tracked) != pool else []
+    def _note_copy(self, tracked: TrackedRequest, pool: str) -> list[Send]:
+        """One copy is enough: where another pool is known to have one, this one lets go of its own."""
+        if self._fleet.copy_of(tracked) not in (None, pool):
+            return [Send(pool, DropRequest(tracked.request.request_id, end_of_life(tracked.attempt)))]
+        self._fleet.note_copy(tracked, pool)
+        return []
 
     def copy_lost(self, pool: str, message: CopyLost) -> list[Send]:
         """A worker was lost while the request was on its way to it."""

@@ -70,7 +70,7 @@ class Desk:
     def pool(self, of: Request | str, num_blocks: int = 1, attempt: int = L1, **changes: bool) -> BlocksWritten:
         """Reserve and write; what was written."""
         name = of if isinstance(of, str) else of.request_id
-        commands = self.reserve(name, num_blocks, attempt, **changes)
+        commands = self.reserve(name, num_blocks, attempt, PREFILL, **changes)
         sent = [one.message for one in commands if isinstance(one, Send)]
         reserved = next(one for one in sent if isinstance(one, BlocksReserved))
         message = written(name, reserved) if isinstance(of, str) else written(name, reserved, request=of)

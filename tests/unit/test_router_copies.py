@@ -29,6 +29,7 @@ from alignedserve.messages.links import (
 from tests.desks.router import (
     ASKED,
     BATCH,
+    END,
     GIVEN_OUT,
     GRANTED,
     INTERRUPTED,
@@ -88,10 +89,14 @@ def test_a_copy_elsewhere_is_dropped_when_another_pool_has_the_request() -> None
     assert made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2)) == [dropped()]
 
 
-def test_a_copy_elsewhere_is_dropped_when_another_pool_keeps_one() -> None:
+@pytest.mark.parametrize("message", [CopyKept(R1, GIVEN_OUT), RequestPooled(R1, POOLED, 4, 1)], ids=["kept", "pooled"])
+def test_late_word_of_a_pool_does_not_touch_what_another_has(message: CopyKept | RequestPooled) -> None:
     made = decoding()
     other_node(made)
-    assert made.hear(OTHER_POOL, CopyKept(R1, GRANTED)) == [dropped()]
+    made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2))
+    assert made.hear(POOL, message) == [dropped()]
+    assert made.status().num_pooled == 1
+    assert made.hear(GATEWAY, AbortRequest(R1)) == [Send(OTHER_POOL, DropRequest(R1, END))]
 
 
 def test_the_copy_of_a_request_that_is_over_is_dropped() -> None:
