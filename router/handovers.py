@@ -9,6 +9,7 @@ from alignedserve.core.attempts import end_of_life
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.events import Send
 from alignedserve.messages.links import (
+    NO_BATCH,
     AbortRequest,
     BatchFormed,
     BatchReceived,
@@ -74,6 +75,8 @@ class Handovers:
             elif attempt > tracked.attempt:
                 if tracked.stage is Stage.POOLED:
                     self._bypass.observe_wait(now - tracked.pooled_s)
+                elif message.batch_id == NO_BATCH:
+                    self._bypass.observe_bypass()
                 tracked.attempt = attempt
                 self._fleet.note_decoding(tracked, worker)
         return commands

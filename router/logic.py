@@ -250,7 +250,7 @@ class RouterLogic:
 
     def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
         pool = self._fleet.copy_of(tracked)
-        decoder = self._bypass.target(tracked.request, self._fleet.workers.values())
+        decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, self._fleet.workers.values())
         tracked.granted_to = decoder.name if decoder is not None else None
         return PrefillRequest(
             tracked.request,

@@ -13,6 +13,7 @@ from alignedserve.core.request import Request, RequestClass
 from router.state import WorkerRecord
 
 _WEIGHT = 1 / 16  # of the latest wait in the running mean
+_FADING = 1 / 64  # with every request that goes past the pool
 
 
 class UrgentBypass:
@@ -25,13 +26,17 @@ class UrgentBypass:
         """A request waited so long between entering the pool and reaching a decode worker."""
         self._expected_wait_s += (wait_s - self._expected_wait_s) * _WEIGHT
 
-    def target(self, request: Request, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
+    def observe_bypass(self) -> None:
+        """A request went past the pool. What is expected there fades, or nobody would see that it has become less."""
+        self._expected_wait_s *= 1 - _FADING
+
+    def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
         """The decode worker that this request should go to past the pool; None: it can wait, or nobody has a place."""
         tpot_s = request.slo.tpot_s
         if request.request_class is not RequestClass.REAL_TIME or tpot_s is None or self._expected_wait_s <= tpot_s:
             return None
         able = [worker for worker in workers if _has_place(worker)]
-        return min(able, key=lambda worker: (_distance(worker, request.prompt_len), worker.name), default=None)
+        return min(able, key=lambda worker: (_distance(worker, context_len), worker.name), default=None)
 
 
 def _has_place(worker: WorkerRecord) -> bool:

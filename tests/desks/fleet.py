@@ -12,7 +12,7 @@ from tests.samples import DECODE, GATEWAY, POOL, PREFILL, request, worker
 
 ASKED, OTHER_POOL = WorkerName(DECODE), "pool-1"
 RUNNING = JoinedBatch(BatchId(1), 32, 48)
-# A worker runs at most four; three are enough to keep it busy.
+# A worker runs at most four; half of them are enough to keep it busy.
 SATURATED = {"num_running": 3, "num_free_blocks": 8}
 Asked = list[tuple[str, FormBatch]]
 
@@ -30,11 +30,13 @@ def fleet(batching: dict[str, Any] | None = None, **decoders: dict[str, Any]) ->
     return made
 
 
-def pool_requests(where: Fleet, count: int, prefix: str = "p", pool: str = POOL) -> list[TrackedRequest]:
+def pool_requests(
+    where: Fleet, count: int, prefix: str = "p", pool: str = POOL, num_blocks: int = 1
+) -> list[TrackedRequest]:
     tracked = [TrackedRequest(request(f"{prefix}{number}"), GATEWAY, 1.0) for number in range(count)]
     for one in tracked:
         one.move(Stage.PREFILLING, PREFILL)
-        where.note_pooled(one, pool)
+        where.note_pooled(one, pool, num_blocks)
     return tracked
 
 

@@ -30,7 +30,7 @@ def decoder(name: str, start: int | None = None, stop: int | None = None, **chan
 
 
 def chosen(of: Request, *workers: WorkerRecord, wait_s: float = 0.08) -> str | None:
-    target = after_waits_of(wait_s).target(of, workers)
+    target = after_waits_of(wait_s).target(of, of.prompt_len, workers)
     return target.name if target is not None else None
 
 
@@ -54,21 +54,21 @@ def test_who_has_no_token_slo_that_would_be_missed_waits(of: Request) -> None:
 
 
 def test_before_anybody_waited_nobody_skips() -> None:
-    assert UrgentBypass().target(chat(1e-9), [decoder("decode-0")]) is None
+    assert UrgentBypass().target(chat(1e-9), 900, [decoder("decode-0")]) is None
 
 
 def test_the_expected_wait_moves_by_one_in_sixteen() -> None:
     bypass = UrgentBypass()
     bypass.observe_wait(1.6)
-    assert bypass.target(chat(0.1), [decoder("decode-0")]) is None
-    assert bypass.target(chat(0.099), [decoder("decode-0")]) is not None
+    assert bypass.target(chat(0.1), 900, [decoder("decode-0")]) is None
+    assert bypass.target(chat(0.099), 900, [decoder("decode-0")]) is not None
 
 
 def test_the_expected_wait_falls_again() -> None:
     bypass = after_waits_of(0.08)
     for _ in range(200):
         bypass.observe_wait(0.01)
-    assert bypass.target(chat(0.05), [decoder("decode-0")]) is None
+    assert bypass.target(chat(0.05), 900, [decoder("decode-0")]) is None
 
 
 @pytest.mark.parametrize(
@@ -109,3 +109,10 @@ def test_one_without_a_place_is_passed_over() -> None:
 @pytest.mark.parametrize("changes", [{"can_decode": False, "can_prefill": True}, {"can_prefill": True}])
 def test_only_decode_workers_are_chosen(changes: dict[str, bool]) -> None:
     assert chosen(chat(), decoder("worker-0", **changes)) is None
+
+
+def test_when_all_go_past_the_pool_it_is_tried_again() -> None:
+    bypass = after_waits_of(0.08)
+    for _ in range(100):
+        bypass.observe_bypass()
+    assert bypass.target(chat(0.05), 900, [decoder("decode-0")]) is None

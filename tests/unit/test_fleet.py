@@ -134,7 +134,7 @@ def test_forgetting_gives_back_what_was_counted() -> None:
 def test_what_comes_back_to_the_pool_is_counted_there_and_no_more_with_the_worker() -> None:
     where = fleet(decode_0={})
     (running,) = decoding(where, DECODE, 1)
-    where.note_pooled(running, POOL)
+    where.note_pooled(running, POOL, 1)
     assert where.pools[POOL].num_pooled == 1
     assert where.workers[DECODE].decoding == set()
 
@@ -145,7 +145,7 @@ def test_what_is_pooled_counts_as_a_prefill_until_its_worker_reports_it() -> Non
     tracked = TrackedRequest(request(), GATEWAY, 1.0)
     tracked.move(Stage.PREFILLING, PREFILL)
     where.workers[PREFILL].prefilling[R1] = HandedOver(life(1), 4)
-    where.note_pooled(tracked, POOL)
+    where.note_pooled(tracked, POOL, 1)
     assert where.workers[PREFILL].num_prefill_tokens == 4
 
 
@@ -167,7 +167,7 @@ def test_who_may_be_lost_with_whom() -> None:
     assert not where.may_have_lost(tracked, POOL)
     tracked.is_computed = True  # its blocks are on their way
     assert where.may_have_lost(tracked, POOL)
-    where.note_pooled(tracked, POOL)
+    where.note_pooled(tracked, POOL, 1)
     assert where.may_have_lost(tracked, POOL)
     assert not where.may_have_lost(tracked, DECODE)
     tracked.granted_to = DECODE

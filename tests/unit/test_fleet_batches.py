@@ -23,7 +23,7 @@ def test_without_news_the_question_is_not_repeated() -> None:
     refuse(where)
     assert where.batches_to_form(0.0) == []
     where.mark_news()
-    assert where.batches_to_form(0.0) == form(2, 20, 3, 3)
+    assert where.batches_to_form(0.0) == form(2, 20, 3, 2)
 
 
 def test_a_report_of_the_worker_is_news() -> None:
@@ -71,7 +71,7 @@ def test_a_colocated_worker_gets_no_batches() -> None:
 def test_an_empty_worker_may_fill_its_whole_memory_and_gets_candidates_as_well() -> None:
     where = fleet(decode_0={})
     pool_requests(where, 9)
-    assert where.batches_to_form(0.0) == form(1, 20, 4 + 2, 3)
+    assert where.batches_to_form(0.0) == form(1, 20, 4 + 2, 2)
 
 
 def test_no_more_are_demanded_than_there_are() -> None:
@@ -80,10 +80,10 @@ def test_no_more_are_demanded_than_there_are() -> None:
     assert where.batches_to_form(0.0) == form(1, 20, 2, 2)
 
 
-def test_no_more_are_demanded_than_the_worker_runs() -> None:
+def test_no_more_are_demanded_than_half_of_what_the_worker_runs() -> None:
     where = fleet(decode_0={"max_running": 2})
     pool_requests(where, 9)
-    assert where.batches_to_form(0.0) == form(1, 20, 4, 2)
+    assert where.batches_to_form(0.0) == form(1, 20, 4, 1)
 
 
 def test_where_lengths_do_not_matter_no_batch_is_too_small() -> None:
@@ -102,16 +102,16 @@ def test_workers_share_the_pool_fairly_and_the_emptiest_is_asked_first() -> None
 
 
 def test_a_worker_that_runs_too_few_gets_what_it_has_places_for() -> None:
-    where = busy(9, num_running=2)
-    assert where.batches_to_form(0.0) == form(1, 8, 4 + 2 - 3, 3)
+    where = busy(9, num_running=1)
+    assert where.batches_to_form(0.0) == form(1, 8, 4 + 2 - 3, 2)
 
 
 def test_a_busy_worker_is_given_a_whole_batch_ahead_of_need() -> None:
-    assert busy(9).batches_to_form(0.0) == form(1, 8, 4, 3)
+    assert busy(9).batches_to_form(0.0) == form(1, 8, 4, 2)
 
 
 def test_candidates_take_up_to_their_share_of_a_busy_workers_memory() -> None:
-    assert busy(9, num_candidate_blocks=3).batches_to_form(0.0) == form(1, 8 - 3, 4, 3)
+    assert busy(9, num_candidate_blocks=3).batches_to_form(0.0) == form(1, 8 - 3, 4, 2)
 
 
 def test_a_worker_whose_candidates_take_their_share_is_not_asked_for_more() -> None:
@@ -119,12 +119,34 @@ def test_a_worker_whose_candidates_take_their_share_is_not_asked_for_more() -> N
 
 
 def test_a_busy_worker_is_not_given_what_is_not_worth_a_switch() -> None:
-    assert busy(2).batches_to_form(0.0) == []
+    assert busy(1).batches_to_form(0.0) == []
 
 
 def test_what_is_not_worth_a_switch_is_given_after_a_while() -> None:
-    assert busy(2, now=5.0).batches_to_form(6.9) == []
-    assert busy(2, now=5.0).batches_to_form(7.0) == form(1, 8, 2, 2)
+    assert busy(1, now=5.0).batches_to_form(6.9) == []
+    assert busy(1, now=5.0).batches_to_form(7.0) == form(1, 8, 1, 1)
+
+
+def test_a_request_larger_than_any_batch_for_a_busy_worker_gets_one_when_it_has_waited_too_long() -> None:
+    where = busy(2, now=1.0)
+    pool_requests(where, 1, "large", num_blocks=9)  # a batch for a busy worker has eight
+    assert where.batches_to_form(1.9) == form(1, 8, 3, 2)
+    refuse(where)
+    where.mark_news()
+    assert where.batches_to_form(2.0) == form(2, 9, 3, 2)
+
+
+def test_one_that_no_longer_waits_is_not_made_room_for() -> None:
+    where = busy(2, now=1.0)
+    [large] = pool_requests(where, 1, "large", num_blocks=9)
+    where.note_decoding(large, where.workers[DECODE])
+    assert where.batches_to_form(9.0) == form(1, 8, 2, 2)
+
+
+def test_one_that_no_worker_has_room_for_is_not_made_room_for() -> None:
+    where = busy(2, now=1.0)
+    pool_requests(where, 1, "large", num_blocks=21)
+    assert where.batches_to_form(9.0) == form(1, 8, 3, 2)
 
 
 def test_a_batch_notes_when_it_came() -> None:
@@ -159,7 +181,7 @@ def test_who_is_of_the_running_lengths_joins_while_another_batch_waits() -> None
 
 def test_who_is_of_the_running_lengths_joins_when_there_is_no_batch_to_come() -> None:
     where = busy(9, running=RUNNING)
-    assert where.batches_to_form(0.0) == form(1, 8, 4, 3)
+    assert where.batches_to_form(0.0) == form(1, 8, 4, 2)
     refuse(where)
     assert where.batches_to_form(0.0) == form(2, 8, 3, 1, joins=RUNNING)
     refuse(where)
