@@ -28,6 +28,7 @@ class DecodeWorkerActor(RoomHost):
         """`prefillers`: names of the prefill workers; none: a colocated worker, which computes prompts itself."""
         block_size = engine_config.block_size
         is_colocated = not prefillers
+        layout = served.block_layout(block_size)
         sizes = EngineSizes(config.memory_bytes, config.max_running, block_size, engine_config.threads_per_worker)
 
         async def build() -> DecodeWorker:
@@ -39,6 +40,7 @@ class DecodeWorkerActor(RoomHost):
                 pool_name=POOL,
                 can_prefill=is_colocated,
                 can_decode=True,
+                layout_digest=layout.digest().hex(),
             )
             worker = DecodeWorker(
                 limits=limits_of(config, batching),

@@ -113,7 +113,11 @@ class PoolLogic:
         # Whatever a router knew of us ended with its link: it recomputes those requests, so their blocks go.
         self._reservations.clear()
         commands = [command for lease in self._book.all() for command in self._give_up(lease)]
-        return [Send(peer, PoolRegistered(self._book.num_blocks)), *commands, *self._serve_reservations(now)]
+        return [
+            Send(peer, PoolRegistered(self._book.num_blocks, self._arena.layout_digest)),
+            *commands,
+            *self._serve_reservations(now),
+        ]
 
     def _on_lost(self, peer: str, now: float) -> list[PoolCommand]:
         if peer == self._router:

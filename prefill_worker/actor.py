@@ -39,6 +39,7 @@ class PrefillWorkerActor(RoomHost):
                 pool_name=POOL,
                 can_prefill=True,
                 can_decode=False,
+                layout_digest=layout.digest().hex(),
             )
             worker = PrefillWorker(
                 config=config,

@@ -21,13 +21,18 @@ class Fleet:
 
     # --- who is there
 
-    def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> None:
-        """A worker or pool came, or came back with nothing."""
+    def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
+        """A worker or pool came, or came back with nothing. Returns why it is refused, if it is."""
+        self.remove(peer)
+        others = {record.layout_digest for record in (*self.workers.values(), *self.pools.values())}
+        if others and message.layout_digest not in others:
+            return "its blocks are not of the size, dtype and shape of the cluster's; start all with one configuration"
         if isinstance(message, WorkerRegistered):
             self.workers[peer] = WorkerRecord(peer, message)
-            return
+            return None
         self._num_pool_lives += 1
-        self.pools[peer] = PoolRecord(peer, self._num_pool_lives, message.num_blocks)
+        self.pools[peer] = PoolRecord(peer, self._num_pool_lives, message.num_blocks, message.layout_digest)
+        return None
 
     def remove(self, peer: str) -> None:
         """A worker or pool is gone."""

@@ -33,6 +33,7 @@ from alignedserve.messages.links import (
     PoolRegistered,
     PrefillCompleted,
     PrefillRequest,
+    RegistrationRefused,
     RequestFailed,
     RequestFinished,
     RequestPooled,
@@ -100,7 +101,8 @@ class RouterLogic:
             case AbortRequest():
                 return self._abort(message.request_id)
             case WorkerRegistered() | PoolRegistered():
-                self._fleet.register(peer, message)
+                reason = self._fleet.register(peer, message)
+                return [Send(peer, RegistrationRefused(reason))] if reason is not None else []
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():

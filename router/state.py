@@ -72,6 +72,11 @@ class WorkerRecord:
     last_batch_s: float = float("-inf")  # when it last got a batch of its own
 
     @property
+    def layout_digest(self) -> str:
+        """Of its blocks."""
+        return self.registered.layout_digest
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Prompt tokens that it has still to compute."""
         return sum(handed_over.num_tokens for handed_over in self.prefilling.values())
@@ -97,6 +102,7 @@ class PoolRecord:
     name: str
     life: int  # differs between a pool and its restarted self
     num_blocks: int
+    layout_digest: str = ""
     num_blocks_used: int = 0
     num_blocks_kept: int = 0
     large: dict[RequestId, tuple[int, float]] = field(default_factory=dict)  # pooled: blocks, since when

@@ -20,6 +20,11 @@ _E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40,
 _GAUGES: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
     ("alignedserve_pool_blocks", "Blocks of all KV pools.", lambda s: s.num_pool_blocks),
     ("alignedserve_pool_blocks_used", "Blocks of all KV pools in use.", lambda s: s.num_pool_blocks_used),
+    (
+        "alignedserve_pool_blocks_kept",
+        "Of them, copies of what workers have, given up when room is short.",
+        lambda s: s.num_pool_blocks_kept,
+    ),
     ("alignedserve_worker_blocks", "Blocks of all workers.", lambda s: s.num_worker_blocks),
     ("alignedserve_worker_blocks_used", "Blocks of all workers in use.", lambda s: s.num_worker_blocks_used),
     ("alignedserve_requests_pooled", "Requests whose cache lies in a pool.", lambda s: s.num_pooled),
@@ -35,6 +40,7 @@ _MODEL_GAUGES: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
     ("alignedserve_handoffs_verified", "KV handoffs whose proof held.", lambda s: s.num_handoffs_verified),
+    ("alignedserve_evictions", "Requests moved from a running batch into a buffer.", lambda s: s.num_evictions),
     ("alignedserve_handoffs_refused", "KV handoffs refused, then recomputed.", lambda s: s.num_handoffs_refused),
 )
 

@@ -142,6 +142,13 @@ class WorkerRegistered(Message, frozen=True):
     pool_name: Text  # the pool of this worker's node
     can_prefill: bool
     can_decode: bool
+    layout_digest: Text = ""  # of its blocks; all workers and pools of a cluster must have the same
+
+
+class RegistrationRefused(Message, frozen=True):
+    """Router to a worker or pool that cannot work with the others: it gets nothing to do."""
+
+    reason: Text
 
 
 class PrefillRequest(Message, frozen=True):
@@ -422,6 +429,7 @@ class PoolRegistered(Message, frozen=True):
     """Pool to router on every (re)connect."""
 
     num_blocks: Count
+    layout_digest: Text = ""
 
 
 class RequestPooled(Message, frozen=True):
@@ -521,6 +529,7 @@ PoolInbound = (
     | FetchCopy
     | FormBatch
     | DropRequest
+    | RegistrationRefused
     | Ping
 )
 PrefillWorkerInbound = (
@@ -535,6 +544,7 @@ PrefillWorkerInbound = (
     | PrefetchBlocks
     | CancelPrefetch
     | ReturnRequest
+    | RegistrationRefused
     | Ping
 )
 DecodeWorkerInbound = (
@@ -547,5 +557,6 @@ DecodeWorkerInbound = (
     | BlocksWritten
     | BlocksPrefetched
     | RequestReturned
+    | RegistrationRefused
     | Ping
 )

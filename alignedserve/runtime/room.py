@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
+from alignedserve.messages.links import RegistrationRefused
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.links import Identity, Peer
 from alignedserve.runtime.switchboard import Switchboard
@@ -59,6 +60,9 @@ class Room(Generic[EventT, CommandT]):
 
     def on_message(self, peer: Peer, message: Message) -> None:
         """LinkHandler."""
+        if isinstance(message, RegistrationRefused):
+            logger.error("the router refuses this process: %s", message.reason)
+            return
         self.dispatch(Received(peer.name, message))
 
     def on_lost(self, peer: Peer) -> None:

@@ -172,3 +172,21 @@ def test_who_may_be_lost_with_whom() -> None:
     assert not where.may_have_lost(tracked, DECODE)
     tracked.granted_to = DECODE
     assert where.may_have_lost(tracked, DECODE)
+
+
+def test_who_has_other_blocks_than_the_others_is_refused() -> None:
+    where = empty_fleet()
+    assert where.register(POOL, PoolRegistered(100, "digest")) is None
+    assert where.register(DECODE, worker(layout_digest="digest")) is None
+    reason = where.register(PREFILL, worker(can_prefill=True, can_decode=False, layout_digest="another"))
+    assert reason is not None
+    assert "blocks" in reason
+    assert PREFILL not in where
+
+
+def test_who_comes_back_with_other_blocks_is_refused_as_well_and_the_first_may_have_any() -> None:
+    where = empty_fleet()
+    assert where.register(DECODE, worker(layout_digest="digest")) is None
+    assert where.register(DECODE, worker(layout_digest="another")) is None
+    assert where.register(POOL, PoolRegistered(100, "digest")) is not None
+    assert POOL not in where

@@ -46,7 +46,7 @@ def test_a_worker_is_offered_the_arena() -> None:
 
 
 def test_the_router_hears_of_the_pool() -> None:
-    assert Desk().link(ROUTER, Role.ROUTER) == [Send(ROUTER, PoolRegistered(8))]
+    assert Desk().link(ROUTER, Role.ROUTER) == [Send(ROUTER, PoolRegistered(8, "digest"))]
 
 
 def test_counts_are_told_when_they_change() -> None:
