@@ -88,7 +88,7 @@ class Candidates:
 
     def prefetch(self, candidate: Candidate) -> list[Send]:
         """Have it copied from the pool into a buffer, if there is room."""
-        if candidate.place is not CachePlace.POOL or candidate.pool_copy is None:
+        if candidate.place is not CachePlace.POOL or candidate.pool_copy is None or not candidate.may_prefetch:
             return []
         slot = self.space.for_prefetch(candidate.num_copied_blocks)
         if slot is None:
@@ -115,7 +115,7 @@ class Candidates:
             return None
         self.space.free(slot)
         self.version += 1
-        candidate.place, candidate.slot = CachePlace.POOL, None
+        candidate.place, candidate.slot, candidate.may_prefetch = CachePlace.POOL, None, False
         return candidate if message.is_refused else None
 
     def make_room(self, num_blocks: int) -> BufferSlot | None:

@@ -87,6 +87,7 @@ class Candidate:
     buffer_copy: BlockCopy | None = None
     is_aborted: bool = False  # over, but something still reads or writes its blocks
     must_stay: bool = False  # the pool had no room for it
+    may_prefetch: bool = True  # a prefill worker that has lost the pool answers at once, again and again
     context_len: int = field(init=False)  # prompt and generated tokens
     max_context_len: int = field(init=False)
 
