@@ -8,14 +8,22 @@ from alignedserve.messages.events import PeerLinked, Received, Send, SendTo
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
+    BlocksLoaded,
+    BlocksOffloaded,
+    BlocksRelayed,
     IterationCompleted,
+    LoadBlocks,
+    OffloadBlocks,
+    RelayBlocks,
     RunIteration,
 )
 from alignedserve.messages.links import (
     AbortRequest,
     ArenaOffered,
+    BlockCopy,
     BlockRun,
     BlocksReserved,
+    BlocksWritten,
     CancelReservation,
     PrefillRequest,
     ReserveBlocks,
@@ -24,10 +32,12 @@ from alignedserve.messages.links import (
     WorkerLoad,
 )
 from alignedserve.messages.wire import Message
-from prefill_worker.logic import OffloadCompleted, PrefillCommand, PrefillLimits, PrefillLogic
-from tests.samples import POOL, R1, REPLY_TO, ROUTER, blocks, request, worker
+from prefill_worker.buffers import BufferOpened, OpenBuffer
+from prefill_worker.logic import PrefillCommand, PrefillLimits, PrefillLogic
+from tests.samples import DECODE, POOL, R1, REPLY_TO, ROUTER, blocks, request, worker
 
 ARENA = ArenaOffered("/dev/shm/x.arena", 8, 64, "digest")
+BUFFER = ArenaOffered("/dev/shm/b.arena", 6, 64, "digest")
 REGISTERED = worker(num_blocks=12, can_prefill=True, can_decode=False)
 EOS = 2
 RUNS = (BlockRun(5, 1, 99),)
@@ -50,14 +60,26 @@ class Desk:
     def hear(self, message: Message, peer: str = ROUTER) -> list[PrefillCommand]:
         return self.do(Received(peer, message))
 
-    def begin(self, of: Request, attempt: int = 1, *generated: int) -> list[PrefillCommand]:
-        return self.hear(PrefillRequest(of, attempt, generated))
+    def begin(self, of: Request, attempt: int = 1, *generated: int, **more: Any) -> list[PrefillCommand]:
+        return self.hear(PrefillRequest(of, attempt, generated, **more))
 
     def sampled(self, *tokens: SampledToken, **more: Any) -> list[PrefillCommand]:
         return self.do(IterationCompleted(tokens, **more))
 
-    def copied(self, reserved: BlocksReserved, runs: tuple[BlockRun, ...] | None = RUNS) -> list[PrefillCommand]:
-        return self.do(OffloadCompleted(reserved.request_id, reserved, runs))
+    def copied(self, command: OffloadBlocks, runs: tuple[BlockRun, ...] | None = RUNS) -> list[PrefillCommand]:
+        return self.do(BlocksOffloaded(command, runs))
+
+    def loaded(self, command: LoadBlocks, *refused: RequestId) -> list[PrefillCommand]:
+        return self.do(BlocksLoaded(command.source, command.loads, frozenset(refused)))
+
+    def relayed(self, command: RelayBlocks, runs: tuple[BlockRun, ...] | None = RUNS) -> list[PrefillCommand]:
+        return self.do(BlocksRelayed(command, runs))
+
+    def link(self, peer: str = DECODE) -> list[PrefillCommand]:
+        """A decode worker comes and has a buffer."""
+        (opening,) = self.do(PeerLinked(Role.DECODE_WORKER, peer))
+        assert isinstance(opening, OpenBuffer)
+        return self.do(BufferOpened(peer, opening.life, BUFFER))
 
     def free_blocks(self) -> int:
         """As the next router is told."""
@@ -75,12 +97,21 @@ def run(*additions: Addition, slices: dict[str, int], removals: tuple[str, ...] 
     return RunIteration(tuple(map(RequestId, removals)), additions, (), parts)
 
 
-def added(of: Request, *numbers: int, generated: tuple[int, ...] = ()) -> Addition:
-    return Addition(of, generated, blocks(*numbers))
+def added(of: Request, *numbers: int, generated: tuple[int, ...] = (), num_cached: int = 0) -> Addition:
+    return Addition(of, generated, blocks(*numbers), num_cached)
 
 
 def reserved(lease: int = 1, attempt: int = 1) -> BlocksReserved:
     return BlocksReserved(R1, attempt, LeaseId(lease), lease, blocks(5))
+
+
+def offload(lease: int = 1, attempt: int = 1, *, target: str = POOL) -> OffloadBlocks:
+    """What follows from `reserved` for r1, whose context lies in block 0."""
+    return OffloadBlocks(R1, attempt, blocks(0), target, blocks(5), lease, LeaseId(lease))
+
+
+def written(lease: int = 1, attempt: int = 1) -> BlocksWritten:
+    return BlocksWritten(LeaseId(lease), BlockCopy(lease, 4, RUNS), attempt, request(), (7,))
 
 
 def emitted(*deltas: TokenDelta) -> SendTo:
@@ -121,5 +152,5 @@ def copying() -> Desk:
 
 def offered() -> Desk:
     made = copying()
-    made.copied(reserved())
+    made.copied(offload())
     return made

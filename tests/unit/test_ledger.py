@@ -18,7 +18,7 @@ from tests.samples import R1, request
 
 def member(name: str = "r1", context_len: int = 8, *, arrival_s: float = 0.0, granted_s: float = 0.0) -> RunningRequest:
     asked = request(name, prompt_len=context_len, arrival_s=arrival_s)
-    return RunningRequest(asked, 1, [], [], context_len - 1, granted_s)
+    return RunningRequest(asked, 1, [], [], context_len - 1, granted_s=granted_s)
 
 
 def entering(*members: RunningRequest, removals: tuple[RequestId, ...] = ()) -> RunIteration:
@@ -210,11 +210,10 @@ def test_members_come_and_go() -> None:
     assert lengths(desk.run(entering(newcomer, removals=removals))) == (2, 5, 9.0, 13)  # not r3's four
 
 
-def test_a_refused_handoff_never_was_in_the_batch_of_the_next() -> None:
+def test_whose_logits_were_of_no_use_is_not_in_the_batch_of_the_next() -> None:
     desk = Desk()
-    desk.run(desk.join(member(context_len=4), member("r2", 10)), sampled=(R1,), refused=(RequestId("r2"),))
-    del desk.running[RequestId("r2")]  # without a removal: the engine never had it
-    assert lengths(desk.run()) == (1, 5, 5.0, 5)
+    desk.run(desk.join(member(context_len=4), member("r2", 10)), sampled=(R1,), failed=(RequestId("r2"),))
+    assert lengths(desk.run(desk.leave("r2"))) == (1, 5, 5.0, 5)
 
 
 # --- the latest records and the sums

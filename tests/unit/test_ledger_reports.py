@@ -5,12 +5,12 @@ import pytest
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.events import PeerLinked, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import IterationCompleted, IterationTimes
+from alignedserve.messages.iterations import BlocksLoaded, IterationCompleted, IterationTimes
 from alignedserve.messages.ledger import LedgerTotals
-from alignedserve.messages.links import BatchGranted, LedgerReport
+from alignedserve.messages.links import BatchGranted, Handoff, LedgerReport
 from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
 from tests.desks import router
-from tests.desks.decode import BATCH, EOS, H1, to_router
+from tests.desks.decode import BATCH, EOS, H1, loads, to_router
 from tests.samples import DECODE, POOL, R1, ROUTER, TOTALS, handoff, request, worker
 
 
@@ -23,6 +23,12 @@ def linked() -> DecodeLogic:
     logic.on_event(PeerLinked(Role.ROUTER, ROUTER), 0.0)
     logic.on_event(Ticked(), 0.0)
     return logic
+
+
+def take(logic: DecodeLogic, of: Handoff, now: float) -> None:
+    """It is granted and copied in, in no time."""
+    for command in loads(logic.on_event(Received(POOL, BatchGranted(BATCH, (of,))), now)):
+        logic.on_event(BlocksLoaded(POOL, command.loads, frozenset()), now)
 
 
 def completed(started: float) -> IterationCompleted:
@@ -42,7 +48,7 @@ def test_an_idle_worker_says_nothing() -> None:
 
 def test_a_busy_worker_reports_once_a_second_what_is_new() -> None:
     logic = linked()
-    logic.on_event(Received(POOL, BatchGranted(BATCH, (handoff(request(arrival_s=1.0), 11),))), 4.0)
+    take(logic, handoff(request(arrival_s=1.0), 11), 4.0)
     logic.on_event(completed(4.0), 5.0)  # the next starts at once
     gained = LedgerTotals(
         num_iterations=1,
@@ -66,7 +72,7 @@ def test_a_busy_worker_reports_once_a_second_what_is_new() -> None:
 
 def test_what_was_gained_without_a_router_is_kept_for_it() -> None:
     logic = DecodeLogic(registered=worker(), limits=DecodeLimits(4, 10), eos_token_ids=frozenset({EOS}))
-    logic.on_event(Received(POOL, BatchGranted(BATCH, (H1,))), 0.0)
+    take(logic, H1, 0.0)
     logic.on_event(completed(0.0), 1.0)
     assert logic.on_event(Ticked(), 1.0) == []
     logic.on_event(PeerLinked(Role.ROUTER, ROUTER), 1.0)

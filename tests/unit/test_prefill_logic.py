@@ -2,19 +2,17 @@
 
 import pytest
 
-from alignedserve.core.ids import LeaseId, RequestId
+from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, SamplingParams, TokenLogprob
 from alignedserve.messages.events import PeerLinked, SendTo, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     MapArena,
-    OffloadBlocks,
     PromptScores,
 )
 from alignedserve.messages.links import (
     AttemptFailed,
     BlocksTaken,
-    BlocksWritten,
     FailureKind,
     PrefillCompleted,
     PromptScored,
@@ -32,7 +30,6 @@ from tests.desks.prefill import (
     EOS,
     REGISTERED,
     RESERVE,
-    RUNS,
     Desk,
     added,
     computing,
@@ -40,13 +37,15 @@ from tests.desks.prefill import (
     emitted,
     leaving,
     offered,
+    offload,
     reserved,
     run,
     to_pool,
     to_router,
     token,
+    written,
 )
-from tests.samples import POOL, R1, R2, REPLY_TO, ROUTER, blocks, request
+from tests.samples import POOL, R1, R2, REPLY_TO, ROUTER, request
 
 # --- introductions
 
@@ -55,13 +54,13 @@ def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
     logic = PrefillLogic(registered=REGISTERED, limits=PrefillLimits(10, 3), eos_token_ids=frozenset())
     assert logic.on_event(PeerLinked(Role.ROUTER, ROUTER), 0.0) == [
         to_router(REGISTERED),
-        to_router(WorkerLoad(0, 0, 0, 0, 12, 0)),
+        to_router(WorkerLoad(num_free_blocks=12)),
     ]
     assert logic.on_event(Ticked(), 0.0) == []
 
 
 def test_the_pools_arena_is_mapped() -> None:
-    assert Desk(has_pool=False).hear(ARENA, POOL) == [MapArena(ARENA)]
+    assert Desk(has_pool=False).hear(ARENA, POOL) == [MapArena(POOL, ARENA)]
 
 
 # --- iterations
@@ -108,7 +107,7 @@ def test_no_more_jobs_hold_blocks_than_may() -> None:
     made.begin(request("r2"))
     assert made.sampled(token(7))[-1] == RESERVE  # r1 still holds its blocks
     made.hear(reserved(), POOL)
-    made.copied(reserved())
+    made.copied(offload())
     following = made.hear(BlocksTaken(R1, 1, is_accepted=True), POOL)
     assert following == [run(added(request("r2"), 0), slices={"r2": 4}, removals=("r1",))]
 
@@ -204,12 +203,11 @@ def test_a_model_without_usable_logits_fails_the_request() -> None:
 
 
 def test_reserved_blocks_are_written() -> None:
-    assert leaving().hear(reserved(), POOL) == [OffloadBlocks(R1, blocks(0), reserved())]
+    assert leaving().hear(reserved(), POOL) == [offload()]
 
 
 def test_written_blocks_are_offered() -> None:
-    content = BlocksWritten(LeaseId(1), 1, RUNS, 4, 1, request(), (7,))
-    assert copying().copied(reserved()) == [to_pool(content)]
+    assert copying().copied(offload()) == [to_pool(written())]
 
 
 def test_what_the_pool_took_is_forgotten() -> None:
@@ -223,7 +221,7 @@ def test_what_the_pool_did_not_take_is_reserved_again() -> None:
 
 
 def test_a_lease_that_did_not_hold_is_reserved_again() -> None:
-    assert copying().copied(reserved(), None) == [RESERVE]
+    assert copying().copied(offload(), None) == [RESERVE]
 
 
 def test_a_pool_that_is_too_small_fails_the_request() -> None:
@@ -239,4 +237,4 @@ def test_without_a_pool_it_waits_for_one() -> None:
     made = Desk(has_pool=False)
     made.begin(request())
     assert made.sampled(token(7)) == [emitted(TokenDelta(R1, 0, (7,))), to_router(PrefillCompleted(R1, 1, 4))]
-    assert made.hear(ARENA, POOL) == [MapArena(ARENA), RESERVE]
+    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA), RESERVE]

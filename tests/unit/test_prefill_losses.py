@@ -9,7 +9,6 @@ from alignedserve.messages.events import PeerLinked, PeerLost
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     MapArena,
-    OffloadBlocks,
     RunIteration,
 )
 from alignedserve.messages.links import (
@@ -17,7 +16,6 @@ from alignedserve.messages.links import (
     BatchGranted,
     BlocksReserved,
     BlocksTaken,
-    BlocksWritten,
     PrefillCompleted,
     RequestPreempted,
     ReservationRefused,
@@ -31,18 +29,19 @@ from tests.desks.prefill import (
     EOS,
     REGISTERED,
     RESERVE,
-    RUNS,
     Desk,
     added,
     computing,
     copying,
     leaving,
     offered,
+    offload,
     reserved,
     run,
     to_pool,
     to_router,
     token,
+    written,
 )
 from tests.samples import POOL, R1, R2, ROUTER, blocks, request
 
@@ -72,8 +71,7 @@ def second() -> Desk:
 )
 def test_word_of_an_earlier_attempt_changes_nothing(second: Desk, peer: str, stale: Message) -> None:
     assert second.hear(stale, peer) == []
-    content = BlocksWritten(LeaseId(4), 4, RUNS, 4, 2, request(), (7,))
-    assert second.copied(reserved(lease=4, attempt=2)) == [to_pool(content)]
+    assert second.copied(offload(4, 2)) == [to_pool(written(4, 2))]
 
 
 @pytest.mark.parametrize(
@@ -116,14 +114,14 @@ def test_given_again_while_it_is_copied_it_begins_anew_when_that_is_over() -> No
     made = copying()
     assert made.begin(request(), 2, 7) == []
     following = run(added(request(), 0, 1, generated=(7,)), slices={"r1": 5}, removals=("r1",))
-    assert made.copied(reserved()) == [following, CANCEL]
+    assert made.copied(offload()) == [following, CANCEL]
 
 
 def test_given_again_and_aborted_before_it_began_anew() -> None:
     made = copying()
     made.begin(request(), 2, 7)
     assert made.hear(AbortRequest(R1, 2)) == []
-    assert made.copied(reserved()) == [CANCEL]
+    assert made.copied(offload()) == [CANCEL]
     assert made.free_blocks() == 12
 
 
@@ -162,7 +160,7 @@ def test_aborted_while_it_waits_for_the_pool() -> None:
 def test_aborted_while_it_is_copied_its_blocks_are_freed_after_the_copy() -> None:
     made = copying()
     assert made.hear(ABORT) == []
-    assert made.copied(reserved()) == [CANCEL]
+    assert made.copied(offload()) == [CANCEL]
     assert made.free_blocks() == 12
 
 
@@ -188,25 +186,22 @@ def test_the_pool_is_lost_while_it_is_computed() -> None:
 def test_the_pool_is_lost_while_it_waits_for_room() -> None:
     made = leaving()
     assert lose_pool(made) == []
-    assert made.hear(reserved(), "late") == [OffloadBlocks(R1, blocks(0), reserved())]  # writes to nobody's memory
-    assert made.copied(reserved(), None) == []
-    assert made.hear(ARENA, POOL) == [MapArena(ARENA), RESERVE]
+    assert made.hear(reserved(), POOL) == []  # word of the one that is lost
+    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA), RESERVE]
 
 
 def test_the_pool_is_lost_while_it_is_copied() -> None:
     made = copying()
     assert lose_pool(made) == []
-    assert made.copied(reserved()) == []
-    assert made.hear(ARENA, POOL) == [MapArena(ARENA), RESERVE]
+    assert made.copied(offload()) == []
+    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA), RESERVE]
 
 
 def test_the_pool_is_lost_and_back_while_it_is_copied() -> None:
     made = copying()
     lose_pool(made)
-    assert made.hear(ARENA, POOL) == [MapArena(ARENA)]
-    content = BlocksWritten(LeaseId(1), 1, RUNS, 4, 1, request(), (7,))
-    assert made.copied(reserved()) == [to_pool(content)]  # a lease that the new pool does not know
-    assert made.hear(BlocksTaken(R1, 1, is_accepted=False), POOL) == [RESERVE]
+    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA)]
+    assert made.copied(offload()) == [RESERVE]  # the lease was the lost one's
 
 
 def test_the_pool_is_lost_while_it_is_offered() -> None:
@@ -215,7 +210,7 @@ def test_the_pool_is_lost_while_it_is_offered() -> None:
     assert made.free_blocks() == 12
 
 
-def test_a_lost_decode_worker_or_gateway_is_not_noticed() -> None:
+def test_a_lost_gateway_is_not_noticed() -> None:
     assert leaving().do(PeerLost(Role.GATEWAY, "gateway-0")) == []
 
 
@@ -225,7 +220,7 @@ def test_a_router_that_comes_back_empties_the_worker(stage: Any) -> None:
     made.do(PeerLost(Role.ROUTER, ROUTER))
     assert made.do(PeerLinked(Role.ROUTER, ROUTER))[0] == to_router(REGISTERED)
     made.sampled(token(7)) if stage is computing else None
-    made.copied(reserved()) if stage is copying else None
+    made.copied(offload()) if stage is copying else None
     assert made.free_blocks() == 12
 
 
