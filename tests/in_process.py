@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from alignedserve.config.sections import (
+    BatchingConfig,
     ClusterConfig,
     DecodeWorkerConfig,
     EngineConfig,
@@ -37,15 +39,19 @@ from alignedserve.messages.links import (
 )
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.addresses import ROUTER, AddressBook
+from alignedserve.runtime.candidate_memory import BufferSizes, CandidateMemory
 from alignedserve.runtime.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.links import Identity, Peer
+from alignedserve.runtime.membership import Membership
 from alignedserve.runtime.served_model import ServedModel, resolve_model
 from alignedserve.runtime.switchboard import Switchboard
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
-from decode_worker.runner import DecodeWorker
+from decode_worker.runner import DecodeWorker, limits_of
 from kvpool.storage import KvPool
 from prefill_worker.runner import PrefillWorker
 from router.service import Router
+
+_CLUSTERS = itertools.count()
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,16 +70,21 @@ TINY_LLAMA = {
 }
 
 
-def small_config(folder: Path, *, pool_blocks: int = 256, decode_blocks: int = 256, **changes: object) -> ClusterConfig:
-    """A config for the tiny model; sizes are given in blocks of 8 tokens."""
+def small_config(
+    folder: Path, *, pool_blocks: int = 256, decode_blocks: int = 256, buffer_blocks: int = 128, **changes: object
+) -> ClusterConfig:
+    """A config for the tiny model; sizes are given in blocks of 8 tokens. Four requests make a batch."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
     block_bytes = 2 * 2 * 8 * 2 * 8 * 4
+    changes.setdefault("batching", BatchingConfig(min_requests=4, starvation_s=0.5))
     return ClusterConfig(
         model=ModelSectionConfig(path=str(folder), random_weights=True),
         engine=EngineConfig(block_size=8, threads_per_worker=1),
         pool=PoolConfig(memory_bytes=pool_blocks * block_bytes),
-        prefill=PrefillWorkerConfig(memory_bytes=256 * block_bytes, max_tokens_per_iteration=64),
+        prefill=PrefillWorkerConfig(
+            memory_bytes=256 * block_bytes, buffer_bytes=buffer_blocks * block_bytes, max_tokens_per_iteration=64
+        ),
         decode=DecodeWorkerConfig(memory_bytes=decode_blocks * block_bytes, max_running=16),
         **changes,  # type: ignore[arg-type]
     )
@@ -213,6 +224,8 @@ class RoomCluster:
         self.config = config
         self.served: ServedModel = resolve_model(config.model)
         self.book = AddressBook(folder)
+        self.folder = folder
+        self.cluster_id = f"test-{os.getpid()}-{next(_CLUSTERS)}"
         self.arena_path = folder / "test.arena"
         self.gateway = ClientGateway(
             self.book.of("gateway-0"), self.book.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
@@ -230,13 +243,16 @@ class RoomCluster:
         await self.gateway.start()
 
     async def start_router(self) -> None:
-        router = Router(config=self.config.router, identity=self._identity(Role.ROUTER, ROUTER))
+        router = Router(
+            config=self.config.router, batching=self.config.batching, identity=self._identity(Role.ROUTER, ROUTER)
+        )
         await router.start(listen_at=self.book.of(ROUTER))
         self.rooms[ROUTER] = router
 
     async def start_pool(self) -> None:
         pool = KvPool(
             config=self.config.pool,
+            batching=self.config.batching,
             layout=self.served.block_layout(self.config.engine.block_size),
             arena_path=self.arena_path,
             identity=self._identity(Role.KV_POOL, "pool-0"),
@@ -247,13 +263,17 @@ class RoomCluster:
     async def start_prefill(self, name: str) -> None:
         section = self.config.prefill
         engine = self._engine(section.memory_bytes, section.max_running)
+        layout = self.served.block_layout(self.config.engine.block_size)
+        num_blocks = section.buffer_bytes // layout.block_bytes // self.config.decode.count
+        membership = self._membership(Role.PREFILL_WORKER, name)
         worker = PrefillWorker(
             config=section,
             engine=engine,
+            memory=CandidateMemory(layout, BufferSizes(num_blocks, self.config.engine.kv_transport), membership),
             registered=self._registered(engine, section.max_running, can_prefill=True, can_decode=False),
-            identity=self._identity(Role.PREFILL_WORKER, name),
+            identity=membership.identity(),
         )
-        await worker.start(router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"))
+        await worker.start(listen_at=self.book.of(name), router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"))
         self.rooms[name] = worker
 
     async def start_decode(self, name: str) -> None:
@@ -261,13 +281,18 @@ class RoomCluster:
         is_colocated = self.config.topology is Topology.COLOCATED
         engine = self._engine(section.memory_bytes, section.max_running)
         worker = DecodeWorker(
-            config=section,
+            limits=limits_of(section, self.config.batching),
             engine=engine,
             registered=self._registered(engine, section.max_running, can_prefill=is_colocated, can_decode=True),
-            identity=self._identity(Role.DECODE_WORKER, name),
-            ledger_path=self.ledger_path(name),
+            membership=self._membership(Role.DECODE_WORKER, name),
+            transport=self.config.engine.kv_transport,
         )
-        await worker.start(router_at=self.book.of(ROUTER), pool_at=None if is_colocated else self.book.of("pool-0"))
+        prefillers = [] if is_colocated else [f"prefill-{index}" for index in range(self.config.prefill.count)]
+        await worker.start(
+            router_at=self.book.of(ROUTER),
+            pool_at=None if is_colocated else self.book.of("pool-0"),
+            prefillers_at=[self.book.of(prefiller) for prefiller in prefillers],
+        )
         self.rooms[name] = worker
 
     def ledger_path(self, name: str) -> Path:
@@ -308,6 +333,11 @@ class RoomCluster:
     ) -> WorkerRegistered:
         return WorkerRegistered(
             engine.num_blocks, self.config.engine.block_size, max_running, "pool-0", can_prefill, can_decode
+        )
+
+    def _membership(self, role: Role, name: str) -> Membership:
+        return Membership(
+            role, name, self.cluster_id, b"t" * 32, self.config.links.peer_timeout_s, self.book, self.folder
         )
 
     def _identity(self, role: Role, name: str) -> Identity:
