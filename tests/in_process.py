@@ -23,6 +23,7 @@ from alignedserve.config.sections import (
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
 from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.links import (
     AbortRequest,
     ClusterStatus,
@@ -39,6 +40,7 @@ from alignedserve.messages.links import (
 )
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.addresses import ROUTER, AddressBook
+from alignedserve.runtime.arena import arena_folder
 from alignedserve.runtime.candidate_memory import BufferSizes, CandidateMemory
 from alignedserve.runtime.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.links import Identity, Peer
@@ -46,6 +48,7 @@ from alignedserve.runtime.membership import Membership
 from alignedserve.runtime.served_model import ServedModel, resolve_model
 from alignedserve.runtime.switchboard import Switchboard
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
+from decode_worker.logic import DecodeLogic
 from decode_worker.runner import DecodeWorker, limits_of
 from kvpool.storage import KvPool
 from prefill_worker.runner import PrefillWorker
@@ -217,6 +220,16 @@ def _is_idle(status: ClusterStatus) -> bool:
     return not any(stages) and status.num_pool_blocks_used == 0 and status.num_worker_blocks_used == 0
 
 
+class CountingEngine(WorkerEngine):
+    """Counts the tokens that it computes."""
+
+    num_computed = 0
+
+    def run_iteration(self, command: RunIteration) -> IterationCompleted:
+        self.num_computed += sum(num_tokens for _, num_tokens in command.slices)
+        return super().run_iteration(command)
+
+
 class RoomCluster:
     """Router, pool, workers and a client gateway; each can be stopped and started again alone."""
 
@@ -231,6 +244,7 @@ class RoomCluster:
             self.book.of("gateway-0"), self.book.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
         )
         self.rooms: dict[str, Router | KvPool | PrefillWorker | DecodeWorker] = {}
+        self.engines: dict[str, CountingEngine] = {}
 
     async def start(self) -> None:
         await self.start_router()
@@ -266,6 +280,7 @@ class RoomCluster:
         layout = self.served.block_layout(self.config.engine.block_size)
         num_blocks = section.buffer_bytes // layout.block_bytes // self.config.decode.count
         membership = self._membership(Role.PREFILL_WORKER, name)
+        self.engines[name] = engine
         worker = PrefillWorker(
             config=section,
             engine=engine,
@@ -280,6 +295,7 @@ class RoomCluster:
         section = self.config.decode
         is_colocated = self.config.topology is Topology.COLOCATED
         engine = self._engine(section.memory_bytes, section.max_running)
+        self.engines[name] = engine
         worker = DecodeWorker(
             limits=limits_of(section, self.config.batching),
             engine=engine,
@@ -297,6 +313,15 @@ class RoomCluster:
 
     def ledger_path(self, name: str) -> Path:
         return self.arena_path.with_name(f"{name}.ledger.jsonl")
+
+    def num_buffer_blocks_used(self) -> int:
+        """Of all decode workers, in all prefill workers' memory."""
+        logics = [room._room._logic for room in self.rooms.values() if isinstance(room, DecodeWorker)]
+        return sum(logic._candidates.space.num_used for logic in logics if isinstance(logic, DecodeLogic))
+
+    def files_in_memory(self) -> list[Path]:
+        """Arenas of this cluster that lie in the machine's memory file system."""
+        return list(arena_folder().glob(f"*{self.cluster_id}*"))
 
     async def stop(self, name: str) -> None:
         await self.rooms.pop(name).close()
@@ -325,8 +350,8 @@ class RoomCluster:
         worker.close()
         return tokens
 
-    def _engine(self, memory_bytes: int, max_sequences: int) -> WorkerEngine:
-        return WorkerEngine(self.served, EngineSizes(memory_bytes, max_sequences, self.config.engine.block_size, 1))
+    def _engine(self, memory_bytes: int, max_sequences: int) -> CountingEngine:
+        return CountingEngine(self.served, EngineSizes(memory_bytes, max_sequences, self.config.engine.block_size, 1))
 
     def _registered(
         self, engine: WorkerEngine, max_running: int, *, can_prefill: bool, can_decode: bool

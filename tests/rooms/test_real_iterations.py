@@ -31,7 +31,7 @@ async def test_the_parts_add_up_to_the_wall_time(topology: Topology, tmp_path: P
     # The median: where threads of all rooms share one process, any of them may be held up between two readings.
     assert statistics.median(record.parts_s / record.wall_s for record in records) == pytest.approx(1.0, abs=0.02)
     assert all(record.parts_s <= record.wall_s for record in records)
-    assert max(record.batch_size for record in records) == NUM_REQUESTS
+    assert 4 <= max(record.batch_size for record in records) <= NUM_REQUESTS  # four make a batch
     for record in records:
         assert record.shortest <= record.mean <= record.longest
         assert 0.0 <= record.misaligned_s <= record.attention_s <= record.forward_s
