@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected
@@ -21,7 +22,9 @@ from alignedserve.runtime.block_sums import neighbours
 from alignedserve.runtime.transfer import Incoming, Outgoing, ShmTransfer
 from tests.desks.transfer import (
     BLOCK_SIZE,
+    ELSEWHERE,
     MEDIA,
+    NUM_DEVICES,
     NUM_POOL_BLOCKS,
     NUM_STORAGE_BLOCKS,
     Medium,
@@ -37,12 +40,22 @@ from tests.desks.transfer import (
 from tests.samples import blocks
 
 
-@pytest.fixture(params=[(name, dtype) for name in MEDIA for dtype in ("float32", "bfloat16")], ids="-".join)
+def cases() -> Iterator[object]:
+    for dtype in ("float32", "bfloat16"):
+        yield from (pytest.param((name, dtype), id=f"{name}-{dtype}") for name in MEDIA)
+    for name in ELSEWHERE:
+        marks = [pytest.mark.gpu] if name in NUM_DEVICES else []
+        yield pytest.param((name, "bfloat16"), id=name, marks=marks)
+
+
+@pytest.fixture(params=cases())
 def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Setup]:
     name, dtype = request.param
+    if torch.cuda.device_count() < NUM_DEVICES.get(name, 0):
+        pytest.skip(f"needs {NUM_DEVICES[name]} CUDA devices")
     layout = layout_of(dtype)
-    medium = MEDIA[name](tmp_path, layout)
-    yield Setup(medium, layout, filled(layout, 1), filled(layout, 2))
+    medium = (MEDIA | ELSEWHERE)[name](tmp_path, layout)
+    yield Setup(medium, layout, filled(layout, 1, medium.device), filled(layout, 2, medium.device))
     medium.close()
 
 
@@ -351,7 +364,7 @@ class InterferingStorage(BlockStorage):
 
 def fetched_while(sent: Sent, interfere: Callable[[], None]) -> bool:
     """Whether the copy was refused; what was not is right."""
-    storage = InterferingStorage(sent.setup.layout, NUM_STORAGE_BLOCKS)
+    storage = InterferingStorage(sent.setup.layout, NUM_STORAGE_BLOCKS, sent.setup.medium.device)
     storage.interfere = interfere
     transfer = sent.setup.medium.transfer(storage)
     (is_held,) = transfer.fetch([Incoming(sent.copy, blocks(0, 1, 2, 3, 4))])
@@ -388,7 +401,7 @@ def test_a_stray_write_while_blocks_are_fetched_is_refused(sent: Sent, block_id:
 
 
 def test_a_stray_write_while_blocks_are_offloaded_changes_nothing_or_is_refused(setup: Setup) -> None:
-    storage = InterferingStorage(setup.layout, NUM_STORAGE_BLOCKS)
+    storage = InterferingStorage(setup.layout, NUM_STORAGE_BLOCKS, setup.medium.device)
     storage.interfere = stray_writer(setup.medium, 6)
     storage.write_blocks(blocks(0, 1), content(setup.sender, [0, 1]))
     setup.medium.stamp(blocks(6, 7), 3)

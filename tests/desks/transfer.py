@@ -24,6 +24,7 @@ from alignedserve.runtime.transfers.device_buffer import DeviceBuffer, DevicePie
 from alignedserve.runtime.transfers.group_transfer import GroupTransfer
 from alignedserve.runtime.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.transfers.memory import ArenaBuffer
+from tests.desks.owner_process import ProcessMedium
 from tests.samples import blocks
 
 NUM_POOL_BLOCKS, NUM_STORAGE_BLOCKS, BLOCK_SIZE = 24, 16, 8
@@ -38,6 +39,7 @@ class Medium(Protocol):
 
     writer_stamps: bool  # as in a candidate buffer; in the pool's arena its owner does
     is_shared: bool  # blocks are read in place, until the last byte has arrived
+    device: str  # where the storages of both ends are
 
     def transfer(self, storage: BlockStorage) -> KVTransfer: ...
     def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None: ...
@@ -50,6 +52,7 @@ class ShmMedium:
     """An arena, mapped once by its owner and once by each worker."""
 
     is_shared = True
+    device = "cpu"
 
     def __init__(self, folder: Path, layout: BlockLayout, *, writer_stamps: bool = False) -> None:
         self.writer_stamps = writer_stamps
@@ -102,6 +105,7 @@ class DeviceMedium:
 
     writer_stamps = True
     is_shared = False
+    device = "cpu"
 
     def __init__(self, folder: Path, layout: BlockLayout, *, transport: str) -> None:
         self._transport = transport
@@ -145,6 +149,21 @@ MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {
     "device mapped": lambda folder, layout: DeviceMedium(folder, layout, transport="cuda_ipc"),
     "device group": lambda folder, layout: DeviceMedium(folder, layout, transport="gloo"),
 }
+
+
+def elsewhere(transport: str, *devices: str) -> Callable[[Path, BlockLayout], Medium]:
+    """Another process owns the blocks; the devices of the storages and of the blocks."""
+    here, there = devices or ("cpu", "cpu")
+    return lambda folder, layout: ProcessMedium(folder, layout, transport=transport, devices=(here, there))
+
+
+ELSEWHERE: dict[str, Callable[[Path, BlockLayout], Medium]] = {
+    "gloo process": elsewhere("gloo"),
+    "cuda_ipc": elsewhere("cuda_ipc", "cuda:0", "cuda:0"),
+    "cuda_ipc two devices": elsewhere("cuda_ipc", "cuda:0", "cuda:1"),
+    "nccl": elsewhere("nccl", "cuda:0", "cuda:1"),
+}
+NUM_DEVICES = {"cuda_ipc": 1, "cuda_ipc two devices": 2, "nccl": 2}
 
 
 def layout_of(dtype: str) -> BlockLayout:
@@ -201,8 +220,8 @@ def content(storage: BlockStorage, block_ids: Sequence[int]) -> Bytes:
     return rows
 
 
-def filled(layout: BlockLayout, seed: int) -> BlockStorage:
-    storage = BlockStorage(layout, NUM_STORAGE_BLOCKS)
+def filled(layout: BlockLayout, seed: int, device: str = "cpu") -> BlockStorage:
+    storage = BlockStorage(layout, NUM_STORAGE_BLOCKS, device)
     rows = np.random.default_rng(seed).integers(0, 256, (NUM_STORAGE_BLOCKS, layout.block_bytes), np.uint8)
     storage.write_blocks(blocks(*range(NUM_STORAGE_BLOCKS)), rows)
     return storage
