@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 PlacedRun = tuple[int, int]  # (blocks of the request before it, its blocks)
 
 # Copied, then summed while it is still in the core's own cache: memory is read once and written once.
-_PIECE_BYTES = 256 * 1024
+_PIECE_BYTES = 640 * 1024
 _MAX_GENERATION = 1 << 40  # of messages.links.Count
 
 
@@ -36,11 +36,13 @@ class RunSums:
 
     def update(self, piece: Bytes) -> None:
         """Take the next bytes, uint8 [n]. All runs together must be at least that long."""
-        while len(piece):
+        while len(piece) > self._num_left:
             assert self._num_left, "more bytes than the runs have"
-            head = piece if len(piece) <= self._num_left else piece[: self._num_left]
-            piece = piece[len(head) :]
-            self._take(head)
+            start = self._num_left
+            self._take(piece[:start])
+            piece = piece[start:]
+        if len(piece):
+            self._take(piece)
 
     def _take(self, part: Bytes) -> None:
         """Bytes of one run."""
@@ -76,18 +78,19 @@ def copy_rows(sources: Iterable[Bytes], targets: Iterable[Bytes], *sums: RunSums
     """Copy block by block and sum what was read, or what was written, in passing."""
     # Targets first: asked for one more at the end, a storage on a device takes over what was staged for it.
     for target, source in zip(targets, sources, strict=True):
-        for piece, place in _pieces(source, target):
-            np.copyto(place, piece)
-            summed = place if from_target else piece
-            for one in sums:
-                one.update(summed)
+        if len(source) <= _PIECE_BYTES:
+            _copy_piece(source, target, sums, from_target)
+            continue
+        for start in range(0, len(source), _PIECE_BYTES):
+            piece = slice(start, start + _PIECE_BYTES)
+            _copy_piece(source[piece], target[piece], sums, from_target)
 
 
-def _pieces(source: Bytes, target: Bytes) -> Iterable[tuple[Bytes, Bytes]]:
-    if len(source) <= _PIECE_BYTES:
-        return ((source, target),)
-    starts = range(0, len(source), _PIECE_BYTES)
-    return ((source[start : start + _PIECE_BYTES], target[start : start + _PIECE_BYTES]) for start in starts)
+def _copy_piece(source: Bytes, target: Bytes, sums: tuple[RunSums, ...], from_target: bool) -> None:
+    np.copyto(target, source)
+    summed = target if from_target else source
+    for one in sums:
+        one.update(summed)
 
 
 def check_target(block_ids: Sequence[BlockId], num_sent: int, generation: int, num_blocks: int) -> None:

@@ -26,9 +26,9 @@ _DISTRIBUTED: Any = dist  # what a build of torch has of it, no stub knows
 _CUDA: Any = torch.cuda
 _Store: Any = _DISTRIBUTED.Store
 OWNER_RANK, ASKING_RANK = 0, 1
-# Some pieces are filled, or emptied, while others travel; all of them together stay in a cache.
-_PIECE_BYTES = 1024 * 1024
-_NUM_PIECES = 4
+# Some pieces are filled, or emptied, while others travel.
+_PIECE_BYTES = 4 * 1024 * 1024
+_NUM_PIECES = 3
 _POLL_S = 20e-6
 # Unless it is told otherwise when a group is made, NCCL's watchdog ends the process when a peer is lost.
 _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
