@@ -6,6 +6,7 @@ The other one must notice within the configured time, live on, and be able to go
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -104,6 +105,7 @@ def test_an_owner_that_closes_is_lost(owner: Owner) -> None:
     asking = Asking(owner.server.address, TIMEOUT_S)
     asking.round(1, 4)
     owner.server.close()
+    owner.server.close()  # may be repeated
     with pytest.raises(PeerLost):
         asking.round(2, 4)
     with pytest.raises(PeerLost):
@@ -146,6 +148,18 @@ def test_an_asking_end_that_is_stopped_in_the_middle_is_dropped(processes: Proce
         pass
     assert said.startswith("lost")
     other.transfer.close()
+
+
+def test_a_socket_that_a_killed_owner_left_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "b.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left:
+        left.bind(str(path))
+    owner = Owner(tmp_path, f"unix:{path}", TIMEOUT_S)
+    asking = Asking(owner.server.address, TIMEOUT_S)
+    asking.round(1, 2)
+    asking.transfer.close()
+    owner.close()
+    assert not path.exists()
 
 
 def test_a_peer_that_comes_again_replaces_its_former_connection(owner: Owner) -> None:

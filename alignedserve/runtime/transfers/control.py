@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import time
+from pathlib import Path
 from secrets import token_bytes
 
 from alignedserve.core.errors import PeerLost, ProtocolError
@@ -62,7 +63,9 @@ class Control:
     def wait(self) -> None:
         """Until something is there to receive, however long that takes."""
         try:
-            select.select([self._socket], [], [])
+            waiting = select.poll()
+            waiting.register(self._socket, select.POLLIN)
+            waiting.poll()
         except (OSError, ValueError) as error:
             raise PeerLost("the connection was closed") from error
 
@@ -160,6 +163,8 @@ def listen_at(address: str) -> socket.socket:
     kind, _, rest = address.partition(":")
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if Path(rest).is_socket():
+            Path(rest).unlink()  # a killed process left it; the folder is the cluster's own
         try:
             listener.bind(rest)
             listener.listen(64)
