@@ -3,6 +3,9 @@
 A granted candidate lies in the pool under a lease. Ahead of need it is prefetched into a prefill worker's memory; the
 lease is kept meanwhile, so that plans can change. An evicted one lies in such a buffer only. Buffer blocks that
 somebody else writes or reads are free again when that one has answered, whatever has become of the request.
+
+A request that went back to the pool is still ours until the router has heard of it from the pool (it tells us to let
+go): should the pool be lost before, nobody else would know that it is gone.
 """
 
 from collections.abc import Iterator
@@ -41,6 +44,7 @@ class Candidates:
         self._entries: dict[RequestId, Candidate] = {}
         self._prefetching: dict[int, BufferSlot] = {}  # by generation; written by somebody else now
         self._returning: dict[tuple[RequestId, int], Candidate] = {}  # read by somebody else now
+        self._given_back: dict[RequestId, Candidate] = {}  # the pool has them, and the router does not know it yet
         self._reserved: dict[RequestId, tuple[int, BufferSlot]] = {}  # for requests straight from a prefill worker
 
     def __len__(self) -> int:
@@ -139,6 +143,7 @@ class Candidates:
         if candidate.lease_id is not None:
             lease_id, candidate.lease_id = candidate.lease_id, None
             del self._entries[candidate.request.request_id]
+            self._given_back[candidate.request.request_id] = candidate
             return [*self.let_go(candidate), Send(self._pool_name, LeasesReturned((lease_id,)))]
         if candidate.place is not CachePlace.BUFFER or candidate.slot is None or candidate.buffer_copy is None:
             return []
@@ -162,7 +167,16 @@ class Candidates:
         if candidate.is_aborted:
             return None
         del self._entries[message.request_id]
-        return None if message.outcome is ReturnOutcome.TAKEN else candidate
+        if message.outcome is not ReturnOutcome.TAKEN:
+            return candidate
+        self._given_back[message.request_id] = candidate
+        return None
+
+    def forget_given_back(self, request_id: RequestId, attempt: int | None) -> None:
+        """The router knows where this attempt has gone, or that it is over."""
+        candidate = self._given_back.get(request_id)
+        if candidate is not None and (attempt is None or candidate.attempt <= attempt):
+            del self._given_back[request_id]
 
     # --- straight from a prefill worker
 
@@ -230,7 +244,8 @@ class Candidates:
     def pool_lost(self) -> list[Candidate]:
         """What lay only in the pool, to be computed again; what was prefetched from it goes on."""
         self.version += 1
-        lost = []
+        lost = list(self._given_back.values())
+        self._given_back.clear()
         for candidate in list(self._entries.values()):
             candidate.lease_id = None
             if candidate.place in (CachePlace.POOL, CachePlace.COMING):
@@ -239,6 +254,7 @@ class Candidates:
 
     def clear(self) -> list[Send]:
         """Everything here is over."""
+        self._given_back.clear()
         for request_id in list(self._reserved):
             self.space.free(self._reserved.pop(request_id)[1])
         return [command for request_id in list(self._entries) for command in self.abort(request_id)]

@@ -210,6 +210,7 @@ class DecodeLogic:
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DecodeCommand]:
         """End what is here of a request; with an attempt, only of that one and earlier ones."""
         commands: list[DecodeCommand] = []
+        self._candidates.forget_given_back(request_id, attempt)
         waiting = self._candidates.get(request_id)
         if waiting is not None and _is_up_to(waiting, attempt):
             commands += self._candidates.abort(request_id)

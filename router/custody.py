@@ -56,6 +56,7 @@ class Custody:
         self._fleet.forget(tracked)
         tracked.move(Stage.QUEUED)
         tracked.generated_token_ids = generated_token_ids
+        tracked.num_emitted = len(generated_token_ids)
         tracked.num_requeues += is_refused
         if tracked.num_requeues > self._max_requeues:
             return commands + self.give_up(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
@@ -67,6 +68,7 @@ class Custody:
         commands = self._take_back(tracked)
         self.queue.discard(tracked.request.request_id)
         tracked.generated_token_ids = generated_token_ids
+        tracked.num_emitted = len(generated_token_ids)
         self.enqueue(tracked)
         return commands
 

@@ -24,7 +24,8 @@ class Fleet:
     def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
         """A worker or pool came, or came back with nothing. Returns why it is refused, if it is."""
         self.remove(peer)
-        others = {record.layout_digest for record in (*self.workers.values(), *self.pools.values())}
+        others = {known.layout_digest for known in self.workers.values()}
+        others |= {known.layout_digest for known in self.pools.values()}
         if others and message.layout_digest not in others:
             return "its blocks are not of the size, dtype and shape of the cluster's; start all with one configuration"
         if isinstance(message, WorkerRegistered):

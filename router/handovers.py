@@ -39,11 +39,14 @@ class Handovers:
             return [Send(pool, DropRequest(message.request_id, end_of_life(message.attempt)))]
         if message.attempt <= tracked.attempt:  # it has gone on from there
             return self._note_copy(tracked, pool) or [Send(pool, DropRequest(message.request_id, message.attempt))]
-        dropped = self._custody.drop_copies(tracked) if self._fleet.copy_of(tracked) != pool else []
+        commands = self._custody.drop_copies(tracked) if self._fleet.copy_of(tracked) != pool else []
+        commands += _acknowledge(tracked)
         tracked.attempt = message.attempt
         tracked.pooled_s = now
+        # The last token that went out is not in the cache yet.
+        tracked.num_emitted = message.context_len + 1 - tracked.request.prompt_len
         self._fleet.note_pooled(tracked, pool, message.num_blocks)
-        return dropped
+        return commands
 
     def batch_formed(self, message: BatchFormed, now: float) -> list[Send]:
         """The pool has answered what was asked for a worker."""
@@ -77,6 +80,8 @@ class Handovers:
                     self._bypass.observe_wait(now - tracked.pooled_s)
                 elif message.batch_id == NO_BATCH:
                     self._bypass.observe_bypass()
+                    tracked.num_emitted = len(tracked.generated_token_ids) + 1  # the prefill worker's
+                commands += _acknowledge(tracked)
                 tracked.attempt = attempt
                 self._fleet.note_decoding(tracked, worker)
         return commands
@@ -110,3 +115,10 @@ class Handovers:
         if worker is not None:
             worker.forming = None
         return self._custody.interrupt([tracked])
+
+
+def _acknowledge(tracked: TrackedRequest) -> list[Send]:
+    """A decode worker that gave the request back answers for it until it hears that somebody else has it."""
+    if tracked.stage is not Stage.DECODING or tracked.holder is None:
+        return []
+    return [Send(tracked.holder, AbortRequest(tracked.request.request_id, tracked.attempt))]

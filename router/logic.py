@@ -154,6 +154,7 @@ class RouterLogic:
     def _track(self, gateway: str, request: Request, generated_token_ids: tuple[int, ...]) -> None:
         tracked = TrackedRequest(request, gateway, self._lengths.predict(request))
         tracked.generated_token_ids = generated_token_ids
+        tracked.num_emitted = len(generated_token_ids)
         self._custody.accept(tracked)
 
     def _resume(self, gateway: str, message: ResumeRequest) -> list[Send]:
@@ -162,7 +163,7 @@ class RouterLogic:
             self._track(gateway, message.request, message.generated_token_ids)
             return []
         # One that goes on needs nothing, unless it goes on from tokens that a lost worker took with it.
-        has_gap = len(message.generated_token_ids) < len(tracked.generated_token_ids)
+        has_gap = len(message.generated_token_ids) < tracked.num_emitted
         if tracked.gateway != gateway or (tracked.stage is not Stage.QUEUED and not has_gap):
             return []
         return self._custody.go_on_from(tracked, message.generated_token_ids)
@@ -208,7 +209,7 @@ class RouterLogic:
         tracked = self._custody.current(message.request_id, message.attempt)
         worker = self._fleet.workers.get(peer)
         # It gives up what it offered to somebody who was lost; whoever has taken it by then goes on with it.
-        if tracked is None or worker is None or tracked.holder != peer:
+        if tracked is None or worker is None or tracked.holder != peer or message.attempt < tracked.attempt:
             return []
         self._counters.count_preemption(is_refused=message.handoff_refused)
         return self._custody.requeue(tracked, message.generated_token_ids, is_refused=message.handoff_refused)

@@ -20,6 +20,7 @@ class TrackedRequest:
     stage: Stage = Stage.QUEUED
     holder: str | None = None  # the worker or pool that has it; None while queued
     generated_token_ids: tuple[int, ...] = ()  # known here only when they must be recomputed
+    num_emitted: int = 0  # tokens that went out before whoever holds it now got it
     pool_life: int | None = None  # life of the pool that its prefill is to end in
     is_computed: bool = False  # prefilled, on its way to that pool
     granted_to: str | None = None  # perhaps on its way to this worker already

@@ -104,7 +104,8 @@ class BlockCopier:
         source, target = self._transfer(command.source), self._transfer(command.target)
         if not isinstance(source, ShmTransfer) or not isinstance(target, ShmTransfer):
             return BlocksRelayed(command, None)
-        runs = relay(source.arena, command.copy, target, command.target_block_ids, command.generation)
+        ids, generation = command.target_block_ids, command.generation
+        runs = relay(source.arena, command.copy, target.arena, ids, generation, stamps=target.stamps)
         return BlocksRelayed(command, runs)
 
     def _transfer(self, peer: str) -> KVTransfer | None:

@@ -131,45 +131,50 @@ class ShmTransfer:
 
 
 def relay(
-    source: Arena, copy: BlockCopy, target: ShmTransfer, target_block_ids: Sequence[BlockId], generation: int
+    source: Arena,
+    copy: BlockCopy,
+    target: Arena,
+    target_block_ids: Sequence[BlockId],
+    generation: int,
+    *,
+    stamps: bool = True,
 ) -> tuple[BlockRun, ...] | None:
-    """Copy a request's blocks from one arena to another's and verify them; its runs there, with new checksums.
+    """Copy a request's blocks from one arena to another and verify them; its runs there, with new checksums.
 
     There must be as many target blocks as the copy has. In a candidate buffer they are stamped first, and are nobody's
-    when None comes back; in the pool's arena the pool has stamped them.
+    when None comes back; in the pool's arena (`stamps` is false) the pool has stamped them.
     """
-    arena = target.arena
-    assert source.layout == arena.layout, "blocks are copied between arenas of one layout"
+    assert source.layout == target.layout, "blocks are copied between arenas of one layout"
     try:
-        check_target(target_block_ids, sum(run.num_blocks for run in copy.runs), generation, arena.num_blocks)
+        check_target(target_block_ids, sum(run.num_blocks for run in copy.runs), generation, target.num_blocks)
     except HandoffRejected as error:
         logger.warning("relay of generation %d refused: %s", copy.generation, error)
         return None
     try:
+        if stamps:
+            target.stamp(target_block_ids, generation)
         return _relay(source, copy, target, target_block_ids, generation)
     except HandoffRejected as error:
-        if target.stamps:
-            arena.stamp(target_block_ids, NOBODYS)
+        if stamps:
+            target.stamp(target_block_ids, NOBODYS)
         logger.warning("relay of generation %d refused: %s", copy.generation, error)
         return None
 
 
 def _relay(
-    source: Arena, copy: BlockCopy, target: ShmTransfer, target_block_ids: Sequence[BlockId], generation: int
+    source: Arena, copy: BlockCopy, target: Arena, target_block_ids: Sequence[BlockId], generation: int
 ) -> tuple[BlockRun, ...]:
     layout, num_targets = source.layout, len(target_block_ids)
     source_ids = blocks_of(copy, block_size=layout.block_size, num_targets=num_targets, num_blocks=source.num_blocks)
     _check_lease(source, source_ids, copy.generation)
-    if target.stamps:
-        target.arena.stamp(target_block_ids, generation)
-    _check_lease(target.arena, target_block_ids, generation)
+    _check_lease(target, target_block_ids, generation)
     runs = neighbours(target_block_ids)
     told, own = placed(run.num_blocks for run in copy.runs), placed(count for _, count in runs)
     old = RunSums(told, layout.block_bytes)
     new = old if own == told else RunSums(own, layout.block_bytes)
     # Both sums see the same bytes, so what is signed anew is what the old sums were of.
     wanted = (old,) if new is old else (old, new)
-    rows = target.arena.rows_to_write(target_block_ids)
+    rows = target.rows_to_write(target_block_ids)
     copy_rows(source.rows_to_read(source_ids), rows, *wanted, from_target=True)
     checked_sums(copy, old.sums)
     _check_lease(source, source_ids, copy.generation)

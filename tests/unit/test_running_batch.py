@@ -41,7 +41,7 @@ class Desk:
         for request_id, num_tokens in self.batch.slices(100):
             running = self.batch[request_id]
             running.num_computed += num_tokens
-            running.generated_token_ids.append(5)
+            running.note_token(5)
 
 
 # --- coming in
@@ -155,7 +155,7 @@ def test_blocks_on_their_way_out_count_as_coming() -> None:
 def test_whoever_is_about_to_enter_grows_within_its_addition() -> None:
     desk = Desk(3)
     one = desk.enter_anyway("r1", 7)
-    one.generated_token_ids.append(5)
+    one.note_token(5)
     assert desk.batch.grow().extensions == ()
     (addition,) = desk.batch.entering()[1]
     assert addition.block_ids == blocks(0, 1, 2)
