@@ -23,6 +23,7 @@ from alignedserve.runtime.transfer import Incoming, Outgoing, ShmTransfer
 from tests.desks.transfer import (
     BLOCK_SIZE,
     ELSEWHERE,
+    IN_SLOW_TESTS,
     MEDIA,
     NUM_DEVICES,
     NUM_POOL_BLOCKS,
@@ -41,10 +42,11 @@ from tests.samples import blocks
 
 
 def cases() -> Iterator[object]:
-    for dtype in ("float32", "bfloat16"):
-        yield from (pytest.param((name, dtype), id=f"{name}-{dtype}") for name in MEDIA)
+    for name in MEDIA:
+        yield pytest.param((name, "float32"), id=name, marks=[pytest.mark.slow] if name in IN_SLOW_TESTS else [])
+    yield pytest.param(("shm pool", "bfloat16"), id="shm pool, bfloat16")
     for name in ELSEWHERE:
-        marks = [pytest.mark.gpu] if name in NUM_DEVICES else []
+        marks = [pytest.mark.gpu] if name in NUM_DEVICES else [pytest.mark.slow]
         yield pytest.param((name, "bfloat16"), id=name, marks=marks)
 
 

@@ -35,6 +35,7 @@ from alignedserve.runtime.transfers.questions import open_with
 from tests.desks.transfer import (
     ASKING,
     BLOCK_SIZE,
+    IN_SLOW_TESTS,
     MEDIA,
     NUM_POOL_BLOCKS,
     NUM_STORAGE_BLOCKS,
@@ -49,13 +50,13 @@ from tests.samples import blocks
 
 SOURCES = ([3, 1, 2], [9], [14, 0, 15, 7, 8])
 # One medium for all examples of a test: making a pair costs more than using it.
-REPEATED = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+REPEATED = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 NUMBERS = st.one_of(
     st.integers(-2, NUM_POOL_BLOCKS + 2), st.sampled_from([-(1 << 63), 1 << 33, 1 << 40, (1 << 40) + 1, (1 << 64) - 1])
 )
 
 
-@pytest.fixture(scope="module", params=MEDIA)
+@pytest.fixture(scope="module", params=[name for name in MEDIA if name not in IN_SLOW_TESTS])
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     layout = layout_of("float32")
     medium = MEDIA[request.param](tmp_path_factory.mktemp("medium"), layout)
@@ -192,7 +193,7 @@ def ends(connection: socket.socket) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(garbage=st.one_of(st.binary(min_size=1, max_size=300), st.integers(0, 8000).map(lambda n: struct.pack("<I", n))))
 def test_garbage_before_the_proof(served: ServedMedium, garbage: bytes) -> None:
     connection = raw(served)

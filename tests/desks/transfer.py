@@ -151,6 +151,10 @@ MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {
 }
 
 
+# The other gloo and the other device have most of them in common; a pair for every test takes its time.
+IN_SLOW_TESTS = ("gloo unix", "device group")
+
+
 def elsewhere(transport: str, *devices: str) -> Callable[[Path, BlockLayout], Medium]:
     """Another process owns the blocks; the devices of the storages and of the blocks."""
     here, there = devices or ("cpu", "cpu")
