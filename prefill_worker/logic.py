@@ -2,7 +2,7 @@
 
 The life of a request on a prefill worker:
 1. PrefillRequest: it waits, in the router's order, until blocks for its whole context are free. One that comes again
-   asks the pool first: a copy of an earlier attempt is loaded, and only what came after it is computed.
+   then asks the pool: a copy of an earlier attempt is loaded, and only what came after it is computed.
 2. Iterations compute it in chunks under the token budget; the last chunk samples the next token.
 3. The token goes to the gateway at once. If the answer is over with it, the blocks are freed: RequestFinished.
 4. Otherwise PrefillCompleted goes to the router and ReserveBlocks to the pool; or, when it is urgent, to the decode
@@ -49,7 +49,6 @@ from alignedserve.messages.links import (
     CopyMissing,
     FailureKind,
     FetchCopy,
-    Handoff,
     LeasesReleased,
     PrefetchBlocks,
     PrefillCompleted,
@@ -94,6 +93,7 @@ class PrefillLogic:
         self._buffers = CandidateBuffers(registered.pool_name)
         self._additions: dict[RequestId, Addition] = {}  # loaded, to enter with the next iteration
         self._removals: list[RequestId] = []
+        self._num_reused_tokens = self._num_recomputed_tokens = 0  # of requests given out before
         self._is_running = False
         self._leaving = Leaving(self._buffers)
         self._router: str | None = None
@@ -149,7 +149,7 @@ class PrefillLogic:
             self._pool = self._leaving.pool = None
             commands += self._buffers.pool_lost()
             for job in [job for job in self._jobs.values() if job.stage is JobStage.ASKING]:
-                job.stage = JobStage.WAITING
+                self._enter(job, 0)
         elif role is Role.DECODE_WORKER:
             commands += self._buffers.lost(peer)
         for job in [job for job in self._jobs.values() if job.target == peer]:
@@ -195,11 +195,9 @@ class PrefillLogic:
             earlier.successor = message
             return commands
         job = PrefillJob(request, message.attempt, generated, num_tokens, bypass_to=message.bypass_to)
+        job.is_again, job.has_copy = bool(generated) or message.has_copy, message.has_copy
         self._jobs[request.request_id] = job
-        if not message.has_copy or self._pool is None:
-            return commands
-        job.stage = JobStage.ASKING
-        return [*commands, Send(self._pool, FetchCopy(request.request_id, message.attempt))]
+        return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[PrefillCommand]:
         """End a job; with an attempt, only if it is of that attempt or an earlier one."""
@@ -230,25 +228,20 @@ class PrefillLogic:
         job = self._jobs.get(handoff.request.request_id)
         if job is None or job.attempt != message.attempt or job.stage is not JobStage.ASKING:
             return self._release(handoff.lease_id)
-        job.stage = JobStage.WAITING
         # A copy of more blocks than the job needs would not fit into them.
-        does_fit = self._num_blocks(handoff.copy.context_len) <= self._num_blocks(job.num_tokens)
+        does_fit = self._num_blocks(handoff.copy.context_len) <= len(job.block_ids)
         if not does_fit or not job.num_usable(handoff):
+            self._enter(job, 0)
             return self._release(handoff.lease_id)
-        job.handoff = handoff
-        return []
+        job.stage, job.handoff, job.is_copying = JobStage.LOADING, handoff, True
+        load = Load(job.request.request_id, handoff.copy, job.block_ids)
+        return [LoadBlocks(self._registered.pool_name, (load,))]
 
     def _copy_missing(self, message: CopyMissing) -> list[PrefillCommand]:
         job = self._jobs.get(message.request_id)
         if job is not None and job.attempt == message.attempt and job.stage is JobStage.ASKING:
-            job.stage = JobStage.WAITING
+            self._enter(job, 0)
         return []
-
-    def _load(self, job: PrefillJob, handoff: Handoff) -> PrefillCommand:
-        job.stage = JobStage.LOADING
-        job.is_copying = True
-        load = Load(job.request.request_id, handoff.copy, job.block_ids)
-        return LoadBlocks(self._registered.pool_name, (load,))
 
     def _loaded(self, event: BlocksLoaded) -> list[PrefillCommand]:
         commands: list[PrefillCommand] = []
@@ -270,22 +263,25 @@ class PrefillLogic:
     # --- iterations
 
     def _start_iteration(self) -> list[PrefillCommand]:
-        loads = self._admit()
+        asked = self._admit()
         computing = [job for job in self._jobs.values() if job.stage is JobStage.COMPUTING]
         remaining = [(job.request.request_id, job.num_remaining) for job in computing]
         slices = plan_chunks(remaining, self._limits.max_tokens)
         if not slices:
-            return loads
+            return asked
         additions, self._additions = tuple(self._additions.values()), {}
         removals, self._removals = tuple(self._removals), []
         self._is_running = True
         for request_id, num_tokens in slices:
             self._jobs[request_id].num_remaining -= num_tokens
-        return [RunIteration(removals, additions, (), slices), *loads]
+        return [RunIteration(removals, additions, (), slices), *asked]
 
     def _admit(self) -> list[PrefillCommand]:
-        """Blocks for the next jobs, in order; nobody overtakes a job that does not fit yet."""
-        loads: list[PrefillCommand] = []
+        """Blocks for the next jobs, in order; nobody overtakes a job that does not fit yet.
+
+        Only with blocks of its own a job asks for the pool's copy: one that is granted is not given up for room.
+        """
+        asked: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in [job for job in self._jobs.values() if job.stage is JobStage.WAITING]:
             is_full = num_holding >= self._limits.max_running
@@ -294,11 +290,12 @@ class PrefillLogic:
                 break
             num_holding += 1
             job.block_ids = block_ids
-            if job.handoff is not None:
-                loads.append(self._load(job, job.handoff))
+            if job.has_copy and self._pool is not None:
+                job.stage = JobStage.ASKING
+                asked.append(Send(self._pool, FetchCopy(job.request.request_id, job.attempt)))
             else:
                 self._enter(job, 0)
-        return loads
+        return asked
 
     def _num_blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self._registered.block_size)
@@ -306,6 +303,9 @@ class PrefillLogic:
     def _enter(self, job: PrefillJob, num_cached: int) -> None:
         job.stage = JobStage.COMPUTING
         job.num_remaining = job.num_tokens - num_cached
+        if job.is_again:
+            self._num_reused_tokens += num_cached
+            self._num_recomputed_tokens += job.num_remaining
         addition = Addition(job.request, job.generated_token_ids, job.block_ids, num_cached)
         self._additions[job.request.request_id] = addition
 
@@ -394,7 +394,13 @@ class PrefillLogic:
 
     def _report(self) -> list[PrefillCommand]:
         num_waiting = sum(not job.block_ids for job in self._jobs.values())
-        load = WorkerLoad(num_waiting, len(self._jobs) - num_waiting, num_free_blocks=self._allocator.num_free)
+        load = WorkerLoad(
+            num_waiting,
+            len(self._jobs) - num_waiting,
+            num_free_blocks=self._allocator.num_free,
+            num_reused_tokens=self._num_reused_tokens,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+        )
         if load == self._reported or self._router is None:
             return []
         self._reported = load

@@ -10,10 +10,10 @@ from alignedserve.messages.links import Handoff, PrefillRequest, ReturnRequest, 
 
 
 class JobStage(enum.Enum):
-    """Where a job is. Blocks are held from LOADING or COMPUTING until its end."""
+    """Where a job is. Blocks are held from ASKING or COMPUTING until its end."""
 
-    ASKING = "asking"  # the pool was asked for a copy of an earlier attempt
     WAITING = "waiting"  # no blocks yet
+    ASKING = "asking"  # the pool was asked for a copy of an earlier attempt
     LOADING = "loading"  # its copy comes from the pool
     COMPUTING = "computing"  # in the engine, or about to enter
     LEAVING = "leaving"  # computed; waits for room elsewhere, or is being copied there
@@ -29,6 +29,8 @@ class PrefillJob:
     num_remaining: int  # tokens not yet computed
     stage: JobStage = JobStage.WAITING
     block_ids: tuple[BlockId, ...] = ()
+    is_again: bool = False  # given out before
+    has_copy: bool = False  # the pool may keep a copy of it from then
     handoff: Handoff | None = None  # the pool's copy of an earlier attempt, to begin from
     bypass_to: str | None = None  # the decode worker that it is to be offered first
     target: str | None = None  # where it leaves for: the pool, or that decode worker

@@ -48,6 +48,8 @@ def status_of(requests: Collection[TrackedRequest], fleet: Fleet, counters: Coun
         num_handoffs_verified=sum(worker.load.num_handoffs_verified for worker in workers if worker.load is not None),
         num_handoffs_refused=counters.num_handoffs_refused,
         num_evictions=sum(worker.load.num_evictions for worker in workers if worker.load is not None),
+        num_reused_tokens=sum(worker.load.num_reused_tokens for worker in workers if worker.load is not None),
+        num_recomputed_tokens=sum(worker.load.num_recomputed_tokens for worker in workers if worker.load is not None),
         num_pool_blocks_kept=sum(pool.num_blocks_kept for pool in pools),
         ledger=counters.ledger,
     )

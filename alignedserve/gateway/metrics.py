@@ -41,6 +41,12 @@ _MODEL_GAUGES: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
     ("alignedserve_handoffs_verified", "KV handoffs whose proof held.", lambda s: s.num_handoffs_verified),
     ("alignedserve_evictions", "Requests moved from a running batch into a buffer.", lambda s: s.num_evictions),
+    (
+        "alignedserve_reused_tokens",
+        "Of requests given out again: taken from a pool's copy.",
+        lambda s: s.num_reused_tokens,
+    ),
+    ("alignedserve_recomputed_tokens", "Of the same: computed again.", lambda s: s.num_recomputed_tokens),
     ("alignedserve_handoffs_refused", "KV handoffs refused, then recomputed.", lambda s: s.num_handoffs_refused),
 )
 

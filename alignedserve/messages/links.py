@@ -100,6 +100,8 @@ class ClusterStatus(Message, frozen=True):
     num_handoffs_refused: Count
     num_evictions: Count = 0
     num_pool_blocks_kept: Count = 0  # among the used: copies of what workers have
+    num_reused_tokens: Count = 0  # of requests given out again, since the router started, like the next
+    num_recomputed_tokens: Count = 0
     ledger: LedgerTotals = LedgerTotals()  # of all decode workers, since the router started
 
 
@@ -215,6 +217,8 @@ class WorkerLoad(Message, frozen=True):
     num_free_blocks: Count = 0
     num_handoffs_verified: Count = 0
     num_evictions: Count = 0
+    num_reused_tokens: Count = 0  # of requests given out before: taken from the pool's copies
+    num_recomputed_tokens: Count = 0  # of the same requests: computed again
     running: JoinedBatch | None = None  # None: nothing runs, or requests of any length
 
 

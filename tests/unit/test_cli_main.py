@@ -114,9 +114,9 @@ def test_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_serve_conveniences_are_overrides() -> None:
-    config = load_config(None, serve_overrides("1.0", 9000, ["gateway.port=9001"]))
-    assert (config.model.path, config.gateway.port) == ("1.0", 9001)
-    assert serve_overrides(None, None, []) == []
+    config = load_config(None, serve_overrides("1.0", 9000, "fcfs", ["gateway.port=9001"]))
+    assert (config.model.path, config.gateway.port, config.batching.policy) == ("1.0", 9001, "fcfs")
+    assert serve_overrides(None, None, None, []) == []
 
 
 def test_bench_serve_writes_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Desk:
         tokens = tuple(SampledToken(request_id, 5) for request_id in sampled)
         self.ledger.iteration_completed(self.now, IterationCompleted(tokens, times=times, **more))
         for request_id in sampled:
-            self.running[request_id].generated_token_ids.append(5)
+            self.running[request_id].note_token(5)
         return self.ledger.records()[-1]
 
 

@@ -86,7 +86,8 @@ def test_a_copy_that_went_with_its_pool_is_not_dropped() -> None:
 def test_a_copy_elsewhere_is_dropped_when_another_pool_has_the_request() -> None:
     made = decoding()
     other_node(made)
-    assert made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2)) == [dropped()]
+    let_go = Send(DECODE, AbortRequest(R1, GRANTED))
+    assert made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2)) == [dropped(), let_go]
 
 
 @pytest.mark.parametrize("message", [CopyKept(R1, GIVEN_OUT), RequestPooled(R1, POOLED, 4, 1)], ids=["kept", "pooled"])
@@ -152,7 +153,9 @@ def test_a_batch_may_be_received_before_the_pool_says_that_it_had_the_request() 
 def test_a_returned_request_is_pooled_again() -> None:
     made = decoding()
     made.hear(DECODE, WorkerLoad())
-    assert made.hear(POOL, RequestPooled(R1, RETURNED, 6, 2)) == [Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))]
+    let_go = Send(DECODE, AbortRequest(R1, GRANTED))  # it answers for the request until it hears this
+    again = Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))
+    assert made.hear(POOL, RequestPooled(R1, RETURNED, 6, 2)) == [let_go, again]
     made.hear(DECODE, BatchReceived(BatchId(2), ((R1, GRANTED_AGAIN),)))
     assert made.status().num_decoding == 1
 
