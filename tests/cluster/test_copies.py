@@ -1,0 +1,55 @@
+"""What the pool keeps while requests decode, and the ways of blocks between workers, in a served cluster."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.serving import Serving, serving, token_prompts
+from tests.cluster.streams import Stream, make_client, stream_all, stream_one
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+PROMPTS = token_prompts(6, max_len=400)
+MAX_TOKENS = 200
+BLOCK_BYTES = 80 * 1024  # of the shipped model's shape: five layers, two times 128 numbers, sixteen tokens
+REUSED, EVICTIONS, KEPT = (
+    "alignedserve_reused_tokens_total",
+    "alignedserve_evictions_total",
+    "alignedserve_pool_blocks_kept",
+)
+
+
+async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_copies(cluster: Serving) -> None:
+    undisturbed = await stream_all(cluster.url, PROMPTS, MAX_TOKENS)
+    before = cluster.metrics()[REUSED]
+    streams = [Stream() for _ in PROMPTS]
+    async with make_client(cluster.url) as client:
+        pairs = zip(PROMPTS, streams, strict=True)
+        tasks = [asyncio.create_task(stream_one(client, prompt, MAX_TOKENS, stream)) for prompt, stream in pairs]
+        await asyncio.gather(*(stream.started.wait() for stream in streams))
+        await asyncio.to_thread(cluster.wait_for, KEPT, lambda value: value > 0)
+        cluster.actor("DecodeWorker").kill()
+        await asyncio.gather(*tasks)
+    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
+    await asyncio.to_thread(cluster.wait_for, REUSED, lambda value: value > before)
+    cluster.wait_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+async def test_evicted_requests_come_back_unchanged(tmp_path: Path, random_model: Path, transport: str) -> None:
+    """Half of the requests fit the decode worker at a time: they take turns, by way of the candidate buffers."""
+    settings = ("model.random_weights=true", "model.max_context_len=640", f"engine.kv_transport={transport}")
+    options = (str(random_model), *(part for setting in settings for part in ("--set", setting)))
+    with serving(tmp_path / "roomy", *options) as roomy:
+        roomy.wait_ready()
+        undisturbed = await stream_all(roomy.url, PROMPTS, MAX_TOKENS)
+    num_tokens = sum(len(prompt) + MAX_TOKENS for prompt in PROMPTS)
+    small = f"decode.memory_bytes={num_tokens // 2 // 16 * BLOCK_BYTES}"
+    with serving(tmp_path / "tight", *options, "--set", small) as tight:
+        tight.wait_ready()
+        streams = await stream_all(tight.url, PROMPTS, MAX_TOKENS)
+        tight.wait_idle()
+        await asyncio.to_thread(tight.wait_for, EVICTIONS, lambda value: value > 0)
+    assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
