@@ -7,7 +7,7 @@ peer happen in the order in which they were asked for.
 import logging
 from collections.abc import Callable
 
-from alignedserve.core.errors import PeerError
+from alignedserve.core.errors import PeerError, TransportUnavailable
 from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
@@ -118,7 +118,7 @@ class BlockCopier:
         transport = self._transport if stamps else AUTO
         try:
             opened = open_transfer(offered, self._storage, identity=self._identity, stamps=stamps, transport=transport)
-        except PeerError as error:
+        except (PeerError, TransportUnavailable) as error:
             logger.error("no way to the blocks of %s: %s", peer, error)
             return None
         self._transfers[peer] = opened

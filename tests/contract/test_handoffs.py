@@ -9,19 +9,26 @@ import msgspec
 import pytest
 
 from alignedserve.core.blocks import BlockAllocator
-from alignedserve.core.ids import LeaseId, RequestId
-from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
+from alignedserve.core.ids import LeaseId
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import (
+    Addition,
+    BlocksLoaded,
+    BlocksOffloaded,
+    IterationCompleted,
+    Load,
+    LoadBlocks,
+    OffloadBlocks,
+    RunIteration,
+)
 from alignedserve.messages.links import ArenaOffered, BlockCopy, BlockRun, Handoff
 from alignedserve.runtime.arena import Arena
+from alignedserve.runtime.links import Identity
 from alignedserve.runtime.served_model import resolve_model
-from alignedserve.runtime.transfer import Outgoing, ShmTransfer
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
-from tests.desks.transfer import (
-    NUM_POOL_BLOCKS,
-    changed,
-)
+from tests.desks.transfer import NUM_POOL_BLOCKS, changed
 from tests.in_process import small_config
-from tests.samples import blocks, request
+from tests.samples import POOL, blocks, request
 
 
 class Engines:
@@ -33,9 +40,9 @@ class Engines:
         layout = served.block_layout(config.engine.block_size)
         self.arena = Arena.create(folder / "pool.arena", layout, NUM_POOL_BLOCKS)
         self.here, self.there = (WorkerEngine(served, EngineSizes(1 << 18, 4, 8, 1)) for _ in range(2))
-        offered = ArenaOffered(str(self.arena.path), NUM_POOL_BLOCKS, layout.block_bytes, layout.digest().hex())
-        for engine in (self.here, self.there):
-            engine.map_arena(offered)
+        self.offered = ArenaOffered(str(self.arena.path), NUM_POOL_BLOCKS, layout.block_bytes, layout.digest().hex())
+        identity = Identity(Role.DECODE_WORKER, "decode-0", b"t" * 32)
+        self.copier_here, self.copier_there = self.here.copier(identity), self.there.copier(identity)
         self.allocator = BlockAllocator(NUM_POOL_BLOCKS)
 
     def close(self) -> None:
@@ -43,23 +50,26 @@ class Engines:
         self.there.close()
         self.arena.close(unlink=True)
 
-    @staticmethod
-    async def run(engine: WorkerEngine, *additions: Addition, removals: tuple[RequestId, ...] = ()) -> Any:
-        over: asyncio.Future[IterationCompleted] = asyncio.get_running_loop().create_future()
-        slices = tuple((one.request.request_id, 1 if one.handoff else one.request.prompt_len) for one in additions)
-        engine.start_iteration(RunIteration(removals, additions, (), slices), over.set_result)
-        return await over
-
     async def prefilled(self) -> Handoff:
         of = request(prompt_len=19, max_tokens=4)
-        (token,) = (await self.run(self.here, Addition(of, (), blocks(7, 2, 5)))).sampled
+        command = RunIteration((), (Addition(of, (), blocks(7, 2, 5)),), (), ((of.request_id, 19),))
+        (token,) = self.here.run_iteration(command).sampled
         taken = self.allocator.allocate(3)
         assert taken is not None
         self.arena.stamp(taken, 5)
-        outgoing = Outgoing(blocks(7, 2, 5), taken, 5)
-        (runs,) = ShmTransfer(self.here._storage, self.arena).offload([outgoing])
+        self.copier_here.map_arena(POOL, self.offered, stamps=False)
+        over: asyncio.Future[BlocksOffloaded] = asyncio.get_running_loop().create_future()
+        offload = OffloadBlocks(of.request_id, 1, blocks(7, 2, 5), POOL, taken, 5, LeaseId(5))
+        self.copier_here.start_offload(offload, over.set_result)
+        runs = (await over).runs
         assert runs is not None
         return Handoff(of, 1, (token.token_id,), LeaseId(5), BlockCopy(5, 19, runs))
+
+    async def load(self, *copies: tuple[Handoff, BlockCopy, tuple[int, ...]]) -> BlocksLoaded:
+        over: asyncio.Future[BlocksLoaded] = asyncio.get_running_loop().create_future()
+        parts = tuple(Load(of.request.request_id, copy, blocks(*numbers)) for of, copy, numbers in copies)
+        self.copier_there.start_load(LoadBlocks(POOL, parts), over.set_result)
+        return await over
 
 
 @pytest.fixture
@@ -71,22 +81,23 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 
 async def test_an_engine_goes_on_from_a_handoff(engines: Engines) -> None:
     handoff = await engines.prefilled()
+    engines.copier_there.map_arena(POOL, engines.offered, stamps=False)
+    assert (await engines.load((handoff, handoff.copy, (1, 9, 4)))).refused == frozenset()
     of, tokens = handoff.request, handoff.generated_token_ids
-    there: IterationCompleted = await engines.run(engines.there, Addition(of, tokens, blocks(1, 9, 4), handoff))
-    over: asyncio.Future[IterationCompleted] = asyncio.get_running_loop().create_future()
+    entering = Addition(of, tokens, blocks(1, 9, 4), 19)
+    there = engines.there.run_iteration(RunIteration((), (entering,), (), ((of.request_id, 1),)))
     recomputed = Addition(of, tokens, blocks(8, 3, 6))
     command = RunIteration((of.request_id,), (recomputed,), (), ((of.request_id, 20),))
-    engines.here.start_iteration(command, over.set_result)
+    alone: IterationCompleted = engines.here.run_iteration(command)
     assert len(there.sampled) == 1
-    assert there == await over
+    assert there == alone
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"generation": 4},
-        {"context_len": 18},
-        {"context_len": 20},
+        {"context_len": 16},
         {"context_len": 30},
         {"runs": ()},
         {"runs": (BlockRun(0, 3, 1),)},
@@ -94,34 +105,22 @@ async def test_an_engine_goes_on_from_a_handoff(engines: Engines) -> None:
     ],
     ids=str,
 )
-async def test_a_refused_request_never_enters_the_engine(engines: Engines, changes: dict[str, Any]) -> None:
+async def test_what_does_not_hold_is_refused(engines: Engines, changes: dict[str, Any]) -> None:
     valid = await engines.prefilled()
-    spoilt = msgspec.structs.replace(valid, copy=changed(valid.copy, **changes))
-    addition = Addition(valid.request, valid.generated_token_ids, blocks(1, 9, 4), spoilt)
-    over = await engines.run(engines.there, addition)
-    assert over == IterationCompleted((), refused=(valid.request.request_id,))
-    assert not engines.there._engine.has_sequence(valid.request.request_id)
-
-
-async def test_another_requests_handoff_never_enters_the_engine(engines: Engines) -> None:
-    valid = await engines.prefilled()
-    other = msgspec.structs.replace(valid, request=request("r2", prompt_len=19))
-    over = await engines.run(engines.there, Addition(valid.request, valid.generated_token_ids, blocks(1, 9, 4), other))
-    assert over == IterationCompleted((), refused=(valid.request.request_id,))
+    engines.copier_there.map_arena(POOL, engines.offered, stamps=False)
+    done = await engines.load((valid, changed(valid.copy, **changes), (1, 9, 4)))
+    assert done.refused == {valid.request.request_id}
 
 
 async def test_a_refusal_leaves_its_companions_alone(engines: Engines) -> None:
     valid = await engines.prefilled()
-    stale = msgspec.structs.replace(valid, copy=changed(valid.copy, generation=4))
-    spoilt = Addition(valid.request, valid.generated_token_ids, blocks(1, 9, 4), stale)
-    other = request("r2", prompt_len=5)
-    over = await engines.run(engines.there, spoilt, Addition(other, (), blocks(10)))
-    assert over.refused == (valid.request.request_id,)
-    assert [token.request_id for token in over.sampled] == ["r2"]
+    engines.copier_there.map_arena(POOL, engines.offered, stamps=False)
+    other = msgspec.structs.replace(valid, request=request("r2", prompt_len=19))
+    stale = changed(valid.copy, generation=4)
+    assert (await engines.load((valid, stale, (1, 9, 4)), (other, valid.copy, (0, 2, 3)))).refused == {"r1"}
 
 
 async def test_without_an_arena_every_handoff_is_a_miss(engines: Engines) -> None:
     handoff = await engines.prefilled()
-    engines.there.map_arena(ArenaOffered("/nowhere", 1, 1, ""))
-    addition = Addition(handoff.request, handoff.generated_token_ids, blocks(1, 9, 4), handoff)
-    assert (await engines.run(engines.there, addition)).refused == (handoff.request.request_id,)
+    engines.copier_there.map_arena(POOL, ArenaOffered("/nowhere", 1, 1, ""), stamps=False)
+    assert (await engines.load((handoff, handoff.copy, (1, 9, 4)))).refused == {"r1"}
