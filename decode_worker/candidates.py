@@ -11,7 +11,7 @@ go): should the pool be lost before, nobody else would know that it is gone.
 from collections.abc import Iterator
 
 from alignedserve.core.attempts import passed_on
-from alignedserve.core.ids import BatchId, LeaseId, RequestId
+from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.events import Send
 from alignedserve.messages.links import (
     NO_BATCH,
@@ -20,7 +20,6 @@ from alignedserve.messages.links import (
     BlocksTaken,
     BlocksWritten,
     CancelPrefetch,
-    Handoff,
     LeasesReleased,
     LeasesReturned,
     PrefetchBlocks,
@@ -258,11 +257,6 @@ class Candidates:
         for request_id in list(self._reserved):
             self.space.free(self._reserved.pop(request_id)[1])
         return [command for request_id in list(self._entries) for command in self.abort(request_id)]
-
-
-def handoffs_of(batch_id: BatchId, handoffs: tuple[Handoff, ...], now: float) -> list[Candidate]:
-    """Candidates of a granted batch, in its order."""
-    return [Candidate.of_handoff(handoff, batch_id, now) for handoff in handoffs]
 
 
 def _is_at(candidate: Candidate, peer: str) -> bool:

@@ -357,7 +357,13 @@ class RoomCluster:
         self, engine: WorkerEngine, max_running: int, *, can_prefill: bool, can_decode: bool
     ) -> WorkerRegistered:
         return WorkerRegistered(
-            engine.num_blocks, self.config.engine.block_size, max_running, "pool-0", can_prefill, can_decode
+            num_blocks=engine.num_blocks,
+            block_size=self.config.engine.block_size,
+            max_running=max_running,
+            pool_name="pool-0",
+            can_prefill=can_prefill,
+            can_decode=can_decode,
+            layout_digest=engine.layout.digest().hex(),
         )
 
     def _membership(self, role: Role, name: str) -> Membership:

@@ -449,8 +449,9 @@ class LogicCluster:
                 engine.arenas.pop(peer, None)
             case OpenBuffer(peer, life):
                 engine.arenas[peer] = arena = FakeArena(is_buffer=True)
-                offered = self._offer(arena, self.shape.buffer_blocks) if self.shape.buffer_blocks else None
-                self.pending.append((name, lambda: BufferOpened(peer, life, offered)))
+                num_blocks = self.shape.buffer_blocks
+                made = self._offer(arena, num_blocks) if num_blocks else None
+                self.pending.append((name, lambda: BufferOpened(peer, life, made)))
             case StampBlocks(block_ids, generation):
                 self.pool_arena.stamps.update(dict.fromkeys(block_ids, generation))
             case _:

@@ -178,7 +178,7 @@ EXAMPLES: tuple[Message, ...] = (
     RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again"),
     RequestInterrupted(R1),
     ResumeRequest(_FULL, (8, 9)),
-    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, TOTALS),
+    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, TOTALS),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
     PromptScored(R1, 1, _SCORES),
     WorkerRegistered(256, 16, 64, POOL, can_prefill=True, can_decode=False, layout_digest="ab" * 32),
@@ -188,7 +188,7 @@ EXAMPLES: tuple[Message, ...] = (
     RequestFinished(R1, 3, 9),
     RequestPreempted(R1, 3, (8, 9), handoff_refused=True),
     AttemptFailed(R1, 3, FailureKind.INTERNAL, "the model gave no usable logits"),
-    WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, _JOINED),
+    WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, _JOINED),
     ArenaOffered(
         "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
     ),

@@ -10,6 +10,7 @@ iteration computes; what they take is told beside it, for all that fall into one
 import random
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from alignedserve.bench.pool_arrivals import SHIPPED_TRACE
@@ -175,7 +176,8 @@ class _Bench:
             answers = self._pool.on_event(
                 Received(_PREFILL, ReserveBlocks(request.request_id, 1 << 16, num_blocks)), self._time
             )
-            reserved = next(one.message for one in answers if _is_sent(one, BlocksReserved))
+            sent = [one.message for one in answers if isinstance(one, Send)]
+            reserved = next(message for message in sent if isinstance(message, BlocksReserved))
             copy = BlockCopy(reserved.generation, request.prompt_len, _runs(reserved.block_ids))
             written = BlocksWritten(reserved.lease_id, copy, 1 << 16, request, (1,))
             self._pool.on_event(Received(_PREFILL, written), self._time)
@@ -240,7 +242,7 @@ class _Bench:
                 return [*self._buffers.answered(event.message)]
         return []
 
-    def _perform_all(self, source: str, commands: list[object]) -> None:  # type: ignore[type-arg]
+    def _perform_all(self, source: str, commands: Iterable[object]) -> None:
         for command in commands:
             self._perform(source, command)
 
@@ -265,10 +267,6 @@ class _Bench:
     def _note(self, message: Message) -> None:
         if isinstance(message, WorkerLoad):
             self._load = message
-
-
-def _is_sent(command: object, kind: type[Message]) -> bool:
-    return isinstance(command, Send) and isinstance(command.message, kind)
 
 
 def _runs(block_ids: tuple[int, ...]) -> tuple[BlockRun, ...]:

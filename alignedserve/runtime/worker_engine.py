@@ -57,6 +57,7 @@ class WorkerEngine:
         self.num_blocks = sizes.memory_bytes // layout.block_bytes
         if self.num_blocks < 1:
             raise NotEnoughMemory(f"memory_bytes is {sizes.memory_bytes}, less than one block of {layout.block_bytes}")
+        self.layout = layout
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
         self._storage = BlockStorage(layout, self.num_blocks)
         self._engine = Engine(

@@ -24,7 +24,7 @@ from alignedserve.messages.blocks import (
 )
 from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
 from alignedserve.messages.links import BlockCopy, BlockRun
-from alignedserve.messages.wire import Codec, Message
+from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.transfer import Incoming, Outgoing
 from alignedserve.runtime.transfers.block_server import BlockServer
@@ -302,7 +302,7 @@ def _dial_while_answered(path: str, listener: socket.socket) -> None:
     def answer() -> None:
         connection, _ = listener.accept()
         control = Control(connection, 5.0)
-        control.send(Challenge(1, bytes(32)))
+        control.send(Challenge(PROTOCOL_VERSION, bytes(32)))
         control.receive()
         control.send(Welcome(OWNER.role, OWNER.name, bytes(32)))
         control.close()
