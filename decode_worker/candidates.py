@@ -15,6 +15,7 @@ from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.events import Send
 from alignedserve.messages.links import (
     NO_BATCH,
+    BlockCopy,
     BlocksPrefetched,
     BlocksReserved,
     BlocksTaken,
@@ -134,7 +135,23 @@ class Candidates:
                 slot = self.space.for_eviction(num_blocks)
         return slot
 
+    def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
+        """From whom to load its cache, and where it lies there."""
+        source, copy = self._pool_name, candidate.pool_copy
+        if candidate.place is CachePlace.BUFFER and candidate.slot is not None:
+            source, copy = candidate.slot.peer, candidate.buffer_copy
+        assert copy is not None, "a candidate without a copy"
+        return source, copy
+
     # --- back to the pool
+
+    def relieve_buffers(self) -> list[Send]:
+        """Back to the pool with the longest of the evicted, when the next victim would find no room."""
+        if not self.space.is_short:
+            return []
+        able = [one for one in self if one.lease_id is None and one.place is CachePlace.BUFFER and not one.must_stay]
+        longest = max(able, key=lambda one: (one.context_len, one.request.request_id), default=None)
+        return self.give_back(longest) if longest is not None else []
 
     def give_back(self, candidate: Candidate) -> list[Send]:
         """Back to the pool, to be put into another batch. One that lies only in a buffer is brought there."""

@@ -11,8 +11,7 @@ The life of a request on a decode worker:
 5. When the next iteration would not fit, the longest request (while two batches mix, of the outgoing one) is evicted
    into a prefill worker's memory, from where it comes back. When its batch has gone, it returns to the pool.
    Where there is no room for it, it is preempted and recomputed later.
-A colocated worker takes PrefillRequest as well: such a candidate is admitted without a copy, and its prompt is
-computed in chunks beside the decodes, under the same token budget. Nothing else is different.
+A colocated worker takes PrefillRequest as well: its prompt is computed in chunks beside the decodes, in one budget.
 """
 
 from collections.abc import Iterable
@@ -180,8 +179,7 @@ class DecodeLogic:
                 return []
             case BlocksWritten():
                 return self._written(peer, message, now)
-            case _:
-                raise AssertionError(f"a decode worker does not take {type(message).__name__}")
+        raise AssertionError(f"a decode worker does not take {type(message).__name__}")
 
     def _granted(self, message: BatchGranted, now: float) -> list[DecodeCommand]:
         self._reported = None  # the router waits for the load after a grant, even if it is as before
@@ -242,19 +240,7 @@ class DecodeLogic:
                 commands += self._candidates.give_back(candidate)
             else:
                 commands += self._candidates.prefetch(candidate)
-        return commands + self._relieve_buffers()
-
-    def _relieve_buffers(self) -> list[DecodeCommand]:
-        """Back to the pool with the longest of the evicted, when the next victim would find no room."""
-        if not self._candidates.space.is_short:
-            return []
-        evicted = [
-            one
-            for one in self._candidates
-            if one.lease_id is None and one.place is CachePlace.BUFFER and not one.must_stay
-        ]
-        longest = max(evicted, key=lambda one: (one.context_len, one.request.request_id), default=None)
-        return [*self._candidates.give_back(longest)] if longest is not None else []
+        return [*commands, *self._candidates.relieve_buffers()]
 
     def _admit(self, may_enter: Iterable[Candidate]) -> list[DecodeCommand]:
         """Candidates that fit, in order; nobody overtakes one that does not, but one that is still on its way waits."""
@@ -271,10 +257,7 @@ class DecodeLogic:
             if candidate.place is CachePlace.NOWHERE:
                 self._enter(candidate, block_ids, 0)
                 continue
-            source, copy = self._registered.pool_name, candidate.pool_copy
-            if candidate.place is CachePlace.BUFFER and candidate.slot is not None:
-                source, copy = candidate.slot.peer, candidate.buffer_copy
-            assert copy is not None, "a candidate without a copy"
+            source, copy = self._candidates.copy_of(candidate)
             self._batch.load(Loading(candidate, block_ids))
             loads.setdefault(source, []).append(Load(candidate.request.request_id, copy, block_ids))
         return [LoadBlocks(source, tuple(parts)) for source, parts in loads.items()]

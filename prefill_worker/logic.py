@@ -11,8 +11,7 @@ The life of a request on a prefill worker:
    with BlocksTaken it is its receiver's, and the blocks here are freed.
 A lost router has forgotten or taken over whatever we had, so its return empties this worker. A lost pool or decode
 worker takes with it what was offered and not yet acknowledged (RequestPreempted: only the router can know); jobs that
-were leaving for a lost pool reserve again when it is back.
-What is done for the decode workers' buffers is in buffers.py.
+were leaving for a lost pool reserve again when it is back. Work for the decode workers' buffers is in buffers.py.
 """
 
 from dataclasses import dataclass
@@ -176,8 +175,7 @@ class PrefillLogic:
                 return [*self._buffers.cancel(peer, message)]
             case ReturnRequest():
                 return [*self._buffers.bring_back(peer, message)]
-            case _:
-                raise AssertionError(f"a prefill worker does not take {type(message).__name__}")
+        raise AssertionError(f"a prefill worker does not take {type(message).__name__}")
 
     def _begin(self, message: PrefillRequest) -> list[PrefillCommand]:
         request = message.request
@@ -228,7 +226,7 @@ class PrefillLogic:
         job = self._jobs.get(handoff.request.request_id)
         if job is None or job.attempt != message.attempt or job.stage is not JobStage.ASKING:
             return self._release(handoff.lease_id)
-        # A copy of more blocks than the job needs would not fit into them.
+        # A copy of more blocks than the job has would not fit into them.
         does_fit = self._num_blocks(handoff.copy.context_len) <= len(job.block_ids)
         if not does_fit or not job.num_usable(handoff):
             self._enter(job, 0)
@@ -394,13 +392,8 @@ class PrefillLogic:
 
     def _report(self) -> list[PrefillCommand]:
         num_waiting = sum(not job.block_ids for job in self._jobs.values())
-        load = WorkerLoad(
-            num_waiting,
-            len(self._jobs) - num_waiting,
-            num_free_blocks=self._allocator.num_free,
-            num_reused_tokens=self._num_reused_tokens,
-            num_recomputed_tokens=self._num_recomputed_tokens,
-        )
+        counts = (self._num_reused_tokens, self._num_recomputed_tokens)
+        load = WorkerLoad(num_waiting, len(self._jobs) - num_waiting, 0, 0, 0, self._allocator.num_free, 0, 0, *counts)
         if load == self._reported or self._router is None:
             return []
         self._reported = load

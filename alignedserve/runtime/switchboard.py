@@ -13,6 +13,7 @@ from alignedserve.runtime.links import Identity, Link, Peer, connect, listen
 
 logger = logging.getLogger(__name__)
 
+_TURNS_TO_ACCEPT = 3
 _FIRST_RETRY_S = 0.02
 _LAST_RETRY_S = 0.5
 # Messages kept for an address that does not answer yet; a gateway that went away must not fill a worker's memory.
@@ -39,6 +40,7 @@ class Switchboard:
         self._identity = identity
         self._codec = codec
         self._handler = handler
+        self._open: dict[Link, None] = {}  # every connection there is, linked or not yet
         self._links: dict[str, Link] = {}
         self._dialled: dict[str, Link] = {}
         self._pending: dict[str, list[Message]] = {}
@@ -94,9 +96,14 @@ class Switchboard:
         for link in (*links.values(), *self._dialled.values()):
             link.close()
         await asyncio.gather(*self._diallers.values(), return_exceptions=True)
+        # Also those whose handshake is not over; one that was being accepted has its connection after a turn or two.
+        for _ in range(_TURNS_TO_ACCEPT):
+            for link in list(self._open):
+                link.close()
+            await asyncio.sleep(0)
 
     def _make_link(self, dialled_address: str | None) -> Link:
-        return Link(
+        link = Link(
             self._identity,
             self._codec,
             is_dialler=dialled_address is not None,
@@ -104,6 +111,8 @@ class Switchboard:
             on_message=self._received,
             on_lost=partial(self._lost, dialled_address),
         )
+        self._open[link] = None
+        return link
 
     def _linked(self, dialled_address: str | None, link: Link) -> None:
         assert link.peer is not None, "linked before the handshake was over"
@@ -125,6 +134,7 @@ class Switchboard:
         self._handler.on_message(link.peer, message)
 
     def _lost(self, dialled_address: str | None, link: Link) -> None:
+        self._open.pop(link, None)
         if dialled_address is not None and self._dialled.get(dialled_address) is link:
             del self._dialled[dialled_address]
         if link.peer is not None and self._links.get(link.peer.name) is link:

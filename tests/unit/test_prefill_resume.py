@@ -54,7 +54,14 @@ def test_the_pool_is_asked_first() -> None:
 
 
 def test_others_do_not_wait_for_the_answer() -> None:
-    assert asking().begin(request("r2")) == [run(added(request("r2"), 0), slices={"r2": 4})]
+    assert asking().begin(request("r2")) == [run(added(request("r2"), 2), slices={"r2": 4})]
+
+
+def test_nobody_is_asked_before_there_are_blocks_for_it() -> None:
+    made = Desk(max_running=1)
+    made.begin(request("r2"))
+    assert made.begin(request(), 2, *HAS, has_copy=True) == []  # a granted copy is not given up for room
+    assert to_pool(FetchCopy(R1, 2)) in made.sampled(token(EOS, "r2"))
 
 
 def test_the_copy_is_loaded() -> None:
@@ -148,14 +155,6 @@ def test_aborted_while_it_is_asked_for_the_copy_goes_back() -> None:
     assert grant(made) == [RELEASED]
 
 
-def test_aborted_while_it_waits_for_blocks_the_copy_goes_back() -> None:
-    made = Desk(max_running=1)
-    made.begin(request("r2"))
-    made.begin(request(), 2, *HAS, has_copy=True)
-    assert grant(made) == []
-    assert made.hear(AbortRequest(R1)) == [RELEASED]
-
-
 def test_aborted_while_it_is_loaded_its_blocks_are_freed_after_that() -> None:
     made = asking()
     grant(made)
@@ -173,17 +172,6 @@ def test_given_again_while_it_is_loaded_it_begins_anew_after_that() -> None:
 
 def test_the_pool_is_lost_while_it_is_asked() -> None:
     assert lose_pool(asking()) == COMPUTES_ALL
-
-
-def test_the_pool_is_lost_while_a_granted_one_waits_for_blocks() -> None:
-    made = Desk(max_running=1)
-    made.begin(request("r2"))
-    made.begin(request(), 2, *HAS, has_copy=True)
-    grant(made)
-    lose_pool(made)
-    (command,) = [one for one in made.sampled(token(EOS, "r2")) if isinstance(one, LoadBlocks)]
-    # From nobody's memory: it is refused.
-    assert made.loaded(command, R1) == [run(*begun(0)[0].additions, slices={"r1": 7}, removals=("r2",))]  # type: ignore[union-attr]
 
 
 def test_the_pool_is_lost_and_back_while_it_is_loaded() -> None:
