@@ -56,11 +56,11 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     """Measure; print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rate", type=float, default=10.0)
-    parser.add_argument("--duration", type=float, default=45.0)
+    parser.add_argument("--rate", type=float, default=14.0)
+    parser.add_argument("--duration", type=float, default=40.0)
     parser.add_argument("--max-running", type=int, default=8)
     parser.add_argument("--trace", action="store_true", help="the trace's own prompt lengths")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
     for seed in range(options.rounds):

@@ -18,7 +18,8 @@ from decode_worker.state import Candidate, RunningRequest
 class SwitchLimits:
     """When to switch."""
 
-    min_requests: int = 36
+    min_requests: int = 36  # a batch of fewer joins what runs
+    low_running: int = 36  # with fewer running, and nobody to join them, the next batch takes over
     starvation_s: float = 2.0
 
 
@@ -91,7 +92,7 @@ class BatchOrder:
             self.version += 1
 
     def _may_follow(self, following: WaitingBatch, num_running: int, *, is_overdue: bool) -> bool:
-        return is_overdue or not following.is_aligned or num_running < self._limits.min_requests
+        return is_overdue or not following.is_aligned or num_running < self._limits.low_running
 
     def _take_up(self, following: WaitingBatch, members: list[Candidate], num_running: int) -> None:
         del self._waiting[following.batch_id]

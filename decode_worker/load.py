@@ -9,6 +9,7 @@ from decode_worker.eviction import Evictions
 from decode_worker.running import RunningBatch
 from decode_worker.state import CachePlace
 
+_WIDEST_JOIN = 1.5  # longest over shortest of the lengths that may join
 _SPAN_STEP = 16  # tokens; the running range is told to the router in such steps
 
 
@@ -67,5 +68,7 @@ class LoadCounter:
         span = self._batch.span(self._order.running_id) if self._order.is_aligned else None
         if span is None:
             return None
-        start, stop = span[0] // _SPAN_STEP * _SPAN_STEP, -(-(span[1] + 1) // _SPAN_STEP) * _SPAN_STEP
+        # A batch that had to be widened to be large enough does not stay wide by whoever joins it.
+        shortest, longest = max(span[0], int(span[1] / _WIDEST_JOIN)), span[1]
+        start, stop = shortest // _SPAN_STEP * _SPAN_STEP, -(-(longest + 1) // _SPAN_STEP) * _SPAN_STEP
         return JoinedBatch(self._order.running_id, start, stop)

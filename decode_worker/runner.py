@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 def limits_of(config: DecodeWorkerConfig, batching: BatchingConfig) -> DecodeLimits:
     """What bounds the running batch."""
-    switch = SwitchLimits(batching.enough_requests(config.max_running), batching.starvation_s)
+    low_running = max(int(batching.low_running_share * config.max_running), 1)
+    switch = SwitchLimits(batching.enough_requests(config.max_running), low_running, batching.starvation_s)
     return DecodeLimits(config.max_running, config.max_tokens_per_iteration, switch)
 
 

@@ -389,7 +389,8 @@ class LogicCluster:
         if name.startswith("prefill"):
             limits = PrefillLimits(max_tokens=10, max_running=4)
             return PrefillLogic(registered=registered, limits=limits, eos_token_ids=eos), Role.PREFILL_WORKER
-        switch = SwitchLimits(shape.min_requests if batching.is_aligned else 1, batching.starvation_s)
+        min_requests = shape.min_requests if batching.is_aligned else 1
+        switch = SwitchLimits(min_requests, max(shape.max_running * 3 // 4, 1), batching.starvation_s)
         return (
             DecodeLogic(registered=registered, limits=DecodeLimits(shape.max_running, 12, switch), eos_token_ids=eos),
             Role.DECODE_WORKER,

@@ -151,7 +151,7 @@ class _Bench:
         registered = WorkerRegistered(
             self._num_blocks, _BLOCK_SIZE, self._num_running, _POOL, can_prefill=False, can_decode=True
         )
-        limits = DecodeLimits(self._num_running, 512, SwitchLimits(36, 2.0))
+        limits = DecodeLimits(self._num_running, 512, SwitchLimits(min_requests=36, low_running=96, starvation_s=2.0))
         return DecodeLogic(registered=registered, limits=limits, eos_token_ids=frozenset())
 
     def _link(self) -> None:

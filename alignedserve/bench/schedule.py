@@ -43,6 +43,7 @@ class ScheduleBenchmarkSpec:
     starvation_s: float = 2.0
     num_changes: int = 10_000  # moves, and removals, that are timed; at most as many as there are requests
     num_batches: int = 300
+    num_iterations: int = 2000  # of the decode worker, that are timed
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ def run_schedule_benchmark(spec: ScheduleBenchmarkSpec) -> ScheduleBenchmarkResu
         min_requests=spec.limits.min_requests,
         forming=tuple(_measure_forming(spec, name, num_pooled) for num_pooled, name in pairs),
         moving=tuple(_measure_moving(spec, num_pooled) for num_pooled in spec.pool_sizes),
-        iterations=(measure_iteration_schedule(seed=spec.seed),),
+        iterations=(measure_iteration_schedule(num_iterations=spec.num_iterations, seed=spec.seed),),
     )
 
 

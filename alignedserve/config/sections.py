@@ -115,12 +115,14 @@ class BatchingConfig(Section, frozen=True):
 
     policy: str = "density_first"  # name of a batch former in kvpool/policies
     min_requests: int = 36  # a batch of fewer does not saturate a decode worker
+    low_running_share: float = 0.75  # with fewer of a decode worker's places taken, its next batch takes over
     max_block_share: float = 0.4  # of a decode worker's blocks, for what is granted to it ahead of need
     starvation_s: float = 2.0  # lengths that were in no batch for this long go first
 
     def __post_init__(self) -> None:
         self._require_positive("min_requests", "starvation_s")
-        self._require(0.0 < self.max_block_share <= 1.0, "max_block_share", "must be above 0 and at most 1")
+        for share in ("low_running_share", "max_block_share"):
+            self._require(0.0 < getattr(self, share) <= 1.0, share, "must be above 0 and at most 1")
 
     @property
     def is_aligned(self) -> bool:

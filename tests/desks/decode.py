@@ -57,7 +57,9 @@ class Desk:
     ) -> None:
         self.now = 0.0
         self.registered = worker(num_blocks=num_blocks, max_running=max_running)
-        limits = DecodeLimits(max_running, max_tokens, SwitchLimits(min_requests, starvation_s=2.0))
+        limits = DecodeLimits(
+            max_running, max_tokens, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0)
+        )
         self.logic = DecodeLogic(registered=self.registered, limits=limits, eos_token_ids=frozenset({EOS}))
         self.do(PeerLinked(Role.ROUTER, ROUTER))
         if buffer_blocks:

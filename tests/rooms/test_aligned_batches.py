@@ -17,7 +17,7 @@ from alignedserve.messages.links import ClusterStatus
 from tests.in_process import Answer, RoomCluster, running, small_config
 
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-POLICIES = ("density_first", "fcfs")
+POLICIES = ("density_first", pytest.param("fcfs", marks=pytest.mark.slow))
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ async def check(cluster: RoomCluster, work: list[list[int]], answers: list[Answe
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_requests_that_are_evicted_come_back_and_go_on(policy: str, num_workers: int, tmp_path: Path) -> None:
     config = config_of(policy, tmp_path / "model", decode_blocks=40, num_workers=num_workers)
     async with running(config, tmp_path) as cluster:

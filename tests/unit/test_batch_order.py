@@ -23,7 +23,7 @@ def members(batch: int, count: int = 3) -> list[Candidate]:
 
 def order(*batches: int, is_aligned: bool = True, count: int = 3, granted_s: float = 0.0) -> BatchOrder:
     """These batches wait."""
-    made = BatchOrder(SwitchLimits(min_requests=3, starvation_s=2.0))
+    made = BatchOrder(SwitchLimits(min_requests=3, low_running=3, starvation_s=2.0))
     for batch in batches:
         made.granted(WaitingBatch(BatchId(batch), is_aligned, count, granted_s))
     return made

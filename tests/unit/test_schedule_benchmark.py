@@ -20,7 +20,7 @@ from alignedserve.core.ids import RequestId
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
 from kvpool.state import PooledRequest
 
-SMALL = ScheduleBenchmarkSpec(pool_sizes=(50, 200), num_batches=20)
+SMALL = ScheduleBenchmarkSpec(pool_sizes=(50, 200), num_batches=20, num_iterations=50)
 
 
 def test_pool_sizes() -> None:
