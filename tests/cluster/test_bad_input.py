@@ -55,6 +55,7 @@ OUTSIDE = json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"
 NO_MODEL = json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}).encode()
 
 
+@pytest.mark.slow
 def test_half_a_file(model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(HALF)
     code, line = refused(model, run_dir=tmp_path / "run")
@@ -62,6 +63,7 @@ def test_half_a_file(model: Path, tmp_path: Path) -> None:
     assert code == FAILURE
 
 
+@pytest.mark.slow
 def test_too_little_room(model: Path, tmp_path: Path) -> None:
     code, line = refused(model, RANDOM, "pool.memory_bytes=1MiB", run_dir=tmp_path / "run")
     assert "pool.memory_bytes is 1 MiB, but one request of 2048 tokens needs" in line

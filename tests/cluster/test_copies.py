@@ -20,6 +20,7 @@ REUSED, EVICTIONS, KEPT = (
 )
 
 
+@pytest.mark.slow
 async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_copies(cluster: Serving) -> None:
     undisturbed = await stream_all(cluster.url, PROMPTS, MAX_TOKENS)
     before = cluster.metrics()[REUSED]

@@ -116,6 +116,7 @@ def test_an_owner_that_closes_is_lost(owner: Owner) -> None:
 # --- the asking end is lost
 
 
+@pytest.mark.slow
 def test_a_killed_asking_end_is_dropped_and_others_are_served(processes: Processes, owner: Owner) -> None:
     other = Asking(owner.server.address, 5.0, name="decode-1")
     process = processes.start("asking", owner.server.address, "decode-0")

@@ -113,6 +113,7 @@ async def test_a_lost_decode_workers_requests_go_on_from_the_pools_copies(policy
     assert cluster.files_in_memory() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_a_decode_worker_is_lost_while_requests_are_evicted(policy: str, tmp_path: Path) -> None:
     config = config_of(policy, tmp_path / "model", decode_blocks=40, num_workers=2)
@@ -139,6 +140,7 @@ async def test_a_prefill_worker_is_lost_with_what_was_evicted_into_it(policy: st
     assert cluster.files_in_memory() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_the_pool_is_lost_while_requests_are_evicted(policy: str, tmp_path: Path) -> None:
     config = config_of(policy, tmp_path / "model", decode_blocks=40)

@@ -75,6 +75,7 @@ async def test_abort_frees_everything(config: ClusterConfig, tmp_path: Path) -> 
         assert not any(answer.done.is_set() for answer in answers)
 
 
+@pytest.mark.slow
 async def test_more_requests_than_any_memory_holds_at_once(tmp_path: Path) -> None:
     config = small_config(tmp_path / "model", pool_blocks=24, decode_blocks=40)
     sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)

@@ -71,6 +71,7 @@ def test_the_narrowest_range_is_one_that_fits() -> None:
     assert range_to_best(batch_of(pool[3:5]), pool, BatchLimits(5, 9), 16) == 1
 
 
+@pytest.mark.slow
 def test_ranges_of_batches_beside_the_narrowest_ones() -> None:
     """Seeded, so exact: in nine of ten cases at most about twice as wide as the narrowest that is possible."""
     limits = BatchLimits(4000, 128, 36)
