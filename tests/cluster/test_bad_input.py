@@ -106,7 +106,7 @@ def test_model_folders(model: Path, tmp_path: Path, change: Callable[[Path], obj
         ("topology=both", CONFIG_ERROR, "topology"),
         ("engine.device=cuda", CONFIG_ERROR, "engine.device must be auto or cpu"),
         ("links.transport=tcp", CONFIG_ERROR, "links.transport must be unix"),
-        ("pool.batching=best", CONFIG_ERROR, "unknown batch former 'best'; known: density_first, fcfs"),
+        ("batching.policy=best", CONFIG_ERROR, "unknown batch former 'best'; known: density_first, fcfs"),
         ("router.prefill_order=best", CONFIG_ERROR, "unknown order 'best'; known: fcfs, least_slack"),
         ("pool.memory_bytes=4000GiB", FAILURE, "set pool.memory_bytes lower"),
         ("decode.memory_bytes=4000GiB", FAILURE, "decode.memory_bytes lower"),
