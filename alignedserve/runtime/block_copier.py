@@ -49,7 +49,7 @@ class BlockCopier:
     def map_arena(self, peer: str, offered: ArenaOffered, *, stamps: bool) -> None:
         """Use this arena of the peer from now on. `stamps`: it is a candidate buffer (see ShmTransfer)."""
         self._offers[peer] = (offered, stamps)
-        self._threads.submit(_thread(peer), lambda: self._let_go(peer), _ignore)
+        self._threads.submit(_thread(peer), lambda: self._open(peer), _ignore)
 
     def use_arena(self, peer: str, arena: Arena) -> None:
         """Use this arena of our own, made for the peer. It stays its maker's to remove."""
@@ -123,6 +123,11 @@ class BlockCopier:
             return None
         self._transfers[peer] = opened
         return opened
+
+    def _open(self, peer: str) -> None:
+        """At once, not with the first copy: that one need not wait for it, and the log says how blocks will go."""
+        self._let_go(peer)
+        self._transfer(peer)
 
     def _give_up(self, peer: str, error: PeerError) -> None:
         logger.warning("the transfer with %s broke: %s", peer, error)

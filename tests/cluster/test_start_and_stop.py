@@ -80,13 +80,13 @@ def test_a_second_one_beside_the_first(tmp_path: Path, random_model: Path) -> No
 def test_the_next_one_cleans_up_behind_a_killed_one(tmp_path: Path, random_model: Path) -> None:
     with serving(tmp_path / "run", str(random_model), *RANDOM) as killed:
         killed.wait_ready()
-        assert len(killed.arenas()) == 1
+        assert len(killed.arenas()) == 2  # the pool's arena and the candidate buffer
         killed.send_signal(signal.SIGKILL)
         killed.finish()
         # Ray's own two agents wait a minute for the rest of Ray before they follow it.
         assert [line for line in killed.leftovers(10.0) if line[0].isdigit() and "Agent'" not in line] == []
         with serving(tmp_path / "run", str(random_model), *RANDOM) as following:
             following.wait_ready()
-            assert len(following.arenas()) == 1  # its own: both have the same run_dir
+            assert len(following.arenas()) == 2  # its own: both have the same run_dir
             assert following.stop()[0] == 0
             assert following.leftovers() == []
