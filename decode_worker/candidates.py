@@ -221,7 +221,7 @@ class Candidates:
         is_accepted = (
             slot is not None
             and (attempt, slot.generation, slot.peer) == told
-            and sum(run.num_blocks for run in message.copy.runs) == len(slot.block_ids)
+            and message.copy.num_blocks == len(slot.block_ids)
         )
         answer = [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted))]
         if slot is None or not is_accepted:

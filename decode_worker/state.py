@@ -113,7 +113,7 @@ class Candidate:
     def num_copied_blocks(self) -> int:
         """Blocks of its cache, wherever it lies."""
         copy = self.buffer_copy or self.pool_copy
-        return sum(run.num_blocks for run in copy.runs) if copy is not None else 0
+        return copy.num_blocks if copy is not None else 0
 
 
 @dataclass(slots=True)

@@ -209,7 +209,7 @@ class PoolLogic:
 
     def _describes(self, lease: Lease, peer: str, written: BlocksWritten) -> bool:
         copy = written.copy
-        if sum(run.num_blocks for run in copy.runs) != len(lease.block_ids):
+        if copy.num_blocks != len(lease.block_ids):
             return False  # before the runs are spelt out: they may say anything
         covered = tuple(run.first_block + offset for run in copy.runs for offset in range(run.num_blocks))
         return (

@@ -135,7 +135,7 @@ class CandidateBuffers:
         if not self._has_pool or request_id in self._returning:
             return [Send(peer, RequestReturned(request_id, message.attempt, ReturnOutcome.STAYED))]
         self._returning[request_id] = Returning(peer, self._lives[peer], message)
-        num_blocks = sum(run.num_blocks for run in message.copy.runs)
+        num_blocks = message.copy.num_blocks
         return [Send(self._pool_name, ReserveBlocks(request_id, message.attempt, num_blocks, may_wait=False))]
 
     # --- the pool

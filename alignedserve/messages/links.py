@@ -246,6 +246,11 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
     context_len: Count  # tokens whose cache lies in the blocks
     runs: tuple[BlockRun, ...]  # in the order of the request's blocks
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the runs name, as told: nothing of it is checked."""
+        return sum(run.num_blocks for run in self.runs)
+
 
 class ArenaOffered(Message, frozen=True):
     """Pool to worker, prefill worker to decode worker, on every (re)connect: blocks of mine that you may use.

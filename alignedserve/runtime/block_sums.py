@@ -106,7 +106,7 @@ def check_target(block_ids: Sequence[BlockId], num_sent: int, generation: int, n
 def blocks_of(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks: int) -> list[BlockId]:
     """The blocks that hold this copy, in order. Raises HandoffRejected when it does not add up."""
     _check_generation(copy.generation)
-    count = sum(run.num_blocks for run in copy.runs)
+    count = copy.num_blocks
     if not copy.runs or any(run.num_blocks < 1 for run in copy.runs):
         raise HandoffRejected("the handoff has no blocks, or a run without any")
     if count != blocks_for(copy.context_len, block_size):

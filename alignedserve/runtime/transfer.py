@@ -146,7 +146,7 @@ def relay(
     """
     assert source.layout == target.layout, "blocks are copied between arenas of one layout"
     try:
-        check_target(target_block_ids, sum(run.num_blocks for run in copy.runs), generation, target.num_blocks)
+        check_target(target_block_ids, copy.num_blocks, generation, target.num_blocks)
     except HandoffRejected as error:
         logger.warning("relay of generation %d refused: %s", copy.generation, error)
         return None

@@ -103,7 +103,7 @@ class DeviceBuffer:
         self, source: Arena, copy: BlockCopy, block_ids: Sequence[BlockId], generation: int
     ) -> tuple[BlockRun, ...]:
         """As transfer.relay, from an arena into this buffer. Raises HandoffRejected; the blocks are then nobody's."""
-        num_sent = sum(run.num_blocks for run in copy.runs)
+        num_sent = copy.num_blocks
         check_target(block_ids, num_sent, generation, self.num_blocks)
         try:
             return self._take_in(source, copy, block_ids, generation)

@@ -1,17 +1,16 @@
 """The asking end of block transfers without shared memory: KVTransfer through a process group of two."""
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost
+from alignedserve.core.errors import PeerError
 from alignedserve.messages.blocks import ReadBlocks, WriteBlocks
 from alignedserve.messages.links import BlockRun
 from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.block_sums import checked_sums, summed_runs
+from alignedserve.runtime.block_sums import summed_runs
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.transfer import Incoming, Outgoing
 from alignedserve.runtime.transfers.control import dial
@@ -22,15 +21,13 @@ from alignedserve.runtime.transfers.questions import (
     Planned,
     answers,
     blocks_in_order,
+    closing_when_broken,
     open_with,
     plan_fetch,
     plan_offload,
     runs_in_order,
+    verifies,
 )
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class GroupTransfer:
@@ -74,23 +71,24 @@ class GroupTransfer:
         """See KVTransfer."""
         planned = plan_offload(outgoing, self._num_blocks)
         done: list[tuple[BlockRun, ...] | None] = [None] * len(outgoing)
-        if planned:
-            for one, runs in zip(planned, self._guarded(lambda: self._offload(planned)), strict=True):
-                done[one.index] = runs
+        if not planned:
+            return done
+        with closing_when_broken(self._control):
+            offloaded = self._offload(planned)
+        for one, runs in zip(planned, offloaded, strict=True):
+            done[one.index] = runs
         return done
 
     def fetch(self, incoming: Sequence[Incoming]) -> list[bool]:
         """See KVTransfer."""
         planned = plan_fetch(incoming, self._storage.layout.block_size, self._num_blocks)
         done = [False] * len(incoming)
-        if planned:
-            copies = [incoming[one.index].copy for one in planned]
-            for one, copy, sums in zip(planned, copies, self._guarded(lambda: self._fetch(planned)), strict=True):
-                try:
-                    checked_sums(copy, sums)
-                    done[one.index] = True
-                except HandoffRejected as error:
-                    logger.warning("fetch of generation %d refused: %s", copy.generation, error)
+        if not planned:
+            return done
+        with closing_when_broken(self._control):
+            fetched = self._fetch(planned)
+        for one, sums in zip(planned, fetched, strict=True):
+            done[one.index] = verifies(incoming[one.index].copy, sums)
         return done
 
     def close(self) -> None:
@@ -126,14 +124,3 @@ class GroupTransfer:
         arrived = {one.index: list(islice(in_order, len(one.named.runs))) for one in on_the_way}
         is_still_held = answers(self._control, planned)
         return [arrived.get(one.index) if held else None for one, held in zip(planned, is_still_held, strict=True)]
-
-    def _guarded(self, exchange: Callable[[], T]) -> T:
-        """Whatever goes wrong between the two ends in the middle of an exchange is the end of this pair."""
-        try:
-            return exchange()
-        except PeerError as error:
-            self.close()
-            raise PeerLost(f"a block transfer broke off: {error}") from error
-        except BaseException:
-            self.close()
-            raise

@@ -4,7 +4,6 @@ The control socket settles what may be copied; this end copies, on a stream of i
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost
+from alignedserve.core.errors import PeerError
 from alignedserve.messages.blocks import BlocksCopied, DeviceMemory, ReadBlocks, WriteBlocks
 from alignedserve.messages.links import BlockRun
 from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.block_sums import checked_sums, spelt_out, summed_runs
+from alignedserve.runtime.block_sums import spelt_out, summed_runs
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.transfer import Incoming, Outgoing
 from alignedserve.runtime.transfers.control import dial
@@ -25,13 +24,13 @@ from alignedserve.runtime.transfers.questions import (
     Planned,
     answers,
     blocks_in_order,
+    closing_when_broken,
     open_with,
     plan_fetch,
     plan_offload,
     runs_in_order,
+    verifies,
 )
-
-logger = logging.getLogger(__name__)
 
 _CUDA: Any = torch.cuda
 _PIECE_BYTES = 64 * 1024 * 1024
@@ -67,7 +66,7 @@ class IpcTransfer:
         done: list[tuple[BlockRun, ...] | None] = [None] * len(outgoing)
         if not planned:
             return done
-        with self._guarded():
+        with closing_when_broken(self._control):
             self._control.send(WriteBlocks(tuple(one.named for one in planned)))
             granted = self._granted(planned)
             sums = self._copy(self._own, blocks_in_order(granted), self._theirs, self._their_blocks(granted), granted)
@@ -83,19 +82,15 @@ class IpcTransfer:
         done = [False] * len(incoming)
         if not planned:
             return done
-        with self._guarded():
+        with closing_when_broken(self._control):
             self._control.send(ReadBlocks(tuple(one.named for one in planned)))
             granted = self._granted(planned)
             sums = self._copy(self._theirs, self._their_blocks(granted), self._own, blocks_in_order(granted), granted)
             is_still_held = self._copied(planned)
         arrived = {one.index: list(islice(sums, len(one.named.runs))) for one in granted}
         for one in planned:
-            copy = incoming[one.index].copy
-            try:
-                checked_sums(copy, arrived.get(one.index) if is_still_held[one.index] else None)
-                done[one.index] = True
-            except HandoffRejected as error:
-                logger.warning("fetch of generation %d refused: %s", copy.generation, error)
+            sums_of_one = arrived.get(one.index) if is_still_held[one.index] else None
+            done[one.index] = verifies(incoming[one.index].copy, sums_of_one)
         return done
 
     def close(self) -> None:
@@ -146,15 +141,3 @@ class IpcTransfer:
         self._stream.synchronize()
         if self._theirs.device != self._own.device:
             torch.cuda.synchronize(self._theirs.device)
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Whatever goes wrong between the two ends in the middle of an exchange is the end of this transfer."""
-        try:
-            yield
-        except PeerError as error:
-            self.close()
-            raise PeerLost(f"a block transfer broke off: {error}") from error
-        except BaseException:
-            self.close()
-            raise

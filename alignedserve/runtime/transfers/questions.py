@@ -1,14 +1,16 @@
 """What the asking end of a block transfer asks: the requests worth asking for, and the owner's answers."""
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.errors import HandoffRejected, ProtocolError
+from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost, ProtocolError
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, OpenTransfer, TransferOpened, TransferRefused
-from alignedserve.runtime.block_sums import PlacedRun, blocks_of, check_target, neighbours, placed
+from alignedserve.messages.links import BlockCopy
+from alignedserve.runtime.block_sums import PlacedRun, blocks_of, check_target, checked_sums, neighbours, placed
 from alignedserve.runtime.transfer import Incoming, Outgoing
 from alignedserve.runtime.transfers.control import Control
 
@@ -86,3 +88,29 @@ def blocks_in_order(planned: Sequence[Planned]) -> list[BlockId]:
 def runs_in_order(planned: Sequence[Planned]) -> list[PlacedRun]:
     """The runs of all requests, as their bytes travel."""
     return [run for one in planned for run in one.runs]
+
+
+def verifies(copy: BlockCopy, sums: Sequence[int] | None) -> bool:
+    """Whether what arrived is this copy (None: nothing did); where it is not, the reason is logged."""
+    try:
+        checked_sums(copy, sums)
+    except HandoffRejected as error:
+        logger.warning("fetch of generation %d refused: %s", copy.generation, error)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def closing_when_broken(control: Control) -> Iterator[None]:
+    """Whatever goes wrong between the two ends in the middle of an exchange is the end of their connection.
+
+    A peer's fault is told as PeerLost.
+    """
+    try:
+        yield
+    except PeerError as error:
+        control.close()
+        raise PeerLost(f"a block transfer broke off: {error}") from error
+    except BaseException:
+        control.close()
+        raise
