@@ -1,0 +1,90 @@
+"""The one place where a cost model is chosen by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.attention_kernel import AttentionKernel
+from alignedserve.costmodel.hardware import hardware
+from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.model_shapes import ModelShape, model_shape
+from alignedserve.costmodel.profile_file import read_profile
+from alignedserve.costmodel.published import llama_layers, opt_fits
+from alignedserve.costmodel.published.llama_layers import MeasuredLayersModel
+from alignedserve.costmodel.published.opt_fits import fitted_opt_model
+from alignedserve.costmodel.published.prompt_tables import prompt_table_model
+from alignedserve.costmodel.roofline import RooflineModel
+
+FITTED = "fitted:"  # followed by the path of a profile
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What one worker is made of. Names as in MODEL_SHAPES and HARDWARE; another model is given by its shape."""
+
+    model: str | ModelShape = "opt-13b"
+    hardware: str = "a100-80g"
+    tensor_parallel: int = 1
+    kernel: AttentionKernel = AttentionKernel.LOAD_BALANCED
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's sizes. Raises ConfigError listing the names."""
+        return model_shape(self.model) if isinstance(self.model, str) else self.model
+
+
+def make_cost_model(source: str, worker: WorkerSpec | None = None) -> CostModel:
+    """A key of COST_MODELS for this worker; or `fitted:FILE`, which says itself of which worker it is.
+
+    Raises ConfigError listing what there is: a published one is of the models, accelerators and degrees measured.
+    """
+    if source.startswith(FITTED):
+        if worker is not None:
+            raise ConfigError(f"cost model {source!r} was measured: model and hardware cannot be chosen.")
+        return read_profile(Path(source.removeprefix(FITTED))).cost_model()
+    if source not in COST_MODELS:
+        raise ConfigError(f"cost model {source!r} is none of {', '.join(COST_MODELS)}, {FITTED}FILE.")
+    return COST_MODELS[source](worker or WorkerSpec())
+
+
+def _roofline(worker: WorkerSpec) -> CostModel:
+    return RooflineModel(
+        worker.shape,
+        hardware(worker.hardware),
+        tensor_parallel=worker.tensor_parallel,
+        kernel=worker.kernel,
+    )
+
+
+def _distserve(worker: WorkerSpec) -> CostModel:
+    return _opt_fit("distserve", worker)
+
+
+def _vllm(worker: WorkerSpec) -> CostModel:
+    return _opt_fit("vllm", worker)
+
+
+def _opt_fit(engine: str, worker: WorkerSpec) -> CostModel:
+    if worker.hardware != opt_fits.HARDWARE_NAME:
+        raise ConfigError(f"cost model {engine!r} was measured on {opt_fits.HARDWARE_NAME}, not on {worker.hardware}.")
+    return fitted_opt_model(engine, worker.shape.name, worker.tensor_parallel, worker.kernel)
+
+
+def _vidur(worker: WorkerSpec) -> CostModel:
+    if worker.shape.name != llama_layers.MODEL_NAME:
+        raise ConfigError(f"cost model 'vidur' is of {llama_layers.MODEL_NAME}, not of {worker.shape.name}.")
+    return MeasuredLayersModel(worker.hardware, worker.tensor_parallel, worker.kernel)
+
+
+def _splitwise(worker: WorkerSpec) -> CostModel:
+    return prompt_table_model(worker.shape.name, worker.hardware, worker.tensor_parallel, worker.kernel)
+
+
+COST_MODELS: dict[str, Callable[[WorkerSpec], CostModel]] = {
+    "roofline": _roofline,
+    "distserve": _distserve,
+    "vllm": _vllm,
+    "vidur": _vidur,
+    "splitwise": _splitwise,
+}

@@ -1,0 +1,39 @@
+"""How much cache fits beside a model."""
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.hardware import Hardware
+from alignedserve.costmodel.model_shapes import ModelShape
+
+MEMORY_SHARE = (
+    0.9  # of the device's memory that a server takes, vLLM's default; the rest is the driver's and libraries'
+)
+_ACTIVATION_TOKENS = 8192  # of the largest pass that room is kept for
+
+
+def num_cache_blocks(
+    shape: ModelShape,
+    machine: Hardware,
+    *,
+    tensor_parallel: int = 1,
+    block_size: int = 16,
+    memory_share: float = MEMORY_SHARE,
+) -> int:
+    """Blocks of keys and values that a worker of so many devices holds. Raises ConfigError when the model does not fit.
+
+    memory_share * memory - weights - activations, by the bytes of a block; every device holds a part of each block.
+    """
+    room = tensor_parallel * memory_share * machine.memory_bytes - shape.weight_bytes - _activation_bytes(shape)
+    num_blocks = int(room // (block_size * shape.kv_token_bytes))
+    if num_blocks < 1:
+        gib = 1 << 30
+        raise ConfigError(
+            f"model {shape.name!r} ({shape.weight_bytes / gib:.1f} GiB of weights) does not fit {tensor_parallel} x "
+            f"{machine.name!r} ({machine.memory_bytes / gib:.1f} GiB); set tensor_parallel higher."
+        )
+    return num_blocks
+
+
+def _activation_bytes(shape: ModelShape) -> int:
+    """Of the widest moment of a pass: residual, its normalised copy, and the inner values of the feed-forward part."""
+    width = 2 * shape.hidden_size + (2 if shape.is_gated else 1) * shape.ffn_size
+    return _ACTIVATION_TOKENS * width * shape.dtype_bytes

@@ -1,0 +1,56 @@
+"""The interface of cost models, and the questions that policies ask of any of them."""
+
+from typing import Protocol
+
+from alignedserve.costmodel.work import IterationWork
+
+_INTERPOLATIONS = 4
+
+
+class CostModel(Protocol):
+    """Predicts the time of iterations on one worker. Deterministic; the same work always costs the same."""
+
+    def iteration_s(self, work: IterationWork) -> float:
+        """Seconds from the start of an iteration to its tokens, host copies overlapped: max(compute, copies)."""
+
+    def swap_s(self, num_tokens: float) -> float:
+        """Seconds to copy the cache of so many tokens between device and host."""
+
+
+class LearningCostModel(CostModel, Protocol):
+    """One that a worker corrects as it goes. Deterministic: the same observations give the same predictions."""
+
+    def observe(self, work: IterationWork, seconds: float) -> None:
+        """An iteration of this work took so long (above 0)."""
+
+
+def chunk_within(
+    costs: CostModel, work: IterationWork, *, num_cached: int, at_most: int, budget_s: float, step: int = 1
+) -> int:
+    """Tokens of a prompt, up to `at_most`, that can join `work` with the iteration still within `budget_s`; 0: none.
+
+    A cost model grows with the chunk, hardly bent: a few interpolations, then bisection. `step`: the answer is a
+    multiple of it, unless it is `at_most`.
+    """
+
+    def seconds(num_tokens: int) -> float:
+        trial = work.copy()
+        trial.add_chunk(num_tokens, num_cached, is_last=True)
+        return costs.iteration_s(trial)
+
+    if at_most <= 0:
+        return 0
+    above_s = seconds(at_most)
+    if above_s <= budget_s:
+        return at_most
+    below, above, below_s, num_tried = 0, -(-at_most // step), costs.iteration_s(work), 0
+    while above - below > 1:
+        share = (budget_s - below_s) / (above_s - below_s) if num_tried < _INTERPOLATIONS and above_s > below_s else 0.5
+        guess = min(max(below + int(share * (above - below)), below + 1), above - 1)
+        guess_s = seconds(guess * step)
+        if guess_s <= budget_s:
+            below, below_s = guess, guess_s
+        else:
+            above, above_s = guess, guess_s
+        num_tried += 1
+    return below * step

@@ -1,0 +1,151 @@
+"""Sizes of models that cost models are asked about; `runtime.model_shape` makes one of any config.json."""
+
+from dataclasses import dataclass, replace
+
+from alignedserve.core.block_layout import DTYPE_BYTES
+from alignedserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the time and memory of a decoder depend on. Matrices only: norms and biases are under 0.1 % of a model."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    is_gated: bool  # three matrices in the feed-forward part, not two
+    ties_embeddings: bool  # one table for tokens in and logits out
+    num_positions: int = 0  # rows of learned positions; 0 with rotary ones
+    dtype: str = "float16"  # of weights and cache, a key of DTYPE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}.")
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one weight and of one element of the cache."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of one token's keys (or values) on one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights that every token is multiplied with, all layers together."""
+        attention = 2 * self.hidden_size * (self.num_heads * self.head_dim + self.kv_width)
+        mlp = (3 if self.is_gated else 2) * self.hidden_size * self.ffn_size
+        return self.num_layers * (attention + mlp)
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the last matrix, which makes logits of a hidden state."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights in all, tied ones once."""
+        tables = self.head_parameters * (1 if self.ties_embeddings else 2)
+        return self.layer_parameters + tables + self.num_positions * self.hidden_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.num_parameters * self.dtype_bytes
+
+    @property
+    def token_flops(self) -> int:
+        """Of one token through the layers' matrices; a multiplication and an addition are two."""
+        return 2 * self.layer_parameters
+
+    @property
+    def pair_flops(self) -> int:
+        """Of the attention of one query to one key, all layers: the score, and the value's share in the sum."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+    @property
+    def projection_flops(self) -> int:
+        """Of making one token's keys and values from its layer inputs, all layers: what a hidden cache costs."""
+        return 4 * self.num_layers * self.hidden_size * self.kv_width
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token's keys and values, all layers."""
+        return 2 * self.num_layers * self.kv_width * self.dtype_bytes
+
+    @property
+    def hidden_ratio(self) -> float:
+        """Bytes of a hidden cache by those of keys and values: 0.5 for multi-head attention; from 1 on it does not pay.
+
+        Example: Llama-3-8B has 8 key heads of 128 for 4 096 of hidden size: 4096 / (2 * 1024) = 2.
+        """
+        return self.hidden_size / (2 * self.kv_width)
+
+
+def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> ModelShape:
+    """OPT (Zhang et al. 2022, table 1): multi-head attention, feed-forward part four times as wide, 2 048 positions."""
+    return ModelShape(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        ffn_size=4 * hidden_size,
+        vocab_size=50272,
+        is_gated=False,
+        ties_embeddings=True,
+        num_positions=2050,
+    )
+
+
+def _llama(
+    name: str, num_layers: int, hidden_size: int, num_heads: int, num_kv_heads: int, ffn_size: int, vocab_size: int
+) -> ModelShape:
+    """Llama (the models' config.json): gated feed-forward part, rotary positions, heads of 128."""
+    return ModelShape(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        ffn_size=ffn_size,
+        vocab_size=vocab_size,
+        is_gated=True,
+        ties_embeddings=False,
+    )
+
+
+_SHAPES = (
+    _opt("opt-125m", 12, 768, 12),
+    _opt("opt-2.7b", 32, 2560, 32),
+    _opt("opt-6.7b", 32, 4096, 32),
+    _opt("opt-13b", 40, 5120, 40),
+    _opt("opt-30b", 48, 7168, 56),
+    _opt("opt-66b", 64, 9216, 72),
+    _opt("opt-175b", 96, 12288, 96),
+    _llama("llama-2-7b", 32, 4096, 32, 32, 11008, 32000),
+    _llama("llama-2-13b", 40, 5120, 40, 40, 13824, 32000),
+    _llama("llama-2-70b", 80, 8192, 64, 8, 28672, 32000),
+    _llama("llama-3-8b", 32, 4096, 32, 8, 14336, 128256),
+    _llama("llama-3-70b", 80, 8192, 64, 8, 28672, 128256),
+    # BLOOM (config.json of bigscience/bloom): ALiBi positions, tied embeddings, a feed-forward part four times as wide.
+    ModelShape("bloom-176b", 70, 14336, 112, 112, 128, 57344, 250880, is_gated=False, ties_embeddings=True),
+)
+MODEL_SHAPES = {shape.name: shape for shape in _SHAPES}
+
+
+def model_shape(name: str, dtype: str | None = None) -> ModelShape:
+    """The shape of that name, in another dtype if one is given. Raises ConfigError listing the names."""
+    if name not in MODEL_SHAPES:
+        raise ConfigError(f"model {name!r} is none of {', '.join(MODEL_SHAPES)}.")
+    shape = MODEL_SHAPES[name]
+    return shape if dtype is None else replace(shape, dtype=dtype)

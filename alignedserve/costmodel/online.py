@@ -1,0 +1,148 @@
+"""A linear cost model that a worker corrects after every iteration.
+
+Weighted least squares on relative errors, older iterations forgotten little by little:
+
+    minimise  sum(decay^age * w * (predicted / measured - 1)^2) + mu * sum((c / (s * prior) - 1)^2)   over c >= 0
+
+The second sum holds what iterations so far say nothing about (a worker that has only decoded) at the prior, scaled by
+how fast this machine is (s); it is not forgotten, so that a long run of equal iterations cannot let the rest drift.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple
+from operator import mul
+
+import numpy as np
+
+from alignedserve.costmodel.linear import LinearCoefficients, Sample, features_of, fit_linear, weighted
+from alignedserve.costmodel.work import IterationWork
+
+_DECAY = 0.995  # an iteration counts half after 140 more
+_PRIOR_WEIGHT = 0.3  # mu: of a coefficient that is off by its whole size, in iterations
+_SCALE_STEP = 0.01  # of the logarithm of s, once a hundred iterations have set it
+_NUM_RESCALED = 10  # iterations after which the data, and no longer s, say what coefficients are
+_ERROR_STEP = 0.05
+_MAX_ERRORS = 2.0  # errors of more than so many times the usual one count in proportion, not squared
+_MIN_ERROR = 0.01
+_LEAST_SHARE = 0.1  # of the generic prior: what costs nothing there could never be learned to cost something
+
+# Without a prior: how the parts of a transformer's pass relate to each other. The first iteration sets the scale.
+GENERIC = LinearCoefficients(
+    base_s=0.010,
+    prompt_token_s=1e-4,
+    prompt_pair_s=1e-8,
+    chunk_s=1e-4,
+    decode_s=1e-4,
+    context_token_s=5e-7,
+    padded_token_s=1e-7,
+    hidden_token_s=1.5e-5,
+    sampled_s=1e-5,
+)
+
+
+class OnlineIterationModel:
+    """See CostModel. Deterministic: the same observations in the same order give the same predictions.
+
+    Never negative, and it grows with the work, as no coefficient is negative. What costs nothing in the prior stays at
+    nothing.
+    """
+
+    def __init__(self, prior: LinearCoefficients = GENERIC, swap_token_s: float = 0.0) -> None:
+        """`prior`: `linear_approximation(model).coefficients` for any other model; at least one is above 0."""
+        self._prior = astuple(prior)
+        self._used = [index for index, value in enumerate(self._prior) if value > 0.0]
+        assert self._used, "a prior by which everything is free"
+        self._swap_token_s = swap_token_s
+        self._weights: tuple[float, ...] = self._prior
+        size = len(self._prior)
+        self._products = np.zeros((size, size))  # sums of feature * feature / measured^2
+        self._targets = np.zeros(size)  # sums of feature / measured
+        self._log_scale = 0.0
+        self._usual_error = 1.0
+        self.num_observed = 0
+
+    @property
+    def coefficients(self) -> LinearCoefficients:
+        """As of now."""
+        return LinearCoefficients(*self._weights)
+
+    def iteration_s(self, work: IterationWork) -> float:
+        """See CostModel."""
+        copies = self._swap_token_s * (work.swap_in_tokens + work.swap_out_tokens)
+        compute = weighted(self._weights, work)
+        return compute if compute > copies else copies
+
+    def swap_s(self, num_tokens: float) -> float:
+        """See CostModel."""
+        return self._swap_token_s * num_tokens
+
+    def observe(self, work: IterationWork, seconds: float) -> None:
+        """An iteration of this work took so long (above 0). One that waited for its copies says nothing."""
+        assert seconds > 0.0, "an iteration takes time"
+        predicted = weighted(self._weights, work)
+        if predicted <= self.swap_s(work.swap_in_tokens + work.swap_out_tokens):
+            return
+        self.num_observed += 1
+        features = [feature / seconds for feature in features_of(work)]
+        self._rescale(sum(map(mul, self._prior, features)))
+        self._accumulate(features, self._weight_of(abs(predicted / seconds - 1.0)))
+        self._descend()
+
+    def _rescale(self, prior_ratio: float) -> None:
+        """Move s towards measured / prior: the mean of the logarithms at first, a slow moving mean later."""
+        step = max(1.0 / self.num_observed, _SCALE_STEP)
+        change = -step * (math.log(prior_ratio) + self._log_scale)
+        self._log_scale += change
+        if self.num_observed <= _NUM_RESCALED:
+            factor = math.exp(change)
+            self._weights = tuple([factor * weight for weight in self._weights])
+
+    def _weight_of(self, error: float) -> float:
+        """Of an iteration with this relative error (Huber): 1 within the usual, in proportion beyond."""
+        limit = _MAX_ERRORS * self._usual_error
+        self._usual_error += _ERROR_STEP * (min(error, limit) - self._usual_error)
+        self._usual_error = max(self._usual_error, _MIN_ERROR)
+        return 1.0 if error <= limit else limit / error
+
+    def _accumulate(self, features: list[float], weight: float) -> None:
+        row = np.array(features)
+        scaled = weight * row
+        self._products *= _DECAY
+        self._products += np.multiply.outer(scaled, row)
+        self._targets *= _DECAY
+        self._targets += scaled
+
+    def _descend(self) -> None:
+        """Set each coefficient once to its best with the others as they are; iterations to come go on from there."""
+        scale = math.exp(self._log_scale)
+        weights = list(self._weights)
+        products, targets = self._products.tolist(), self._targets.tolist()  # numpy is slow, a number at a time
+        for index in self._used:
+            row = products[index]
+            prior = scale * self._prior[index]
+            pull = _PRIOR_WEIGHT / (prior * prior)
+            others = sum(map(mul, row, weights)) - row[index] * weights[index]
+            best = (targets[index] + pull * prior - others) / (row[index] + pull)
+            weights[index] = best if best > 0.0 else 0.0
+        self._weights = tuple(weights)
+
+
+def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
+    """A model that begins with iterations measured before: its prior is the fit to them, and GENERIC, scaled to this
+    machine, for what they have nothing of. Without any measured it is GENERIC."""
+    if not measured:
+        return OnlineIterationModel()
+    ratios = [seconds / weighted(astuple(GENERIC), work) for work, seconds in measured]
+    scale = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    is_seen = [any(column) for column in zip(*(features_of(work) for work, _ in measured), strict=True)]
+    prior = (
+        max(value, (_LEAST_SHARE if seen else 1.0) * scale * generic)
+        for value, generic, seen in zip(
+            astuple(fit_linear(measured).coefficients), astuple(GENERIC), is_seen, strict=True
+        )
+    )
+    model = OnlineIterationModel(LinearCoefficients(*prior))
+    for work, seconds in measured:
+        model.observe(work, seconds)
+    return model

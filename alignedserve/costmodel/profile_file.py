@@ -1,0 +1,87 @@
+"""The file that `alignedserve profile` writes: what iterations cost on a machine, and how well that is known."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
+from alignedserve.costmodel.links import LinkModel
+from alignedserve.costmodel.model_shapes import ModelShape
+
+_FORMAT = 1
+_MAX_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MachineProfile:
+    """What a simulation needs of it; the file has more, for people."""
+
+    shape: ModelShape
+    coefficients: LinearCoefficients
+    memory_link: LinkModel  # of cache blocks from one place in host memory to another
+
+    def cost_model(self) -> LinearIterationModel:
+        """The fitted model; a swap is a copy within memory."""
+        return LinearIterationModel(self.coefficients, self.shape.kv_token_bytes / self.memory_link.bytes_per_s)
+
+    def as_fields(self) -> dict[str, Any]:
+        """What `read_profile` needs, as plain JSON."""
+        return {
+            "format": _FORMAT,
+            "shape": asdict(self.shape),
+            "coefficients": asdict(self.coefficients),
+            "memory_link": asdict(self.memory_link),
+        }
+
+
+def read_profile(path: Path) -> MachineProfile:
+    """The profile in a file. Raises ConfigError naming the file and what is wrong with it."""
+    content = _read_object(path)
+    if content.get("format") != _FORMAT:
+        raise ConfigError(f"{path} is no profile of format {_FORMAT}; `alignedserve profile` writes one.")
+    link = LinkModel(**_numbers(content, "memory_link", LinkModel, path))
+    if link.bytes_per_s <= 0.0:
+        raise ConfigError(f"{path}: memory_link.bytes_per_s must be above 0.")
+    coefficients = LinearCoefficients(**_numbers(content, "coefficients", LinearCoefficients, path))
+    return MachineProfile(_shape(content, path), coefficients, link)
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(_MAX_BYTES))
+    except OSError as error:
+        raise ConfigError(f"profile {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"profile {path} is not valid JSON.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"profile {path} must hold a JSON object.")
+    return content
+
+
+def _section(content: Mapping[str, Any], name: str, kind: type, path: Path) -> dict[str, Any]:
+    section = content.get(name)
+    wanted = [field.name for field in fields(kind)]
+    if not isinstance(section, dict) or sorted(section) != sorted(wanted):
+        raise ConfigError(f"{path}: {name} must hold {', '.join(wanted)}.")
+    return section
+
+
+def _numbers(content: Mapping[str, Any], name: str, kind: type, path: Path) -> dict[str, float]:
+    section = _section(content, name, kind, path)
+    for field, value in section.items():
+        if not isinstance(value, (int, float)) or not 0.0 <= value < float("inf"):
+            raise ConfigError(f"{path}: {name}.{field} must be a number of at least 0.")
+    return {field: float(value) for field, value in section.items()}
+
+
+def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
+    section = _section(content, "shape", ModelShape, path)
+    types = {field.name: field.type for field in fields(ModelShape)}
+    for field, value in section.items():
+        if type(value) is not types[field]:
+            raise ConfigError(f"{path}: shape.{field} must be of type {getattr(types[field], '__name__', '?')}.")
+    return ModelShape(**section)

@@ -1,0 +1,118 @@
+"""The time of an iteration from a model's shape and an accelerator's datasheet, for what nobody has measured.
+
+linear    = max(flops / flop rate, bytes of weights / memory rate)
+attention = pairs of the chunks * flops / flop rate + cache that the decodes read / memory rate
+iteration = max(overhead + linear + attention + collectives, copies between device and host)
+"""
+
+from dataclasses import dataclass
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.attention_kernel import AttentionKernel
+from alignedserve.costmodel.hardware import Hardware
+from alignedserve.costmodel.links import pcie_link
+from alignedserve.costmodel.model_shapes import ModelShape
+from alignedserve.costmodel.work import IterationWork
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the datasheet's peaks that kernels reach, and what comes on top. docs/costmodels.md compares."""
+
+    linear_flops: float = (
+        0.70  # Llama-2-7B's matrices at 512 tokens and more: 0.68 to 0.72 on A100, 0.64 to 0.77 on H100
+    )
+    linear_bytes: float = 0.75  # the same at 64 tokens and fewer: 0.71 to 0.79 (Vidur's tables)
+    prefill_attention_flops: float = 0.50  # fused causal attention, heads of 64 to 128
+    decode_attention_bytes: float = 0.65  # what DistServe's fits for OPT-13B and OPT-66B on A100 amount to
+    elementwise_share: float = 0.10  # norms, activation, rotation, residuals, by the matrices: 0.08 to 0.17 (Vidur)
+    layer_overhead_s: float = 40e-6  # of a layer's kernels, launched one by one
+    all_reduce_s: float = 30e-6  # latency of one among 2 (10 us) to 8 accelerators (38 to 62 us; Vidur's tables)
+    nvlink_bytes: float = 0.60  # an all-reduce of 64 MiB: 0.5 to 0.8 of the datasheet's rate
+
+
+class RooflineModel:
+    """One worker: a model on `tensor_parallel` accelerators of one kind. See CostModel.
+
+    Raises ConfigError when the accelerator has no such dtype or the heads cannot be divided.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        machine: Hardware,
+        *,
+        tensor_parallel: int = 1,
+        kernel: AttentionKernel = AttentionKernel.LOAD_BALANCED,
+        efficiency: Efficiency = Efficiency(),
+    ) -> None:
+        if tensor_parallel < 1 or shape.num_heads % tensor_parallel:
+            raise ConfigError(f"tensor_parallel must divide the {shape.num_heads} heads of {shape.name!r}.")
+        self.shape = shape
+        self._kernel = kernel
+        self._num_heads = shape.num_heads // tensor_parallel  # of one accelerator
+        self._num_multiprocessors = machine.num_multiprocessors
+        flops_per_s = tensor_parallel * machine.peak_flops(shape.dtype)
+        bytes_per_s = tensor_parallel * machine.memory_bytes_per_s
+        elementwise = 1.0 + efficiency.elementwise_share
+        self._flop_s = elementwise / (flops_per_s * efficiency.linear_flops)
+        self._weight_s = shape.dtype_bytes / (bytes_per_s * efficiency.linear_bytes)
+        # What a shape works out each time it is asked; policies ask for hundreds of iterations in a decision.
+        self._layer_parameters, self._head_parameters = shape.layer_parameters, shape.head_parameters
+        self._projection_s = shape.projection_flops * self._flop_s
+        self._hidden_gain = shape.hidden_ratio - 1.0
+        self._pair_s = shape.pair_flops / (flops_per_s * efficiency.prefill_attention_flops)
+        self._context_token_s = shape.kv_token_bytes / (bytes_per_s * efficiency.decode_attention_bytes)
+        self._overhead_s = shape.num_layers * efficiency.layer_overhead_s
+        self._all_reduces_s = self._reduced_token_s = 0.0
+        if tensor_parallel > 1:
+            self._all_reduces_s = 2 * shape.num_layers * efficiency.all_reduce_s
+            reduced_bytes = 2 * shape.num_layers * shape.hidden_size * shape.dtype_bytes
+            travelling = 2 * (tensor_parallel - 1) / tensor_parallel  # of each byte, over every accelerator's links
+            self._reduced_token_s = reduced_bytes * travelling / (efficiency.nvlink_bytes * machine.nvlink_bytes_per_s)
+        self._swap_token_s = shape.kv_token_bytes / tensor_parallel / pcie_link(machine).bytes_per_s
+
+    def iteration_s(self, work: IterationWork) -> float:
+        """See CostModel."""
+        attention = self._pair_s * work.prompt_pairs + self._decode_attention_s(work)
+        compute = self._overhead_s + self._linear_s(work) + attention + self.collectives_s(work.num_tokens)
+        return max(compute, self.swap_s(work.swap_in_tokens + work.swap_out_tokens))
+
+    def swap_s(self, num_tokens: float) -> float:
+        """See CostModel."""
+        return self._swap_token_s * num_tokens
+
+    def layers_s(self, num_tokens: int) -> float:
+        """Of that many tokens through the matrices of all layers, with what is done elementwise between them."""
+        return self._product_s(self._layer_parameters, num_tokens)
+
+    def collectives_s(self, num_tokens: int) -> float:
+        """Of adding up what the accelerators have of that many tokens, twice on each layer."""
+        return self._all_reduces_s + self._reduced_token_s * num_tokens
+
+    def _linear_s(self, work: IterationWork) -> float:
+        """Layers, logits, and keys and values made anew of a hidden cache: a product of its own, with rows enough."""
+        layers = self._product_s(self._layer_parameters, work.num_tokens)
+        head = self._product_s(self._head_parameters, work.num_sampled)
+        return layers + head + self._projection_s * work.hidden_context_len
+
+    def _product_s(self, num_parameters: int, num_rows: int) -> float:
+        """So many rows through so many weights, which are read once for all of them."""
+        if not num_rows:
+            return 0.0
+        flops_s, weights_s = 2 * num_parameters * num_rows * self._flop_s, num_parameters * self._weight_s
+        return flops_s if flops_s > weights_s else weights_s
+
+    def _decode_attention_s(self, work: IterationWork) -> float:
+        """Reading the cache; a hidden one has `hidden_ratio` of the bytes, a gain that the straggler does not see.
+
+        With one block of threads per sequence and head, blocks run in waves of one for each multiprocessor, which share
+        the memory rate, and every wave lasts as long as the longest context.
+        """
+        more = self._hidden_gain
+        if self._kernel is AttentionKernel.LOAD_BALANCED:
+            return self._context_token_s * (work.decode_context_len + more * work.hidden_context_len)
+        num_waves = -(-work.num_decodes * self._num_heads // self._num_multiprocessors)
+        contexts = num_waves * self._num_multiprocessors / self._num_heads
+        longest = contexts * work.max_decode_context_len
+        return self._context_token_s * (longest + max(more, 0.0) * work.hidden_context_len)
