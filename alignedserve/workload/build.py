@@ -1,0 +1,243 @@
+"""From the language of workloads to requests.
+
+Every class of traffic draws its arrivals, lengths, objectives and predictions from generators of their own, made from
+the seed and the class's name: another rate leaves the lengths as they are, and a further class changes no other.
+"""
+
+import enum
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, islice
+
+import numpy as np
+from numpy.random import Generator
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.core.request import RequestClass, Slo
+from alignedserve.workload.arrivals import GapLaw, Renewal
+from alignedserve.workload.catalogue import Library
+from alignedserve.workload.grammar import RECORDED, ClassSpec, parse_classes
+from alignedserve.workload.laws import FloatArray, Law
+from alignedserve.workload.lengths import DrawnLengths, IntArray, Lengths
+from alignedserve.workload.recordings import Extract, RecordedSource, Recording
+from alignedserve.workload.requests import ClosedLoop, Description, TimedRequest, Workload
+from alignedserve.workload.traces import Terms
+
+DEFAULT_NUM_REQUESTS = 100
+_BLOCK = 2048  # requests that are drawn together, whatever part of them is needed
+
+
+class _Purpose(enum.IntEnum):
+    ARRIVALS = 0
+    LENGTHS = 1
+    OBJECTIVES = 2
+    PREDICTIONS = 3
+
+
+def build_workload(
+    specification: str,
+    *,
+    seed: int,
+    library: Library,
+    num_requests: int | None = None,
+    duration_s: float | None = None,
+) -> Workload:
+    """The workload of a specification (grammar.py). Raises ConfigError.
+
+    `num_requests` counts open-loop requests (closed ones where there is no open class), `duration_s` ends both kinds.
+    Without either, recordings are played to their end, and everything else has DEFAULT_NUM_REQUESTS.
+    """
+    if seed < 0 or (num_requests is not None and num_requests < 1) or (duration_s is not None and duration_s <= 0):
+        raise ConfigError("a workload needs a seed of at least 0 and a number of requests or a duration above 0")
+    specs = parse_classes(specification)
+    opened = [spec for spec in specs if not spec.is_closed]
+    if num_requests is None and duration_s is None and not (opened and all(map(_is_recorded, opened))):
+        num_requests = DEFAULT_NUM_REQUESTS
+    classes = [_Traffic(spec, seed, library) for spec in specs]
+    loops = tuple(traffic.closed_loop() for traffic in classes if traffic.spec.is_closed)
+    arriving = (request for traffic in classes for request in traffic.opened(num_requests, duration_s))
+    requests = tuple(islice(sorted(arriving, key=lambda request: request.arrival_s), num_requests))
+    ends_s = duration_s
+    if loops and ends_s is None and opened:
+        ends_s = requests[-1].arrival_s if requests else 0.0
+    description = Description(specification, seed, {"num_requests": num_requests, "duration_s": duration_s})
+    return Workload(description, requests, loops, ends_s, None if opened or not loops else num_requests)
+
+
+def _is_recorded(spec: ClassSpec) -> bool:
+    return spec.arrivals == RECORDED
+
+
+@contextmanager
+def _blamed_on(spec: ClassSpec) -> Iterator[None]:
+    """Complaints name the class."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"workload {spec.name}: {error}") from None
+
+
+class _Traffic:
+    """One class."""
+
+    def __init__(self, spec: ClassSpec, seed: int, library: Library) -> None:
+        self.spec = spec
+        self._seed = seed
+        self._library = library
+        source = None if spec.source is None else library.source(spec.source)
+        self._source = source
+        self._drawn = DrawnLengths(source, spec.prompt, spec.output)
+
+    def _generator(self, purpose: _Purpose, block: int = 0) -> Generator:
+        """The generator that draws for this purpose and nothing else."""
+        return np.random.default_rng([self._seed, zlib.crc32(self.spec.name.encode()), purpose, block])
+
+    # --- open loop
+
+    def opened(self, count: int | None, duration_s: float | None) -> Iterable[TimedRequest]:
+        """Its requests in order; none where it is a closed loop."""
+        if self.spec.is_closed:
+            return []
+        with _blamed_on(self.spec):
+            if _is_recorded(self.spec):
+                return self._recorded_requests(duration_s)
+            arrival_s = self._arrivals(count, duration_s).tolist()
+            firsts = range(0, len(arrival_s), _BLOCK)
+            blocks = [self._block(first // _BLOCK, arrival_s[first : first + _BLOCK]) for first in firsts]
+            return list(chain.from_iterable(blocks))
+
+    def _arrivals(self, count: int | None, duration_s: float | None) -> FloatArray:
+        spec, rng = self.spec, self._generator(_Purpose.ARRIVALS)
+        assert spec.rate is not None, "checked by the grammar"
+        if spec.arrivals in [law.value for law in GapLaw]:
+            until = math.inf if duration_s is None else spec.rate * duration_s
+            return Renewal(spec.cv, GapLaw(spec.arrivals)).arrivals(rng, count=count, until=until) / spec.rate
+        profile = self._library.profile(spec.arrivals)
+        until, rate = math.inf, spec.rate
+        if duration_s is not None:
+            until = rate * duration_s
+            rate = profile.rate_of_whole(rate=rate, start_s=spec.start_s, duration_s=duration_s)
+        steady = Renewal(spec.cv).arrivals(rng, count=count, until=until)
+        return profile.stretch(steady, rate=rate, start_s=spec.start_s)
+
+    def _recorded_requests(self, duration_s: float | None) -> list[TimedRequest]:
+        recording = self._recorded(duration_s)
+        requests = self._timed(recording.arrival_s.tolist(), recording.lengths)
+        return [_on_terms(request, terms) for request, terms in zip(requests, recording.terms, strict=True)]
+
+    def _recorded(self, duration_s: float | None) -> Recording:
+        spec = self.spec
+        if not isinstance(self._source, RecordedSource):
+            raise ConfigError(f"{spec.source} has no arrival times; give a rate= instead")
+        if spec.is_repeated and duration_s is None:
+            raise ConfigError("repeat= needs a duration")
+        extract = Extract(spec.start_s, duration_s, spec.rate, spec.is_repeated)
+        recording = self._source.record(self._generator(_Purpose.ARRIVALS), extract)
+        found = self._drawn.completed(recording.lengths, self._generator(_Purpose.LENGTHS), len(recording.arrival_s))
+        lengths, kept = spec.limits.cut(found)
+        return replace(recording.take(kept), lengths=lengths)
+
+    # --- closed loop
+
+    def closed_loop(self) -> ClosedLoop:
+        """The loop; its requests are drawn when they are asked for."""
+        size = self.spec.outstanding or self.spec.wave
+        assert size is not None, "checked by the grammar"
+        return ClosedLoop(self.spec.name, size, self.spec.wave is not None, _DrawnStream(self))
+
+    def block(self, number: int) -> list[TimedRequest]:
+        """The requests of a closed loop from `number * _BLOCK` on."""
+        with _blamed_on(self.spec):
+            return self._block(number, [0.0] * _BLOCK)
+
+    # --- requests
+
+    def _block(self, number: int, arrival_s: Sequence[float]) -> list[TimedRequest]:
+        """As many requests of a block as there are arrivals."""
+        return self._timed(arrival_s, self._lengths(number), number)
+
+    def _lengths(self, block: int) -> Lengths:
+        return self.spec.limits.draw(self._drawn, self._generator(_Purpose.LENGTHS, block), _BLOCK)
+
+    def _timed(self, arrival_s: Sequence[float], lengths: Lengths, block: int = 0) -> list[TimedRequest]:
+        """The first of these requests, one for each arrival; all are drawn, so that a later end changes none."""
+        spec, count = self.spec, len(lengths)
+        assert lengths.prompt_len is not None, "lengths are complete"
+        output_len = self._answers(lengths)
+        limits = output_len if spec.max_tokens is None else np.full(count, spec.max_tokens)
+        classes, slos = _objectives(spec, self._generator(_Purpose.OBJECTIVES, block), count)
+        columns = (lengths.prompt_len.tolist(), output_len.tolist(), limits.tolist(), classes, slos)
+        texts = lengths.texts or [None] * count
+        return [
+            TimedRequest(arrival, prompt, output, limit, spec.name, request_class, slo, spec.priority, prediction, text)
+            for arrival, prompt, output, limit, request_class, slo, prediction, text in zip(
+                arrival_s, *columns, self._predicted(output_len, block), texts, strict=False
+            )
+        ]
+
+    def _answers(self, lengths: Lengths) -> IntArray:
+        assert lengths.output_len is not None, "lengths are complete"
+        limit = self.spec.max_tokens
+        return lengths.output_len if limit is None else np.minimum(lengths.output_len, limit)
+
+    def _predicted(self, output_len: IntArray, block: int) -> list[int] | list[None]:
+        prediction = self.spec.prediction
+        if prediction is None or not len(output_len):
+            return [None] * len(output_len)
+        first = output_len if block == 0 else self._answers(self._lengths(0))
+        rng = self._generator(_Purpose.PREDICTIONS, block)
+        predicted: list[int] = prediction.predict(output_len, mean_len=float(first.mean()), rng=rng).tolist()
+        return predicted
+
+
+class _DrawnStream:
+    """A class's requests by number, drawn a block at a time."""
+
+    def __init__(self, traffic: _Traffic) -> None:
+        self._traffic = traffic
+        self._blocks: dict[int, list[TimedRequest]] = {}
+
+    def __getitem__(self, number: int) -> TimedRequest:
+        block, place = divmod(number, _BLOCK)
+        if block not in self._blocks:
+            self._blocks[block] = self._traffic.block(block)
+        return self._blocks[block][place]
+
+
+def _objectives(spec: ClassSpec, rng: Generator, count: int) -> tuple[list[RequestClass], list[Slo]]:
+    """Class and objectives of every request. In a shared class, best-effort requests have the deadline only."""
+
+    def drawn(law: Law | None) -> list[float] | list[None]:
+        if law is None:
+            return [None] * count
+        return [law.constant] * count if law.constant is not None else law.draw(rng, count).tolist()
+
+    is_best_effort = (rng.random(count) < spec.be_share).tolist()
+    laws = (spec.ttft_s, spec.tpot_s, spec.deadline_s)
+    if not spec.be_share:
+        if all(law is None or law.constant is not None for law in laws):
+            slo = Slo(*(None if law is None else law.constant for law in laws))
+            return [spec.request_class] * count, [slo] * count
+        return [spec.request_class] * count, list(map(Slo, *map(drawn, laws)))
+    ttft_s, tpot_s, deadline_s = map(drawn, laws)
+    classes = [RequestClass.BEST_EFFORT if is_be else RequestClass.REAL_TIME for is_be in is_best_effort]
+    slos = [
+        Slo(deadline_s=deadline) if is_be else Slo(ttft, tpot)
+        for is_be, ttft, tpot, deadline in zip(is_best_effort, ttft_s, tpot_s, deadline_s, strict=True)
+    ]
+    return classes, slos
+
+
+def _on_terms(request: TimedRequest, terms: Terms | None) -> TimedRequest:
+    """What a trace says of its request counts more than what the class says."""
+    if terms is None:
+        return request
+    return replace(
+        request,
+        request_class=terms.request_class or request.request_class,
+        slo=terms.slo or request.slo,
+        priority=request.priority if terms.priority is None else terms.priority,
+    )

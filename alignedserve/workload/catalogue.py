@@ -1,0 +1,183 @@
+"""All named lengths, traces and rate profiles: what ships with the package, and what a data folder adds."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.workload.arrivals import RateProfile
+from alignedserve.workload.lengths import LengthSource
+from alignedserve.workload.reading import read_lines
+from alignedserve.workload.recordings import ClientDaySource, TraceSource
+from alignedserve.workload.servegen import read_clients
+from alignedserve.workload.tables import read_lengths, read_profile, read_tasks, read_texts
+from alignedserve.workload.traces import parse_trace, read_trace
+
+SHIPPED = Path(__file__).parent / "shipped"
+DATA_VARIABLE = "ALIGNEDSERVE_DATA"
+_CC_BY, _APACHE, _MIT, _NONE = "CC-BY 4.0", "Apache-2.0", "MIT", "none stated"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEntry:
+    """A name, the file behind it, and how it is read."""
+
+    file: str
+    read: Callable[[Path], LengthSource]
+    licence: str
+    about: str
+    is_shipped: bool = False
+
+
+def _trace(path: Path) -> LengthSource:
+    return TraceSource(read_trace(path))
+
+
+def _client_day(path: Path) -> LengthSource:
+    return ClientDaySource(read_clients(path))
+
+
+_tokens = partial(read_lengths, prompt="input_tokens", output="output_tokens")
+
+
+def _apex(dataset: str) -> Callable[[Path], LengthSource]:
+    return partial(_tokens, where={"dataset": dataset, "tokenizer": "llama"})
+
+
+_SUMMARIES = ("gov_report", "qmsum", "multi_news", "vcsum")  # of Apt-Serve's and DistServe's public settings
+_APEX = "apex_lengths.csv.gz"
+
+SOURCES: Mapping[str, SourceEntry] = {
+    "alpaca": SourceEntry(
+        "alpaca_12k.jsonl.gz",
+        partial(read_texts, prompt=("instruction", "input"), output="output", where={"origin": "uniform"}),
+        "CC BY-NC 4.0",
+        "Alpaca instructions with text, 7 383 rows drawn uniformly; lengths counted in pieces",
+    ),
+    "alpaca_vicuna": SourceEntry(
+        "alpaca_vicuna7b_output_lengths.csv.gz",
+        partial(read_lengths, prompt=None, output="len_t0.0"),
+        _NONE,
+        "answers of Vicuna-7B to Alpaca instructions (at most 512); no prompts",
+    ),
+    "arxiv": SourceEntry("arxiv.csv.gz", _tokens, _MIT, "arXiv summarisation (vidur), 5 000 rows", is_shipped=True),
+    "arxiv_full": SourceEntry(
+        "arxiv_summarization_lengths_llama2.csv.gz", _tokens, _MIT, "the same, 22 605 rows"
+    ),
+    "azure_code": SourceEntry(
+        "azure_code.csv.gz", _trace, _CC_BY, "Azure LLM trace 2023, code completion, 38 minutes", is_shipped=True
+    ),
+    "azure_conv": SourceEntry(
+        "azure_conv.csv.gz", _trace, _CC_BY, "Azure LLM trace 2023, conversations, 44 minutes", is_shipped=True
+    ),
+    "azure_conv_slice": SourceEntry(
+        "azure_conv_slice.csv", _trace, _CC_BY, "two minutes of it: the demo's trace", is_shipped=True
+    ),
+    "creation": SourceEntry(_APEX, _apex("creation"), _MIT, "APEX: long answers"),
+    "humaneval": SourceEntry(
+        "humaneval.jsonl.gz",
+        partial(read_texts, prompt=("prompt",), output="canonical_solution"),
+        _MIT,
+        "HumanEval problems with text; lengths counted in pieces",
+    ),
+    "lmsys": SourceEntry(_APEX, _apex("lmsys"), _MIT, "APEX: conversations of LMSYS-Chat-1M, 816 rows"),
+    "lmsys_vicuna": SourceEntry(
+        "lmsys_vicuna13b_output_lengths.csv.gz",
+        partial(read_lengths, prompt=None, output="output_tokens"),
+        _APACHE,
+        "answers of Vicuna-13B to LMSYS-Chat-1M (at most 511); no prompts",
+    ),
+    "longbench": SourceEntry(
+        "longbench_tasks.csv", read_tasks, _MIT, "LongBench, all tasks, from their mean lengths (spread assumed)"
+    ),
+    "longbench_summaries": SourceEntry(
+        "longbench_tasks.csv", partial(read_tasks, only=_SUMMARIES), _MIT, "its summarisation tasks"
+    ),
+    "mooncake": SourceEntry(
+        "mooncake.jsonl.gz", _trace, _APACHE, "Mooncake conversations, 20 minutes", is_shipped=True
+    ),
+    "mooncake_full": SourceEntry(
+        "mooncake_conversation.jsonl.gz", _trace, _APACHE, "the same, 48 minutes"
+    ),
+    "mooncake_synthetic": SourceEntry(
+        "mooncake_synthetic.jsonl.gz", _trace, _APACHE, "Mooncake's synthetic trace, 14 minutes"
+    ),
+    "servegen": SourceEntry(
+        "servegen_deepseek_r1_day.jsonl.gz", _client_day, _APACHE, "ServeGen: a day of 66 clients of DeepSeek-R1"
+    ),
+    "sharegpt": SourceEntry(
+        "sharegpt.csv.gz", _tokens, _APACHE, "ShareGPT with history (sarathi-serve), 5 000 rows", is_shipped=True
+    ),
+    "sharegpt_full": SourceEntry(
+        "sharegpt_8k_lengths_llama2.csv.gz", _tokens, _APACHE, "the same, 24 584 rows"
+    ),
+    "sharegpt_o1": SourceEntry("sharegpt_o1_lengths.csv.gz", _tokens, _NONE, "ShareGPT prompts, reasoning answers"),
+    "sharegpt_text": SourceEntry(
+        "sharegpt_first_turn_text.jsonl.gz",
+        partial(read_texts, prompt=("prompt",), output="response"),
+        _APACHE,
+        "ShareGPT first turns with text; lengths counted in pieces",
+    ),
+    "sharegpt_turns": SourceEntry(
+        "sharegpt_gpt4_multiturn_300.csv", _tokens, _MIT, "ShareGPT conversations of several turns, 240 rows"
+    ),
+    "summarization": SourceEntry(_APEX, _apex("summarization"), _MIT, "APEX: long prompts"),
+}  # fmt: skip
+
+PROFILES: Mapping[str, str] = {"burstgpt_week": "burstgpt_1_tokens_per_second_by_minute.csv.gz"}
+
+
+class Library:
+    """Finds sources by name or path. `data_dir`: the user's folder for what cannot be shipped."""
+
+    def __init__(self, data_dir: Path | None = None) -> None:
+        self._data_dir = data_dir
+        self._read: dict[str, LengthSource] = {}
+
+    def source(self, name: str) -> LengthSource:
+        """The source of a name, or of a file of one's own (a trace, or `prompt_len,output_len`). Read once.
+
+        Raises ConfigError listing the valid names.
+        """
+        if name not in self._read:
+            self._read[name] = self._find(name)
+        return self._read[name]
+
+    def profile(self, name: str) -> RateProfile:
+        """A rate profile. Raises ConfigError."""
+        if name not in PROFILES:
+            raise ConfigError(f"unknown rate profile {name!r}; there are {', '.join(PROFILES)}")
+        return read_profile(self._data_file(name, PROFILES[name]))
+
+    def _find(self, name: str) -> LengthSource:
+        if "/" in name or "." in name:
+            return _own_file(Path(name))
+        if name not in SOURCES:
+            raise ConfigError(f"unknown lengths or trace {name!r}; {_names()}")
+        entry = SOURCES[name]
+        return entry.read(SHIPPED / entry.file if entry.is_shipped else self._data_file(name, entry.file))
+
+    def _data_file(self, name: str, file: str) -> Path:
+        if self._data_dir is None:
+            raise ConfigError(f"{name} does not ship with AlignedServe: {DATA_VARIABLE} must name a folder with {file}")
+        path = self._data_dir / file
+        if not path.is_file():
+            raise ConfigError(f"{name}: there is no {file} in {self._data_dir}")
+        return path
+
+
+def _own_file(path: Path) -> LengthSource:
+    lines = read_lines(path)
+    if lines[0].replace(" ", "").startswith("prompt_len"):
+        return read_lengths(path, prompt="prompt_len", output="output_len")
+    return TraceSource(parse_trace(lines, name=str(path)))
+
+
+def _names() -> str:
+    shipped = [name for name, entry in SOURCES.items() if entry.is_shipped]
+    others = [name for name, entry in SOURCES.items() if not entry.is_shipped]
+    return (
+        f"with the package come {', '.join(shipped)}; from the folder that {DATA_VARIABLE} names, {', '.join(others)}; "
+        "a file of your own is named by its path"
+    )

@@ -1,0 +1,238 @@
+"""The language of workloads: one line for any mixture of traffic, typed by a person (docs/workloads.md has examples).
+
+    rt: sharegpt, rate=2, cv=1.5, ttft=0.4, tpot=0.2; be: prompt=uniform(512,1024), output=60, outstanding=64
+
+`;` separates classes of traffic, `,` their settings, and every setting is `key=value` but the name of a source of
+lengths (or the path of a file), which may stand alone. Whatever does not belong here is refused by name.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.core.request import RequestClass
+from alignedserve.workload.arrivals import GapLaw
+from alignedserve.workload.laws import Law, parse_law, parse_number, split_outside_parentheses
+from alignedserve.workload.lengths import LengthLimits
+from alignedserve.workload.prediction import PredictionModel, parse_prediction
+
+RECORDED = "recorded"
+MAX_OUTSTANDING = 10_000
+_NAME = re.compile(r"\s*([A-Za-z][\w-]*)\s*:(.*)", re.DOTALL)
+_SOURCE = re.compile(r"[\w./~-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSpec:
+    """One class as written. It opens the loop (`rate`, or recorded arrivals) or closes it (`outstanding`, `wave`)."""
+
+    name: str
+    source: str | None = None  # of prompt and output lengths
+    prompt: Law | None = None  # in place of the source's
+    output: Law | None = None
+    arrivals: str = GapLaw.GAMMA.value  # or weibull, recorded, or the name of a rate profile
+    rate: float | None = None  # requests per second
+    cv: float = 1.0
+    start_s: float = 0.0  # of a recording or a profile
+    is_repeated: bool = False
+    outstanding: int | None = None  # that many in the air, each replaced when it ends
+    wave: int | None = None  # that many at once, the next ones when all have ended
+    request_class: RequestClass = RequestClass.REAL_TIME
+    be_share: float = 0.0  # of its requests, drawn at random, are best-effort
+    ttft_s: Law | None = None
+    tpot_s: Law | None = None
+    deadline_s: Law | None = None
+    priority: int = 0
+    tier: str | None = None
+    max_tokens: int | None = None  # the client's limit; None: it asks for just what it gets
+    limits: LengthLimits = field(default_factory=LengthLimits)
+    prediction: PredictionModel | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a request waits for an earlier one to end."""
+        return self.outstanding is not None or self.wave is not None
+
+
+def parse_classes(specification: str) -> tuple[ClassSpec, ...]:
+    """All classes. Raises ConfigError that names the class and the setting."""
+    parts = [part for part in split_outside_parentheses(specification, ";") if part.strip()]
+    if not parts:
+        raise ConfigError("the workload is empty (write for example rate=2,prompt=100,output=60)")
+    classes = tuple(_parse_class(part, f"class{number}") for number, part in enumerate(parts, start=1))
+    if len({spec.name for spec in classes}) < len(classes):
+        raise ConfigError("workload: two classes have the same name")
+    return classes
+
+
+def _parse_class(text: str, default_name: str) -> ClassSpec:
+    match = _NAME.match(text)
+    name, settings_text = (match[1], match[2]) if match else (default_name, text)
+    settings: dict[str, object] = {}
+    limits: dict[str, int] = {}
+    try:
+        for setting in split_outside_parentheses(settings_text, ","):
+            key, value = _key_and_value(setting)
+            if key in settings or key in limits:
+                raise ConfigError(f"{key}= stands there twice")
+            if key in _LIMITS:
+                limits[key] = _whole_number(key, value)
+            else:
+                settings[key] = _READERS[key](key, value)
+        return _checked(name, settings, LengthLimits(**limits))
+    except ConfigError as error:
+        raise ConfigError(f"workload {name}: {error}") from None
+
+
+def _key_and_value(setting: str) -> tuple[str, str]:
+    key, separator, value = (part.strip() for part in setting.partition("="))
+    if not separator:
+        key, value = "lengths", key
+    if key not in _READERS and key not in _LIMITS:
+        raise ConfigError(f"{setting.strip()!r} is not one of {', '.join((*_READERS, *_LIMITS))}")
+    return key, value
+
+
+# --- one setting ------------------------------------------------------------------------------------------------------
+
+
+def _source(key: str, value: str) -> str:
+    if not _SOURCE.fullmatch(value):
+        raise ConfigError(f"{value!r} is neither key=value nor the name of lengths or of a file")
+    return value
+
+
+def _law(key: str, value: str) -> Law:
+    try:
+        return parse_law(value)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _positive(key: str, value: str) -> float:
+    number = parse_number(key, value)
+    if number <= 0:
+        raise ConfigError(f"{key} must be above 0")
+    return number
+
+
+def _not_negative(key: str, value: str) -> float:
+    number = parse_number(key, value)
+    if number < 0:
+        raise ConfigError(f"{key} must not be negative")
+    return number
+
+
+def _share(key: str, value: str) -> float:
+    number = _not_negative(key, value)
+    if number > 1:
+        raise ConfigError(f"{key} must lie between 0 and 1")
+    return number
+
+
+def _whole_number(key: str, value: str) -> int:
+    number = _positive(key, value)
+    if number != int(number):
+        raise ConfigError(f"{key} must be a whole number")
+    return int(number)
+
+
+def _in_the_air(key: str, value: str) -> int:
+    number = parse_number(key, value)
+    if number != int(number) or not 1 <= number <= MAX_OUTSTANDING:
+        raise ConfigError(f"{key} must be a whole number from 1 to {MAX_OUTSTANDING}")
+    return int(number)
+
+
+def _priority(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"{key}: {value!r} is not a whole number") from None
+
+
+def _request_class(key: str, value: str) -> RequestClass:
+    try:
+        return RequestClass(value)
+    except ValueError:
+        raise ConfigError(f"{key} must be rt or be") from None
+
+
+def _yes(key: str, value: str) -> bool:
+    if value not in ("yes", "no"):
+        raise ConfigError(f"{key} must be yes or no")
+    return value == "yes"
+
+
+_READERS: dict[str, Callable[[str, str], object]] = {
+    "lengths": _source,
+    "prompt": _law,
+    "output": _law,
+    "arrivals": _source,
+    "rate": _positive,
+    "cv": _not_negative,
+    "start": _not_negative,
+    "repeat": _yes,
+    "outstanding": _in_the_air,
+    "wave": _in_the_air,
+    "class": _request_class,
+    "be_share": _share,
+    "ttft": _law,
+    "tpot": _law,
+    "deadline": _law,
+    "priority": _priority,
+    "tier": _source,
+    "max_tokens": _whole_number,
+    "predict": lambda key, value: parse_prediction(value),
+}
+_LIMITS = ("max_prompt", "max_output", "max_total")
+_FIELD_OF_KEY = {
+    "lengths": "source",
+    "start": "start_s",
+    "repeat": "is_repeated",
+    "class": "request_class",
+    "ttft": "ttft_s",
+    "tpot": "tpot_s",
+    "deadline": "deadline_s",
+    "predict": "prediction",
+}
+
+
+# --- one class --------------------------------------------------------------------------------------------------------
+
+
+def _checked(name: str, settings: dict[str, object], limits: LengthLimits) -> ClassSpec:
+    if "class" not in settings and name == RequestClass.BEST_EFFORT.value:
+        settings["class"] = RequestClass.BEST_EFFORT
+    if "lengths" not in settings:
+        for required in ("prompt", "output"):
+            if required not in settings:
+                raise ConfigError(f"{required}= is missing")
+    _check_arrivals(settings)
+    by_field = {_FIELD_OF_KEY.get(key, key): value for key, value in settings.items()}
+    assert by_field.keys() <= {field.name for field in fields(ClassSpec)}, "a key without a field"
+    return ClassSpec(name=name, limits=limits, **by_field)  # type: ignore[arg-type]  # read key by key above
+
+
+def _check_arrivals(settings: dict[str, object]) -> None:
+    is_recorded = settings.get("arrivals") == RECORDED
+    closed = [key for key in ("outstanding", "wave") if key in settings]
+    if len(closed) + (is_recorded or "rate" in settings) != 1:
+        raise ConfigError(
+            f"give one of rate= or arrivals={RECORDED} (open loop), outstanding= (closed loop) and wave= (all at once)"
+        )
+    if is_recorded and "lengths" not in settings:
+        raise ConfigError(f"arrivals={RECORDED} needs the name of a trace")
+    laws = [law.value for law in GapLaw]
+    is_steady = settings.get("arrivals", laws[0]) in laws
+    for key, is_meant in (
+        ("cv", not is_recorded and not closed),
+        ("arrivals", not closed),
+        ("start", not is_steady and not closed),
+        ("repeat", is_recorded),
+    ):
+        if key in settings and not is_meant:
+            raise ConfigError(f"{key}= has no meaning beside {closed[0] if closed else 'these arrivals'}")
+    if settings.get("class") is RequestClass.BEST_EFFORT and settings.get("be_share"):
+        raise ConfigError("be_share= has no meaning in a best-effort class")

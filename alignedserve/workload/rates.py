@@ -1,0 +1,36 @@
+"""The same workload at another rate."""
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.workload.grammar import RECORDED, parse_classes
+from alignedserve.workload.laws import split_outside_parentheses
+
+
+def at_rate(line: str, rate: float) -> str:
+    """The line with its open-loop classes at `rate` requests per second together, in their proportions.
+
+    Closed loops stay as they are. Raises ConfigError where there is no open loop, and where classes share a rate that
+    one of them does not name.
+    """
+    parts = [part.strip() for part in split_outside_parentheses(line, ";") if part.strip()]
+    rates = {number: spec.rate for number, spec in enumerate(parse_classes(line)) if not spec.is_closed}
+    if not rates:
+        raise ConfigError("the workload has closed loops only: there are no arrivals to give another rate")
+    if len(rates) == 1:
+        shares = dict.fromkeys(rates, 1.0)
+    else:
+        known = {number: own for number, own in rates.items() if own is not None}
+        if len(known) < len(rates):
+            raise ConfigError(f"several classes share a rate: arrivals={RECORDED} needs a rate= of its own in each")
+        shares = {number: own / sum(known.values()) for number, own in known.items()}
+    for number, share in shares.items():
+        parts[number] = _with_rate(parts[number], f"{share * rate:.10g}")
+    return "; ".join(parts)
+
+
+def _with_rate(part: str, rate: str) -> str:
+    settings = split_outside_parentheses(part, ",")
+    for number, setting in enumerate(settings):
+        head, separator, _ = setting.partition("=")
+        if separator and head.rpartition(":")[2].strip() == "rate":
+            return ",".join((*settings[:number], f"{head}={rate}", *settings[number + 1 :]))
+    return f"{part}, rate={rate}"

@@ -1,0 +1,59 @@
+"""What all readers share: lines of a file, plain or gzipped, and complaints that name the line."""
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from alignedserve.core.errors import ConfigError
+
+MAX_LENGTH = 10_000_000  # tokens; a larger number in a file is a mistake
+_GZIP_MAGIC = b"\x1f\x8b"
+Row = TypeVar("Row")
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file. Raises ConfigError."""
+    try:
+        content = path.read_bytes()
+        if content.startswith(_GZIP_MAGIC):
+            content = gzip.decompress(content)
+        return content.decode("utf-8-sig").split("\n")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def parsed_lines(lines: Iterable[str], first_number: int, parse: Callable[[str], Row], name: str) -> Iterator[Row]:
+    """Every line that is not empty. Raises ConfigError naming file and line where `parse` raises ValueError."""
+    for number, line in enumerate(lines, start=first_number):
+        if not line.strip():
+            continue
+        try:
+            yield parse(line)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise ConfigError(f"{name}:{number}: {error}") from error
+
+
+def parse_length(text: str, *, least: int = 0) -> int:
+    """A number of tokens. Raises ValueError."""
+    length = int(text)
+    if not least <= length <= MAX_LENGTH:
+        raise ValueError(f"length {length} is out of range")
+    return length
+
+
+class Columns:
+    """Which field of a line belongs to which column of a CSV header."""
+
+    def __init__(self, header: str) -> None:
+        self.names = tuple(name.strip() for name in header.split(","))
+
+    def fields(self, line: str) -> dict[str, str]:
+        """The fields of a line by column. Raises ValueError when there are too few or too many."""
+        fields = line.rstrip("\r").split(",")
+        if len(fields) != len(self.names):
+            raise ValueError(f"{len(fields)} fields where {len(self.names)} are expected")
+        return dict(zip(self.names, fields, strict=True))

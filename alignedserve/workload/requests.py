@@ -1,0 +1,115 @@
+"""A workload: requests with the moments at which they come, and loops whose next request waits for an earlier one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from alignedserve.core.request import RequestClass, Slo
+
+NO_SLO = Slo()
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """One request of a workload. What a server cannot know on arrival is here too: how long its answer will be."""
+
+    arrival_s: float  # from the start of the run
+    prompt_len: int
+    output_len: int  # tokens that the answer will have
+    max_tokens: int  # the client's limit; output_len never exceeds it
+    class_name: str  # of the traffic it belongs to: a row in reports
+    request_class: RequestClass = RequestClass.REAL_TIME
+    slo: Slo = NO_SLO
+    priority: int = 0  # smaller goes first among equals
+    predicted_len: int | None = None  # of the answer; None: nobody predicts
+    prompt_text: str | None = None
+
+    @property
+    def final_context_len(self) -> int:
+        """Tokens that the request holds in the end."""
+        return self.prompt_len + self.output_len
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Where a workload came from, as it stands in results: enough to make it again."""
+
+    name: str
+    seed: int
+    parameters: Mapping[str, str | float | int | None] = field(default_factory=dict)
+
+
+class RequestStream(Protocol):
+    """Requests without end. The one of a number is always the same, however they are taken."""
+
+    def __getitem__(self, number: int) -> TimedRequest:
+        """The request of a number; its arrival is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """Traffic that waits for itself: `size` requests in the air."""
+
+    class_name: str
+    size: int
+    is_wave: bool  # the next `size` requests come when all have ended, else one for each that ends
+    stream: RequestStream
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival, and closed loops beside them.
+
+    `ends_s` is the end of the run where one was asked for (or where the last open-loop request comes). Closed loops
+    start nothing from then on, nor after `max_closed` requests of all loops together; one of the two is set where
+    there are loops.
+    """
+
+    description: Description
+    requests: tuple[TimedRequest, ...]
+    closed_loops: tuple[ClosedLoop, ...] = ()
+    ends_s: float | None = None
+    max_closed: int | None = None
+
+
+class ClosedLoopRun:
+    """The closed loops of one run: tells a driver what to send when something ends.
+
+        arrivals += run.first()                                        # at time 0
+        arrivals += run.next_after(request.class_name, finished_s)     # whenever a request ends or is refused
+
+    The n-th request of a loop is the same in every run over the same workload, whatever the server's order. A driver
+    that refuses a request lets some time pass before it says so, or a server that refuses all is asked for ever.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._loops = {loop.class_name: loop for loop in workload.closed_loops}
+        self._ends_s, self._num_left = workload.ends_s, workload.max_closed
+        assert not self._loops or self._ends_s is not None or self._num_left is not None, "loops without an end"
+        self._next_number = dict.fromkeys(self._loops, 0)
+        self._num_in_air = dict.fromkeys(self._loops, 0)
+
+    def first(self) -> list[TimedRequest]:
+        """What is sent at the start."""
+        return [request for loop in self._loops.values() for request in self._take(loop, loop.size, 0.0)]
+
+    def next_after(self, class_name: str, finished_s: float) -> list[TimedRequest]:
+        """What is sent because a request of this class ended; nothing for classes of the open loop."""
+        loop = self._loops.get(class_name)
+        if loop is None:
+            return []
+        self._num_in_air[class_name] -= 1
+        if not loop.is_wave:
+            return self._take(loop, 1, finished_s)
+        return self._take(loop, loop.size, finished_s) if self._num_in_air[class_name] == 0 else []
+
+    def _take(self, loop: ClosedLoop, count: int, now_s: float) -> list[TimedRequest]:
+        if self._ends_s is not None and now_s >= self._ends_s:
+            return []
+        if self._num_left is not None:
+            count = min(count, self._num_left)
+            self._num_left -= count
+        first = self._next_number[loop.class_name]
+        self._next_number[loop.class_name] += count
+        self._num_in_air[loop.class_name] += count
+        return [replace(loop.stream[number], arrival_s=now_s) for number in range(first, first + count)]
