@@ -1,0 +1,277 @@
+"""Packs an iteration request by request and keeps account of blocks, tokens, places and predicted time."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.policy import Evict, Eviction, IterationPlan, Share, WorkerView
+from alignedserve.scheduling.table import Bools, Ints, RequestTable
+
+_IntOf = Callable[[int], int]  # of a row
+_BoolOf = Callable[[int], bool]
+
+
+class Packer:
+    """The plan as far as it has come. What `add` refuses leaves it unchanged."""
+
+    def __init__(self, view: WorkerView) -> None:
+        self._view = view
+        self._memory = view.memory
+        table = view.table
+        context_len = table.prompt_len + table.num_generated
+        # One row at a time: lists of all rows would cost more than a plan looks at.
+        self._context_len: _IntOf = context_len.item
+        self._num_cached: _IntOf = table.num_cached.item
+        self._num_blocks: _IntOf = table.num_blocks.item
+        self._num_swapped: _IntOf = table.num_swapped.item
+        self._is_hidden: _BoolOf = table.is_hidden.item
+        self._is_real_time: _BoolOf = table.is_real_time.item
+        self._shares: dict[int, Share] = {}
+        self._evictions: dict[int, Evict] = {}
+        self._uploads: list[int] = []
+        self.num_free = view.memory.num_free  # blocks
+        self.num_free_host = view.memory.num_free_host  # tokens
+        self.num_tokens_left = view.limits.max_tokens
+        self.num_places_left = view.limits.max_running
+        self.work = IterationWork()
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._shares
+
+    @property
+    def rows(self) -> list[int]:
+        """Who is in, in the order they came."""
+        return list(self._shares)
+
+    @property
+    def num_shares(self) -> int:
+        """How many are in."""
+        return len(self._shares)
+
+    def is_evicted(self, row: int) -> bool:
+        """Whether this plan takes its cache off the device."""
+        return row in self._evictions
+
+    def remaining(self, row: int) -> int:
+        """Tokens that this request would have to compute to sample one: all of them if it is evicted by this plan."""
+        return self._context_len(row) - (0 if self._is_dropped(row) else self._num_cached(row))
+
+    def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
+        """Free blocks that so many tokens of this request would take, and what comes back of it from the host."""
+        is_evicted = row in self._evictions
+        wanted = self._memory.blocks_for(
+            num_tokens + (0 if is_evicted else self._num_cached(row)),
+            is_hidden=is_hidden or (self._is_hidden(row) and not is_evicted),
+            is_real_time=self._is_real_time(row),
+        )
+        return max(wanted - (0 if is_evicted else self._num_blocks(row)), 0)
+
+    def fits(self, row: int, num_tokens: int) -> bool:
+        """Whether blocks, tokens and places are left for it."""
+        if self.num_places_left < 1 or num_tokens > self.num_tokens_left:
+            return False
+        return self.blocks_needed(row, num_tokens) <= self.num_free
+
+    def add(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> bool:
+        """Let this request compute so many tokens, if they fit."""
+        assert row not in self._shares, "a request packed twice"
+        assert row not in self._evictions or self._is_dropped(row), "what is swapped out does not compute"
+        assert 0 < num_tokens <= self.remaining(row), "computes tokens that nobody knows"
+        num_blocks = self.blocks_needed(row, num_tokens, is_hidden=is_hidden)
+        if self.num_places_left < 1 or num_tokens > self.num_tokens_left or num_blocks > self.num_free:
+            return False
+        self._shares[row] = Share(row, num_tokens, is_hidden)
+        self.num_free -= num_blocks
+        self.num_tokens_left -= num_tokens
+        self.num_places_left -= 1
+        self.note_work(self.work, row, num_tokens)
+        return True
+
+    def add_decodes(self, rows: Ints) -> int:
+        """Let these compute one token each, as far as everything goes, and none after the first that finds no room.
+
+        For rows that decode with their whole cache on the device; how many of them are in.
+        """
+        table = self._view.table
+        wanted = self._memory.blocks_for_each(
+            table.num_cached[rows] + 1, is_hidden=table.is_hidden[rows], is_real_time=table.is_real_time[rows]
+        )
+        taken = np.cumsum(np.maximum(wanted - table.num_blocks[rows], 0))
+        num_fitting = int(np.searchsorted(taken, self.num_free, side="right"))
+        count = max(min(num_fitting, self.num_places_left, self.num_tokens_left), 0)
+        if count:
+            chosen: list[int] = rows[:count].tolist()
+            self._shares.update((row, Share(row, 1)) for row in chosen)
+            self.num_free -= int(taken[count - 1])
+            self.num_tokens_left -= count
+            self.num_places_left -= count
+            note_decodes(self.work, table, rows[:count])
+        return count
+
+    def note_work(self, work: IterationWork, row: int, num_tokens: int) -> None:
+        """What this would add to `work`: `self.work`, or a copy to try it out on."""
+        num_cached = self._context_len(row) - self.remaining(row)
+        if num_tokens == 1 and num_cached + 1 == self._context_len(row):
+            work.add_decode(self._context_len(row), is_hidden=self._is_hidden(row))
+        else:
+            work.add_chunk(num_tokens, num_cached, is_last=num_cached + num_tokens == self._context_len(row))
+        work.swap_in_tokens += 0 if self._is_dropped(row) else self._copied(row, self._num_swapped(row))
+
+    def chunk(self, row: int) -> int:
+        """The largest chunk of this request that tokens, places and blocks leave room for; 0: none."""
+        if self.num_places_left < 1:
+            return 0
+        most = min(self.remaining(row), self.num_tokens_left)
+        if most <= 0 or self.blocks_needed(row, most) <= self.num_free:
+            return max(most, 0)
+        is_evicted = row in self._evictions
+        if self._is_hidden(row) and not is_evicted:
+            return 0  # a hidden cache is not extended in parts
+        num_cached, held = (0, 0) if is_evicted else (self._num_cached(row), self._num_blocks(row))
+        num_slots = self._memory.slots_in(held + self.num_free, is_real_time=self._is_real_time(row))
+        return max(min(num_slots - num_cached, most), 0)
+
+    def unchunked(self, row: int) -> int:
+        """What this request computes where prompts are not cut: all that remains to it, whether or not it fits.
+
+        Of a prompt longer than an iteration may be: as many tokens as are left in this one.
+        """
+        remaining = self.remaining(row)
+        return remaining if remaining <= self._view.limits.max_tokens else self.num_tokens_left
+
+    def evict(self, row: int, how: Eviction, num_tokens: int | None = None) -> None:
+        """Take the cache of this request off the device (SWAP: only its last `num_tokens`, where that is said).
+
+        Without room on the host a swap becomes a drop. A share that it had in this plan is withdrawn first.
+        """
+        assert self._view.can_evict, "nobody can be evicted here"
+        assert row not in self._evictions, "a request evicted twice"
+        assert how is Eviction.SWAP or num_tokens is None, "a part of a cache is dropped"
+        if row in self._shares:
+            self.withdraw(row)
+        on_device = self._num_cached(row) - self._num_swapped(row)
+        leaving = on_device if num_tokens is None else min(num_tokens, on_device)
+        assert leaving > 0, "nothing of it is on the device"
+        if how is Eviction.SWAP and leaving > self.num_free_host:
+            how, num_tokens, leaving = Eviction.DROP, None, on_device
+        if how is Eviction.SWAP:
+            self.num_free_host -= leaving
+            self.work.swap_out_tokens += self._copied(row, leaving)
+        self._evictions[row] = Evict(row, how, None if leaving == on_device else num_tokens)
+        kept = self._memory.blocks_for(
+            on_device - leaving, is_hidden=self._is_hidden(row), is_real_time=self._is_real_time(row)
+        )
+        self.num_free += self._num_blocks(row) - (kept if leaving < on_device else 0)
+
+    def upload(self, row: int) -> bool:
+        """Bring back what this request has on the host, if there are blocks for it, though it computes nothing."""
+        assert self._num_swapped(row), "nothing of it is on the host"
+        assert row not in self._shares, "it comes back with its share"
+        assert row not in self._evictions, "it leaves"
+        num_blocks = self.blocks_needed(row, 0)
+        if num_blocks > self.num_free:
+            return False
+        self._uploads.append(row)
+        self.num_free -= num_blocks
+        self.work.swap_in_tokens += self._copied(row, self._num_swapped(row))
+        return True
+
+    def withdraw(self, row: int) -> int:
+        """Take this share back out of the plan; its tokens."""
+        share = self._shares.pop(row)
+        self.num_free += self.blocks_needed(row, share.num_tokens, is_hidden=share.is_hidden)
+        self.num_tokens_left += share.num_tokens
+        self.num_places_left += 1
+        withdrawn = IterationWork()
+        self.note_work(withdrawn, row, share.num_tokens)
+        self.work.subtract(withdrawn)
+        if 0 < withdrawn.max_decode_context_len == self.work.max_decode_context_len:
+            self.work.max_decode_context_len = self._longest_decode()
+        return share.num_tokens
+
+    def predicted_s(self) -> float:
+        """Seconds that the iteration would take as it is."""
+        return self._view.costs.iteration_s(self.work)
+
+    def plan(self) -> IterationPlan:
+        """The finished plan."""
+        return IterationPlan(tuple(self._shares.values()), tuple(self._evictions.values()), tuple(self._uploads))
+
+    def _copied(self, row: int, num_tokens: int) -> float:
+        return self._memory.copy_tokens(num_tokens, is_hidden=self._is_hidden(row)) if num_tokens else 0
+
+    def _longest_decode(self) -> int:
+        others = IterationWork()
+        for share in self._shares.values():
+            self.note_work(others, share.row, share.num_tokens)
+        return others.max_decode_context_len
+
+    def _is_dropped(self, row: int) -> bool:
+        evict = self._evictions.get(row)
+        return evict is not None and evict.how is Eviction.DROP
+
+
+class ReservingPacker(Packer):
+    """Where a request gets blocks for `total_len` tokens with its first share, used or not, and keeps them."""
+
+    def __init__(self, view: WorkerView, *, total_len: Ints, has_begun: Bools) -> None:
+        """`total_len`: by row. `has_begun`: the rows whose reservation is made already."""
+        super().__init__(view)
+        self._total_len: list[int] = total_len.tolist()
+        self._reserved: dict[int, int] = {}
+        begun: list[int] = np.flatnonzero(has_begun).tolist()
+        self._reserved = {row: self.blocks_needed(row, 0) for row in begun}
+        self.num_free -= sum(self._reserved.values())
+
+    def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
+        """All that this request will need, whatever the share; nothing once it has its reservation."""
+        if row in self._reserved:
+            return 0
+        return super().blocks_needed(row, self._total_len[row] - self._num_cached(row), is_hidden=is_hidden)
+
+    def evict(self, row: int, how: Eviction, num_tokens: int | None = None) -> None:
+        """With its cache the request loses its reservation."""
+        super().evict(row, how, num_tokens)
+        self.num_free += self._reserved.pop(row, 0)
+
+
+def note_decodes(work: IterationWork, table: RequestTable, rows: Ints) -> None:
+    """What decodes of these rows would add to `work`."""
+    context_len = table.prompt_len[rows] + table.num_generated[rows]
+    hidden_len = int(context_len @ table.is_hidden[rows])
+    work.add_decodes(len(rows), int(np.add.reduce(context_len)), int(context_len.max(initial=0)), hidden_len)
+
+
+def add_evicting(packer: Packer, row: int, num_tokens: int, victims: list[int]) -> bool:
+    """Let this request compute so many tokens; while blocks lack, the last of `victims` is dropped and leaves the list.
+
+    False, and the plan is without it, where places, tokens or victims run out.
+    """
+    while not packer.add(row, num_tokens):
+        if not victims or packer.num_places_left < 1 or num_tokens > packer.num_tokens_left:
+            return False
+        packer.evict(victims.pop(), Eviction.DROP)
+    return True
+
+
+def add_earliest(packer: Packer, view: WorkerView, at_most: int) -> None:
+    """Where everybody waits for memory that others hold: the latest to arrive give way to the earliest.
+
+    It gets all it wants, up to `at_most` tokens, or what is there when nobody else holds anything.
+    """
+    everybody = by_arrival(view, np.arange(len(view.table)))
+    others = [row for row in everybody if not packer.is_evicted(row)]
+    if not others:
+        return
+    earliest = others.pop(0)
+    holders = [row for row in others if view.can_evict and view.table.num_blocks[row] > 0]
+    num_tokens = min(packer.remaining(earliest), packer.num_tokens_left, at_most)
+    if not add_evicting(packer, earliest, num_tokens, holders) and (num_tokens := packer.chunk(earliest)):
+        packer.add(earliest, min(num_tokens, at_most))
+
+
+def by_arrival(view: WorkerView, rows: Ints, at_most: int | None = None) -> list[int]:
+    """`RequestTable.by_arrival` as a list."""
+    chosen: list[int] = view.table.by_arrival(rows, at_most).tolist()
+    return chosen

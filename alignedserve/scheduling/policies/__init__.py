@@ -1,0 +1,188 @@
+"""Every scheduling policy by name: which iteration policy runs on the workers, and what goes with it elsewhere."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from alignedserve.config.sections import SchedulingConfig, Topology
+from alignedserve.core.errors import ConfigError
+from alignedserve.scheduling.policies.accelgen import Accelgen
+from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig
+from alignedserve.scheduling.policies.aligned_slo import AlignedSlo, AlignedSloConfig
+from alignedserve.scheduling.policies.alise import Alise, AliseConfig
+from alignedserve.scheduling.policies.apt_serve import AptServe, AptServeChunked, AptServeConfig
+from alignedserve.scheduling.policies.bros import Bros, BrosConfig
+from alignedserve.scheduling.policies.everyone import AlignedConfig, DistserveConfig, Everyone
+from alignedserve.scheduling.policies.fastgen import Fastgen, FastgenConfig
+from alignedserve.scheduling.policies.fastserve import FastServe, FastServeConfig
+from alignedserve.scheduling.policies.fcfs import Fcfs, FcfsConfig
+from alignedserve.scheduling.policies.oracle import Oracle, OracleConfig
+from alignedserve.scheduling.policies.orca import Orca, OrcaConfig
+from alignedserve.scheduling.policies.round_robin import RoundRobin, RoundRobinConfig
+from alignedserve.scheduling.policies.sarathi import Sarathi, SarathiConfig
+from alignedserve.scheduling.policy import IterationPolicy, Mechanism
+
+BOTH = (Topology.COLOCATED, Topology.DISAGGREGATED)
+COLOCATED = (Topology.COLOCATED,)
+DISAGGREGATED = (Topology.DISAGGREGATED,)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyEntry:
+    """One named policy for the whole system."""
+
+    summary: str  # one line for `--help` and the docs
+    config: type[Any]  # frozen dataclass, the paper's values as defaults
+    make: Callable[[Any], IterationPolicy]  # from such a config; one instance per worker
+    topologies: tuple[Topology, ...] = COLOCATED  # the first one is its own
+    needs: frozenset[Mechanism] = frozenset()  # refused where the engine has not all of these
+    uses: frozenset[Mechanism] = frozenset()  # made use of where the engine has them
+    needed_by: str | None = None  # the parameter that, set to false, makes do without `needs`
+    prefill_order: str = "fcfs"  # in the router (router/policies)
+    batching: str = "fcfs"  # in the pool (kvpool/policies), disaggregated only
+    paces: bool = False  # disaggregated: it decides the iterations of prefill and decode workers too
+    batching_settings: tuple[str, ...] = ()  # of its parameters, those that are the `batching` section's
+    is_direct: bool = False  # disaggregated: a prefill goes straight to a decode worker, not through the pool
+
+    def needs_with(self, config: Any) -> frozenset[Mechanism]:
+        """What it needs with these parameters (an instance of `self.config`)."""
+        is_needed = self.needed_by is None or getattr(config, self.needed_by)
+        return self.needs if is_needed else frozenset()
+
+
+POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
+    {
+        "accelgen": PolicyEntry(
+            "token budgets and urgency by iteration-level SLOs, both resources filled (AccelGen)",
+            AccelgenConfig,
+            Accelgen,
+            BOTH,
+            prefill_order="least_slack",
+            paces=True,
+        ),
+        "aligned": PolicyEntry(
+            "decode batches of similar context length, formed in a quad-tree (AlignedServe)",
+            AlignedConfig,
+            Everyone,
+            DISAGGREGATED,
+            batching="density_first",
+            batching_settings=("min_requests", "max_block_share", "starvation_s"),
+        ),
+        "aligned_slo": PolicyEntry(
+            "objectives as constraints, throughput with what is left: the union of the five papers",
+            AlignedSloConfig,
+            AlignedSlo,
+            (Topology.DISAGGREGATED, Topology.COLOCATED),
+            uses=frozenset({Mechanism.SWAP}),
+            prefill_order="least_slack",
+            batching="density_first",
+            paces=True,
+        ),
+        "alise": PolicyEntry(
+            "least predicted remaining time first, swapping as int8 (ALISE)",
+            AliseConfig,
+            Alise,
+            uses=frozenset({Mechanism.SWAP, Mechanism.INT8_SWAP}),
+        ),
+        "apt_serve": PolicyEntry(
+            "most pending time per block, hidden caches where blocks are short (Apt-Serve)",
+            AptServeConfig,
+            AptServe,
+            needs=frozenset({Mechanism.HIDDEN_CACHE}),
+            needed_by="hybrid_cache",
+        ),
+        "apt_serve_chunked": PolicyEntry(
+            "the same with prompts in chunks beside decodes (Apt-Serve-S)",
+            AptServeConfig,
+            AptServeChunked,
+            needs=frozenset({Mechanism.HIDDEN_CACHE}),
+            needed_by="hybrid_cache",
+        ),
+        "bros": PolicyEntry(
+            "real-time requests by residual time, best-effort ones in what that leaves (BROS)",
+            BrosConfig,
+            Bros,
+            BOTH,
+            uses=frozenset({Mechanism.SWAP, Mechanism.SHARED_BLOCKS}),
+            prefill_order="least_slack",
+            paces=True,
+        ),
+        "distserve": PolicyEntry(
+            "prompts and decodes on workers of their own, first come, first served (DistServe)",
+            DistserveConfig,
+            Everyone,
+            DISAGGREGATED,
+            is_direct=True,
+        ),
+        "fastserve": PolicyEntry(
+            "feedback queues, joined by prefill time (FastServe)",
+            FastServeConfig,
+            FastServe,
+            uses=frozenset({Mechanism.SWAP}),
+        ),
+        "fcfs": PolicyEntry(
+            "first come, first served, prompts first (vLLM)",
+            FcfsConfig,
+            Fcfs,
+            BOTH,
+            uses=frozenset({Mechanism.SWAP}),
+        ),
+        "fastgen": PolicyEntry("passes of one size, short prompts split to fill them", FastgenConfig, Fastgen),
+        "oracle": PolicyEntry(
+            "reference: as many requests within their SLOs as known lengths allow",
+            OracleConfig,
+            Oracle,
+            needs=frozenset({Mechanism.KNOWN_LENGTHS}),
+        ),
+        "orca": PolicyEntry("first come, first served by iteration, memory reserved up to the limit", OrcaConfig, Orca),
+        "round_robin": PolicyEntry(
+            "an iteration of real-time requests, then one of best-effort ones (BROS's baseline)",
+            RoundRobinConfig,
+            RoundRobin,
+            BOTH,
+            paces=True,
+        ),
+        "sarathi": PolicyEntry("decodes first, then prompts in chunks up to a budget", SarathiConfig, Sarathi),
+    }
+)
+
+
+def policy_entry(name: str) -> PolicyEntry:
+    """Raises ConfigError listing the valid names."""
+    if name not in POLICIES:
+        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]
+
+
+def policy_config(name: str, settings: Mapping[str, Any] | None = None) -> Any:
+    """Its parameters, with these changed. Raises ConfigError naming the parameter."""
+    entry = policy_entry(name)
+    known = [field.name for field in fields(entry.config)]
+    for name_given in settings or {}:
+        if name_given not in known:
+            raise ConfigError(f"policy {name!r} has no parameter {name_given!r}; known: {', '.join(known) or 'none'}")
+    try:
+        return msgspec.convert(dict(settings or {}), entry.config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"policy {name!r}: {error}") from error
+
+
+def make_policy(name: str, settings: Mapping[str, Any] | None = None) -> IterationPolicy:
+    """A new instance, with these of its parameters changed. Raises ConfigError naming the parameter."""
+    return policy_entry(name).make(policy_config(name, settings))
+
+
+def require_policy(scheduling: SchedulingConfig, topology: Topology, available: frozenset[Mechanism]) -> None:
+    """Raises ConfigError when the policy or a parameter is unknown, or cannot work with these workers."""
+    name = scheduling.policy
+    entry, parameters = policy_entry(name), policy_config(name, scheduling.settings)
+    if topology not in entry.topologies:
+        able = " or ".join(one.value for one in entry.topologies)
+        raise ConfigError(f"policy {name!r} is for {able} workers; set topology={entry.topologies[0].value}")
+    missing = entry.needs_with(parameters) - available
+    if missing:
+        wanted = ", ".join(sorted(one.value for one in missing))
+        raise ConfigError(f"policy {name!r} needs what these workers do not have: {wanted} (a simulated engine can)")

@@ -1,0 +1,262 @@
+"""AccelGen: token budgets, urgency and selection by iteration-level SLOs (Shen and Sen)."""
+
+import numpy as np
+
+from alignedserve.costmodel.model import CostModel
+from alignedserve.scheduling.packer import Packer, add_earliest
+from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig, Pivot, Urgency, find_pivot, urgency_of
+from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.table import Bools, Ints
+
+
+class Accelgen:
+    """One instance per worker. It keeps the pivot of its cost model and the average length of a chunk."""
+
+    def __init__(self, config: AccelgenConfig) -> None:
+        self._config = config
+        self._costs: CostModel | None = None
+        self._pivot = Pivot(1, 1.0)
+        self._chunk_len = 1.0
+
+    def plan(self, view: WorkerView) -> IterationPlan:
+        """See IterationPolicy."""
+        if self._costs is not view.costs:
+            self._costs, self._pivot = view.costs, find_pivot(view.costs, self._config)
+            self._chunk_len = float(self._pivot.num_tokens)
+        longest_s = view.history.max_s or self._pivot.duration_s
+        urgency = urgency_of(view, self._config, chunk_len=self._chunk_len, longest_s=longest_s)
+        is_urgent = urgency.remaining_s <= longest_s
+        if not self._config.prioritisation:
+            urgency = urgency._replace(remaining_s=view.table.arrival_s - view.now)
+            is_urgent = np.zeros(len(view.table), np.bool_)
+        plan = _Batch(view, self._config, self._pivot, urgency).fill(is_urgent)
+        for row, num_tokens, _ in plan.shares:
+            if 1 < num_tokens < view.table.context_len[row]:
+                self._chunk_len = 0.9 * self._chunk_len + 0.1 * num_tokens
+        return plan
+
+
+class _Batch:
+    """One iteration while it is filled (section 4.4)."""
+
+    def __init__(self, view: WorkerView, config: AccelgenConfig, pivot: Pivot, urgency: Urgency) -> None:
+        self._view = view
+        self._config = config
+        self._pivot = pivot
+        self._packer = Packer(view)
+        self._slo_s, self._remaining_s, self._may_preempt = urgency
+        self._least_slo_s = np.inf  # SLO_min of those in the batch
+        self._num_tokens = 0  # S_f
+        self._has_prompt = False
+        self._is_evicted = np.zeros(len(view.table), np.bool_)
+        self._has_victims = view.can_evict
+
+    def fill(self, is_urgent: Bools) -> IterationPlan:
+        """Algorithm 1: who is urgent and who decodes, then the others, then, if nobody fits, the earliest."""
+        table = self._view.table
+        decodes = table.is_decoding & (table.num_swapped == 0)
+        self._least_slo_s = float(self._slo_s[decodes].min(initial=np.inf))
+        urgent = self._most_pressing(np.flatnonzero(is_urgent & ~decodes))
+        self._add_pressing(self._ordered(np.concatenate((np.flatnonzero(decodes), urgent))))
+        waiting = np.flatnonzero(~decodes & ~is_urgent & ~self._is_evicted)
+        if self._config.multi_resource:
+            self._select(waiting)
+        else:
+            self._add_in_order(waiting)
+        if not self._packer.rows and len(table):
+            add_earliest(self._packer, self._view, max(self._room(), 1))
+        return self._packer.plan()
+
+    def _ordered(self, rows: Ints) -> Ints:
+        """By remaining time."""
+        table = self._view.table
+        keys = (table.order[rows], table.arrival_s[rows], table.priority[rows], self._remaining_s[rows])
+        ordered: Ints = rows[np.lexsort(keys)]
+        return ordered
+
+    def _most_pressing(self, rows: Ints) -> Ints:
+        """Not more of them than there are places (and ties), in any order: the others are not sorted in vain."""
+        places = self._view.limits.max_running
+        if len(rows) <= places:
+            return rows
+        last_s = np.partition(self._remaining_s[rows], places - 1)[places - 1]
+        first: Ints = rows[self._remaining_s[rows] <= last_s]
+        return first
+
+    # --- the token budget
+
+    def _room(self, slo_s: float = np.inf) -> int:
+        """Tokens that compute is left for with a request of this SLO in the batch (equation 6); one if it is empty."""
+        left = self._packer.num_tokens_left
+        if not self._config.dynamic_chunking:
+            return min(max(self._pivot.num_tokens - self._num_tokens, 0), left)
+        budget = max(self._pivot.rate * min(self._least_slo_s, slo_s), 1.0)
+        return int(min(budget - self._num_tokens, left)) if budget > self._num_tokens else 0
+
+    def _demand(self, row: int, slo_s: float, kept: int = 0) -> int:
+        """Tokens of a prompt for this iteration, `kept` of the budget being for others; 0: none."""
+        remaining, room = self._packer.remaining(row), self._room(slo_s) - kept
+        if self._config.dynamic_chunking:
+            return max(min(remaining, room), 0)
+        chunk = min(remaining, self._config.static_chunk_len, self._packer.num_tokens_left - kept)
+        return chunk if chunk <= room or not self._has_prompt else 0
+
+    def _try(self, row: int, num_tokens: int) -> bool:
+        """Add as many of these tokens as there are blocks for (static chunks: all or none)."""
+        packer = self._packer
+        if not packer.add(row, num_tokens):
+            num_tokens = min(packer.chunk(row), num_tokens) if self._config.dynamic_chunking else 0
+            if num_tokens < 1 or not packer.add(row, num_tokens):
+                return False
+        self._note(row, num_tokens)
+        return True
+
+    def _note(self, row: int, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        self._least_slo_s = min(self._least_slo_s, float(self._slo_s[row]))
+        self._has_prompt |= num_tokens > 1
+
+    # --- who must be in
+
+    def _add_pressing(self, rows: Ints) -> None:
+        """By remaining time. A prompt leaves a token, and a block if need be, to each decode that comes after it."""
+        table, packer, size = self._view.table, self._packer, self._view.memory.block_size
+        is_decoding = table.num_remaining[rows] == 1
+        needs_block = is_decoding & (table.num_cached[rows] == table.num_blocks[rows] * size)
+        # A prompt that has not begun begins only where it can be computed to its end.
+        whole = np.where(table.num_blocks[rows] == 0, -(-table.context_len[rows] // size), 0)
+        decodes_left, blocks_due, only_decodes = int(is_decoding.sum()), int(needs_block.sum()), False
+        columns = (rows, is_decoding, needs_block, whole, self._slo_s[rows])
+        for row, is_decode, is_due, num_whole, slo_s in zip(*(column.tolist() for column in columns), strict=True):
+            if only_decodes and not is_decode:
+                continue
+            if packer.num_places_left < 1 or self._room() < 1:
+                return
+            decodes_left -= is_decode
+            blocks_due -= is_due
+            only_decodes = self._room() <= decodes_left
+            if self._is_evicted[row] or (
+                num_whole > packer.num_free - blocks_due and not (self._has_victims and self._may_preempt[row])
+            ):
+                continue
+            num_tokens = 1 if is_decode else self._demand(row, slo_s, decodes_left)
+            if num_tokens and self._make_room(row, num_tokens, num_whole, blocks_due):
+                packer.num_free -= blocks_due
+                self._try(row, num_tokens)
+                packer.num_free += blocks_due
+
+    def _make_room(self, row: int, num_tokens: int, num_whole: int, blocks_due: int) -> bool:
+        """While blocks lack, the one that can wait longest gives way, if it can wait longer than this one.
+
+        False where even after all of them there would not be `num_whole` blocks.
+        """
+        packer = self._packer
+        spare = packer.num_free - blocks_due
+        wanted = packer.blocks_needed(row, num_tokens)
+        if max(wanted, num_whole) <= spare:
+            return True
+        if not self._has_victims or not self._may_preempt[row]:
+            return num_whole <= spare
+        victims = self._victims(row)
+        self._has_victims = bool(victims)  # who comes after this one in the queue finds no more of them
+        if num_whole > spare + int(self._view.table.num_blocks[victims].sum()):
+            return False
+        while victims and wanted > packer.num_free - blocks_due:
+            victim = victims.pop()
+            packer.evict(victim, Eviction.DROP)
+            self._is_evicted[victim] = True
+        return True
+
+    def _victims(self, row: int) -> list[int]:
+        """Who can wait longer than this one and has not given way too often; the last one can wait longest."""
+        table, packer = self._view.table, self._packer
+        may_leave = (table.num_blocks > 0) & (table.num_preemptions < self._config.max_preemptions)
+        ordered = self._ordered(np.union1d(np.flatnonzero(may_leave), [row])).tolist()
+        return [
+            other for other in ordered[ordered.index(row) + 1 :] if other not in packer and not self._is_evicted[other]
+        ]
+
+    # --- who may be in
+
+    def _free_blocks(self) -> int:
+        """For prompts that can wait: the watermark is kept, unless the memory is empty."""
+        memory, num_free = self._view.memory, self._packer.num_free
+        if num_free == memory.num_blocks:
+            return num_free
+        return num_free - int(self._config.watermark * memory.num_blocks)
+
+    def _may_start(self, rows: Ints) -> Bools:
+        """While a long prompt is being served, no other one begins (section 4.2)."""
+        table = self._view.table
+        is_long, has_begun = self._is_long(), table.num_cached > 0
+        is_served = is_long & has_begun & (table.num_remaining > 1) & ~self._is_evicted
+        if not self._config.dynamic_chunking or not is_served.any():
+            return np.ones(len(rows), np.bool_)
+        return ~is_long[rows] | has_begun[rows]
+
+    def _is_long(self) -> Bools:
+        """By the paper's length, or because no iteration could take it whole."""
+        budget = self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s)
+        longest = np.minimum(np.minimum(budget, self._view.limits.max_tokens), self._config.long_prompt_len - 1)
+        is_long: Bools = self._view.table.context_len > longest
+        return is_long
+
+    def _head_of(self, waiting: Ints) -> tuple[Ints, Bools]:
+        """Those that press about as much as the first of the queue, in order; which of them may be cut.
+
+        Long prompts may, and those that have begun.
+        """
+        rows = waiting[self._may_start(waiting)]
+        remaining_s = self._remaining_s[rows]
+        rows = self._ordered(rows[remaining_s <= remaining_s.min(initial=np.inf) + self._config.gamma_s])
+        return rows, (self._is_long() | (self._view.table.num_cached > 0))[rows]
+
+    def _select(self, waiting: Ints) -> None:
+        """Algorithm 2: of those that press about equally, again and again the one that leaves least unused."""
+        rows, can_cut = self._head_of(waiting)
+        if len(rows) and not self._packer.rows:
+            self._least_slo_s = float(self._slo_s[rows[0]])
+        while len(rows) and self._packer.num_places_left:
+            demands, blocks, fits = self._demands(rows, can_cut)
+            if not fits.any():
+                return
+            size = self._view.memory.block_size
+            left_over = (self._room() - demands) ** 2 + ((self._free_blocks() - blocks) * size) ** 2
+            best = int(np.where(fits, left_over, np.iinfo(np.int64).max).argmin())
+            added = self._try(int(rows[best]), int(demands[best]))
+            assert added, "a request that fits is refused"
+            is_next = fits.copy()
+            is_next[best] = False
+            if self._config.dynamic_chunking and can_cut[best]:
+                is_next &= ~can_cut | (self._view.table.num_cached[rows] > 0)
+            rows, can_cut = rows[is_next], can_cut[is_next]
+
+    def _demands(self, rows: Ints, can_cut: Bools) -> tuple[Ints, Ints, Bools]:
+        """D_c in tokens and D_m in blocks of these requests, and which of them there is room for."""
+        table, size = self._view.table, self._view.memory.block_size
+        held, cached, remaining = table.num_blocks[rows], table.num_cached[rows], table.num_remaining[rows]
+        slots = (held + max(self._free_blocks(), 0)) * size - cached
+        left = self._packer.num_tokens_left
+        if self._config.dynamic_chunking:
+            room = np.minimum(
+                self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s[rows]), left + self._num_tokens
+            )
+            room = np.maximum(room.astype(np.int64) - self._num_tokens, 0 if self._num_tokens else 1)
+            demands = np.where(can_cut, np.minimum(np.minimum(remaining, room), slots), remaining)
+        else:
+            demands = np.minimum(remaining, min(self._config.static_chunk_len, left))
+            room = np.full(len(rows), self._room() if self._has_prompt else left)
+        blocks = np.maximum(-(-(cached + demands) // size) - held, 0)
+        return demands, blocks, (demands > 0) & (demands <= room) & (demands <= slots)
+
+    def _add_in_order(self, waiting: Ints) -> None:
+        """Without multi-resource batching: until compute or memory ends."""
+        packer = self._packer
+        for row in self._ordered(self._most_pressing(waiting[self._may_start(waiting)])).tolist():
+            watermark = packer.num_free - self._free_blocks()
+            num_tokens = self._demand(row, float(self._slo_s[row]))
+            packer.num_free -= watermark
+            is_added = num_tokens > 0 and packer.num_places_left > 0 and self._try(row, num_tokens)
+            packer.num_free += watermark
+            if not is_added or packer.remaining(row) > num_tokens:
+                return

@@ -1,0 +1,168 @@
+"""The union of the five papers, for one iteration: objectives are constraints, throughput is what is left.
+
+- Who can still hold its objectives goes before who cannot (Apt-Serve, section 4.2: those past theirs fall behind), and
+  who would miss them by waiting for one more iteration goes first (AccelGen, section 4.3).
+- The iteration lasts no longer than the least slack of those it serves allows, nor so long that a prompt that comes
+  meanwhile would be late (BROS, constraint 6; AccelGen, equation 6); best-effort work fills what is left of that time.
+- Whatever may wait goes by predicted remaining time, the shortest first, until it has waited too long; without any
+  objective it takes place and memory of who has far more left to do (ALISE).
+- Who is ahead of the schedule that its mean gap allows lends its memory to first tokens that would be late otherwise.
+- Best-effort requests pause on the device, their cache kept (BROS); only for want of blocks they leave it, swapped or
+  dropped, whichever costs less (ALISE, section 3.2).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.packer import note_decodes
+from alignedserve.scheduling.policies.slo_packing import (
+    BEST_EFFORT,
+    LATE,
+    ON_TIME,
+    STARVING,
+    URGENT,
+    Outlook,
+    SloPacking,
+)
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
+from alignedserve.scheduling.runtime import Probed, left_to_generate, probe_prompts, probe_runtime
+from alignedserve.scheduling.table import Bools, Floats, RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedSloConfig:
+    """One configuration for every workload."""
+
+    response_share: float = 0.2  # of the tightest first-token objective: longest iteration while such prompts come
+    slack_share: float = 0.9  # of the least slack: the rest is for what the cost model does not know
+    memory_s: float = 30.0  # for so long after its last request an objective still bounds iterations
+    starvation_s: float = 60.0  # whoever waits for longer, and for so many times as long as it needs alone,
+    patience: float = 10.0  # has a share of every iteration, whatever its class, and what becomes free is kept for it
+    starving_share: float = 0.1  # this one, of the time that the iteration may take
+    growth_tokens: int = 16  # blocks for so many more tokens of all with objectives stay free of newcomers
+
+
+class AlignedSlo:
+    """See the module. The page docs/policies/aligned_slo.md has the rules as formulas, and an example."""
+
+    def __init__(self, config: AlignedSloConfig) -> None:
+        self._config = config
+        self._runtime = Probed(probe_runtime)
+        self._prompts = Probed(probe_prompts)
+        self._tightest_s = np.inf  # first-token objective of late
+        self._seen_s = -np.inf  # when there was a request with it
+
+    def plan(self, view: WorkerView) -> IterationPlan:
+        """See IterationPolicy."""
+        cap_s = self._cap_s(view)
+        outlook = self._look(view, cap_s)
+        packing = SloPacking(view, outlook, growth_tokens=self._config.growth_tokens)
+        allowed_s = outlook.allowed_s
+        starving, served = outlook.rank == STARVING, (outlook.rank > STARVING) & (outlook.rank < BEST_EFFORT)
+        starving_s = self._config.starving_share * max(min(allowed_s, cap_s), view.history.mean_s)
+        packing.add_decodes(starving, starving_s, at_least=1)
+        packing.add_decodes(served, np.inf)
+        # Decodes of whom somebody waits for are not held back: the iteration is at least as long as they take.
+        decodes_s = packing.predicted_s()
+        budget_s = max(min(allowed_s, cap_s), decodes_s)
+        is_open = packing.add_prompts(starving, decodes_s + starving_s)
+        # Nor are prompts of their own class held back for prompts to come.
+        if is_open:
+            packing.add_prompts(served, max(allowed_s, decodes_s), least_s=decodes_s)
+        packing.add_decodes(~served, budget_s)
+        if is_open:
+            packing.add_prompts(~served, budget_s)
+        return packing.plan()
+
+    def _cap_s(self, view: WorkerView) -> float:
+        """So that a prompt which comes during an iteration is not late; inf where no such prompts come.
+
+        An objective so tight that the real-time decodes by themselves take longer, or a lone one does, is not held by
+        keeping others back: it bounds nothing.
+        """
+        table, share = view.table, self._config.response_share
+        decodes = IterationWork()
+        note_decodes(decodes, table, np.flatnonzero(table.is_real_time & table.is_decoding & (table.num_swapped == 0)))
+        least_s = max(view.costs.iteration_s(decodes), self._runtime.of(view.costs).decode_s)
+        counts = table.is_real_time & (share * table.ttft_s >= least_s)
+        tightest_s = float(np.min(table.ttft_s, where=counts, initial=np.inf))
+        is_over = view.now - self._seen_s > self._config.memory_s or share * self._tightest_s < least_s
+        if tightest_s <= self._tightest_s or is_over:
+            self._tightest_s, self._seen_s = tightest_s, view.now
+        return share * self._tightest_s
+
+    def _look(self, view: WorkerView, cap_s: float) -> Outlook:
+        table, now, config = view.table, view.now, self._config
+        runtime = self._runtime.of(view.costs)
+        is_decoding, num_left = table.is_decoding, left_to_generate(table)[0]
+        left_s = runtime.remaining_s(table, num_left)
+        prompt_s = self._prompts.of(view.costs).of(table.num_remaining)
+        alone_s = np.where(is_decoding, runtime.decode_s, np.maximum(prompt_s, runtime.decode_s))
+        dues = _dues_of(table)
+        spare_s = table.arrival_s + table.deadline_s - left_s - now
+        is_late = np.where(dues.has_begun, table.first_token_s > dues.first_s, dues.next_s - alone_s < now)
+        is_late |= spare_s < 0
+        is_pressing = spare_s < left_s  # a deadline: with half of the time that is left it would still be met
+        is_free = np.isinf(table.ttft_s) & np.isinf(table.tpot_s)
+        has_objective = (table.is_real_time & ~is_free) | is_pressing
+        rank = np.where(has_objective & ~is_late, ON_TIME, np.where(table.is_real_time, LATE, BEST_EFFORT))
+        is_on_time = rank == ON_TIME
+        slack_s = dues.next_s - now
+        horizon_s = 2 * max(view.history.mean_s, cap_s if np.isfinite(cap_s) else 0.0)
+        claim = np.where(is_on_time & (np.minimum(slack_s - alone_s, spare_s) < horizon_s), URGENT, rank)
+        waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
+        has_waited = waited_s > config.starvation_s + config.patience * left_s
+        is_starving = has_waited & (~is_on_time | np.isinf(slack_s))  # the others are urgent once they are due
+        return_s = runtime.prefill_s(table.context_len.astype(np.float64))
+        return Outlook(
+            is_ready=is_decoding & (table.num_swapped == 0),
+            left_s=left_s,
+            rank=np.where(is_starving, STARVING, claim),
+            claim=claim,
+            is_free=is_free & np.isinf(table.deadline_s),
+            has_waited=has_waited,
+            allowed_s=config.slack_share * _allowed_s(slack_s, table.tpot_s, is_on_time),
+            stretched_s=self._stretched_s(view, dues, num_left, is_on_time),
+            slack_s=slack_s,
+            prefill_token_s=runtime.prefill_token_s,
+            spare_s=np.minimum(dues.schedule_s - now, spare_s) - return_s - 2 * horizon_s,
+        )
+
+    def _stretched_s(self, view: WorkerView, dues: "_Dues", num_left: Floats, is_on_time: Bools) -> float:
+        """The longest iteration by which everybody who has begun can still hold the mean of its gaps.
+
+        Later gaps are at most `slack_share` of what they may be, so each gives the rest back; half of those to come are
+        counted on, as predictions err. And a prompt that comes as it begins still has time for an iteration as usual.
+        """
+        config = self._config
+        given_back_s = (1.0 - config.slack_share) / 2 * num_left * view.table.tpot_s
+        longest_s = np.maximum(dues.next_s, dues.schedule_s) + given_back_s
+        mean_s = float(np.min(longest_s, where=dues.has_begun & is_on_time, initial=np.inf)) - view.now
+        return min(config.slack_share * mean_s, (1.0 - config.response_share) * self._tightest_s)
+
+
+class _Dues(NamedTuple):
+    """When tokens are due, by row; inf where nobody counts it."""
+
+    has_begun: Bools
+    first_s: Floats  # the first token
+    schedule_s: Floats  # the next one, by the mean gap alone
+    next_s: Floats  # the next one
+
+
+def _dues_of(table: RequestTable) -> _Dues:
+    has_begun, schedule_s = table.num_generated > 0, table.next_token_due_s
+    gap_s = table.last_token_s + table.tpot_s
+    # Who has lost its cache has lost this gap; what it can still hold is their mean, and so it has time.
+    next_s = np.where(table.num_blocks > 0, gap_s, np.maximum(gap_s, schedule_s))
+    first_s = table.arrival_s + table.ttft_s
+    return _Dues(has_begun, first_s, schedule_s, np.where(has_begun, next_s, first_s))
+
+
+def _allowed_s(left_s: Floats, tpot_s: Floats, counts: Bools) -> float:
+    """The longest iteration by which nobody's next token is late; who is late may be so by one token's time."""
+    allowed = np.where(left_s > 0, left_s, tpot_s)
+    return float(np.min(allowed, where=counts & ~np.isnan(allowed), initial=np.inf))

@@ -1,0 +1,262 @@
+"""Real-time requests by the time to their next token, best-effort ones in what that leaves (BROS, Wan et al., 2025).
+
+One decision, as Algorithm 1 of the paper (section 4.2):
+
+1. The real-time requests in ascending order of residual time, as many as keep the iteration within the residual time of
+   the first. One that lacks blocks takes them from best-effort requests, block by block (section 5.2).
+2. The best-effort requests in ascending order of what they have to copy back from the host. One for which there is no
+   time or place left may replace the real-time request with most time left.
+3. The batch size for the next decision: doubled, or back to its base where step 1 ran out of time.
+"""
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.packer import Packer
+from alignedserve.scheduling.policy import Evict, Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.table import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class BrosConfig:
+    """The paper's values (section 4.2, adaptive batch sizing)."""
+
+    base_batch_size: int = 128
+    batch_growth: int = 2  # factor per iteration in which no real-time request ran out of time
+
+    def __post_init__(self) -> None:
+        for name in ("base_batch_size", "batch_growth"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"policy 'bros': {name} must be at least 1")
+
+
+class Bros:
+    """Algorithm 1 before every iteration. The page docs/policies/bros.md has an example."""
+
+    def __init__(self, config: BrosConfig) -> None:
+        self._config = config
+        self._batch_size = config.base_batch_size
+
+    def plan(self, view: WorkerView) -> IterationPlan:
+        """See IterationPolicy."""
+        packing = _Packing(view, self._batch_size)
+        is_in_time = packing.pack_real_time()
+        packing.pack_best_effort()
+        if not packing.packer.rows:
+            packing.pack_earliest()
+        self._batch_size = (
+            self._next_batch_size(view.limits.max_running) if is_in_time else self._config.base_batch_size
+        )
+        return packing.packer.plan()
+
+    def _next_batch_size(self, max_running: int) -> int:
+        """Without end it would only delay the way back."""
+        return min(self._batch_size * self._config.batch_growth, max(max_running, self._config.base_batch_size))
+
+
+def residual_s(view: WorkerView) -> Floats:
+    """Seconds that each request's next iteration may take, T_SLO - t_i - (k_i - 1) T_avg; inf where nobody counts it.
+
+    t_i: since the latest token, or since arrival. k_i: iterations up to the next token, 1 for all but a prompt longer
+    than an iteration may be. (n,)
+    """
+    table = view.table
+    due_s = np.where(table.num_generated == 0, table.arrival_s + table.ttft_s, table.last_token_s + table.tpot_s)
+    later = np.maximum(-(-table.num_remaining // view.limits.max_tokens) - 1, 0)
+    left: Floats = due_s - view.now - later * view.history.mean_s
+    return left
+
+
+class _Outcome(enum.Enum):
+    """Of an attempt to pack a request."""
+
+    JOINED = enum.auto()
+    NO_PLACE = enum.auto()  # or no tokens
+    NO_BLOCKS = enum.auto()
+    NO_TIME = enum.auto()
+
+
+class _Packing:
+    """One decision on its way."""
+
+    def __init__(self, view: WorkerView, batch_size: int) -> None:
+        self._view = view
+        self.packer = Packer(view)
+        self.packer.num_places_left = min(self.packer.num_places_left, batch_size)
+        left_s = residual_s(view)
+        self._residual_s: list[float] = left_s.tolist()
+        self._num_cached: list[int] = view.table.num_cached.tolist()
+        self._num_blocks: list[int] = view.table.num_blocks.tolist()
+        self._evicted: set[int] = set()
+        self._replaceable: list[int] = []  # packed real-time rows, least urgent last
+        self._is_short = False  # somebody found no blocks: only who has a cache and needs none goes on
+        self._real_time, self._budget_s = self._by_urgency(left_s)
+        self._best_effort = self._by_swap_cost()
+
+    # --- the orders
+
+    def _by_urgency(self, left_s: Floats) -> tuple[list[int], float]:
+        """The real-time rows, and the residual time of the first (inf without any).
+
+        Whose SLO cannot be met even by an iteration of their own come after all others: no time can be kept for them.
+        """
+        table = self._view.table
+        rows = np.flatnonzero(table.is_real_time)
+        left = left_s[rows]
+        ranked = np.lexsort((table.order[rows], table.arrival_s[rows], table.priority[rows], left))
+        urgent: list[int] = rows[ranked].tolist()
+        first = int(np.searchsorted(left[ranked], self._alone_s(None)))
+        while first < len(urgent) and self._alone_s(urgent[first]) > self._residual_s[urgent[first]]:
+            first += 1
+        budget_s = self._residual_s[urgent[first]] if first < len(urgent) else np.inf
+        return urgent[first:] + urgent[:first], budget_s
+
+    def _alone_s(self, row: int | None) -> float:
+        """Seconds of an iteration with nobody else; None: of the least one there can be."""
+        work = IterationWork()
+        if row is None:
+            work.add_decode(1)
+        else:
+            self.packer.note_work(work, row, self.packer.unchunked(row))
+        return self._view.costs.iteration_s(work)
+
+    def _by_swap_cost(self) -> list[int]:
+        """The best-effort rows; among equals decodes before prompts, then by priority and arrival."""
+        table = self._view.table
+        rows = np.flatnonzero(~table.is_real_time)
+        keys = (table.order, table.arrival_s, table.priority, ~table.is_decoding, table.num_swapped)
+        ranked: list[int] = rows[np.lexsort(tuple(key[rows] for key in keys))].tolist()
+        return ranked
+
+    # --- who is in
+
+    def pack_real_time(self) -> bool:
+        """Lines 5 to 14; False: time ran out before places, tokens and blocks did."""
+        for row in self._candidates(self._real_time):
+            outcome = self._join(row, self._budget_s)
+            if outcome in (_Outcome.NO_PLACE, _Outcome.NO_TIME):
+                return outcome is _Outcome.NO_PLACE
+            if outcome is _Outcome.JOINED and self._budget_s <= self._residual_s[row] < np.inf:
+                self._replaceable.append(row)
+        return True
+
+    def pack_best_effort(self) -> None:
+        """Lines 15 to 33: the first for whom there is neither time and place nor anybody to replace ends it."""
+        self._is_short = False
+        for row in self._candidates(self._best_effort):
+            outcome = self._join(row, self._budget_s)
+            if outcome in (_Outcome.NO_PLACE, _Outcome.NO_TIME) and not self._replace(row):
+                return
+
+    def pack_earliest(self) -> None:
+        """Nobody can go on: the earliest real-time request, or else best-effort one, takes blocks from all others."""
+        table = self._view.table
+        self._is_short = False
+        for row in np.lexsort((table.order, table.arrival_s, ~table.is_real_time))[:1].tolist():
+            self._join(row, np.inf)
+
+    def _candidates(self, rows: list[int]) -> Iterator[int]:
+        for row in rows:
+            if row not in self._evicted and (self._num_cached[row] or not self._is_short):
+                yield row
+
+    def _replace(self, row: int) -> bool:
+        """Let it in for the least urgent real-time request, if that can wait for one more iteration, equation (6)."""
+        if not self._replaceable:
+            return False
+        other = self._replaceable[-1]
+        num_tokens = self.packer.withdraw(other)
+        waits_s = self._residual_s[other] - self._view.history.mean_s
+        if self._join(row, min(self._budget_s, waits_s)) is _Outcome.JOINED:
+            self._replaceable.pop()
+            return True
+        self.packer.add(other, num_tokens)
+        return False
+
+    def _join(self, row: int, budget_s: float) -> _Outcome:
+        """Pack this one, if with it the iteration takes no longer."""
+        packer = self.packer
+        num_tokens = packer.unchunked(row)
+        if packer.num_places_left < 1 or not 0 < num_tokens <= packer.num_tokens_left:
+            return _Outcome.NO_PLACE
+        evictions = self._find_blocks(row, num_tokens)
+        if evictions is None:
+            return _Outcome.NO_BLOCKS
+        if evictions and self._time_with(row, num_tokens, evictions) > budget_s:
+            return _Outcome.NO_TIME  # before anybody is evicted, which nobody takes back
+        for part in evictions:
+            packer.evict(*part)
+            self._evicted.add(part.row)
+        is_added = packer.add(row, num_tokens)
+        assert is_added, "packs what does not fit"
+        if not evictions and packer.predicted_s() > budget_s:
+            packer.withdraw(row)
+            return _Outcome.NO_TIME
+        return _Outcome.JOINED
+
+    def _time_with(self, row: int, num_tokens: int, evictions: list[Evict]) -> float:
+        work = self.packer.work.copy()
+        self.packer.note_work(work, row, num_tokens)
+        work.swap_out_tokens += self._view.memory.copy_tokens(sum(part.num_tokens or 0 for part in evictions))
+        return self._view.costs.iteration_s(work)
+
+    # --- blocks: FindPreemptBlock and FindBlock (section 5.2)
+
+    def _find_blocks(self, row: int, num_tokens: int) -> list[Evict] | None:
+        """What has to leave the device for this one; None: that would not do."""
+        missing = self.packer.blocks_needed(row, num_tokens) - self.packer.num_free
+        if missing <= 0:
+            return []
+        if self._is_short:
+            return None
+        evictions: list[Evict] = []
+        for victim in self._victims(row):
+            part, num_blocks = self._checkpoint(victim, missing, evictions)
+            evictions.append(part)
+            missing -= num_blocks
+            if missing <= 0:
+                return evictions
+        self._is_short = True
+        return None
+
+    def _victims(self, row: int) -> Iterator[int]:
+        """Who gives blocks to this one: best-effort requests, the last in their order first, then real-time ones.
+
+        Of its own class only those that arrived later, so that no two take from each other in turn. A best-effort
+        prompt takes from nobody, as long as anyone runs.
+        """
+        table = self._view.table
+        if not self._view.can_evict:
+            return
+        is_real_time = bool(table.is_real_time[row])
+        if not is_real_time and not table.is_decoding[row] and self.packer.rows:
+            return
+        holders = chain(reversed(self._best_effort), reversed(self._real_time) if is_real_time else ())
+        for other in holders:
+            if not self._num_blocks[other] or other == row or other in self._evicted or other in self.packer:
+                continue
+            is_later = (table.arrival_s[other], table.order[other]) > (table.arrival_s[row], table.order[row])
+            if is_later or (is_real_time and not table.is_real_time[other]):
+                yield other
+
+    def _checkpoint(self, victim: int, missing: int, so_far: list[Evict]) -> tuple[Evict, int]:
+        """What leaves of this one for so many blocks, and the blocks that come free.
+
+        Where blocks are shared, only the blocks of a best-effort request that will be overwritten (lazy checkpointing);
+        else its whole cache, as of a real-time one. Without room on the host that is dropped.
+        """
+        table, memory = self._view.table, self._view.memory
+        num_blocks = self._num_blocks[victim]
+        num_tokens = int(table.num_cached[victim] - table.num_swapped[victim])
+        if memory.has_shared_blocks and not table.is_real_time[victim]:
+            num_blocks = min(num_blocks, missing)
+            num_tokens = num_blocks * memory.block_size
+        if num_tokens > self.packer.num_free_host - sum(part.num_tokens or 0 for part in so_far):
+            return Evict(victim, Eviction.DROP), self._num_blocks[victim]
+        return Evict(victim, Eviction.SWAP, num_tokens), num_blocks

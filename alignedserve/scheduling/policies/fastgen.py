@@ -1,0 +1,61 @@
+"""DeepSpeed-FastGen: forward passes of one size, by Dynamic SplitFuse (Holmes et al., 2024)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from alignedserve.scheduling.packer import Packer, by_arrival
+from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class FastgenConfig:
+    """The defaults of its public implementation."""
+
+    token_budget: int = 768  # of a forward pass
+    max_sequences: int = 512  # in one pass
+
+
+class Fastgen:
+    """Decodes, then prompts in order of arrival, the last one split so that the budget is met exactly.
+
+    Blocks are taken as they are filled; a prompt waits while all that is left of it does not fit. A decode without a
+    block pauses. Only when nobody can go on, all but the earliest request lose their cache.
+    """
+
+    def __init__(self, config: FastgenConfig) -> None:
+        self._config = config
+
+    def plan(self, view: WorkerView) -> IterationPlan:
+        """See IterationPolicy."""
+        table = view.table
+        packer = Packer(view)
+        packer.num_tokens_left = min(packer.num_tokens_left, self._config.token_budget)
+        packer.num_places_left = min(packer.num_places_left, self._config.max_sequences)
+        is_decoding = table.is_decoding
+        for row in by_arrival(view, np.flatnonzero(is_decoding)):
+            packer.add(row, 1)
+        self._add_prompts(packer, view)
+        if not packer.rows and view.can_evict:
+            self._begin_anew(packer, view)
+        return packer.plan()
+
+    def _add_prompts(self, packer: Packer, view: WorkerView) -> None:
+        """Those that have begun are before the others, and nobody overtakes."""
+        table = view.table
+        prompts = np.flatnonzero(~table.is_decoding)
+        has_begun = table.num_cached[prompts] > 0
+        for row in by_arrival(view, prompts[has_begun]) + by_arrival(view, prompts[~has_begun]):
+            num_tokens = min(packer.remaining(row), packer.num_tokens_left)
+            if packer.blocks_needed(row, packer.remaining(row)) > packer.num_free or num_tokens < 1:
+                return
+            if not packer.add(row, num_tokens):
+                return
+
+    def _begin_anew(self, packer: Packer, view: WorkerView) -> None:
+        """Nobody fits: the memory is full of requests that each wait for more."""
+        holders = by_arrival(view, np.flatnonzero(view.table.num_blocks > 0))
+        for row in holders[1:]:
+            packer.evict(row, Eviction.DROP)
+        if holders and (num_tokens := packer.chunk(holders[0])):
+            packer.add(holders[0], num_tokens)

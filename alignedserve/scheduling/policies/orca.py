@@ -1,0 +1,57 @@
+"""Orca: iteration-level scheduling, first come, first served (Yu et al., OSDI 2022)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from alignedserve.scheduling.packer import ReservingPacker, by_arrival
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
+from alignedserve.scheduling.table import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class OrcaConfig:
+    """As AccelGen measures it (section 3.1)."""
+
+    max_batch_size: int = 8  # requests in one iteration; Orca's own evaluation goes up to 32
+    reserved_len: int = 0  # tokens that each request has memory for at least, whatever its limit; AccelGen: 8 192
+
+
+class Orca:
+    """Whoever came first is in every iteration until the end; whole prompts and decodes share it.
+
+    Memory for the longest that a request may become is reserved when it is admitted, so nobody is ever preempted.
+    """
+
+    def __init__(self, config: OrcaConfig) -> None:
+        self._config = config
+
+    def plan(self, view: WorkerView) -> IterationPlan:
+        """See IterationPolicy."""
+        table = view.table
+        has_begun = table.num_blocks > 0
+        packer = ReservingPacker(view, total_len=self._reservations(view), has_begun=has_begun)
+        packer.num_places_left = min(packer.num_places_left, self._config.max_batch_size)
+        running = by_arrival(view, np.flatnonzero(has_begun))
+        packer.num_tokens_left -= len(running)  # a token is kept for each of them, whoever goes first
+        for row in running:
+            packer.num_tokens_left += 1
+            if num_tokens := packer.chunk(row):
+                packer.add(row, num_tokens)
+        self._admit(packer, by_arrival(view, np.flatnonzero(~has_begun)))
+        return packer.plan()
+
+    def _admit(self, packer: ReservingPacker, waiting: list[int]) -> None:
+        """Nobody overtakes; a prompt longer than an iteration may be goes in alone, in parts."""
+        for row in waiting:
+            num_tokens = packer.remaining(row)
+            if not packer.rows:
+                num_tokens = min(num_tokens, packer.num_tokens_left)
+            if not packer.add(row, num_tokens):
+                return
+
+    def _reservations(self, view: WorkerView) -> Ints:
+        """Tokens by row; what exceeds the memory reserves all of it."""
+        longest = np.maximum(view.table.prompt_len + view.table.max_tokens, self._config.reserved_len)
+        capped: Ints = np.minimum(longest, view.memory.num_blocks * view.memory.block_size)
+        return capped

@@ -1,0 +1,160 @@
+"""What a worker knows of every request it holds, as columns: a policy decides over thousands in a few array operations.
+
+A policy reads the columns, never writes them. Rows are dense and change their order when a request leaves, so a row
+number is good for one decision; `request_ids[row]` is what lasts. Ties are broken by `order`.
+"""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request, RequestClass
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+_FIRST_CAPACITY = 64
+
+
+class RequestTable:
+    """One row per request, `len(table)` rows. All lengths in tokens, all times in seconds on the clock of `now`."""
+
+    # Facts.
+    order: Ints  # in which requests came to this worker: breaks every tie
+    arrival_s: Floats
+    is_real_time: Bools
+    priority: Ints  # smaller goes first among equals
+    ttft_s: Floats  # inf where nobody counts it, as below
+    tpot_s: Floats
+    deadline_s: Floats  # from arrival to the last token
+    prompt_len: Ints
+    max_tokens: Ints  # the client's limit
+    # Progress.
+    predicted_len: Floats  # output tokens in all, as predicted; max_tokens while nobody has predicted
+    num_generated: Ints
+    num_cached: Ints  # tokens of the context whose cache exists, on the device or on the host
+    num_swapped: Ints  # of those, on the host
+    num_blocks: Ints  # device blocks held
+    is_hidden: Bools  # its cache is of hidden vectors, not of keys and values
+    waits_since_s: Floats  # arrival; after a preemption, that; after a token, that
+    first_token_s: Floats  # nan before it
+    last_token_s: Floats  # nan before the first
+    last_run_s: Floats  # end of the latest iteration it was in; -inf before the first
+    service_s: Floats  # time that it spent in iterations
+    num_preemptions: Ints
+
+    _COLUMNS: ClassVar[dict[str, type]] = {
+        **dict.fromkeys(("order", "priority", "prompt_len", "max_tokens", "num_generated"), np.int64),
+        **dict.fromkeys(("num_cached", "num_swapped", "num_blocks", "num_preemptions"), np.int64),
+        **dict.fromkeys(("arrival_s", "ttft_s", "tpot_s", "deadline_s", "predicted_len", "waits_since_s"), np.float64),
+        **dict.fromkeys(("first_token_s", "last_token_s", "last_run_s", "service_s"), np.float64),
+        **dict.fromkeys(("is_real_time", "is_hidden"), np.bool_),
+    }
+
+    def __init__(self) -> None:
+        self.request_ids: list[RequestId] = []
+        self._rows: dict[RequestId, int] = {}
+        self._storage: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(_FIRST_CAPACITY, kind) for name, kind in self._COLUMNS.items()
+        }
+        self._num_added = 0
+        self._bind()
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._rows
+
+    def row(self, request_id: RequestId) -> int:
+        """Where this request is now. Raises KeyError."""
+        return self._rows[request_id]
+
+    def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> int:
+        """A request without any cache comes to the worker; its row. `num_generated`: tokens it has from elsewhere."""
+        request_id = request.request_id
+        assert request_id not in self._rows, "a request added twice"
+        row = len(self.request_ids)
+        if row == len(self._storage["order"]):
+            self._storage = {name: np.concatenate((kept, np.zeros_like(kept))) for name, kept in self._storage.items()}
+        self.request_ids.append(request_id)
+        self._rows[request_id] = row
+        self._bind()
+        limit, slo = request.sampling.max_tokens, request.slo
+        for name, value in (
+            ("order", self._num_added),
+            ("arrival_s", request.arrival_s),
+            ("is_real_time", request.request_class is RequestClass.REAL_TIME),
+            ("priority", request.priority),
+            ("ttft_s", np.inf if slo.ttft_s is None else slo.ttft_s),
+            ("tpot_s", np.inf if slo.tpot_s is None else slo.tpot_s),
+            ("deadline_s", np.inf if slo.deadline_s is None else slo.deadline_s),
+            ("prompt_len", request.prompt_len),
+            ("max_tokens", limit),
+            ("predicted_len", max(float(limit) if predicted_len is None else min(predicted_len, float(limit)), 1.0)),
+            ("num_generated", num_generated),
+            ("waits_since_s", max(request.arrival_s, now) if num_generated else request.arrival_s),
+            ("first_token_s", now if num_generated else np.nan),
+            ("last_token_s", now if num_generated else np.nan),
+            ("last_run_s", -np.inf),
+        ):
+            self._storage[name][row] = value
+        for name in ("num_cached", "num_swapped", "num_blocks", "is_hidden", "service_s", "num_preemptions"):
+            self._storage[name][row] = 0
+        self._num_added += 1
+        return row
+
+    def remove(self, request_id: RequestId) -> None:
+        """The request is over; the last row moves into its place."""
+        row, last = self._rows.pop(request_id), len(self.request_ids) - 1
+        moved = self.request_ids.pop()
+        if row != last:
+            self.request_ids[row] = moved
+            self._rows[moved] = row
+            for column in self._storage.values():
+                column[row] = column[last]
+        self._bind()
+
+    def by_arrival(self, rows: Ints, at_most: int | None = None) -> Ints:
+        """These rows, or the first of them, in the order of arrival; ties by the order in which they came here."""
+        if at_most is not None and at_most < len(rows):
+            if at_most < 1:
+                return rows[:0]
+            arrival_s = self.arrival_s[rows]
+            rows = rows[arrival_s <= np.partition(arrival_s, at_most - 1)[at_most - 1]]
+        ordered: Ints = rows[np.lexsort((self.order[rows], self.arrival_s[rows]))]
+        return ordered[:at_most]
+
+    @property
+    def context_len(self) -> Ints:
+        """Prompt and generated tokens."""
+        return self.prompt_len + self.num_generated
+
+    @property
+    def num_remaining(self) -> Ints:
+        """Tokens to compute before the next one can be sampled: 1 while decoding, more while a prompt is prefilled."""
+        return self.prompt_len + self.num_generated - self.num_cached
+
+    @property
+    def is_decoding(self) -> Bools:
+        """Whose next iteration computes one token after a first one (its cache may lie on the host)."""
+        decoding: Bools = (self.num_generated > 0) & (self.num_remaining == 1)
+        return decoding
+
+    @property
+    def next_token_due_s(self) -> Floats:
+        """When the next token should be out: the first at arrival + ttft_s, each later one tpot_s after the one before
+        on a schedule that begins with the first token: who is ahead of it may pause for as long, as the mean gap is
+        what tpot_s bounds. inf where nobody counts it."""
+        has_begun = self.num_generated > 0
+        after_first_s = np.multiply(self.num_generated, self.tpot_s, out=np.zeros(len(self)), where=has_begun)
+        return np.where(has_begun, self.first_token_s + after_first_s, self.arrival_s + self.ttft_s)
+
+    def _bind(self) -> None:
+        """The public columns are views of as many rows as there are."""
+        num_rows = len(self.request_ids)
+        for name, column in self._storage.items():
+            setattr(self, name, column[:num_rows])

@@ -1,0 +1,192 @@
+"""What plans do to a worker's requests and memory: the one place that writes the table's progress.
+
+The worker's logic, which holds block ids and tokens, and every test that runs a policy without a worker share it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request
+from alignedserve.costmodel.model import CostModel, LearningCostModel
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.policy import (
+    DeviceMemory,
+    Evict,
+    Eviction,
+    IterationHistory,
+    IterationLimits,
+    IterationPlan,
+    IterationPolicy,
+    Share,
+    WorkerView,
+)
+from alignedserve.scheduling.table import Bools, Ints, RequestTable
+
+
+class Left(NamedTuple):
+    """What an eviction came to."""
+
+    num_blocks: int  # freed, the last ones of the request
+    num_swapped: int  # tokens copied to the host
+
+
+class Entered(NamedTuple):
+    """What a share or an upload took."""
+
+    num_blocks: int  # taken, after those the request has
+    num_swapped: int  # tokens that come back from the host
+
+
+class WorkerState:
+    """The table of one worker, and its free blocks and host room as numbers."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        """`memory`: with nothing in it."""
+        self.table = RequestTable()
+        self.history = IterationHistory()
+        self._memory = memory
+        self.num_free = memory.num_free
+        self.num_free_host = memory.num_free_host
+
+    def view(self, *, limits: IterationLimits, costs: CostModel, now: float) -> WorkerView:
+        """What the policy is to see."""
+        memory = replace(self._memory, num_free=self.num_free, num_free_host=self.num_free_host)
+        return WorkerView(self.table, memory, limits, self.history, costs, now)
+
+    def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> None:
+        """A request without any cache."""
+        self.table.add(request, now, predicted_len=predicted_len, num_generated=num_generated)
+
+    def expect_length(self, request_id: RequestId, predicted_len: float) -> None:
+        """A later prediction of its output tokens in all."""
+        self.table.predicted_len[self.table.row(request_id)] = max(predicted_len, 1.0)
+
+    def remove(self, request_id: RequestId) -> int:
+        """The request is over; the blocks that are free with it."""
+        row = self.table.row(request_id)
+        num_blocks = int(self.table.num_blocks[row])
+        self.num_free += num_blocks
+        self.num_free_host += int(self.table.num_swapped[row])
+        self.table.remove(request_id)
+        return num_blocks
+
+    def work_of(self, plan: IterationPlan) -> IterationWork:
+        """What this plan computes and copies; asked before any part of it is applied."""
+        return work_of(self.table, plan, self._memory)
+
+    # --- a plan, part by part, evictions first
+
+    def evict(self, part: Evict, now: float) -> Left:
+        """The cache of this request leaves the device, or its last tokens do."""
+        table, row = self.table, part.row
+        on_device = int(table.num_cached[row] - table.num_swapped[row])
+        if part.how is Eviction.DROP:
+            assert part.num_tokens is None, "a part of a cache is dropped"
+            self.num_free_host += int(table.num_swapped[row])
+            table.num_cached[row] = table.num_swapped[row] = 0
+            left = Left(int(table.num_blocks[row]), 0)
+            table.is_hidden[row] = False
+        else:
+            leaving = on_device if part.num_tokens is None else part.num_tokens
+            assert 0 < leaving <= on_device, "swaps out what is not on the device"
+            assert leaving <= self.num_free_host, "no room on the host"
+            kept = self._blocks_for(row, on_device - leaving) if leaving < on_device else 0
+            left = Left(int(table.num_blocks[row]) - kept, leaving)
+            table.num_swapped[row] += leaving
+            self.num_free_host -= leaving
+        self.num_free += left.num_blocks
+        table.num_blocks[row] -= left.num_blocks
+        table.num_preemptions[row] += 1
+        table.waits_since_s[row] = now
+        return left
+
+    def enter(self, share: Share) -> Entered:
+        """The request gets blocks for what it computes and for what comes back."""
+        table, row = self.table, share.row
+        assert 0 < share.num_tokens <= table.num_remaining[row], "computes tokens that nobody knows"
+        assert not share.is_hidden or not table.num_cached[row], "a cache changes its kind without being dropped"
+        table.is_hidden[row] |= share.is_hidden
+        wanted = self._blocks_for(row, int(table.num_cached[row]) + share.num_tokens)
+        num_blocks = max(wanted - int(table.num_blocks[row]), 0)
+        return self._bring_in(row, num_blocks)
+
+    def upload(self, row: int) -> Entered:
+        """What the request has on the host comes back, though it computes nothing yet."""
+        wanted = self._blocks_for(row, int(self.table.num_cached[row]))
+        return self._bring_in(row, max(wanted - int(self.table.num_blocks[row]), 0))
+
+    def completed(self, rows: Ints, num_tokens: Ints, *, now: float, duration_s: float) -> Bools:
+        """The iteration is over; which of these rows have computed all they had, and so sampled a token."""
+        table = self.table
+        table.num_cached[rows] += num_tokens
+        table.service_s[rows] += duration_s
+        table.last_run_s[rows] = now
+        self.history.note(duration_s)
+        has_sampled: Bools = table.num_remaining[rows] == 0
+        sampled = rows[has_sampled]
+        table.num_generated[sampled] += 1
+        first = sampled[np.isnan(table.first_token_s[sampled])]
+        table.first_token_s[first] = now
+        table.last_token_s[sampled] = now
+        table.waits_since_s[sampled] = now
+        return has_sampled
+
+    def _bring_in(self, row: int, num_blocks: int) -> Entered:
+        assert num_blocks <= self.num_free, "a plan that does not fit"
+        table, entered = self.table, Entered(num_blocks, int(self.table.num_swapped[row]))
+        self.num_free -= num_blocks
+        self.num_free_host += entered.num_swapped
+        table.num_blocks[row] += num_blocks
+        table.num_swapped[row] = 0
+        return entered
+
+    def _blocks_for(self, row: int, num_tokens: int) -> int:
+        table = self.table
+        return self._memory.blocks_for(
+            num_tokens, is_hidden=bool(table.is_hidden[row]), is_real_time=bool(table.is_real_time[row])
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """What decides on one worker."""
+
+    policy: IterationPolicy
+    costs: CostModel
+    limits: IterationLimits
+    learner: LearningCostModel | None = None  # `costs` again, where it is one that learns
+
+    def plan(self, state: WorkerState, now: float) -> IterationPlan:
+        """The next iteration."""
+        return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
+
+    def learn(self, work: IterationWork, duration_s: float) -> None:
+        """An iteration took so long; 0 where nobody measured."""
+        if self.learner is not None and duration_s > 0.0:
+            self.learner.observe(work, duration_s)
+
+
+def work_of(table: RequestTable, plan: IterationPlan, memory: DeviceMemory) -> IterationWork:
+    """What a plan computes and copies; asked before any part of it is applied."""
+    work = IterationWork()
+    dropped = {part.row for part in plan.evictions if part.how is Eviction.DROP}
+    for part in plan.evictions:
+        if part.how is Eviction.SWAP:
+            on_device = int(table.num_cached[part.row] - table.num_swapped[part.row])
+            leaving = on_device if part.num_tokens is None else part.num_tokens
+            work.swap_out_tokens += memory.copy_tokens(leaving, is_hidden=bool(table.is_hidden[part.row]))
+    for row, num_tokens, _ in plan.shares:
+        context_len = int(table.prompt_len[row] + table.num_generated[row])
+        num_cached = 0 if row in dropped else int(table.num_cached[row])
+        if num_tokens == 1 and num_cached + 1 == context_len:
+            work.add_decode(context_len, is_hidden=bool(table.is_hidden[row]))
+        else:
+            work.add_chunk(num_tokens, num_cached, is_last=num_cached + num_tokens == context_len)
+    for row in (*(share.row for share in plan.shares), *plan.uploads):
+        if row not in dropped and table.num_swapped[row]:
+            num_swapped, is_hidden = int(table.num_swapped[row]), bool(table.is_hidden[row])
+            work.swap_in_tokens += memory.copy_tokens(num_swapped, is_hidden=is_hidden)
+    return work

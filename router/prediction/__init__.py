@@ -1,0 +1,59 @@
+"""The router's length predictors by name."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from alignedserve.config.sections import RouterConfig
+from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.served_model import ServedModel
+from alignedserve.runtime.tokenizer import Tokenizer
+from router.prediction.encoders import HashedNgrams, PromptEncoder
+from router.prediction.predictor import LengthPredictor
+from router.prediction.sentence_encoder import SentenceEncoder
+from router.prediction.token_embeddings import TokenEmbeddings
+
+CLASS_MEAN = "class_mean"  # no predictor: the mean of recent requests of the same class is all that is expected
+
+
+def make_length_predictor(config: RouterConfig, served: ServedModel) -> LengthPredictor | None:
+    """The predictor that `router.length_predictor` names; None for the mean of the class.
+
+    Raises ConfigError listing the valid names, or saying what an encoder needs; ModelError where its files are missing
+    or malformed.
+    """
+    name = config.length_predictor
+    if name == CLASS_MEAN:
+        return None
+    if name not in ENCODERS:
+        known = ", ".join(sorted((*ENCODERS, CLASS_MEAN)))
+        raise ConfigError(f"router.length_predictor: unknown predictor {name!r}; known: {known}")
+    return LengthPredictor(ENCODERS[name](config, served))
+
+
+def _hashed_ngrams(config: RouterConfig, served: ServedModel) -> PromptEncoder:
+    return HashedNgrams()
+
+
+def _token_embeddings(config: RouterConfig, served: ServedModel) -> PromptEncoder:
+    if served.has_random_weights:
+        raise ConfigError("router.length_predictor token_embeddings needs trained weights; model.random_weights is set")
+    return TokenEmbeddings.of_model(served.folder, served.config.family)
+
+
+def _sentence_encoder(config: RouterConfig, served: ServedModel) -> PromptEncoder:
+    if config.sentence_encoder is None:
+        raise ConfigError(
+            "router.length_predictor sentence_encoder needs router.sentence_encoder: the folder of a BERT-like encoder "
+            "(config.json, model.safetensors, tokenizer.json)"
+        )
+    return SentenceEncoder(Path(config.sentence_encoder), Tokenizer.load(served.folder).decode)
+
+
+ENCODERS: Mapping[str, Callable[[RouterConfig, ServedModel], PromptEncoder]] = MappingProxyType(
+    {
+        "hashed_ngrams": _hashed_ngrams,
+        "sentence_encoder": _sentence_encoder,
+        "token_embeddings": _token_embeddings,
+    }
+)

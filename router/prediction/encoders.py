@@ -1,0 +1,87 @@
+"""What a prompt looks like to the length predictor: a vector for the regression, and a key for the search.
+
+An encoder works on token ids, as a prompt reaches the router. It is a function of the prompt alone: the same ids give
+the same code, in any order, on any day.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float32]
+Hashes = npt.NDArray[np.uint64]
+
+KEY_LEN = 128  # of every encoder: what a search can read of 100 000 requests within the time it has
+WINDOW = 512  # tokens that an encoder reads of a prompt, half at each end: as many as ALISE's (BERT) does at most
+
+
+class PromptCode(NamedTuple):
+    """One encoded prompt. Both parts have Euclidean length 1, or 0 when there is nothing to tell prompts apart by."""
+
+    features: Vector  # [num_features], read by the regression
+    key: Vector  # [KEY_LEN], compared with those of finished requests by cosine
+
+
+class PromptEncoder(Protocol):
+    """Turns prompts into codes."""
+
+    num_features: int
+    least_similarity: float  # cosine of keys from which on two prompts count as similar; the scale is the encoder's own
+
+    def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
+        """The code of a prompt of at least one token."""
+
+
+class HashedNgrams:
+    """Counts of single tokens and pairs, hashed with a sign into 1 024 places; the key is the same folded into 128.
+
+    Needs no model and no download. Of each place the signed square root is taken, so that a word said ten times
+    weighs about three times as much as one said once.
+    """
+
+    num_features = 1024
+    least_similarity = 0.65
+
+    def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
+        """See PromptEncoder."""
+        ids = np.array(window_of(prompt_token_ids), dtype=np.uint64)
+        hashes = np.concatenate((_mixed(ids + _SALT), _mixed(_mixed(ids[:-1]) * _ODD + ids[1:])))
+        places = (hashes & np.uint64(self.num_features - 1)).astype(np.intp)
+        signs = np.where(hashes >> np.uint64(63), 1.0, -1.0)
+        counts = np.bincount(places, weights=signs, minlength=self.num_features)
+        features = np.sign(counts) * np.sqrt(np.abs(counts))
+        return PromptCode(normalised(features), normalised(features.reshape(-1, KEY_LEN).sum(axis=0)))
+
+
+def window_of(prompt_token_ids: Sequence[int]) -> Sequence[int]:
+    """The first and the last tokens of a prompt longer than WINDOW: what is asked stands at one of its ends."""
+    if len(prompt_token_ids) <= WINDOW:
+        return prompt_token_ids
+    return [*prompt_token_ids[: WINDOW // 2], *prompt_token_ids[-WINDOW // 2 :]]
+
+
+def random_projection(num_from: int, num_to: int, seed: int) -> npt.NDArray[np.float32]:
+    """A matrix [num_from, num_to] that keeps angles between vectors to within about 1 / sqrt(num_to)."""
+    projection = np.random.default_rng(seed).standard_normal((num_from, num_to), dtype=np.float32)
+    return projection / np.float32(num_to**0.5)
+
+
+def normalised(vector: npt.NDArray[np.floating]) -> Vector:
+    """The vector scaled to length 1; one of length 0 stays."""
+    scaled: Vector = np.asarray(vector, dtype=np.float32) / np.float32(np.linalg.norm(vector) or 1.0)
+    return scaled
+
+
+# --- hashing ----------------------------------------------------------------------------------------------------------
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # the golden ratio in 64 bits, as in SplitMix64, whose finaliser follows
+_SALT = np.uint64(0x51ED270B)
+
+
+def _mixed(values: Hashes) -> Hashes:
+    """Every bit of the result depends on every bit of the value."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

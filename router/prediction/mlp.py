@@ -1,0 +1,75 @@
+"""The regression for prompts that nothing finished is similar to: a small MLP, trained as requests finish."""
+
+import numpy as np
+import numpy.typing as npt
+
+from router.prediction.encoders import Vector
+
+_LEARNING_RATE = 1e-3
+# Earlier requests learnt with each new one. So few that BLAS does the products on the thread that asks: its own threads
+# wait for each other, for tens of milliseconds on a machine that has other work.
+_NUM_REPEATED = 6
+_BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8  # of Adam, as its authors have them
+_MAX_LOG_LEN = 20.0  # nothing is expected to be longer than e to this
+
+Array = npt.NDArray[np.float32]
+
+
+class LengthMlp:
+    """features -> ReLU layer -> logarithm of the output length, fitted to squared error by Adam.
+
+    The error of the logarithm is what is minimised, so that being wrong by a factor counts alike for short and long
+    answers. Each finished request is learnt together with a few earlier ones, drawn at random from the last
+    `memory`. Deterministic for a seed.
+    """
+
+    def __init__(self, *, num_features: int, num_hidden: int = 32, memory: int = 8192, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+        scale = (2.0 / num_features) ** 0.5
+        self._weights: list[Array] = [
+            (self._rng.standard_normal((num_features, num_hidden)) * scale).astype(np.float32),
+            np.zeros(num_hidden, np.float32),
+            np.zeros(num_hidden, np.float32),
+            np.zeros(1, np.float32),
+        ]
+        self._moments = [np.zeros_like(weight) for weight in self._weights]
+        self._squares = [np.zeros_like(weight) for weight in self._weights]
+        self._inputs: Array = np.zeros((memory, num_features), np.float32)
+        self._targets: Array = np.zeros(memory, np.float32)
+        self.num_learnt = 0
+
+    def predict(self, features: Vector) -> float:
+        """Expected output tokens."""
+        hidden_weight, hidden_bias, out_weight, out_bias = self._weights
+        hidden = np.maximum(features @ hidden_weight + hidden_bias, 0.0)
+        return float(np.exp(np.clip(hidden @ out_weight + out_bias[0], 0.0, _MAX_LOG_LEN)))
+
+    def learn(
+        self,
+        features: Vector,
+        output_len: float,
+    ) -> None:
+        """A request with these features generated `output_len` tokens; one step of Adam."""
+        target = np.log(max(output_len, 1.0))
+        if not self.num_learnt:
+            self._weights[3][0] = target  # from there on it learns what differs
+        row = self.num_learnt % len(self._targets)
+        self._inputs[row], self._targets[row] = features, target
+        self.num_learnt += 1
+        earlier = self._rng.integers(0, min(self.num_learnt, len(self._targets)), _NUM_REPEATED)
+        batch = np.concatenate(([row], earlier))
+        self._descend(self._inputs[batch], self._targets[batch])
+
+    def _descend(self, inputs: Array, targets: Array) -> None:
+        hidden_weight, hidden_bias, out_weight, out_bias = self._weights
+        hidden = np.maximum(inputs @ hidden_weight + hidden_bias, 0.0)
+        errors = (hidden @ out_weight + out_bias - targets) * np.float32(2.0 / len(targets))
+        back = np.outer(errors, out_weight) * (hidden > 0)
+        gradients = (inputs.T @ back, back.sum(axis=0), hidden.T @ errors, errors.sum(keepdims=True))
+        rate = _LEARNING_RATE * (1 - _BETA_2**self.num_learnt) ** 0.5 / (1 - _BETA_1**self.num_learnt)
+        for weight, moment, square, gradient in zip(
+            self._weights, self._moments, self._squares, gradients, strict=True
+        ):
+            moment += (1 - _BETA_1) * (gradient - moment)
+            square += (1 - _BETA_2) * (gradient * gradient - square)
+            weight -= np.float32(rate) * moment / (np.sqrt(square) + _EPSILON)

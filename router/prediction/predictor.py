@@ -1,0 +1,91 @@
+"""ALISE's retrieval-based length predictor (section 3.1, Algorithm 1): search, else regress, else the mean.
+
+docs/policies/length_prediction.md has the formula, the parameters and an example.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from alignedserve.core.request import Request, RequestClass
+from router.prediction.encoders import PromptCode, PromptEncoder, Vector
+from router.prediction.mlp import LengthMlp
+from router.prediction.prior import LengthPrior
+from router.prediction.store import FinishedRequests
+
+
+class PredictionSource(enum.Enum):
+    """Where a prediction comes from."""
+
+    RETRIEVAL = "retrieval"  # similar requests that have finished
+    MLP = "mlp"  # nothing similar has
+    PRIOR = "prior"  # too little has finished to say more than the mean
+
+
+class Prediction(NamedTuple):
+    """Expected output tokens of a request, from 1 (or its limit, if that is 0) to its limit."""
+
+    output_len: float
+    source: PredictionSource
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorConfig:
+    """The paper names k and the threshold without values; the threshold is the encoder's."""
+
+    num_neighbours: int = 8  # k
+    capacity: int = 100_000  # finished requests that are kept
+    fewest_learnt: int = 64  # below that the MLP says nothing
+    seed: int = 0
+
+
+class LengthPredictor:
+    """Learns from every finished request. The same calls in the same order give the same predictions."""
+
+    def __init__(self, encoder: PromptEncoder, config: PredictorConfig | None = None) -> None:
+        self._config = config or PredictorConfig()
+        self._encoder = encoder
+        self._finished = FinishedRequests(capacity=self._config.capacity, seed=self._config.seed)
+        self._mlp = LengthMlp(num_features=encoder.num_features + _NUM_FACTS, seed=self._config.seed)
+        self._prior = LengthPrior()
+
+    def encode(self, request: Request) -> PromptCode:
+        """What `predict` and `learn` need of its prompt; the slow part where an encoder is neural."""
+        return self._encoder.encode(request.prompt_token_ids)
+
+    def predict(self, request: Request, code: PromptCode) -> Prediction:
+        """Changes nothing."""
+        similar = self._finished.search(
+            code.key, num_wanted=self._config.num_neighbours, least_similarity=self._encoder.least_similarity
+        )
+        if len(similar.output_lens):
+            mean = float(similar.similarities @ similar.output_lens / similar.similarities.sum())
+            return Prediction(_within_limit(mean, request), PredictionSource.RETRIEVAL)
+        if self._mlp.num_learnt >= self._config.fewest_learnt:
+            expected = self._mlp.predict(_features(request, code))
+            return Prediction(_within_limit(expected, request), PredictionSource.MLP)
+        return Prediction(_within_limit(self._prior.predict(request), request), PredictionSource.PRIOR)
+
+    def learn(self, request: Request, code: PromptCode, num_generated: int) -> None:
+        """The request has finished after so many tokens."""
+        self._finished.add(code.key, float(num_generated))
+        self._mlp.learn(_features(request, code), float(num_generated))
+        self._prior.observe(request, num_generated)
+
+
+_NUM_FACTS = 3
+
+
+def _features(request: Request, code: PromptCode) -> Vector:
+    """The code, scaled so that its entries are about 1 as the facts are, and three facts about the request."""
+    facts = np.log1p((request.prompt_len, request.sampling.max_tokens)) / 8.0
+    is_real_time = request.request_class is RequestClass.REAL_TIME
+    scale = np.float32(len(code.features) ** 0.5)
+    return np.concatenate((code.features * scale, facts, [is_real_time]), dtype=np.float32)
+
+
+def _within_limit(expected: float, request: Request) -> float:
+    limit = float(request.sampling.max_tokens)
+    return min(max(expected, 1.0), limit)

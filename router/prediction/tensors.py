@@ -1,0 +1,43 @@
+"""Float tensors of safetensors files as numpy arrays, without torch; bfloat16 too, which numpy does not know."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.core.errors import ModelError
+from alignedserve.runtime.weight_index import WeightIndex
+
+_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+class FloatTensors:
+    """The tensors of a model folder. Raises what WeightIndex raises: pickle-based files are refused."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = WeightIndex(folder).file_of
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, num_dimensions: int) -> npt.NDArray[np.float32]:
+        """The tensor as float32. Raises ModelError naming it when it is missing, not of floats, or of another shape."""
+        path = self._files.get(name)
+        if path is None:
+            raise ModelError(f"{self._folder} holds no tensor {name}.")
+        # WeightIndex has checked the header against the size of the file.
+        with path.open("rb") as file:
+            header_len = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(header_len))[name]
+        if entry["dtype"] not in _DTYPES or len(entry["shape"]) != num_dimensions:
+            wanted = f"floats of 16 or 32 bits in {num_dimensions} dimensions"
+            raise ModelError(f"{path}: tensor {name} is {entry['dtype']} {entry['shape']}, expected {wanted}.")
+        begin, end = entry["data_offsets"]
+        stored_dtype = np.dtype(_DTYPES[entry["dtype"]])
+        count = (end - begin) // stored_dtype.itemsize
+        stored = np.fromfile(path, stored_dtype, count, offset=8 + header_len + begin).reshape(entry["shape"])
+        if entry["dtype"] == "BF16":  # the upper half of a float32
+            return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return stored.astype(np.float32)

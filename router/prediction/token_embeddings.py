@@ -1,0 +1,50 @@
+"""The served model's own token embeddings, mean-pooled: no other model is needed, and none is run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.core.errors import ModelError
+from alignedserve.runtime.families import PARAMETER_NAMES
+from alignedserve.runtime.model_config import Family
+from router.prediction.encoders import KEY_LEN, PromptCode, normalised, random_projection, window_of
+from router.prediction.tensors import FloatTensors
+
+_MAX_FEATURES = 256
+
+
+class TokenEmbeddings:
+    """Mean of the embedding rows of a prompt's tokens, less the mean of all rows.
+
+    What all tokens have in common is most of a trained embedding and tells no prompts apart, so it is taken off. Rows
+    longer than 256 are brought to 256 by a seeded random projection, and keys to KEY_LEN by another.
+    """
+
+    least_similarity = 0.9
+
+    def __init__(self, rows: npt.NDArray[np.float32], *, seed: int = 0) -> None:
+        rows = rows - rows.mean(axis=0)
+        if rows.shape[1] > _MAX_FEATURES:
+            rows = rows @ random_projection(rows.shape[1], _MAX_FEATURES, seed)
+        self._rows = rows
+        self.num_features = rows.shape[1]
+        self._to_key = random_projection(self.num_features, KEY_LEN, seed + 1)
+
+    @classmethod
+    def of_model(cls, folder: Path, family: Family, *, seed: int = 0) -> "TokenEmbeddings":
+        """Of the model in this folder. Raises ModelError when its files hold no token embedding."""
+        names = PARAMETER_NAMES[family]
+        tensors = FloatTensors(folder)
+        for prefix in names.prefixes:
+            name = f"{prefix}{names.embedding}.weight"
+            if name in tensors:
+                return cls(tensors.read(name, num_dimensions=2), seed=seed)
+        raise ModelError(f"{folder} holds no token embedding ({names.embedding}.weight).")
+
+    def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
+        """See PromptEncoder. Ids beyond the vocabulary, which no tokenizer gives, count as the last one."""
+        ids = np.minimum(np.array(window_of(prompt_token_ids), dtype=np.int64), len(self._rows) - 1)
+        pooled = normalised(self._rows[ids].mean(axis=0))
+        return PromptCode(pooled, normalised(pooled @ self._to_key))
