@@ -37,8 +37,8 @@ format: install-dev
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
-# Reinstalled only when the list of dependencies changes.
-$(VENV)/.installed: pyproject.toml constraints.txt scripts/install.sh
+# Reinstalled only when the list of dependencies or a native kernel changes.
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/install.sh setup.py $(wildcard kernels/csrc/*)
 	@scripts/install.sh "$(PYTHON)" $(VENV) .
 	@touch $@
 
@@ -47,7 +47,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 bench: install-dev  ## every recorded benchmark, one after the other; results under benchmarks/results
-	@for name in startup iteration_gap ledger schedule transfer alignment gateway_streams engine_overhead engine_vs_transformers; do \
+	@for name in startup iteration_gap ledger schedule decisions transfer attention alignment gateway_streams engine_overhead engine_vs_transformers; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+from kernels.rows import GateRows, native_level
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -19,7 +22,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+class Gated:
     """x [rows, 2 * width], gates first -> activation(gate) * up [rows, width]."""
+
+    __slots__ = ("_activation", "_rows")
+
+    def __init__(self, activation: str, dtype: torch.dtype, device: torch.device) -> None:
+        """`activation`: a name in ACTIVATIONS."""
+        self._activation = ACTIVATIONS[activation]
+        level = native_level(dtype, device) if activation in GateRows.ACTIVATIONS else None
+        self._rows = None if level is None else GateRows(activation, dtype, level=level)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """May overwrite x."""
+        return gated(x, self._activation) if self._rows is None else self._rows(x)
+
+
+def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same in plain PyTorch."""
     gate, up = x.chunk(2, dim=-1)
     return activation(gate).mul_(up)

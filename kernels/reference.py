@@ -24,6 +24,27 @@ def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return attended
 
 
+def attention_of_chunk(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """The last tokens of one context, each over what comes up to itself.
+
+    queries [tokens, num_heads, head_dim]; keys, values [context, kv_heads, head_dim]; a token reads the last `window`
+    of its context -> [tokens, num_heads, head_dim] float64.
+    """
+    num_tokens, num_heads, head_dim = queries.shape
+    own = torch.arange(len(keys) - num_tokens, len(keys))[:, None]
+    others = torch.arange(len(keys))
+    is_hidden = others > own
+    if window is not None:
+        is_hidden |= others <= own - window
+    attended = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.float64)
+    for head in range(num_heads):
+        key_head = head // (num_heads // keys.shape[1])
+        scores = queries[:, head].double() @ keys[:, key_head].double().T / math.sqrt(head_dim)
+        scores = scores.masked_fill(is_hidden, -math.inf)
+        attended[:, head] = torch.softmax(scores, dim=1) @ values[:, key_head].double()
+    return attended
+
+
 def penalised(
     logits: list[float],
     prompt: list[int],

@@ -7,6 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.rows import highest, native_level
+
 # Candidates that are sorted first; a row whose filters let more through is tried with the next number, then whole.
 _CANDIDATES = (256, 4096)
 # Wide rows are summed in spans of this many tokens first: one span is searched, not the whole row.
@@ -38,21 +40,25 @@ def _splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [rows, vocabulary] -> the likeliest token [rows] int64, and whether the row is usable [rows] bool.
+    """logits [rows, vocabulary] of any dtype -> the likeliest token (the first of equals) [rows] int64, and whether the
+    row is usable [rows] bool.
 
     A row that holds NaN or +inf, or nothing but -inf, is not usable: the maximum shows all three.
     """
-    token_ids, highest = _highest(logits)
-    return token_ids, highest.isfinite()
+    token_ids, most = _highest(logits)
+    return token_ids, most.isfinite()
 
 
 def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Index and value of each row's maximum; of its first NaN where it has one."""
+    """Index and value of each row's maximum; NaN where it has one."""
+    level = native_level(logits.dtype, logits.device)
+    if level is not None:
+        return highest(logits, level=level)
     if logits.device.type != "cpu":
         token_ids = logits.argmax(dim=-1)
         return token_ids, logits.gather(1, token_ids[:, None]).squeeze(1)
     # numpy's runs eight times as fast as torch's: 0.2 ms for 64 rows of 50 272 (one thread, AVX-512).
-    values = logits.numpy()
+    values = logits.float().numpy()
     columns = values.argmax(axis=-1)
     return torch.from_numpy(columns), torch.from_numpy(values[np.arange(len(columns)), columns])
 
@@ -65,14 +71,14 @@ def sample(logits: Tensor, filters: Filters, draws: Tensor) -> tuple[Tensor, Ten
     the inverse of the cumulative distribution. logits [rows, vocabulary] float32, already divided by the temperature.
     Returns token ids [rows] int64 and whether the row is usable [rows] bool (see `greedy`).
     """
-    token_ids, highest = _highest(logits)
-    is_usable = highest.isfinite()
+    token_ids, most = _highest(logits)
+    is_usable = most.isfinite()
     is_filtered = (filters.top_k > 0) | (filters.top_p < 1.0) | (filters.min_p > 0.0)
     plain = (is_usable & ~is_filtered).nonzero().squeeze(1)
     if len(plain) == len(logits):
-        return _draw((logits - highest[:, None]).exp_(), draws), is_usable
+        return _draw((logits - most[:, None]).exp_(), draws), is_usable
     if len(plain):
-        token_ids[plain] = _draw((logits[plain] - highest[plain, None]).exp_(), draws[plain])
+        token_ids[plain] = _draw((logits[plain] - most[plain, None]).exp_(), draws[plain])
     remaining = (is_usable & is_filtered).nonzero().squeeze(1)
     for num_candidates in (*_CANDIDATES, logits.shape[1]):
         if not len(remaining):

@@ -1,0 +1,112 @@
+// Attention over keys and values that lie in blocks: what the levels (instruction sets) have in common.
+//
+// Memory: blocks [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], float32 or bfloat16.
+// Query head h reads key head h / group. Scores, softmax and sums are float32. Nothing outside a context is read.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace paged {
+
+// Tokens of one step of the online softmax, where each query row reads keys and values by itself.
+constexpr int kTile = 32;
+// The same where keys and values are packed for many query rows.
+constexpr int kKeys = 64;
+// Query rows whose scores are computed together, in registers.
+constexpr int kRows = 6;
+// Query rows (tokens x group) for which a tile of keys and values is packed once.
+constexpr int kChunkRows = 96;
+
+struct Shape {
+    int kv_heads;
+    int group;
+    int head_dim;
+    int block_size;
+    bool is_bfloat16;
+    float scale;
+
+    int num_heads() const { return kv_heads * group; }
+    int64_t head_bytes() const { return int64_t(head_dim) * (is_bfloat16 ? 2 : 4); }
+    int64_t slot_bytes() const { return head_bytes() * kv_heads; }
+    // Floats of one head's accumulator: head_dim, rounded up to what the widest level loads at once.
+    int padded_dim() const { return (head_dim + 31) / 32 * 32; }
+    // Floats of one head's part of a partial result: accumulator, maximum, sum.
+    int partial_floats() const { return padded_dim() + 2; }
+};
+
+// What one call (one layer) reads and writes.
+struct Call {
+    const char* keys;  // of block 0
+    const char* values;
+    int64_t block_bytes;  // from a block to the next
+    const char* queries;  // [rows, num_heads, head_dim]
+    int64_t query_row_bytes;
+    char* out;  // [rows, num_heads, head_dim]
+    int64_t out_row_bytes;
+};
+
+// Tokens [first, last) of the context of one query row, over all heads.
+struct Piece {
+    int64_t row;
+    const int64_t* blocks;  // the sequence's block table
+    int64_t first;
+    int64_t last;
+    int64_t partial;  // where the partial result goes; -1: the piece is the whole context and goes to `out`
+};
+
+// Tokens of a chunk whose keys and values are in the blocks already, over one key head.
+struct ChunkPiece {
+    int64_t row;  // query row of the first token; the others follow
+    int64_t num_tokens;
+    int64_t position;  // of the first token: it reads positions up to its own
+    int64_t window;    // 0, or how many of these it reads
+    const int64_t* blocks;
+    int kv_head;
+};
+
+// Buffers of one thread. No class of the standard library here: what a level's source file instantiates
+// of it would be compiled for that level's instructions, and the linker might keep that copy for all.
+struct Scratch {
+    float* queries;       // [rows, padded_dim]
+    float* accumulators;  // [rows, padded_dim]
+    float* keys;          // [padded_dim, kKeys]: a packed tile
+    float* values;        // [kKeys, padded_dim]
+    float* scores;        // [rows, kTile] or [kRows, kKeys]
+    float* weights;       // [kRows, kKeys]
+    float* maxima;        // [rows]
+    float* sums;          // [rows]
+
+    // One row per head of a decoding token, or per token and head of a piece of a chunk.
+    static size_t rows(const Shape& shape) {
+        return shape.num_heads() > kChunkRows ? shape.num_heads() : kChunkRows;
+    }
+    static size_t floats(const Shape& shape) {
+        const size_t padded = shape.padded_dim();
+        return rows(shape) * (2 * padded + kTile + 2) + 2 * kKeys * padded + 2 * kRows * kKeys + 16;
+    }
+    static Scratch in(const Shape& shape, float* memory) {
+        const size_t num_rows = rows(shape), padded = shape.padded_dim();
+        Scratch scratch;
+        scratch.queries = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
+        scratch.accumulators = scratch.queries + num_rows * padded;
+        scratch.keys = scratch.accumulators + num_rows * padded;
+        scratch.values = scratch.keys + kKeys * padded;
+        scratch.weights = scratch.values + kKeys * padded;
+        scratch.scores = scratch.weights + kRows * kKeys;
+        scratch.maxima = scratch.scores + num_rows * kTile + kRows * kKeys;
+        scratch.sums = scratch.maxima + num_rows;
+        return scratch;
+    }
+};
+
+struct Level {
+    const char* name;
+    bool (*is_supported)();
+    void (*decode_piece)(const Shape&, const Call&, const Piece&, const Scratch&, float* partials);
+    void (*chunk_piece)(const Shape&, const Call&, const ChunkPiece&, const Scratch&);
+    // Merge `count` partial results that lie one after another, and write the row.
+    void (*merge)(const Shape&, const Call&, int64_t row, const Scratch&, const float* partials, int64_t count);
+};
+
+}  // namespace paged

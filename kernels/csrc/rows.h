@@ -1,0 +1,79 @@
+// Operations on the rows of activations, each in one pass: what the levels (instruction sets) have in common.
+//
+// Elements are float32 or bfloat16; arithmetic is float32. Rows lie `..._row_bytes` apart.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace rows {
+
+// out = normalised(x), or, with `residual`: residual += x first, and out = normalised(residual).
+struct Norm {
+    const char* weight;  // [width]
+    const char* bias;    // [width], or null
+    int64_t width;
+    float eps;
+    bool is_rms;  // no mean is subtracted, and there is no bias
+    bool is_bfloat16;
+
+    // Floats of scratch memory per thread.
+    size_t scratch_floats() const { return size_t(width + 15) / 16 * 16; }
+};
+
+struct NormRows {
+    const char* x;
+    int64_t x_row_bytes;
+    char* residual;  // or null
+    int64_t residual_row_bytes;
+    char* out;
+    int64_t out_row_bytes;
+};
+
+enum class Gate { silu, gelu_tanh };
+
+// gates_and_ups [rows, 2 * width], gates first -> out [rows, width] = activation(gate) * up
+struct GateRows {
+    const char* gates_and_ups;
+    char* out;
+    int64_t width;
+    Gate gate;
+    bool is_bfloat16;
+};
+
+// Rows of queries, keys and values side by side: queries and keys are rotated in place, then keys and values copied
+// into the slots of the cache.
+struct HeadRows {
+    char* heads;  // [rows, (num_heads + 2 * kv_heads) * head_dim]
+    int64_t row_bytes;
+    int64_t num_heads, kv_heads, head_dim;
+    const float* cos;  // [rows, half]; null: nothing is rotated
+    const float* sin;
+    int64_t half;          // element i < half is rotated with element half + i
+    const int64_t* slots;  // [rows]
+    char* keys;            // of slot 0
+    char* values;
+    bool is_bfloat16;
+};
+
+// x [rows, width] -> the first index of the highest element, and the element; NaN where the row holds one.
+struct HighestRows {
+    const char* x;
+    int64_t row_bytes;
+    int64_t width;
+    int64_t* indices;  // [rows]
+    float* values;     // [rows]
+    bool is_bfloat16;
+};
+
+// Each works on rows [first, last).
+struct Level {
+    const char* name;
+    bool (*is_supported)();
+    void (*normalise)(const Norm&, const NormRows&, float* scratch, int64_t first, int64_t last);
+    void (*gate)(const GateRows&, int64_t first, int64_t last);
+    void (*place)(const HeadRows&, int64_t first, int64_t last);
+    void (*highest)(const HighestRows&, int64_t first, int64_t last);
+};
+
+}  // namespace rows

@@ -1,0 +1,20 @@
+// AVX2 with fused multiply-add.
+#include "rows.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <cstring>
+
+#pragma GCC target("avx2,fma")
+#define LEVEL avx2
+#define WIDTH 8
+#include "rows_level.h"
+
+namespace rows {
+
+static bool is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+extern const Level avx2_level = {"avx2",     is_supported, avx2::normalise,
+                                 avx2::gate, avx2::place,  avx2::highest};
+
+}  // namespace rows
+#endif

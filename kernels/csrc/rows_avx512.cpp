@@ -1,0 +1,23 @@
+// AVX-512, of the processors that have its bfloat16 products as well.
+#include "rows.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <cstring>
+
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#define LEVEL avx512
+#define WIDTH 16
+#include "rows_level.h"
+
+namespace rows {
+
+static bool is_supported() {
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+extern const Level avx512_level = {"avx512bf16", is_supported,  avx512::normalise,
+                                   avx512::gate, avx512::place, avx512::highest};
+
+}  // namespace rows
+#endif

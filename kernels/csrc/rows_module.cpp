@@ -1,0 +1,151 @@
+// The Python side of operations on rows: divides them over cores where there are many, runs a level.
+//
+// Addresses are checked by the caller (kernels/rows.py), which holds the tensors.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "rows.h"
+
+namespace nb = nanobind;
+
+namespace rows {
+
+extern const Level plain_level;
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+extern const Level avx2_level, avx512_level;
+#endif
+
+namespace {
+
+// With fewer elements than this, waking another thread takes longer than the work.
+constexpr int64_t kSerialElements = 1 << 18;
+
+const Level& level_named(const std::string& name) {
+    static const std::vector<Level> all = {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+        avx512_level, avx2_level,
+#endif
+        plain_level,
+    };
+    for (const Level& level : all)
+        if (name == level.name) {
+            if (!level.is_supported()) throw std::invalid_argument("this processor has no " + name);
+            return level;
+        }
+    throw std::invalid_argument("no level " + name);
+}
+
+template <typename Work>
+void divide(int64_t num_rows, int64_t elements_per_row, int num_threads, const Work& work) {
+    nb::gil_scoped_release released;
+    if (num_threads < 2 || num_rows < 2 || num_rows * elements_per_row < kSerialElements) return work(0, num_rows);
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int part = 0; part < num_threads; ++part)
+        work(num_rows * part / num_threads, num_rows * (part + 1) / num_threads);
+}
+
+template <typename T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+class Normaliser {
+   public:
+    Normaliser(const std::string& level, uintptr_t weight, uintptr_t bias, int64_t width, float eps, bool is_rms,
+               bool is_bfloat16)
+        : level_(level_named(level)), norm_{at<char>(weight), at<char>(bias), width, eps, is_rms, is_bfloat16} {}
+
+    // Strides in elements; residual 0: there is none.
+    void run(uintptr_t x, int64_t x_stride, uintptr_t residual, int64_t residual_stride, uintptr_t out,
+             int64_t num_rows, int num_threads) {
+        const int64_t size = norm_.is_bfloat16 ? 2 : 4;
+        const NormRows call{at<char>(x),   x_stride * size,    at<char>(residual), residual_stride * size,
+                            at<char>(out), norm_.width * size};
+        divide(num_rows, norm_.width, num_threads, [&](int64_t first, int64_t last) {
+            static thread_local std::vector<float> scratch;
+            if (scratch.size() < norm_.scratch_floats()) scratch.resize(norm_.scratch_floats());
+            level_.normalise(norm_, call, scratch.data(), first, last);
+        });
+    }
+
+   private:
+    const Level& level_;
+    const Norm norm_;
+};
+
+class Gates {
+   public:
+    Gates(const std::string& level, const std::string& activation, bool is_bfloat16)
+        : level_(level_named(level)),
+          gate_(activation == "silu" ? Gate::silu : Gate::gelu_tanh),
+          is_bfloat16_(is_bfloat16) {
+        if (activation != "silu" && activation != "gelu_tanh") throw std::invalid_argument("no gate " + activation);
+    }
+
+    void run(uintptr_t gates_and_ups, uintptr_t out, int64_t num_rows, int64_t width, int num_threads) {
+        const GateRows call{at<char>(gates_and_ups), at<char>(out), width, gate_, is_bfloat16_};
+        divide(num_rows, 2 * width, num_threads, [&](int64_t first, int64_t last) { level_.gate(call, first, last); });
+    }
+
+   private:
+    const Level& level_;
+    const Gate gate_;
+    const bool is_bfloat16_;
+};
+
+class Placer {
+   public:
+    Placer(const std::string& level, int64_t num_heads, int64_t kv_heads, int64_t head_dim, bool is_bfloat16)
+        : level_(level_named(level)),
+          num_heads_(num_heads),
+          kv_heads_(kv_heads),
+          head_dim_(head_dim),
+          is_bfloat16_(is_bfloat16) {}
+
+    // cos 0: nothing is rotated. Slots from `num_slots` on are refused before anything is written.
+    void run(uintptr_t heads, int64_t stride, uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t slots,
+             uintptr_t keys, uintptr_t values, int64_t num_slots, int64_t num_rows, int num_threads) {
+        const int64_t size = is_bfloat16_ ? 2 : 4;
+        const HeadRows call{at<char>(heads),  stride * size,     num_heads_, kv_heads_,          head_dim_,
+                            at<float>(cos),   at<float>(sin),    half,       at<int64_t>(slots), at<char>(keys),
+                            at<char>(values), is_bfloat16_};
+        for (int64_t i = 0; i < num_rows; ++i)
+            if (call.slots[i] < 0 || call.slots[i] >= num_slots) throw std::invalid_argument("a slot outside the storage");
+        divide(num_rows, (num_heads_ + 2 * kv_heads_) * head_dim_, num_threads,
+               [&](int64_t first, int64_t last) { level_.place(call, first, last); });
+    }
+
+   private:
+    const Level& level_;
+    const int64_t num_heads_, kv_heads_, head_dim_;
+    const bool is_bfloat16_;
+};
+
+void highest(const std::string& level, uintptr_t x, int64_t stride, int64_t num_rows, int64_t width, bool is_bfloat16,
+             uintptr_t indices, uintptr_t values, int num_threads) {
+    const Level& chosen = level_named(level);
+    const HighestRows call{at<char>(x),          stride * (is_bfloat16 ? 2 : 4), width,
+                           at<int64_t>(indices), at<float>(values),              is_bfloat16};
+    divide(num_rows, width, num_threads, [&](int64_t first, int64_t last) { chosen.highest(call, first, last); });
+}
+
+}  // namespace
+
+void bind(nb::module_& module) {
+    nb::class_<Normaliser>(module, "Normaliser")
+        .def(nb::init<const std::string&, uintptr_t, uintptr_t, int64_t, float, bool, bool>())
+        .def("run", &Normaliser::run);
+    nb::class_<Gates>(module, "Gates")
+        .def(nb::init<const std::string&, const std::string&, bool>())
+        .def("run", &Gates::run);
+    nb::class_<Placer>(module, "Placer")
+        .def(nb::init<const std::string&, int64_t, int64_t, int64_t, bool>())
+        .def("run", &Placer::run);
+    module.def("highest", highest);
+}
+
+}  // namespace rows

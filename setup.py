@@ -1,0 +1,55 @@
+"""The native kernels. Everything else about the package stands in pyproject.toml.
+
+They are optional: without a C++ compiler the installation succeeds, and plain PyTorch computes.
+"""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+try:
+    import nanobind
+except ImportError:
+    nanobind = None
+
+SOURCES = (
+    "module",
+    "attention_plain",
+    "attention_avx2",
+    "attention_avx512bf16",
+    "rows_module",
+    "rows_plain",
+    "rows_avx2",
+    "rows_avx512",
+    "nanobind",
+)
+HEADERS = ("attention", "attention_level", "attention_tiles", "rows", "rows_level", "vectors")
+
+
+def native() -> Extension:
+    """One module for all processors: each level is compiled for its instructions and chosen when it is loaded."""
+    nanobind_dir = Path(nanobind.source_dir()).parent
+    return Extension(
+        "kernels._native",
+        sources=[f"kernels/csrc/{name}.cpp" for name in SOURCES],
+        depends=[f"kernels/csrc/{name}.h" for name in HEADERS],
+        include_dirs=[
+            nanobind.include_dir(),
+            str(nanobind_dir / "src"),
+            str(nanobind_dir / "ext" / "robin_map" / "include"),
+        ],
+        extra_compile_args=[
+            "-std=c++17",
+            "-O3",
+            "-g0",
+            "-fopenmp",
+            "-fvisibility=hidden",
+            "-fno-math-errno",
+            "-fno-strict-aliasing",
+        ],
+        extra_link_args=["-fopenmp", "-s"],
+        optional=True,
+    )
+
+
+setup(ext_modules=[native()] if nanobind is not None else [])
