@@ -1,0 +1,1 @@
+"""Recorded runs, decided again and simulated."""

@@ -1,0 +1,153 @@
+"""What work costs on the machine of a recorded run, fitted to that run."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.core.errors import RecordingError
+from alignedserve.costmodel.least_squares import nonnegative_least_squares
+from alignedserve.costmodel.linear import (
+    FitError,
+    LinearCoefficients,
+    LinearIterationModel,
+    Sample,
+    features_of,
+    fit_error,
+    fit_linear,
+)
+from alignedserve.costmodel.links import LinkModel
+from alignedserve.replay.observed import ObservedCopy, ObservedIteration, ObservedRun
+from alignedserve.sim.config import SimLinks
+
+_FASTEST = 1e12  # bytes per second of a link whose copies took no longer for being larger
+_MIN_SAMPLES = 20
+_NUM_REWEIGHTINGS = 10
+_PREFIXES = ("decode-", "prefill-")
+_SLOWDOWNS = tuple(number / 10 for number in range(21))  # as one beside another on the same core takes twice as long
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFit:
+    """What iterations of one kind of worker cost. `ratios`: measured by expected, one worker after the other."""
+
+    costs: LinearIterationModel
+    error: FitError  # on the iterations that were fitted
+    ratios: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFit:
+    """What a simulation of that machine needs."""
+
+    decode: WorkerFit
+    prefill: WorkerFit | None  # None: workers do both
+    links: SimLinks
+    slowdown: float  # of an iteration by each other worker that computes meanwhile, as a share of its time alone
+
+
+def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
+    """Of a run whose rooms have all been seen. Raises RecordingError when it has too few iterations."""
+    workers = [_timed(run.iterations, prefix) for prefix in _PREFIXES]
+    if len(workers[0].iterations) < _MIN_SAMPLES or 0 < len(workers[1].iterations) < _MIN_SAMPLES:
+        raise RecordingError(f"{sum(len(one.iterations) for one in workers)} iterations are too few to fit costs to")
+    links = SimLinks(
+        host=_fit_link([copy for copy in run.copies if copy.has_pool_end], block_bytes),
+        device=_fit_link([copy for copy in run.copies if not copy.has_pool_end], block_bytes),
+        message_s=_message_s(run),
+    )
+    slowdown = min(_SLOWDOWNS, key=lambda slowdown: _misfit(workers, slowdown)) if _are_several(run) else 0.0
+    decode, prefill = (_fit_worker(one.alone(slowdown)) if one.iterations else None for one in workers)
+    assert decode is not None, "checked above"
+    return MachineFit(decode, prefill, links, slowdown)
+
+
+def fit_mean(samples: Sequence[Sample]) -> LinearIterationModel:
+    """The expected time of an iteration: errors are weighed by what is expected, not by what was measured.
+
+    Weighed by what was measured (fit_linear, from which this sets out), iterations that the machine delayed count for
+    less than those that it did not, and the sum of all comes out too small.
+    """
+    rows = np.array([features_of(sample.work) for sample in samples], np.float64)
+    seconds = np.array([sample.seconds for sample in samples])
+    first = fit_linear(samples)
+    expected: npt.NDArray[np.float64] = np.array([first.iteration_s(sample.work) for sample in samples])
+    weights = np.zeros(rows.shape[1])
+    for _ in range(_NUM_REWEIGHTINGS):
+        weights = nonnegative_least_squares(rows / expected[:, None], seconds / expected)
+        expected = rows @ weights
+    return LinearIterationModel(LinearCoefficients(*weights.tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """Iterations of one kind of worker, with the share of each in which others computed too."""
+
+    iterations: tuple[ObservedIteration, ...]
+    num_others: int
+    shares: npt.NDArray[np.float64]
+
+    def alone(self, slowdown: float) -> list[Sample]:
+        """What each would have taken alone, if others slow it down so much. (With more than one other, as if either
+        all of them computed or none.)"""
+        factors = 1.0 - self.shares + self.shares / (1.0 + slowdown * self.num_others)
+        seconds = [one.ended_s - one.started_s for one in self.iterations]
+        return [
+            Sample(one.work, factor * taken_s)
+            for one, factor, taken_s in zip(self.iterations, factors.tolist(), seconds, strict=True)
+        ]
+
+
+def _timed(iterations: Sequence[ObservedIteration], prefix: str) -> _Timed:
+    by_worker: dict[str, list[ObservedIteration]] = {}
+    for one in iterations:
+        if one.ended_s > one.started_s:
+            by_worker.setdefault(one.worker, []).append(one)
+    chosen = tuple(one for name, ones in by_worker.items() if name.startswith(prefix) for one in ones)
+    shares = np.zeros(len(chosen))
+    spans = np.array([(one.started_s, one.ended_s) for one in chosen]).reshape(-1, 2)
+    for name, ones in by_worker.items():
+        edges = np.array([(one.started_s, one.ended_s) for one in ones])
+        busy_s = np.repeat(np.cumsum(edges[:, 1] - edges[:, 0]), 2)
+        busy_s[::2] -= edges[:, 1] - edges[:, 0]
+        shared_s = np.diff(np.interp(spans.ravel(), edges.ravel(), busy_s).reshape(-1, 2))[:, 0]
+        shares += np.where([one.worker == name for one in chosen], 0.0, shared_s)
+    num_others = max(len(by_worker) - 1, 1)
+    return _Timed(chosen, num_others, shares / (num_others * (spans[:, 1] - spans[:, 0])))
+
+
+def _are_several(run: ObservedRun) -> bool:
+    return len({one.worker for one in run.iterations}) > 1
+
+
+def _misfit(workers: Sequence[_Timed], slowdown: float) -> float:
+    """By how much iterations differ from what would be expected of them, as the mean size of the logarithm."""
+    sizes = [
+        abs(math.log(ratio)) for one in workers if one.iterations for ratio in _fit_worker(one.alone(slowdown)).ratios
+    ]
+    return statistics.fmean(sizes)
+
+
+def _fit_worker(samples: Sequence[Sample]) -> WorkerFit:
+    costs = fit_mean(samples)
+    ratios = tuple(sample.seconds / costs.iteration_s(sample.work) for sample in samples)
+    return WorkerFit(costs, fit_error(costs, samples), ratios)
+
+
+def _message_s(run: ObservedRun) -> float:
+    times = run.message_times_s()
+    return max(statistics.median(times), 0.0) if times else 0.0
+
+
+def _fit_link(copies: Sequence[ObservedCopy], block_bytes: int) -> LinkModel:
+    """Least squares of the relative errors, neither part negative; a link that carried nothing is never asked."""
+    samples = [(copy.num_blocks * block_bytes, copy.seconds) for copy in copies if copy.num_blocks and copy.seconds > 0]
+    if not samples:
+        return LinkModel(0.0, _FASTEST)
+    sizes, seconds = np.array(samples, np.float64).T
+    rows = np.stack([1.0 / seconds, sizes / seconds], axis=1)
+    latency_s, byte_s = nonnegative_least_squares(rows, np.ones(len(seconds))).tolist()
+    return LinkModel(latency_s, 1.0 / byte_s if byte_s > 1.0 / _FASTEST else _FASTEST)

@@ -1,0 +1,87 @@
+"""What each kind of room is made from and is told: the one table by which recordings are read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from types import GenericAlias
+from typing import Any, Protocol, get_type_hints
+
+import msgspec
+
+from alignedserve.messages.events import PeerLinked, PeerLost, Received, Ticked
+from alignedserve.messages.iterations import BlocksLoaded, BlocksOffloaded, BlocksRelayed, IterationCompleted
+from alignedserve.messages.links import DecodeWorkerInbound, PoolInbound, PrefillWorkerInbound, RouterInbound
+from alignedserve.messages.recording import Decision, RecordReader
+from decode_worker import assembly as decode_assembly
+from kvpool import assembly as pool_assembly
+from prefill_worker import assembly as prefill_assembly
+from prefill_worker.buffers import BufferOpened
+from router import assembly as router_assembly
+from router.state import LengthPredicted
+
+
+class Logic(Protocol):
+    """Any room's."""
+
+    def on_event(self, event: Any, now: float) -> Sequence[Any]:
+        """What to do about this event at this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoomKind:
+    """How one kind of room is made again, and which events it knows beside those that all know."""
+
+    make: Callable[..., Logic]
+    inbound: Any  # union of the messages that it takes
+    events: tuple[type, ...] = ()
+    _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for kind in (PeerLinked, PeerLost, Ticked, *self.events):
+            self._decoders[kind.__name__] = msgspec.msgpack.Decoder(kind)
+        self._decoders[Received.__name__] = msgspec.msgpack.Decoder(GenericAlias(tuple, (str, self.inbound)))
+
+    def arguments(self, recorded: msgspec.Raw) -> dict[str, Any]:
+        """What `make` is to be called with. Raises msgspec.ValidationError when they are not the function's."""
+        hints = get_type_hints(self.make)
+        fields = [
+            (name, hints[name]) if one.default is one.empty else (name, hints[name], one.default)
+            for name, one in signature(self.make).parameters.items()
+        ]
+        schema = msgspec.defstruct("Arguments", fields, forbid_unknown_fields=True, kw_only=True)
+        given = msgspec.msgpack.decode(recorded, type=schema)
+        return {name: getattr(given, name) for name, *_ in fields}
+
+    def event(self, decision: Decision) -> Any:
+        """What it was told. Raises msgspec.ValidationError for what it is never told."""
+        decoder = self._decoders.get(decision.kind)
+        if decoder is None:
+            raise msgspec.ValidationError(f"no event of this room is called {decision.kind[:64]!r}")
+        told = decoder.decode(decision.event)
+        return Received(*told) if decision.kind == Received.__name__ else told
+
+
+_KINDS: dict[str, RoomKind] = {
+    f"{kind.make.__module__}.{kind.make.__name__}": kind
+    for kind in (
+        RoomKind(router_assembly.make_logic, RouterInbound, (LengthPredicted,)),
+        RoomKind(pool_assembly.make_logic, PoolInbound),
+        RoomKind(
+            prefill_assembly.make_live_logic,
+            PrefillWorkerInbound,
+            (IterationCompleted, BlocksLoaded, BlocksOffloaded, BlocksRelayed, BufferOpened),
+        ),
+        RoomKind(
+            decode_assembly.make_live_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
+        ),
+        RoomKind(decode_assembly.make_live_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
+    )
+}
+
+
+def kind_of(reader: RecordReader) -> RoomKind:
+    """Which of them this recording is of. Raises RecordingError."""
+    kind = _KINDS.get(reader.header.made_by)
+    if kind is None:
+        raise reader.damaged(0, f"no room is made by {reader.header.made_by[:80]!r}")
+    return kind

@@ -1,0 +1,205 @@
+"""What a recorded run was: its requests with the times of their tokens, and how long everything in it took.
+
+All of it comes out of the rooms' recordings: when they were told what, and what they answered.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.messages.events import Received, Send, SendTo
+from alignedserve.messages.gateways import RequestFailed, RequestRejected, SubmitRequest, TokensEmitted
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    BlocksRelayed,
+    IterationCompleted,
+    LoadBlocks,
+    OffloadBlocks,
+    RelayBlocks,
+    RunIteration,
+)
+from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, RequestFinished
+from alignedserve.replay.rooms import Decided
+from alignedserve.scheduling.policy import DeviceMemory
+from alignedserve.sim.engine import SimulatedEngine
+
+_MATCHED = (PrefillRequest, PrefillCompleted, RequestFinished)  # messages that come once for each attempt
+_ENDLESS = 1 << 40
+_ANY_MEMORY = DeviceMemory(1, 1, 1, 0)  # copies to the host are counted in whole tokens
+
+
+@dataclass(slots=True)
+class ObservedRequest:
+    """One request as the rooms saw it."""
+
+    request: Request  # without its tokens
+    submitted_s: float  # when the router heard of it
+    token_times_s: dict[int, float] = field(default_factory=dict)  # by place in the answer, when first sent
+    finished_s: float | None = None
+    is_refused: bool = False  # rejected or failed
+
+    @property
+    def times_in_order(self) -> "array[float]":
+        """When each token was sent by a worker, from the first without a gap."""
+        times = array("d")
+        while (time_s := self.token_times_s.get(len(times))) is not None:
+            times.append(time_s)
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedIteration:
+    """One iteration of a worker, from the decision to run it to the news of its end."""
+
+    worker: str
+    started_s: float
+    ended_s: float
+    work: IterationWork
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedCopy:
+    """Blocks that went from memory to memory."""
+
+    num_blocks: int
+    seconds: float  # from asking for it to the news of its end
+    has_pool_end: bool
+
+
+class ObservedRun:
+    """Take in every room's decisions, one room after the other."""
+
+    def __init__(self) -> None:
+        self.requests: dict[RequestId, ObservedRequest] = {}
+        self.iterations: list[ObservedIteration] = []
+        self.copies: list[ObservedCopy] = []
+        self._refused: set[RequestId] = set()
+        self._emitted: list[tuple[float, TokensEmitted]] = []
+        self._sent: dict[tuple[object, ...], float] = {}
+        self._received: dict[tuple[object, ...], float] = {}
+
+    def room(self, name: str, pool: str | None) -> "RoomObserver":
+        """What looks at one room's decisions. `pool`: of a worker, the pool of its node."""
+        return RoomObserver(self, name, pool)
+
+    def complete(self) -> None:
+        """All rooms have been seen: put their words together."""
+        for now, message in self._emitted:
+            for delta in message.deltas:
+                seen = self.requests.get(delta.request_id)
+                if seen is None:
+                    continue
+                for index in range(delta.first_index, delta.first_index + len(delta.token_ids)):
+                    seen.token_times_s[index] = min(now, seen.token_times_s.get(index, now))
+                if delta.finish_reason is not None:
+                    seen.finished_s = now
+        for request_id in sorted(self._refused & self.requests.keys()):
+            self.requests[request_id].is_refused = True
+        self._emitted.clear()
+
+    def message_times_s(self) -> list[float]:
+        """How long messages took from room to room, those that can be told apart."""
+        return [time_s - self._sent[key] for key, time_s in self._received.items() if key in self._sent]
+
+    # --- for RoomObserver
+
+    def note_sent(self, message: object, now: float) -> None:
+        """A room sends this."""
+        if isinstance(message, _MATCHED):
+            key = _key(message)
+            self._sent.setdefault(key, now)
+        elif isinstance(message, RequestRejected | RequestFailed):
+            self._refused.add(message.request_id)
+
+    def note_received(self, message: object, now: float) -> None:
+        """A room is told this."""
+        if isinstance(message, SubmitRequest):
+            self.requests[message.request.request_id] = ObservedRequest(message.request, now)
+        elif isinstance(message, _MATCHED):
+            self._received.setdefault(_key(message), now)
+
+    def note_emitted(self, message: TokensEmitted, now: float) -> None:
+        """A worker sends tokens."""
+        self._emitted.append((now, message))
+
+
+class RoomObserver:
+    """Looks at one life of one room."""
+
+    def __init__(self, run: ObservedRun, name: str, pool: str | None) -> None:
+        self._run = run
+        self._name = name
+        self._pool = pool
+        self._works = _Works()
+        self._engine = SimulatedEngine(self._works, _Endless(), _ANY_MEMORY, keeps_timeline=False)
+        self._started_s = 0.0
+        self._asked_s: dict[object, float] = {}  # copies under way
+
+    def take(self, decided: Decided) -> None:
+        """The next decision."""
+        event, now, commands = decided
+        if isinstance(event, Received):
+            self._run.note_received(event.message, now)
+        elif isinstance(event, IterationCompleted):
+            iteration = ObservedIteration(self._name, self._started_s, now, self._works.latest)
+            self._run.iterations.append(iteration)
+        elif isinstance(event, BlocksLoaded | BlocksOffloaded | BlocksRelayed):
+            self._copied(event, now)
+        for command in commands:
+            self._note(command, now)
+
+    def _note(self, command: object, now: float) -> None:
+        match command:
+            case Send(_, message):
+                self._run.note_sent(message, now)
+            case SendTo(_, TokensEmitted() as message):
+                self._run.note_emitted(message, now)
+            case RunIteration():
+                self._started_s = now
+                self._engine.begin(command, now)
+            case LoadBlocks(_, loads):
+                self._asked_s[loads] = now
+            case OffloadBlocks() | RelayBlocks():
+                self._asked_s[command] = now
+
+    def _copied(self, event: BlocksLoaded | BlocksOffloaded | BlocksRelayed, now: float) -> None:
+        if isinstance(event, BlocksLoaded):
+            key: object = event.loads
+            num_blocks = sum(part.copy.num_blocks for part in event.loads)
+            has_pool_end = event.source == self._pool
+        else:
+            key, num_blocks = event.command, len(event.command.target_block_ids)
+            has_pool_end = isinstance(event, BlocksRelayed) or event.command.target == self._pool
+        asked_s = self._asked_s.pop(key, None)
+        if asked_s is not None:
+            self._run.copies.append(ObservedCopy(num_blocks, now - asked_s, has_pool_end))
+
+
+def _key(message: Any) -> tuple[object, ...]:
+    request_id = message.request.request_id if isinstance(message, PrefillRequest) else message.request_id
+    return type(message), request_id, message.attempt
+
+
+class _Works:
+    """A cost model that charges nothing and remembers what it was asked about."""
+
+    def __init__(self) -> None:
+        self.latest = IterationWork()
+
+    def iteration_s(self, work: IterationWork) -> float:
+        self.latest = work.copy()
+        return 0.0
+
+    def swap_s(self, num_tokens: float) -> float:
+        return 0.0
+
+
+class _Endless(dict[RequestId, int]):
+    """Answers whose length nobody need know here."""
+
+    def __missing__(self, request_id: RequestId) -> int:
+        return _ENDLESS

@@ -1,0 +1,174 @@
+"""A recorded run simulated, and its times beside the real ones."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.costmodel.model import CostModel
+from alignedserve.replay.jitter import JitteryCosts
+from alignedserve.replay.observed import ObservedRequest, ObservedRun
+from alignedserve.sim.config import SimConfig, SimLinks
+from alignedserve.sim.records import Ending, GapSample, OpenRequest
+from alignedserve.sim.result import ClassResult, Measure, classes_of
+from alignedserve.sim.simulation import Simulation
+from alignedserve.workload.requests import ClosedLoop, Description, TimedRequest, Workload
+
+OTHERS = "others"  # canaries, and requests that did not complete: part of the load, not of the comparison
+NUM_RUNS = 5
+_CANARY = "canary-"
+_QUANTILES = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "end to end": "end_to_end_s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One request of the run, as part of a workload, with what really became of it."""
+
+    timed: TimedRequest
+    seen: ObservedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One measure of one class."""
+
+    class_name: str
+    measure: str
+    real: float
+    simulated: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Simulated by real."""
+        return self.simulated / self.real if self.real else None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCosts:
+    """What iterations cost, and by which ratios they differ from that."""
+
+    costs: CostModel
+    ratios: tuple[float, ...] = (1.0,)
+
+    def drawn(self, seed: int) -> CostModel:
+        """For engines."""
+        return JitteryCosts(self.costs, self.ratios, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedMachine:
+    """What the simulation is made of."""
+
+    cluster: ClusterConfig
+    layout: BlockLayout
+    links: SimLinks
+    decode: WorkerCosts
+    prefill: WorkerCosts | None = None  # None: as `decode`
+    slowdown: float = 0.0  # of iterations by each other worker that computes
+
+
+def requests_of(run: ObservedRun) -> list[Timed]:
+    """The requests that got at least one token, by arrival; those times count from the first."""
+    seen = [one for one in run.requests.values() if one.token_times_s.get(0) is not None]
+    seen.sort(key=lambda one: (one.request.arrival_s, one.request.request_id))
+    return [Timed(_timed(one, seen[0].request.arrival_s), one) for one in seen]
+
+
+def workload_of(requests: Sequence[Timed], outstanding: Mapping[str, int]) -> Workload:
+    """The same requests again. Of classes in `outstanding` so many are in the air at a time, in place of the times at
+    which they came: a client that waits for answers comes later when they do."""
+    present = {one.timed.class_name for one in requests}
+    loops = tuple(_loop(name, size, requests) for name, size in sorted(outstanding.items()) if name in present)
+    return Workload(
+        Description("recorded", 0),
+        tuple(one.timed for one in requests if one.timed.class_name not in outstanding),
+        loops,
+        max_closed=sum(one.timed.class_name in outstanding for one in requests) if loops else None,
+    )
+
+
+def compare(requests: Sequence[Timed], outstanding: Mapping[str, int], machine: SimulatedMachine) -> list[Comparison]:
+    """Simulate the run and put the measures of each class side by side, the simulated ones as means of NUM_RUNS runs
+    that differ in their jitter alone. Raises ConfigError when it cannot work."""
+    workload = workload_of(requests, outstanding)
+    real = _measures(real_classes(requests))
+    simulated = [_measures(_simulate(workload, machine, seed)) for seed in range(NUM_RUNS)]
+    return [
+        Comparison(*key, value, statistics.fmean(values))
+        for key, value in real.items()
+        if len(values := [run[key] for run in simulated if key in run]) == NUM_RUNS
+    ]
+
+
+def _simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[str, ClassResult]:
+    config = SimConfig(
+        cluster=machine.cluster,
+        layout=machine.layout,
+        links=machine.links,
+        decode_costs=machine.decode.drawn(seed),
+        prefill_costs=machine.prefill.drawn(seed) if machine.prefill is not None else None,
+        learns_costs=True,
+        core_slowdown=machine.slowdown,
+    )
+    return Simulation(config, workload).run().classes
+
+
+def real_classes(requests: Sequence[Timed]) -> dict[str, ClassResult]:
+    """What really happened, by the formulas of the simulator."""
+    gaps: dict[str, GapSample] = {}
+    records = []
+    for number, one in enumerate(requests):
+        timed, times = one.timed, one.seen.times_in_order
+        ending = Ending.COMPLETED if one.seen.finished_s is not None else Ending.UNFINISHED
+        under_way = OpenRequest(number, timed, one.seen.request.arrival_s, times)
+        records.append(under_way.close(ending, times[-1], gaps.setdefault(timed.class_name, GapSample())))
+    begin_s = min(one.seen.request.arrival_s for one in requests)
+    return classes_of(records, gaps, max(record.ended_s for record in records) - begin_s)
+
+
+def _timed(seen: ObservedRequest, begin_s: float) -> TimedRequest:
+    request = seen.request
+    is_other = seen.finished_s is None or request.request_id.startswith(_CANARY)
+    output_len = len(seen.times_in_order)
+    return TimedRequest(
+        arrival_s=request.arrival_s - begin_s,
+        prompt_len=request.prompt_len,
+        output_len=output_len,
+        max_tokens=max(request.sampling.max_tokens, output_len),
+        class_name=OTHERS if is_other else request.request_class.value,
+        request_class=request.request_class,
+        slo=request.slo,
+        priority=request.priority,
+    )
+
+
+def _loop(name: str, size: int, requests: Sequence[Timed]) -> ClosedLoop:
+    stream = _Repeated([replace(one.timed, arrival_s=0.0) for one in requests if one.timed.class_name == name])
+    return ClosedLoop(name, size, is_wave=False, stream=stream)
+
+
+class _Repeated:
+    """Requests without end: those that there are, over and over."""
+
+    def __init__(self, requests: Sequence[TimedRequest]) -> None:
+        self._requests = requests
+
+    def __getitem__(self, number: int) -> TimedRequest:
+        return self._requests[number % len(self._requests)]
+
+
+def _measures(classes: Mapping[str, ClassResult]) -> dict[tuple[str, str], float]:
+    """By class and measure."""
+    measures = {}
+    for name, result in classes.items():
+        if name == OTHERS:
+            continue
+        measures[name, "requests/s"] = result.requests_per_s
+        measures[name, "tokens/s"] = result.tokens_per_s
+        for label, field in _QUANTILES.items():
+            measure: Measure | None = getattr(result, field)
+            if measure is not None:
+                measures[name, f"{label} p50, s"] = measure.distribution.p50
+                measures[name, f"{label} p90, s"] = measure.distribution.p90
+    return measures

@@ -1,0 +1,82 @@
+"""What is simulated: the live system's own configuration, and what its machines would need for it."""
+
+from dataclasses import dataclass, replace
+
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.links import LinkModel
+from alignedserve.costmodel.model import CostModel
+from alignedserve.scheduling.policy import DeviceMemory, Mechanism
+from decode_worker.assembly import memory_of
+
+
+@dataclass(frozen=True, slots=True)
+class SimLinks:
+    """How blocks and messages travel. Each pair of memories has a link of its own, one in each direction."""
+
+    host: LinkModel  # between a worker and the pool: PCIe
+    device: LinkModel  # between two workers: NVLink
+    message_s: float = 0.0002  # from room to room, and to the client
+
+
+@dataclass(frozen=True, slots=True)
+class SimMechanisms:
+    """What the simulated engine can do beyond the live one, for policies that want it."""
+
+    hidden_ratio: float | None = None  # bytes of a hidden cache by bytes of keys and values; None: there is none
+    has_shared_blocks: bool = False
+    swap_width: float = 1.0  # bytes of a token on the host by its bytes on the device
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """One simulated cluster. Sizes in blocks are worked out as the live system does: memory over bytes of a block."""
+
+    cluster: ClusterConfig
+    layout: BlockLayout
+    links: SimLinks
+    decode_costs: CostModel  # of colocated workers: for both phases
+    prefill_costs: CostModel | None = None  # None: as `decode_costs`
+    mechanisms: SimMechanisms = SimMechanisms()
+    learns_costs: bool = False  # policies learn what iterations cost as live ones do; False: they know it
+    core_slowdown: float = 0.0  # by how much longer each other one that computes makes an iteration (shared_cores.py)
+    num_pools: int = 1  # nodes: prefill and decode workers are shared out among them
+    seed: int = 0
+    duration_s: float | None = None  # nothing is simulated beyond; None: until every request has ended
+    timeline_of: str | None = None  # the worker whose every iteration is kept
+
+    def __post_init__(self) -> None:
+        decode, prefill = self.cluster.decode.count, self.cluster.prefill.count
+        num_workers = decode if self.is_colocated else min(decode, prefill)
+        if not 1 <= self.num_pools <= num_workers:
+            raise ConfigError(f"num_pools must be between 1 and {num_workers}: every node needs workers of each kind")
+
+    @property
+    def colocated_memory(self) -> DeviceMemory:
+        """Of one colocated worker, with nothing in it: a live one's, and what the mechanisms add."""
+        decode, mechanisms = self.cluster.decode, self.mechanisms
+        live = memory_of(decode, self.layout, num_blocks=self.layout.blocks_in(decode.memory_bytes))
+        return replace(
+            live,
+            num_free_host=int(live.num_free_host / mechanisms.swap_width),
+            hidden_ratio=mechanisms.hidden_ratio,
+            has_shared_blocks=mechanisms.has_shared_blocks,
+            swap_width=mechanisms.swap_width,
+        )
+
+    @property
+    def available(self) -> frozenset[Mechanism]:
+        """What the simulated engine has for policies; whether lengths are known is the workload's to say."""
+        has = {
+            Mechanism.SWAP: self.cluster.decode.swap_bytes > 0,
+            Mechanism.INT8_SWAP: self.mechanisms.swap_width < 1.0,
+            Mechanism.HIDDEN_CACHE: self.mechanisms.hidden_ratio is not None,
+            Mechanism.SHARED_BLOCKS: self.mechanisms.has_shared_blocks,
+        }
+        return frozenset(one for one, is_there in has.items() if is_there)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether every worker computes prompts and generates."""
+        return self.cluster.topology is Topology.COLOCATED

@@ -1,0 +1,217 @@
+"""The engine that computes nothing: what an iteration costs, and which tokens would come out of it.
+
+It alone knows how long answers will be: the last token of one is the stop token.
+"""
+
+from array import array
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import SampledToken
+from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
+from alignedserve.scheduling.policy import DeviceMemory
+
+EOS = 0
+TOKEN = 1  # every other one
+
+
+class SimulatedIteration(NamedTuple):
+    """An iteration that begins now."""
+
+    duration_s: float
+    sampled: tuple[SampledToken, ...]
+
+
+class IterationLine(NamedTuple):
+    """One iteration on a worker's timeline."""
+
+    started_s: float
+    ended_s: float
+    num_decodes: int
+    num_prompt_tokens: int
+    num_blocks: int  # that the engine's requests hold
+
+
+class _Sequence:
+    """One request in the engine."""
+
+    __slots__ = ("is_hidden", "num_blocks", "num_computed", "num_left", "num_tokens", "token")
+
+    def __init__(self, addition: Addition, output_len: int) -> None:
+        self.num_tokens = addition.request.prompt_len + len(addition.generated_token_ids)
+        self.num_computed = addition.num_cached
+        self.num_left = output_len - len(addition.generated_token_ids)  # tokens that its answer will still have
+        self.num_blocks = len(addition.block_ids)
+        self.is_hidden = addition.is_hidden
+        self.token = SampledToken(addition.request.request_id, TOKEN)  # every token of it but the last
+
+
+class _Repeated:
+    """An iteration, and those after it that differ from it in nothing but that every context is one token longer.
+
+    A large batch of long answers does little else, so such an iteration is not looked through request by request.
+    """
+
+    __slots__ = ("_num_more", "_slices", "num_repeats", "sampled", "work")
+
+    def __init__(
+        self,
+        slices: tuple[tuple[RequestId, int], ...],
+        work: IterationWork,
+        sampled: tuple[SampledToken, ...],
+        num_more: int,
+    ) -> None:
+        """`num_more`: how often it can be repeated before the first answer ends."""
+        self._slices = slices
+        self._num_more = num_more
+        self.work = work
+        self.sampled = sampled
+        self.num_repeats = 0
+
+    def repeats(self, command: RunIteration) -> bool:
+        """Whether this command asks for the same once more; it is then done."""
+        is_same = command.slices is self._slices and not (command.additions or command.removals or command.swaps)
+        if not is_same or self.num_repeats >= self._num_more:
+            return False
+        self.num_repeats += 1
+        self.work.decode_context_len += self.work.num_decodes
+        self.work.max_decode_context_len += 1
+        return True
+
+    def request_ids(self) -> list[RequestId]:
+        """Of all its requests."""
+        return [request_id for request_id, _ in self._slices]
+
+
+class SimulatedEngine:
+    """One worker's sequences. `output_lens`: of every request that may come, by id. `memory`: how wide copies are."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        output_lens: Mapping[RequestId, int],
+        memory: DeviceMemory,
+        *,
+        keeps_timeline: bool,
+    ) -> None:
+        self._costs = costs
+        self._memory = memory
+        self._on_host: set[RequestId] = set()  # of whose cache a part lies there; membership only, as in the next
+        self._hidden: set[RequestId] = set()  # whose cache, in the engine or out of it, is hidden
+        self._output_lens = output_lens
+        self._sequences: dict[RequestId, _Sequence] = {}
+        self._latest = _Repeated((), IterationWork(), (), 0)
+        self._timeline = _Timeline() if keeps_timeline else None
+        self._num_blocks = 0
+        self.num_iterations = 0
+        self.num_decodes = 0  # requests that decoded, counted again in every iteration
+        self.num_prompt_tokens = 0
+        self.num_block_iterations = 0  # blocks that the engine's requests hold, added up over iterations
+        self.busy_s = 0.0
+
+    def begin(self, command: RunIteration, now: float) -> SimulatedIteration:
+        """Begin an iteration; the one before must be over."""
+        if not self._latest.repeats(command):
+            self._catch_up()
+            swapped = self._swap(command.swaps) if command.swaps is not None else (0.0, 0.0)
+            self._change_sequences(command)
+            self._latest = self._look_through(command, swapped)
+        for request_id, block_ids in command.extensions:
+            self._sequences[request_id].num_blocks += len(block_ids)
+            self._num_blocks += len(block_ids)
+        work = self._latest.work
+        duration_s = self._costs.iteration_s(work)
+        self.num_iterations += 1
+        self.num_decodes += work.num_decodes
+        self.num_prompt_tokens += work.num_prompt_tokens
+        self.num_block_iterations += self._num_blocks
+        self.busy_s += duration_s
+        if self._timeline is not None:
+            self._timeline.add(now, duration_s, work, self._num_blocks)
+        return SimulatedIteration(duration_s, self._latest.sampled)
+
+    def timeline(self) -> list[IterationLine]:
+        """Every iteration, if they were to be kept."""
+        return self._timeline.lines() if self._timeline is not None else []
+
+    def _catch_up(self) -> None:
+        """Give every sequence the tokens of the repeated iterations."""
+        num_repeats = self._latest.num_repeats
+        if num_repeats:
+            for request_id in self._latest.request_ids():
+                sequence = self._sequences[request_id]
+                sequence.num_tokens += num_repeats
+                sequence.num_computed += num_repeats
+                sequence.num_left -= num_repeats
+
+    def _change_sequences(self, command: RunIteration) -> None:
+        for request_id in command.removals:
+            self._num_blocks -= self._sequences.pop(request_id).num_blocks
+            if request_id not in self._on_host:
+                self._hidden.discard(request_id)
+        for addition in command.additions:
+            request_id = addition.request.request_id
+            assert request_id not in self._sequences, "added twice"
+            self._sequences[request_id] = _Sequence(addition, self._output_lens[request_id])
+            self._num_blocks += len(addition.block_ids)
+            (self._hidden.add if addition.is_hidden else self._hidden.discard)(request_id)
+
+    def _swap(self, swaps: Swaps) -> tuple[float, float]:
+        """Full-width tokens that come from the host, and that go there. Of one cache a part may lie on either side."""
+        self._on_host.difference_update(swaps.forgotten)
+        num_out = sum(self._copied(swap) for swap in swaps.outs)
+        num_in = sum(self._copied(swap) for swap in swaps.ins)
+        self._on_host.update(swap.request_id for swap in swaps.outs)
+        self._on_host.difference_update(swap.request_id for swap in swaps.ins)
+        return num_in, num_out
+
+    def _copied(self, swap: Swap) -> float:
+        return self._memory.copy_tokens(swap.num_tokens, is_hidden=swap.request_id in self._hidden)
+
+    def _look_through(self, command: RunIteration, swapped: tuple[float, float]) -> _Repeated:
+        work, sampled, num_more = IterationWork(), [], 1 << 40
+        work.swap_in_tokens, work.swap_out_tokens = swapped
+        decoded_len = hidden_len = longest = num_decodes = 0
+        for request_id, num_tokens in command.slices:
+            sequence = self._sequences[request_id]
+            num_tokens_before, num_computed = sequence.num_tokens, sequence.num_computed
+            sequence.num_computed = num_computed + num_tokens
+            is_last = sequence.num_computed == num_tokens_before
+            if num_tokens == 1 and is_last:
+                num_decodes += 1
+                decoded_len += num_tokens_before
+                hidden_len += num_tokens_before if sequence.is_hidden else 0
+                longest = max(longest, num_tokens_before)
+            else:
+                work.add_chunk(num_tokens, num_computed, is_last=is_last)
+            if is_last:
+                sampled.append(sequence.token if sequence.num_left != 1 else SampledToken(request_id, EOS))
+                sequence.num_tokens += 1
+                sequence.num_left -= 1
+                num_more = min(num_more, sequence.num_left - 1)
+        work.add_decodes(num_decodes, decoded_len, longest, hidden_len)
+        return _Repeated(
+            command.slices, work, tuple(sampled), 0 if work.num_chunks or command.swaps or hidden_len else num_more
+        )
+
+
+class _Timeline:
+    """Every iteration, in columns."""
+
+    def __init__(self) -> None:
+        self._times = (array("d"), array("d"))
+        self._counts = (array("q"), array("q"), array("q"))
+
+    def add(self, now: float, duration_s: float, work: IterationWork, num_blocks: int) -> None:
+        """One that begins now."""
+        for times, moment in zip(self._times, (now, now + duration_s), strict=True):
+            times.append(moment)
+        for counts, count in zip(self._counts, (work.num_decodes, work.num_prompt_tokens, num_blocks), strict=True):
+            counts.append(count)
+
+    def lines(self) -> list[IterationLine]:
+        """In order."""
+        return [IterationLine(*line) for line in zip(*self._times, *self._counts, strict=True)]

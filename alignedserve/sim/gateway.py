@@ -1,0 +1,162 @@
+"""The client and its gateway in one: sends requests at their times, and notes when their tokens come."""
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request, SamplingParams
+from alignedserve.messages.events import PeerLinked, Received
+from alignedserve.messages.gateways import ClusterStatus, RequestFailed, RequestRejected, SubmitRequest, TokensEmitted
+from alignedserve.messages.handshake import Role
+from alignedserve.sim.agenda import Agenda
+from alignedserve.sim.engine import TOKEN
+from alignedserve.sim.records import Ending, GapSample, OpenRequest, RequestRecord
+from alignedserve.sim.rooms import Network
+from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
+from router.state import LengthPredicted
+
+GATEWAY, ROUTER = "gateway-0", "router"
+
+
+class _Prompts:
+    """One tuple for all prompts of one length that are under way."""
+
+    def __init__(self) -> None:
+        self._of_length: dict[int, tuple[int, ...]] = {}
+        self._num_users: dict[int, int] = {}
+
+    def borrow(self, length: int) -> tuple[int, ...]:
+        self._num_users[length] = self._num_users.get(length, 0) + 1
+        prompt = self._of_length.get(length)
+        if prompt is None:
+            prompt = self._of_length[length] = (TOKEN,) * length
+        return prompt
+
+    def give_back(self, length: int) -> None:
+        self._num_users[length] -= 1
+        if not self._num_users[length]:
+            del self._of_length[length], self._num_users[length]
+
+
+class SimulatedGateway:
+    """Requests on their way in, tokens on their way out. `on_idle`: everything has been sent and has ended."""
+
+    role = Role.GATEWAY
+
+    def __init__(
+        self, workload: Workload, agenda: Agenda, network: Network, *, message_s: float, on_idle: Callable[[], None]
+    ) -> None:
+        self._agenda = agenda
+        self._network = network
+        self._message_s = message_s
+        self._on_idle = on_idle
+        self._timed = iter(workload.requests)
+        self._loops = ClosedLoopRun(workload)
+        self._origin_s = 0.0
+        self._num_to_come = 0  # sendings on the agenda
+        self._num_sent = 0
+        self._open: dict[RequestId, OpenRequest] = {}
+        self._prompts = _Prompts()
+        self.output_lens: dict[RequestId, int] = {}  # of the requests under way
+        self.gaps: dict[str, GapSample] = {}  # by class
+        self.records: list[RequestRecord] = []
+        self.status: ClusterStatus | None = None
+        network.add(GATEWAY, self)
+
+    def start(self, time_s: float) -> None:
+        """Begin at this time; arrivals count from here."""
+        self._origin_s = time_s
+        self._plan_next()
+        self._plan_all(self._loops.first())
+        self._note_idle()
+
+    def dispatch(self, event: PeerLinked | Received) -> None:
+        """The router's word."""
+        if isinstance(event, PeerLinked):
+            return
+        message = event.message
+        match message:
+            case RequestRejected():
+                self._end(message.request_id, Ending.REJECTED, self._agenda.now)
+            case RequestFailed():
+                self._end(message.request_id, Ending.FAILED, self._agenda.now)
+            case ClusterStatus():
+                self.status = message
+            case _:
+                raise AssertionError(f"the simulated gateway does not take {type(message).__name__}")
+
+    def emitted(self, message: TokensEmitted) -> None:
+        """A worker sends tokens now. They are noted at once, with the time at which they will be here."""
+        time_s = self._agenda.now + self._message_s
+        under_way = self._open
+        for delta in message.deltas:
+            times = under_way[delta.request_id].token_times_s
+            assert delta.first_index == len(times), "a token that is not the next"
+            times.append(time_s)
+            if delta.finish_reason is not None:
+                self._end(delta.request_id, Ending.COMPLETED, time_s)
+
+    def cut_off(self) -> None:
+        """The simulation ends here, whatever is under way."""
+        for request_id in list(self._open):
+            self._close(request_id, Ending.UNFINISHED, self._agenda.now)
+
+    # --- sending
+
+    def _plan_next(self) -> None:
+        """Only one of the timed ones is on the agenda: a short agenda is a fast one."""
+        timed = next(self._timed, None)
+        if timed is not None:
+            self._num_to_come += 1
+            self._agenda.at(self._origin_s + timed.arrival_s, self._send_timed, timed)
+
+    def _plan_all(self, looped: Sequence[TimedRequest]) -> None:
+        for timed in looped:
+            self._num_to_come += 1
+            self._agenda.at(self._origin_s + timed.arrival_s, self._send, timed)
+
+    def _send_timed(self, timed: TimedRequest) -> None:
+        self._plan_next()
+        self._send(timed)
+
+    def _send(self, timed: TimedRequest) -> None:
+        request_id = RequestId(f"r{self._num_sent:07d}")
+        now = self._agenda.now
+        request = Request(
+            request_id,
+            self._prompts.borrow(timed.prompt_len),
+            SamplingParams(max_tokens=timed.max_tokens),
+            GATEWAY,
+            now,
+            timed.request_class,
+            timed.slo,
+            timed.priority,
+        )
+        self._open[request_id] = OpenRequest(self._num_sent, timed, now, array("d"))
+        self.output_lens[request_id] = timed.output_len
+        self._num_sent += 1
+        self._num_to_come -= 1
+        self._network.send(GATEWAY, ROUTER, SubmitRequest(request))
+        if timed.predicted_len is not None:  # as live: when the router has the request, and waiting for nobody
+            self._network.tell(ROUTER, LengthPredicted(request_id, float(timed.predicted_len)))
+
+    # --- ends
+
+    def _end(self, request_id: RequestId, ending: Ending, time_s: float) -> None:
+        class_name = self._close(request_id, ending, time_s)
+        self._plan_all(self._loops.next_after(class_name, time_s - self._origin_s))
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not (self._open or self._num_to_come):
+            self._on_idle()
+
+    def _close(self, request_id: RequestId, ending: Ending, time_s: float) -> str:
+        """Note what the request was; its class."""
+        under_way = self._open.pop(request_id)
+        del self.output_lens[request_id]
+        timed = under_way.timed
+        self._prompts.give_back(timed.prompt_len)
+        gaps = self.gaps.setdefault(timed.class_name, GapSample())
+        self.records.append(under_way.close(ending, time_s, gaps))
+        return timed.class_name

@@ -1,0 +1,81 @@
+"""A simulated cluster from names: which model on which accelerators, and what that leaves for caches."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.choice import WorkerSpec, make_cost_model
+from alignedserve.costmodel.hardware import hardware
+from alignedserve.costmodel.links import LinkModel, nvlink_link, pcie_link
+from alignedserve.costmodel.memory import num_cache_blocks
+from alignedserve.costmodel.model_shapes import ModelShape
+from alignedserve.costmodel.profile_file import MachineProfile
+from alignedserve.sim.config import SimConfig, SimLinks
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What the workers are made of. Both kinds serve one model."""
+
+    decode: WorkerSpec  # colocated workers too
+    prefill: WorkerSpec | None = None  # None: as `decode`
+    source: str = "roofline"  # of the cost model, as in costmodel.choice
+    buffer_share: float = 0.5  # of a prefill worker's memory for caches, for the decode workers' candidate buffers
+
+
+def simulated_on(machines: Machines, cluster: ClusterConfig) -> SimConfig:
+    """This cluster on these machines: `memory_bytes` of its workers are replaced by what the model leaves there.
+
+    Each accelerator of a worker has links of its own. Raises ConfigError for unknown names, for a model that does not
+    fit, and where prefill and decode workers differ in their model.
+    """
+    decode, prefill = machines.decode, machines.prefill or machines.decode
+    if decode.shape != prefill.shape:
+        raise ConfigError(f"prefill workers serve {prefill.shape.name!r}, decode workers {decode.shape.name!r}")
+    layout = _layout(decode.shape, cluster)
+    on_prefill = _cache_bytes(prefill, layout)
+    replace = msgspec.structs.replace
+    buffer_bytes = int(on_prefill * machines.buffer_share)
+    sections = {
+        "decode": replace(cluster.decode, memory_bytes=_cache_bytes(decode, layout)),
+        "prefill": replace(cluster.prefill, memory_bytes=on_prefill - buffer_bytes, buffer_bytes=buffer_bytes),
+    }
+    return SimConfig(
+        cluster=replace(cluster, **sections),
+        layout=layout,
+        links=_links(decode),
+        decode_costs=make_cost_model(machines.source, decode),
+        prefill_costs=make_cost_model(machines.source, prefill),
+    )
+
+
+def simulated_as_profiled(profile: MachineProfile, cluster: ClusterConfig) -> SimConfig:
+    """This cluster on the machine of a profile (`alignedserve profile`), where all caches lie in host memory.
+
+    Workers have the `memory_bytes` of the configuration. They do not share cores: each is as fast as the one profiled.
+    """
+    costs, link = profile.cost_model(), profile.memory_link
+    return SimConfig(cluster, _layout(profile.shape, cluster), SimLinks(link, link), costs)
+
+
+def _layout(shape: ModelShape, cluster: ClusterConfig) -> BlockLayout:
+    return BlockLayout(cluster.engine.block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
+
+
+def _cache_bytes(worker: WorkerSpec, layout: BlockLayout) -> int:
+    machine, degree = hardware(worker.hardware), worker.tensor_parallel
+    num_blocks = num_cache_blocks(worker.shape, machine, tensor_parallel=degree, block_size=layout.block_size)
+    return num_blocks * layout.block_bytes
+
+
+def _links(worker: WorkerSpec) -> SimLinks:
+    machine = hardware(worker.hardware)
+    pcie, nvlink = pcie_link(machine), nvlink_link(machine)
+    return SimLinks(_widened(pcie, worker.tensor_parallel), _widened(nvlink, worker.tensor_parallel))
+
+
+def _widened(link: LinkModel, degree: int) -> LinkModel:
+    return LinkModel(link.latency_s, link.bytes_per_s * degree)

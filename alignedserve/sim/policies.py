@@ -1,0 +1,94 @@
+"""From the name of a policy to what is simulated: its topology, what it wants elsewhere, and its mechanisms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from alignedserve.config.sections import ClusterConfig, SchedulingConfig, Topology
+from alignedserve.costmodel.profile_file import MachineProfile
+from alignedserve.scheduling.assembly import resolve_policy
+from alignedserve.scheduling.policies import policy_config, policy_entry, require_policy
+from alignedserve.scheduling.policy import Mechanism, int8_width
+from alignedserve.sim.config import SimConfig, SimMechanisms
+from alignedserve.sim.machines import Machines, simulated_as_profiled, simulated_on
+from alignedserve.workload.requests import RequestStream, TimedRequest, Workload
+
+_TOKENS_PER_SCALE = 16  # of an int8 copy
+
+
+def with_policy(
+    cluster: ClusterConfig, name: str, settings: Mapping[str, Any] | None = None, *, topology: Topology | None = None
+) -> ClusterConfig:
+    """This cluster under a policy, in its own topology unless another is asked for.
+
+    Whatever it implies elsewhere and the cluster does not set itself becomes the policy's own. Raises ConfigError for
+    an unknown name, parameter or value, and where the policy does not run in that topology.
+    """
+    scheduling = SchedulingConfig(policy=name, settings=dict(settings or {}))
+    chosen = topology or policy_entry(name).topologies[0]
+    require_policy(scheduling, chosen, frozenset(Mechanism))  # the simulated engine can have all of them
+    return resolve_policy(msgspec.structs.replace(cluster, topology=chosen, scheduling=scheduling))
+
+
+def simulated_policy(machines: Machines | MachineProfile, cluster: ClusterConfig) -> SimConfig:
+    """This cluster on these machines, whose engines have whatever mechanisms its policy wants, at their true costs.
+
+    Raises ConfigError for unknown names, for a model that does not fit, and for a policy that needs what this model
+    cannot have (a hidden cache where it is larger than keys and values).
+    """
+    if isinstance(machines, MachineProfile):
+        shape, config = machines.shape, simulated_as_profiled(machines, cluster)
+    else:
+        shape, config = machines.decode.shape, simulated_on(machines, cluster)
+    scheduling, changed = cluster.scheduling, msgspec.structs.replace
+    swap_bytes = cluster.decode.swap_bytes if Mechanism.SWAP in _wanted(scheduling) else 0
+    config = replace(
+        config,
+        cluster=changed(config.cluster, decode=changed(config.cluster.decode, swap_bytes=swap_bytes)),
+        mechanisms=mechanisms_for(scheduling, hidden_ratio=shape.hidden_ratio),
+    )
+    require_policy(scheduling, cluster.topology, config.available | {Mechanism.KNOWN_LENGTHS})
+    return config
+
+
+def mechanisms_for(scheduling: SchedulingConfig, *, hidden_ratio: float) -> SimMechanisms:
+    """What the simulated engine offers this policy. `hidden_ratio`: the model's; from 1 on there is no hidden cache."""
+    wanted = _wanted(scheduling)
+    has_hidden = Mechanism.HIDDEN_CACHE in wanted and hidden_ratio < 1.0
+    return SimMechanisms(
+        hidden_ratio=hidden_ratio if has_hidden else None,
+        has_shared_blocks=Mechanism.SHARED_BLOCKS in wanted,
+        swap_width=int8_width(_TOKENS_PER_SCALE) if Mechanism.INT8_SWAP in wanted else 1.0,
+    )
+
+
+def _wanted(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
+    entry = policy_entry(scheduling.policy)
+    return entry.needs_with(policy_config(scheduling.policy, scheduling.settings)) | entry.uses
+
+
+# --- policies that know how long answers will be
+
+
+def as_predicted_for(scheduling: SchedulingConfig, workload: Workload) -> Workload:
+    """The workload as this policy is told of it: with exact predictions where it must know lengths."""
+    if Mechanism.KNOWN_LENGTHS not in _wanted(scheduling):
+        return workload
+    loops = tuple(replace(loop, stream=_KnownStream(loop.stream)) for loop in workload.closed_loops)
+    return replace(workload, requests=tuple(map(_known, workload.requests)), closed_loops=loops)
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownStream:
+    """A stream with exact predictions."""
+
+    stream: RequestStream
+
+    def __getitem__(self, number: int) -> TimedRequest:
+        return _known(self.stream[number])
+
+
+def _known(request: TimedRequest) -> TimedRequest:
+    return replace(request, predicted_len=request.output_len)

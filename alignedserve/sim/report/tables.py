@@ -1,0 +1,115 @@
+"""The same figures as tables: for the terminal, and beneath every plot."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from alignedserve.sim.report.runs import Report, ReportedRun, window_of
+from alignedserve.sim.report.svg import shown
+from alignedserve.sim.result import ALL, ClassResult, Measure, SimulationResult
+
+NOTHING = "–"  # noqa: RUF001  # a dash in a table
+
+
+class Table(NamedTuple):
+    """Cells as they are shown. The first `num_names` columns are names, the others quantities."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_names: int = 1
+
+
+_HEADLINES = (
+    "attained",
+    "TTFT p50",
+    "TTFT p99",
+    "TBT p99",
+    "done/s",
+    "tokens/s",
+    "goodput/s",
+    "busy",
+    "preempted",
+)
+
+
+def headlines(report: Report) -> Table:
+    """A row per run, and one per class where there are several."""
+    has_classes = len(report.classes) > 1
+    rows = [
+        [run.policy, shown(run.rate), *([name] if has_classes else []), *_headline_cells(run, name)]
+        for run in report.runs
+        for name in report.classes
+    ]
+    names = ("policy", "rate", *(("class",) if has_classes else ()))
+    return Table((*names, *_HEADLINES), rows, len(names))
+
+
+def _headline_cells(run: ReportedRun, class_name: str) -> list[str]:
+    found = run.of_class(class_name)
+    if run.result is None or found is None:
+        return ["failed" if run.result is None else NOTHING, *[NOTHING] * (len(_HEADLINES) - 1)]
+    of_all = (f"{mean_utilisation(run.result):.0%}", f"{run.result.num_preemptions:,}")
+    return [*_class_cells(found), *(of_all if class_name == ALL else ("", ""))]
+
+
+def _class_cells(found: ClassResult) -> list[str]:
+    return [
+        NOTHING if found.attainment is None else f"{found.attainment:.1%}",
+        *_seconds(found.ttft_s, 50, 99),
+        *_seconds(found.tbt_s, 99),
+        f"{found.requests_per_s:.2f}",
+        f"{found.tokens_per_s:,.0f}",
+        f"{found.goodput_per_s:.2f}",
+    ]
+
+
+def mean_utilisation(result: SimulationResult) -> float:
+    """Of all workers."""
+    return sum(worker.utilisation for worker in result.workers) / max(len(result.workers), 1)
+
+
+def distributions(runs: Sequence[ReportedRun], class_name: str) -> Table:
+    """Percentiles of TTFT and TBT."""
+    rows = []
+    for run in runs:
+        found = run.of_class(class_name)
+        ttft_s, tbt_s = (None, None) if found is None else (found.ttft_s, found.tbt_s)
+        rows.append([run.policy, *_seconds(ttft_s, 50, 90, 99, 100), *_seconds(tbt_s, 50, 90, 99, 100)])
+    parts = [f"{measure} {part}" for measure in ("TTFT", "TBT") for part in ("p50", "p90", "p99", "max")]
+    return Table(("policy", *parts), rows)
+
+
+def workers(runs: Sequence[ReportedRun]) -> Table:
+    """What every worker did."""
+    rows = [
+        [run.policy, one.name, f"{one.utilisation:.1%}"]
+        + [f"{count:,}" for count in (one.num_iterations, one.num_prompt_tokens, one.num_decodes)]
+        for run in runs
+        if run.result is not None
+        for one in run.result.workers
+    ]
+    return Table(("policy", "worker", "busy", "iterations", "prompt tokens", "decodes"), rows, 2)
+
+
+def windows(runs: Sequence[ReportedRun]) -> Table:
+    """Sums of what the timelines show."""
+    rows = []
+    for run in runs:
+        lines = window_of(run.result.timeline) if run.result is not None else []
+        longest_s = max((line.ended_s - line.started_s for line in lines), default=0.0)
+        num_tokens = sum(line.num_prompt_tokens for line in lines)
+        num_decodes = sum(line.num_decodes for line in lines)
+        cells = [f"{count:,}" for count in (len(lines), num_tokens, num_decodes)]
+        rows.append([run.policy, *cells, f"{longest_s * 1000:.1f} ms"])
+    return Table(("policy", "iterations", "prompt tokens", "decodes", "longest iteration"), rows)
+
+
+def _seconds(measure: Measure | None, *percents: int) -> list[str]:
+    if measure is None:
+        return [NOTHING] * len(percents)
+    found = measure.distribution
+    of_percent = {50: found.p50, 90: found.p90, 99: found.p99, 100: found.max}
+    return [_duration(of_percent[percent]) for percent in percents]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1.0 else f"{seconds:,.2f} s"

@@ -1,0 +1,170 @@
+"""What a simulation came to: a plain record of sums, distributions and sampled curves, small enough to keep many."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from alignedserve.core.metrics import Distribution, attainment, describe, per_second, percentile
+from alignedserve.messages.gateways import LengthTotals
+from alignedserve.messages.ledger import LedgerTotals
+from alignedserve.sim.engine import IterationLine, SimulatedEngine
+from alignedserve.sim.records import Ending, GapSample, RequestRecord
+
+ALL = "all"  # every class together
+CURVE_PERCENTS = (*range(100), 99.5, 99.9, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One measure over requests or gaps: its distribution, and its curve at the percentages of `CURVE_PERCENTS`."""
+
+    distribution: Distribution
+    curve: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassResult:
+    """Requests of one class, or all. Rates are per second of the whole run; None where there was nothing to measure."""
+
+    num_sent: int
+    num_by_ending: dict[str, int]
+    attainment: float | None  # whatever did not complete has missed
+    ttft_attainment: float | None  # of this objective by itself
+    tpot_attainment: float | None
+    token_attainment: float | None  # share of the tokens with an objective of their own that held it (AccelGen)
+    p99_attainment: float | None  # of all, with the 99th percentile of each request's gaps in place of their mean
+    requests_per_s: float
+    loaded_requests_per_s: float  # completed while requests still came, per second of that time: without the tail
+    tokens_per_s: float
+    goodput_per_s: float  # requests that held every objective
+    timely_tokens_per_s: float  # tokens that held an objective of their own
+    ttft_s: Measure | None
+    tpot_s: Measure | None
+    tbt_s: Measure | None  # over an even sample of all gaps; count and max are exact
+    max_tbt_s: Measure | None  # each request's longest gap
+    p99_tbt_s: Measure | None  # each request's own percentile
+    end_to_end_s: Measure | None
+    normalized_s: Measure | None  # end-to-end time by output tokens, of completed requests
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerResult:
+    """One worker's work."""
+
+    name: str
+    utilisation: float  # share of the run in which it computed
+    num_iterations: int
+    num_prompt_tokens: int
+    num_decodes: int  # one for each request and iteration
+    mean_blocks: float  # that the requests of an iteration hold
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """One run. The same configuration, workload and seed give an equal record."""
+
+    duration_s: float  # simulated, from the first sending to the last ending
+    classes: dict[str, ClassResult]  # "all", and by class those that there were
+    workers: tuple[WorkerResult, ...]
+    num_preemptions: int
+    num_evictions: int
+    num_handoffs_verified: int
+    num_handoffs_refused: int
+    num_reused_tokens: int
+    num_recomputed_tokens: int
+    num_pool_blocks_used: int  # at the end: nothing but what unfinished requests hold
+    num_worker_blocks_used: int
+    ledger: LedgerTotals  # of all decode workers
+    lengths: LengthTotals  # how well output lengths were foreseen
+    num_decisions: int  # events that logics were told of
+    num_events: int  # entries of the agenda
+    timeline: tuple[IterationLine, ...]  # of the one worker that was asked for
+
+    def to_builtins(self) -> dict[str, Any]:
+        """As dicts and lists, for JSON."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+
+def classes_of(
+    records: Sequence[RequestRecord], gaps: Mapping[str, GapSample], duration_s: float
+) -> dict[str, ClassResult]:
+    """All requests, and those of each class, in the order of their names."""
+    arrivals_s = [record.arrival_s for record in records]
+    span = _Span(duration_s, min(arrivals_s, default=0.0), max(arrivals_s, default=0.0))
+    classes = {ALL: _class_of(records, [gaps[name] for name in sorted(gaps)], span)}
+    for name in sorted(gaps):
+        of_class = [record for record in records if record.class_name == name]
+        classes[name] = _class_of(of_class, [gaps[name]], span)
+    return classes
+
+
+def worker_of(name: str, engine: SimulatedEngine, duration_s: float) -> WorkerResult:
+    """What one worker's engine did."""
+    return WorkerResult(
+        name,
+        engine.busy_s / duration_s if duration_s > 0 else 0.0,
+        engine.num_iterations,
+        engine.num_prompt_tokens,
+        engine.num_decodes,
+        engine.num_block_iterations / engine.num_iterations if engine.num_iterations else 0.0,
+    )
+
+
+class _Span(NamedTuple):
+    """Of a whole run, and of the sending in it."""
+
+    duration_s: float
+    first_sent_s: float
+    last_sent_s: float
+
+
+def _class_of(records: Sequence[RequestRecord], gaps: Sequence[GapSample], span: _Span) -> ClassResult:
+    duration_s, loaded_s = span.duration_s, span.last_sent_s - span.first_sent_s
+    completed = [record for record in records if record.ending is Ending.COMPLETED]
+    num_met = sum(record.has_met_slo for record in records)
+    num_timely = sum(record.num_timely_tokens for record in records)
+    counts = {ending.value: sum(record.ending is ending for record in records) for ending in Ending}
+    return ClassResult(
+        num_sent=len(records),
+        num_by_ending=counts,
+        attainment=attainment(num_met, len(records)),
+        ttft_attainment=attainment(sum(record.has_met_ttft for record in records), len(records)),
+        tpot_attainment=attainment(sum(record.has_met_tpot for record in records), len(records)),
+        token_attainment=attainment(num_timely, sum(record.num_due_tokens for record in records)),
+        p99_attainment=attainment(sum(record.has_met_p99 for record in records), len(records)),
+        requests_per_s=per_second(len(completed), duration_s),
+        loaded_requests_per_s=per_second(sum(one.ended_s <= span.last_sent_s for one in completed), loaded_s),
+        tokens_per_s=per_second(sum(record.num_tokens for record in records), duration_s),
+        goodput_per_s=per_second(num_met, duration_s),
+        timely_tokens_per_s=per_second(num_timely, duration_s),
+        ttft_s=_measure(record.ttft_s for record in records),
+        tpot_s=_measure(record.tpot_s for record in completed),
+        tbt_s=_measure_gaps(gaps),
+        max_tbt_s=_measure(record.max_tbt_s for record in completed),
+        p99_tbt_s=_measure(record.p99_tbt_s for record in completed),
+        end_to_end_s=_measure(record.end_to_end_s for record in completed),
+        normalized_s=_measure(record.normalized_s for record in completed),
+    )
+
+
+def _measure(values: Iterable[float | None]) -> Measure | None:
+    known = sorted(value for value in values if value is not None)
+    distribution = describe(known)
+    if distribution is None:
+        return None
+    return Measure(distribution, tuple(percentile(known, percent) for percent in CURVE_PERCENTS))
+
+
+def _measure_gaps(samples: Sequence[GapSample]) -> Measure | None:
+    """Samples of different density are put together by the coarsest."""
+    step = max((sample.step for sample in samples), default=1)
+    measure = _measure(gap for sample in samples for gap in sample.values()[:: step // sample.step])
+    if measure is None:
+        return None
+    exact = replace(
+        measure.distribution, count=sum(sample.count for sample in samples), max=max(one.max_s for one in samples)
+    )
+    return Measure(exact, measure.curve)

@@ -1,0 +1,243 @@
+"""A whole cluster, simulated: the live rooms' own logics on one agenda.
+
+Links come up first, then requests are sent. When the last one has ended time goes on for a little, so that the last
+words between the rooms arrive and the counts are final.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.model import CostModel
+from alignedserve.messages.events import TICK_S
+from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.messages.handshake import Role
+from alignedserve.scheduling.assembly import make_decode_pacing, make_pacing, make_scheduler, resolve_policy
+from alignedserve.scheduling.policies import require_policy
+from alignedserve.scheduling.policy import Mechanism
+from alignedserve.sim.agenda import Agenda
+from alignedserve.sim.config import SimConfig
+from alignedserve.sim.copies import Channels, SimulatedCopier
+from alignedserve.sim.engine import EOS, SimulatedEngine
+from alignedserve.sim.gateway import GATEWAY, ROUTER, SimulatedGateway
+from alignedserve.sim.result import SimulationResult, classes_of, worker_of
+from alignedserve.sim.rooms import Logic, Network, SharedMemory, SimulatedPool, SimulatedRoom, SimulatedWorker
+from alignedserve.sim.shared_cores import SharedCores
+from alignedserve.workload.requests import Workload
+from decode_worker import assembly as decode_assembly
+from kvpool import assembly as pool_assembly
+from prefill_worker import assembly as prefill_assembly
+from router import assembly as router_assembly
+
+Progress = Callable[[float, int], None]  # simulated seconds since the first sending, requests that have ended
+
+_BEGIN_S = 1.0  # when requests are sent: rooms know each other by then
+_SETTLE_S = 2.5  # after the last end; the router's counts come every second
+_EOS_TOKEN_IDS = frozenset({EOS})
+_MAX_FIRST_LEASE = 1 << 39  # as in a live pool
+_PROGRESS_S = 5.0
+
+
+class Simulation:
+    """One run. Raises ConfigError when the configuration or a request of the workload can never work."""
+
+    def __init__(self, config: SimConfig, workload: Workload) -> None:
+        self._config = config = replace(config, cluster=resolve_policy(config.cluster))
+        self._random = random.Random(config.seed)  # noqa: S311
+        _check_fit(config, workload)
+        _check_policy(config, workload)
+        self._agenda = Agenda()
+        self._network = Network(self._agenda, config.links.message_s)
+        self._gateway = SimulatedGateway(
+            workload, self._agenda, self._network, message_s=config.links.message_s, on_idle=self._settle
+        )
+        self._network.to_gateway = self._gateway.emitted
+        self._rooms: list[SimulatedRoom] = []
+        self._workers: dict[str, SimulatedWorker] = {}
+        self._channels = Channels(self._agenda, config.links, config.layout.block_bytes)
+        num_decode = config.cluster.decode.count // config.num_pools
+        buffer_blocks = prefill_assembly.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
+        cores = SharedCores(self._agenda, config.core_slowdown) if config.core_slowdown else None
+        self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
+        self._build()
+
+    def run(self, progress: Progress | None = None) -> SimulationResult:
+        """From the first request to the last. To be called once."""
+        if self._config.duration_s is not None:
+            self._agenda.end_s = _BEGIN_S + self._config.duration_s
+        for number, room in enumerate(self._rooms):
+            room.tick_from(TICK_S * (number + 1) / len(self._rooms))
+        self._gateway.start(_BEGIN_S)
+        if progress is not None:
+            self._agenda.at(_BEGIN_S, self._report, progress)
+        num_events = self._agenda.run()
+        self._gateway.cut_off()
+        return self._result(num_events)
+
+    def logics(self) -> dict[str, Logic]:
+        """What decides in each room, by its name."""
+        return {room.name: room.logic for room in self._rooms}
+
+    # --- building
+
+    def _build(self) -> None:
+        cluster = self._config.cluster
+        self._add_room(
+            ROUTER, Role.ROUTER, router_assembly.make_logic(config=cluster.router, batching=cluster.batching)
+        )
+        self._network.link(GATEWAY, ROUTER)
+        for node in range(self._config.num_pools):
+            decoders = range(node, cluster.decode.count, self._config.num_pools)
+            if self._config.is_colocated:
+                self._add_node(node, [], [self._add_decode_worker(number, node) for number in decoders])
+                continue
+            prefillers = range(node, cluster.prefill.count, self._config.num_pools)
+            self._add_pool(node)
+            self._add_node(
+                node,
+                [self._add_prefill_worker(number, node) for number in prefillers],
+                [self._add_decode_worker(number, node) for number in decoders],
+            )
+
+    def _add_room(self, name: str, role: Role, logic: Logic) -> SimulatedRoom:
+        room = SimulatedRoom(name, role, logic, self._agenda, self._network)
+        self._rooms.append(room)
+        return room
+
+    def _add_pool(self, node: int) -> None:
+        config, layout = self._config, self._config.layout
+        num_blocks = layout.blocks_in(config.cluster.pool.memory_bytes)
+        if num_blocks < 1:
+            raise ConfigError(f"pool.memory_bytes holds no block of {layout.block_bytes} bytes")
+        arena = self._memory.make_pool(_pool(node), num_blocks, layout.digest().hex())
+        logic = pool_assembly.make_logic(
+            config=config.cluster.pool,
+            batching=config.cluster.batching,
+            arena=arena,
+            block_size=layout.block_size,
+            first_lease=self._random.randrange(1, _MAX_FIRST_LEASE),
+        )
+        room = self._add_room(_pool(node), Role.KV_POOL, logic)
+        SimulatedPool(room, self._memory.arenas[arena.path])
+
+    def _add_prefill_worker(self, number: int, node: int) -> str:
+        config = self._config.cluster.prefill
+        num_blocks = self._config.layout.blocks_in(config.memory_bytes)
+        registered = prefill_assembly.registration_of(
+            config, self._config.layout, num_blocks=num_blocks, pool_name=_pool(node)
+        )
+        costs = self._config.prefill_costs or self._config.decode_costs
+        limits = prefill_assembly.iteration_limits(config)
+        logic = prefill_assembly.make_logic(
+            registered=registered,
+            config=config,
+            pacing=make_pacing(self._config.cluster.scheduling, limits, self._known(costs)),
+            eos_token_ids=_EOS_TOKEN_IDS,
+        )
+        return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, logic, _pool(node), costs)
+
+    def _add_decode_worker(self, number: int, node: int) -> str:
+        config, layout = self._config.cluster.decode, self._config.layout
+        num_blocks = layout.blocks_in(config.memory_bytes)
+        logic: Logic
+        scheduling, limits = self._config.cluster.scheduling, decode_assembly.iteration_limits(config)
+        costs = self._known(self._config.decode_costs)
+        if self._config.is_colocated:
+            logic = decode_assembly.make_colocated_logic(
+                registered=decode_assembly.colocated_registration_of(config, layout, num_blocks=num_blocks),
+                memory=self._config.colocated_memory,
+                scheduler=make_scheduler(scheduling, limits, costs),
+                eos_token_ids=_EOS_TOKEN_IDS,
+            )
+        else:
+            logic = decode_assembly.make_logic(
+                registered=decode_assembly.registration_of(
+                    config, layout, num_blocks=num_blocks, pool_name=_pool(node)
+                ),
+                limits=decode_assembly.limits_of(config, self._config.cluster.batching, num_blocks=num_blocks),
+                pacing=make_decode_pacing(scheduling, limits, costs),
+                eos_token_ids=_EOS_TOKEN_IDS,
+            )
+        name = f"decode-{number}"
+        return self._add_worker(name, Role.DECODE_WORKER, logic, _pool(node), self._config.decode_costs)
+
+    def _known(self, costs: CostModel) -> CostModel | None:
+        """What a worker's policy knows of its costs from the start."""
+        return None if self._config.learns_costs else costs
+
+    def _add_worker(self, name: str, role: Role, logic: Logic, pool: str, costs: CostModel) -> str:
+        keeps_timeline = name == self._config.timeline_of
+        engine = SimulatedEngine(
+            costs, self._gateway.output_lens, self._config.colocated_memory, keeps_timeline=keeps_timeline
+        )
+        copier = SimulatedCopier(name, pool, self._channels)
+        room = self._add_room(name, role, logic)
+        self._workers[name] = SimulatedWorker(room, engine, copier, self._memory, self._agenda)
+        return name
+
+    def _add_node(self, node: int, prefillers: list[str], decoders: list[str]) -> None:
+        """Link the rooms of one node as live ones link."""
+        for prefiller in prefillers:
+            self._network.link(prefiller, _pool(node))
+        for decoder in decoders:
+            for peer in ([_pool(node)] if prefillers else []) + prefillers:
+                self._network.link(decoder, peer)
+        for name in ([_pool(node)] if prefillers else []) + prefillers + decoders:
+            self._network.link(name, ROUTER)
+
+    # --- the end
+
+    def _settle(self) -> None:
+        self._agenda.end_s = min(self._agenda.end_s, self._agenda.now + _SETTLE_S)
+
+    def _report(self, progress: Progress) -> None:
+        progress(self._agenda.now - _BEGIN_S, len(self._gateway.records))
+        self._agenda.after(_PROGRESS_S, self._report, progress)
+
+    def _result(self, num_events: int) -> SimulationResult:
+        gateway, status = self._gateway, self._gateway.status or ClusterStatus(*(0,) * 13)
+        ended_s = max((record.ended_s for record in gateway.records), default=_BEGIN_S)
+        duration_s = ended_s - _BEGIN_S
+        workers = self._workers.items()
+        timelines = [worker.engine.timeline() for worker in self._workers.values()]
+        return SimulationResult(
+            duration_s=duration_s,
+            classes=classes_of(gateway.records, gateway.gaps, duration_s),
+            workers=tuple(worker_of(name, worker.engine, duration_s) for name, worker in workers),
+            num_preemptions=status.num_preemptions,
+            num_evictions=status.num_evictions,
+            num_handoffs_verified=status.num_handoffs_verified,
+            num_handoffs_refused=status.num_handoffs_refused,
+            num_reused_tokens=status.num_reused_tokens,
+            num_recomputed_tokens=status.num_recomputed_tokens,
+            num_pool_blocks_used=status.num_pool_blocks_used,
+            num_worker_blocks_used=status.num_worker_blocks_used,
+            ledger=status.ledger,
+            lengths=status.lengths,
+            num_decisions=sum(room.num_events for room in self._rooms),
+            num_events=num_events,
+            timeline=tuple(line for lines in timelines for line in lines),
+        )
+
+
+def _check_fit(config: SimConfig, workload: Workload) -> None:
+    """A request that no decode worker can ever hold is a mistake; the live router would refuse it."""
+    num_tokens = config.layout.blocks_in(config.cluster.decode.memory_bytes) * config.layout.block_size
+    for number, timed in enumerate(workload.requests):
+        if timed.prompt_len + timed.max_tokens > num_tokens:
+            raise ConfigError(
+                f"request {number} of the workload may come to hold {timed.prompt_len + timed.max_tokens} tokens; "
+                f"a decode worker's memory holds {num_tokens}"
+            )
+
+
+def _check_policy(config: SimConfig, workload: Workload) -> None:
+    """An oracle needs predictions that are true; of closed loops they are taken to be."""
+    are_known = all(timed.predicted_len == timed.output_len for timed in workload.requests)
+    known = frozenset({Mechanism.KNOWN_LENGTHS}) if are_known else frozenset()
+    require_policy(config.cluster.scheduling, config.cluster.topology, config.available | known)
+
+
+def _pool(node: int) -> str:
+    return f"pool-{node}"

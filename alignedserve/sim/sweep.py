@@ -1,0 +1,222 @@
+"""Many simulations at once: cases in, results out, in the same order and the same however many processes there are.
+
+Processes are started afresh (spawn), so a script that calls `run_cases` guards its main part with `__name__`.
+"""
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import NamedTuple
+
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.sim.config import SimConfig
+from alignedserve.sim.policies import as_predicted_for
+from alignedserve.sim.result import ALL, SimulationResult
+from alignedserve.sim.simulation import Simulation
+from alignedserve.workload.build import build_workload
+from alignedserve.workload.catalogue import Library
+from alignedserve.workload.requests import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadLine:
+    """A workload as a line (docs/workloads.md), built where it is needed."""
+
+    line: str
+    seed: int = 0
+    num_requests: int | None = None
+    duration_s: float | None = None  # seconds of arrivals
+    data_dir: Path | None = None  # for names that do not ship with the package
+
+    def build(self) -> Workload:
+        """The requests. Raises ConfigError."""
+        return build_workload(
+            self.line,
+            seed=self.seed,
+            library=_library(self.data_dir),
+            num_requests=self.num_requests,
+            duration_s=self.duration_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One simulation of a sweep. Policy, its settings and the seed are the configuration's."""
+
+    name: str  # no other case has it
+    config: SimConfig
+    workload: WorkloadLine | Workload
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What became of a case: a result, or what went wrong."""
+
+    case: Case
+    result: SimulationResult | None = None
+    error: str | None = None  # one line
+    traceback: str | None = None  # of an error that is ours, not the user's
+
+
+class CaseProgress(NamedTuple):
+    """How far one case is."""
+
+    name: str
+    simulated_s: float
+    num_ended: int  # requests
+    is_over: bool
+
+
+Progress = Callable[[CaseProgress], None]
+
+
+def run_cases(cases: Sequence[Case], *, processes: int = 1, progress: Progress = lambda _: None) -> list[CaseResult]:
+    """Simulate all, `processes` at a time (1: in this process), results in the order of the cases.
+
+    A case that fails, even one that takes its process along, is a result with an error; the others go on. Ctrl-C ends
+    all processes before it is raised.
+    """
+    assert len({case.name for case in cases}) == len(cases), "two cases have the same name"
+    if processes <= 1 or len(cases) <= 1:
+        return [CaseResult(case, *_run_case(case, progress)) for case in cases]
+    return _Crew(cases, progress).run(min(processes, len(cases)))
+
+
+# --- one case
+
+
+_Outcome = tuple[SimulationResult | None, str | None, str | None]  # the rest of a CaseResult
+
+
+def _run_case(case: Case, progress: Progress) -> _Outcome:
+    simulated_s, num_ended = 0.0, 0
+
+    def report(seconds: float, ended: int) -> None:
+        nonlocal simulated_s, num_ended
+        simulated_s, num_ended = seconds, ended
+        progress(CaseProgress(case.name, seconds, ended, is_over=False))
+
+    outcome = _outcome_of(case, report)
+    if outcome[0] is not None:
+        simulated_s, num_ended = outcome[0].duration_s, outcome[0].classes[ALL].num_sent
+    progress(CaseProgress(case.name, simulated_s, num_ended, is_over=True))
+    return outcome
+
+
+def _outcome_of(case: Case, report: Callable[[float, int], None]) -> _Outcome:
+    try:
+        workload = case.workload if isinstance(case.workload, Workload) else case.workload.build()
+        workload = as_predicted_for(case.config.cluster.scheduling, workload)
+        return Simulation(case.config, workload).run(report), None, None
+    except AlignedServeError as error:
+        return None, str(error), None
+    except Exception as error:  # noqa: BLE001  # the outermost loop of a sweep: one broken policy does not end all
+        return None, f"{type(error).__name__}: {error}", traceback.format_exc()
+
+
+@lru_cache(maxsize=4)
+def _library(data_dir: Path | None) -> Library:
+    """One per process: sources are read once, not once a case."""
+    return Library(data_dir)
+
+
+# --- several processes
+
+
+@dataclass(slots=True)
+class _Hand:
+    """One process, and the case it is at."""
+
+    process: SpawnProcess
+    link: Connection
+    number: int
+
+
+@dataclass(slots=True)
+class _Crew:
+    """Processes that take the next case when they are done with one."""
+
+    cases: Sequence[Case]
+    progress: Progress
+    results: dict[int, CaseResult] = field(default_factory=dict)
+    hands: dict[Connection, _Hand] = field(default_factory=dict)
+    _num_begun: int = 0
+
+    def run(self, processes: int) -> list[CaseResult]:
+        """All cases."""
+        try:
+            for _ in range(processes):
+                self._hire()
+            while self.hands:
+                for link in wait(list(self.hands)):
+                    assert isinstance(link, Connection)
+                    self._hear(self.hands[link])
+        finally:
+            for hand in list(self.hands.values()):
+                self._dismiss(hand)
+        return [self.results[number] for number in range(len(self.cases))]
+
+    def _hire(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self.hands[ours] = _Hand(process, ours, -1)
+        self._assign(self.hands[ours])
+
+    def _assign(self, hand: _Hand) -> None:
+        """The next case, or nothing more to do."""
+        if self._num_begun == len(self.cases):
+            self._dismiss(hand)
+            return
+        hand.number = self._num_begun
+        self._num_begun += 1
+        try:
+            hand.link.send(self.cases[hand.number])
+        except OSError:
+            self._lose(hand)
+
+    def _hear(self, hand: _Hand) -> None:
+        try:
+            word = hand.link.recv()
+        except (EOFError, OSError):
+            self._lose(hand)
+            return
+        if isinstance(word, CaseProgress):
+            self.progress(word)
+            return
+        self.results[hand.number] = CaseResult(self.cases[hand.number], *word)
+        self._assign(hand)
+
+    def _lose(self, hand: _Hand) -> None:
+        """It died. Its case is lost, the others are not."""
+        case = self.cases[hand.number]
+        self._dismiss(hand)
+        self.results[hand.number] = CaseResult(case, error=f"its process ended (exit code {hand.process.exitcode})")
+        self.progress(CaseProgress(case.name, 0.0, 0, is_over=True))
+        if self._num_begun < len(self.cases):
+            self._hire()
+
+    def _dismiss(self, hand: _Hand) -> None:
+        del self.hands[hand.link]
+        hand.link.close()
+        hand.process.join(timeout=0.2)  # one that is already dying says of what; an idle one ends by itself
+        hand.process.terminate()
+        hand.process.join()
+
+
+def _work(link: Connection) -> None:
+    """Case after case, until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the first process decides
+    try:
+        while True:
+            link.send(_run_case(link.recv(), link.send))
+    except (EOFError, OSError):
+        return
