@@ -1,0 +1,355 @@
+"""AlignedServe (2026), Figures 7 to 10, 13 and 14: decode batches of similar context length, and what they gain.
+
+    python -m experiments.alignedserve [--quick] [--processes 2]
+
+Decoding throughput and P99 TBT against vLLM, DistServe and FastGen, for both kinds of decode attention: one block of
+threads per sequence, where the longest is a straggler, and load-balanced. docs/experiments/alignedserve.md has the
+paper's numbers, ours, and why they differ.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import msgspec
+
+from alignedserve.config.sections import (
+    BatchingConfig,
+    ClusterConfig,
+    DecodeWorkerConfig,
+    PoolConfig,
+    PrefillWorkerConfig,
+    RouterConfig,
+    Topology,
+)
+from alignedserve.costmodel.attention_kernel import AttentionKernel
+from alignedserve.costmodel.choice import WorkerSpec
+from alignedserve.sim.machines import Machines
+from alignedserve.sim.policies import with_policy
+from alignedserve.sim.result import SimulationResult
+from experiments.common import (
+    GIB,
+    MANY,
+    LabelledCase,
+    Row,
+    chosen,
+    cluster_case,
+    line,
+    over_seeds,
+    pick,
+    print_table,
+    read_options,
+    run,
+    source_or,
+    with_recorded,
+    write_record,
+)
+
+KERNELS = STRAGGLER, BALANCED = AttentionKernel.ONE_BLOCK_PER_SEQUENCE, AttentionKernel.LOAD_BALANCED
+DEGREE: Mapping[str, int] = {"opt-2.7b": 1, "opt-6.7b": 1, "opt-13b": 1, "opt-30b": 2}  # H100s of a worker
+SHORT_SHARES = (0.70, 0.95)  # of the paper's six; 0.95 is the one that its text has numbers for
+STARVATION_S = 30.0  # the paper gives no threshold; its longest wait without any was about this (section 4.4, TTFT)
+
+# The systems compared: a policy, and where it runs.
+SYSTEMS: Mapping[str, tuple[str, Topology]] = {
+    "aligned": ("aligned", Topology.DISAGGREGATED),
+    "aligned_slo": ("aligned_slo", Topology.DISAGGREGATED),
+    "distserve": ("distserve", Topology.DISAGGREGATED),
+    "vllm": ("fcfs", Topology.COLOCATED),
+    "fastgen": ("fastgen", Topology.COLOCATED),
+    "vllm, chunked": ("sarathi", Topology.COLOCATED),
+    "aligned_slo, colocated": ("aligned_slo", Topology.COLOCATED),
+}
+COMPARED = ("aligned", "aligned_slo", "distserve", "vllm", "fastgen")
+BASELINES = ("vllm", "distserve", "fastgen")
+WITHOUT_PREFETCH, WITHOUT_BOTH = "aligned w/o P", "aligned w/o P&B"
+FCFS_BATCHES = "aligned w/o B"
+
+COLUMNS: Mapping[str, str] = {
+    "lengths": "lengths",
+    "model": "model",
+    "kernel": "kernel",
+    "workers": "workers",
+    "system": "system",
+    "all.tokens_per_s": "tokens/s",
+    "all.tbt_s.p50": "p50 TBT",
+    "all.tbt_s.p99": "p99 TBT",
+    "all.tpot_s.p99": "p99 TPOT",
+    "all.ttft_s.mean": "TTFT",
+    "iteration.within_30ms": "within 30 ms",
+    "ledger.batch": "batch",
+    "ledger.spread": "longest/mean",
+    "ledger.switch_share": "switching",
+    "utilisation": "busiest",
+}
+COMPARISON: Mapping[str, str] = {
+    "part": "part",
+    "lengths": "lengths",
+    "model": "model",
+    "kernel": "kernel",
+    "workers": "workers",
+    "system": "system",
+    **{f"throughput.{name}": f"tokens/s by {name}" for name in BASELINES},
+    **{f"latency.{name}": f"{name} by p99 TBT" for name in BASELINES},
+}
+_MORE = (
+    "policy",
+    "topology",
+    "seed",
+    "all.num_sent",
+    "all.end_to_end_s.p99",
+    "duration_s",
+    "num_iterations",
+    "num_evictions",
+    "num_preemptions",
+    "ledger.prefetch_not_ready_s",
+    "ledger.waiting_for_prefill_s",
+    "num_requests",
+)
+_RECORDED = ("part", *COLUMNS, *_MORE, "commit")
+
+
+# --- what is served
+
+
+def synthetic(short_share: float) -> str:
+    """Section 4.1: short prompts under one thousand tokens, long ones from one to eight thousand.
+
+    How long answers are and when requests come is not said. Here: 32 to 256 tokens, and all within a few seconds.
+    """
+    long_share = round(1.0 - short_share, 2)
+    prompts = f"mix({short_share}: uniform(1,999), {long_share}: uniform(1000,8000))"
+    return f"prompt={prompts}, output=uniform(32,256), rate={_RATE}"
+
+
+def applications() -> dict[str, str]:
+    """The three recordings; prompts are cut to what every worker's memory holds."""
+    sources = {
+        "sharegpt": source_or("sharegpt_full", "sharegpt"),
+        "longbench": source_or("longbench", "arxiv"),
+        "azure": "azure_conv",
+    }
+    return {name: f"{source}, max_prompt={_MAX_PROMPT}, rate={_RATE}" for name, source in sources.items()}
+
+
+_RATE = 100  # requests/s, more than any of these systems serves: what is measured is how fast they work it off
+_MAX_PROMPT = 16000
+
+
+# --- on what
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """So many prefill and decode workers, or as many colocated ones."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+
+    def cluster(self, topology: Topology) -> ClusterConfig:
+        """Sizes of a GPU: vLLM's limits at the time of the paper; host memory as half of the paper's machine."""
+        is_colocated = topology is Topology.COLOCATED
+        return ClusterConfig(
+            router=RouterConfig(
+                max_queued_requests=MANY,
+                max_queued_tokens=MANY,
+                max_prefill_tokens_per_worker=32768,
+                candidate_requests=64,
+            ),
+            batching=BatchingConfig(starvation_s=STARVATION_S),
+            pool=PoolConfig(memory_bytes=400 * GIB),
+            prefill=PrefillWorkerConfig(count=self.num_prefill, max_running=64, max_tokens_per_iteration=8192),
+            decode=DecodeWorkerConfig(
+                count=self.num_decode + (self.num_prefill if is_colocated else 0),
+                max_running=256,
+                max_tokens_per_iteration=2048,
+                max_waiting=MANY,
+                swap_bytes=64 * GIB,
+            ),
+        )
+
+
+PAIR = Cell()
+EIGHT = Cell(2, 6)  # the paper's machine; how it divides its accelerators is not said
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One point of a figure."""
+
+    lengths: str
+    line: str
+    num_requests: int
+    model: str = "opt-2.7b"
+    kernel: AttentionKernel = STRAGGLER
+    cell: Cell = PAIR
+
+    def case(self, part: str, system: str, seed: int) -> LabelledCase:
+        """One of SYSTEMS."""
+        policy, topology = SYSTEMS[system]
+        return self._case(part, system, seed, with_policy(self.cell.cluster(topology), policy, topology=topology))
+
+    def ablated(self, part: str, name: str, seed: int) -> LabelledCase:
+        """AlignedServe without batching by length (FCFS), without prefetching (no buffers), or without both."""
+        settings = self.cell.cluster(Topology.DISAGGREGATED)
+        if name in (FCFS_BATCHES, WITHOUT_BOTH):
+            fcfs = msgspec.structs.replace(settings.batching, policy="fcfs")
+            settings = msgspec.structs.replace(settings, batching=fcfs)
+        buffer_share = 0.0 if name in (WITHOUT_PREFETCH, WITHOUT_BOTH) else 0.5
+        return self._case(part, name, seed, with_policy(settings, "aligned"), buffer_share=buffer_share)
+
+    def _case(
+        self, part: str, system: str, seed: int, cluster: ClusterConfig, *, buffer_share: float = 0.5
+    ) -> LabelledCase:
+        labels: dict[str, str | float] = {
+            "part": part,
+            "lengths": self.lengths,
+            "model": self.model,
+            "kernel": self.kernel.value,
+            "workers": f"{self.cell.num_prefill}+{self.cell.num_decode}",
+            "system": system,
+            "topology": cluster.topology.value,
+            "num_requests": self.num_requests,
+        }
+        worker = WorkerSpec(self.model, "h100", DEGREE[self.model], self.kernel)
+        machines = Machines(worker, buffer_share=buffer_share)
+        workload = line(self.line, seed, num_requests=self.num_requests)
+        labelled = cluster_case(labels, machines, cluster, workload)
+        config = replace(labelled.case.config, timeline_of="decode-0")
+        return labelled._replace(case=replace(labelled.case, config=config))
+
+
+def further_figures(result: SimulationResult) -> Row:
+    """Of the iterations of one decode worker, and of the ledger of all."""
+    durations_s = [one.ended_s - one.started_s for one in result.timeline]
+    ledger, num = result.ledger, max(result.ledger.num_iterations, 1)
+    return {
+        "iteration.within_30ms": sum(one <= 0.03 for one in durations_s) / max(len(durations_s), 1),
+        "ledger.batch": ledger.num_requests / num,
+        "ledger.spread": ledger.sum_of_spreads / num,
+        "ledger.switch_share": ledger.num_switch_iterations / num,
+        "ledger.prefetch_not_ready_s": ledger.prefetch_not_ready_s,
+        "ledger.waiting_for_prefill_s": ledger.waiting_for_prefill_s,
+    }
+
+
+# --- parts
+
+
+HEADLINE = Load("95% short", synthetic(0.95), 600)
+
+
+def headline(num_requests: int, seeds: Sequence[int]) -> list[LabelledCase]:
+    """The point that the paper's text has numbers for, with both kernels and every system."""
+    loads = [replace(HEADLINE, kernel=kernel, num_requests=num_requests) for kernel in KERNELS]
+    return [load.case("headline", system, seed) for load in loads for system in SYSTEMS for seed in seeds]
+
+
+def figures_7_and_9(num_requests: int) -> list[LabelledCase]:
+    """Short requests among long ones, on the four models; fewer short ones on the smallest."""
+    points = [(model, SHORT_SHARES[-1]) for model in DEGREE] + [("opt-2.7b", share) for share in SHORT_SHARES[:-1]]
+    loads = [Load(f"{share:.0%} short", synthetic(share), num_requests, model) for model, share in points]
+    return [load.case("figures 7, 9", system, 1) for load in loads for system in COMPARED]
+
+
+def figures_8_and_10(num_requests: int) -> list[LabelledCase]:
+    """Recordings, on the model of Figure 13, with both kernels."""
+    loads = [
+        Load(name, text, num_requests // (4 if name == "longbench" else 1), "opt-13b", kernel)
+        for (name, text), kernel in product(applications().items(), KERNELS)
+    ]
+    return [load.case("figures 8, 10", system, 1) for load in loads for system in COMPARED]
+
+
+def eight_accelerators(num_requests: int) -> list[LabelledCase]:
+    """The whole machine, three of four accelerators decoding."""
+    load = replace(HEADLINE, cell=EIGHT, num_requests=num_requests)
+    return [load.case("eight accelerators", system, 1) for system in COMPARED]
+
+
+def figures_13_and_14(num_requests: int, seeds: Sequence[int]) -> list[LabelledCase]:
+    """AlignedServe without its parts."""
+    texts = applications()
+    azure = Load("azure", texts["azure"], num_requests, "opt-13b")
+    names = (FCFS_BATCHES, WITHOUT_PREFETCH, WITHOUT_BOTH)
+    cases = [azure.ablated("figure 14", name, seed) for name, seed in product(names, seeds)]
+    cases += [azure.case("figure 14", "aligned", seed) for seed in seeds]
+    others = [
+        Load(name, texts[name], num_requests // (4 if name == "longbench" else 1), "opt-13b")
+        for name in ("sharegpt", "longbench")
+    ]
+    return cases + [load.ablated("figure 13", FCFS_BATCHES, 1) for load in others]
+
+
+# --- what comes of it
+
+
+def comparisons(rows: Sequence[Row]) -> list[Row]:
+    """Ours by each baseline, at every point where all of them ran."""
+    means = over_seeds(rows, (*_POINT, "system"))
+    points = dict.fromkeys(tuple(row[name] for name in _POINT) for row in means)
+    compared: list[Row] = []
+    for point in points:
+        labels = dict(zip(_POINT, point, strict=True))
+        by_system = {row["system"]: row for row in pick(means, **labels)}
+        if all(name in by_system for name in COMPARED):
+            compared += [labels | _ratios(by_system, system) for system in ("aligned", "aligned_slo")]
+    return compared
+
+
+_POINT = ("part", "lengths", "model", "kernel", "workers")
+
+
+def _ratios(by_system: Mapping[str, Row], system: str) -> Row:
+    ours, throughput, latency = by_system[system], "all.tokens_per_s", "all.tbt_s.p99"
+    row: Row = {"system": system}
+    for name in BASELINES:
+        row[f"throughput.{name}"] = ours[throughput] / by_system[name][throughput]
+        row[f"latency.{name}"] = by_system[name][latency] / ours[latency]
+    return row
+
+
+def show(rows: Sequence[Row], compared: Sequence[Row]) -> None:
+    """All tables."""
+    for part in dict.fromkeys(row["part"] for row in rows):
+        means = over_seeds(pick(rows, part=part), (*_POINT, "system"))
+        print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
+    print_table(compared, COMPARISON, title="ours by theirs: more than 1 is better")
+
+
+def parts_of(*, is_quick: bool) -> list[list[LabelledCase]]:
+    """The whole experiment, part by part; or the headline in little."""
+    if is_quick:
+        return [headline(200, (1,))]
+    return [
+        headline(HEADLINE.num_requests, (1, 2, 3)),
+        figures_13_and_14(400, (1, 2, 3)),
+        figures_7_and_9(400),
+        figures_8_and_10(400),
+        eight_accelerators(1600),
+    ]
+
+
+def simulated(cases: Sequence[LabelledCase], *, processes: int) -> list[Row]:
+    """One row for each."""
+    return run(cases, processes=processes, also=further_figures)
+
+
+def main() -> None:
+    """Simulate, show, record; what is done is recorded after every part."""
+    options = read_options(__doc__)
+    rows = with_recorded("alignedserve", [], options) if options.is_recorded else []
+    for cases in parts_of(is_quick=options.is_quick):
+        done = simulated(options.select(cases), processes=options.processes)
+        rows += chosen(done, _RECORDED)
+        show(done, comparisons(done))
+        if options.is_recorded:
+            write_record("alignedserve", {"comparisons": _rounded(rows), "runs": rows})
+
+
+def _rounded(rows: Sequence[Row]) -> list[Row]:
+    return chosen(comparisons(rows), COMPARISON)
+
+
+if __name__ == "__main__":
+    main()

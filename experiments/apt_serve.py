@@ -1,0 +1,325 @@
+"""Apt-Serve (Gao et al., SIGMOD 2025), Figures 8 and 9, Tables 4 and 5: effective throughput and bursts on one worker.
+
+    python -m experiments.apt_serve [--quick] [--processes 2] [--policies NAME ...]
+
+A request counts when its first token and the 99th percentile of its own gaps hold their objectives; effective
+throughput is the highest rate at which so large a share of the requests counts. docs/experiments/apt_serve.md has the
+paper's numbers, ours, and why they differ. Table 6 is `python -m benchmarks.decisions --policy apt_serve`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from alignedserve.costmodel.choice import WorkerSpec
+from experiments.common import (
+    ColocatedWorker,
+    LabelledCase,
+    Options,
+    Row,
+    chosen,
+    colocated_case,
+    line,
+    over_seeds,
+    pick,
+    print_table,
+    read_options,
+    run,
+    source_or,
+    with_recorded,
+    write_record,
+)
+
+WORKERS: Mapping[str, ColocatedWorker] = {  # Table 2
+    "opt-13b": ColocatedWorker(WorkerSpec("opt-13b", "a100-40g", 1)),
+    "opt-30b": ColocatedWorker(WorkerSpec("opt-30b", "a100-40g", 2)),
+    "opt-66b": ColocatedWorker(WorkerSpec("opt-66b", "a100-40g", 4)),
+}
+TTFT_S: Mapping[str, tuple[float, ...]] = {  # Table 3, in the order of the workers
+    "sharegpt": (1.0, 1.5, 2.0),
+    "humaneval": (0.5, 1.0, 1.5),
+    "longbench": (4.0, 4.5, 5.0),
+}
+TBT_S: Mapping[str, float] = {"sharegpt": 1.0, "humaneval": 0.5, "longbench": 1.0}
+LENGTHS: Mapping[str, tuple[str, str]] = {  # where they come from, and what has about the same percentiles
+    "sharegpt": ("sharegpt_text", "prompt=lognormal(30,528), output=lognormal(295,804)"),
+    "humaneval": ("humaneval", "prompt=lognormal(132,301), output=lognormal(51,138)"),
+    "longbench": ("longbench_summaries", "prompt=uniform(870,1880), output=uniform(20,480)"),
+}
+POLICIES = ("fcfs", "sarathi", "fastgen", "apt_serve", "aligned_slo")
+OURS = ("apt_serve", "aligned_slo")
+KV_ONLY = "apt_serve, keys and values"  # the ablation of Table 4
+LEVELS = (0.9, 0.6)
+BURSTS = (1.0, 5.0, 10.0)  # coefficients of variation
+HELD = "all.p99_attainment"
+_LOWEST_RATES: Mapping[str, float] = {"sharegpt": 0.8, "humaneval": 4.0, "longbench": 0.15}
+_STEP, _NUM_RATES = 1.25, 20
+_CONTEXT = 2048
+
+COLUMNS: Mapping[str, str] = {
+    "dataset": "lengths",
+    "model": "model",
+    "rate": "requests/s",
+    "cv": "CV",
+    "costs": "costs",
+    "policy": "policy",
+    HELD: "held",
+    "all.ttft_attainment": "TTFT held",
+    "all.ttft_s.p50": "p50 TTFT",
+    "all.p99_tbt_s.p90": "p90 of p99 TBT",
+    "all.requests_per_s": "completed/s",
+}
+_RECORDED = (
+    "part",
+    *COLUMNS,
+    "commit",
+    "seed",
+    "utilisation",
+    "duration_s",
+    "num_iterations",
+    "num_preemptions",
+    "workload",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One trace of so many requests, on one worker."""
+
+    dataset: str
+    rate: float
+    num_requests: int
+    cv: float = 1.0
+    model: str = "opt-13b"
+    costs: str = "roofline"
+
+    def line(self) -> str:
+        """As docs/workloads.md has it."""
+        ttft_s = TTFT_S[self.dataset][list(WORKERS).index(self.model)]
+        objectives = f"ttft={ttft_s}, tpot={TBT_S[self.dataset]}"
+        lengths = source_or(*LENGTHS[self.dataset])
+        return f"{lengths}, max_total={_CONTEXT}, rate={self.rate:.4g}, cv={self.cv:g}, {objectives}"
+
+    def case(self, part: str, policy: str, seed: int) -> LabelledCase:
+        """Under this policy, or KV_ONLY."""
+        labels: dict[str, str | float] = {
+            "part": part,
+            "dataset": self.dataset,
+            "model": self.model,
+            "rate": float(f"{self.rate:.4g}"),
+            "cv": self.cv,
+            "costs": self.costs,
+            "policy": policy,
+        }
+        workload = line(self.line(), seed, num_requests=self.num_requests)
+        on, settings = WORKERS[self.model], None
+        if policy == KV_ONLY:
+            policy, settings = "apt_serve", {"hybrid_cache": False}
+        labelled = colocated_case(labels, policy, on, workload, settings)
+        if self.costs == "roofline":
+            return labelled
+        measured = replace(on, source=self.costs, worker=replace(on.worker, hardware="a100-80g"))
+        return _with_memory_of(labelled, colocated_case(labels, policy, measured, workload, settings))
+
+
+def _with_memory_of(smaller: LabelledCase, larger: LabelledCase) -> LabelledCase:
+    """Published costs are of A100-80GB: its times with the memory of the smaller one."""
+    memory_bytes = smaller.case.config.cluster.decode.memory_bytes
+    cluster = larger.case.config.cluster
+    cluster = msgspec.structs.replace(
+        cluster, decode=msgspec.structs.replace(cluster.decode, memory_bytes=memory_bytes)
+    )
+    return larger._replace(case=replace(larger.case, config=replace(larger.case.config, cluster=cluster)))
+
+
+# --- figure 8: the highest rate at a level, by bisection of a geometric grid
+
+
+@dataclass(slots=True)
+class Curve:
+    """Attainment against rate of one policy, as far as it has been asked for."""
+
+    dataset: str
+    model: str
+    policy: str
+    held: dict[int, float] = field(default_factory=dict)  # by number of the rate
+
+    def rate(self, number: int) -> float:
+        """Of the grid."""
+        return _LOWEST_RATES[self.dataset] * _STEP**number
+
+    def bracket(self, level: float) -> tuple[int, int]:
+        """The highest rate known to hold the level (-1: none), and the lowest that does not."""
+        above = min((number for number, held in self.held.items() if held < level), default=_NUM_RATES)
+        return max((number for number in self.held if number < above), default=-1), above
+
+    def wanted(self) -> list[int]:
+        """The next rate to try for each level; none when all are found."""
+        brackets = map(self.bracket, LEVELS)
+        return sorted({(below + above) // 2 for below, above in brackets if above - below > 1})
+
+    def throughput(self, level: float) -> float | None:
+        """Interpolated between the two rates about the level (in the logarithm); None beyond the grid."""
+        below, above = self.bracket(level)
+        if below < 0 or above == _NUM_RATES:
+            return None
+        share = (self.held[below] - level) / (self.held[below] - self.held[above])
+        return math.exp(math.log(self.rate(below)) + share * math.log(_STEP))
+
+
+class Sizes(NamedTuple):
+    """How long an experiment is."""
+
+    num_requests: int
+    seeds: Sequence[int]
+    processes: int
+
+
+def find_throughputs(curves: Sequence[Curve], sizes: Sizes) -> list[Row]:
+    """Fills the curves, all of them by one round of simulations after the other; the rows of all rounds."""
+    rows: list[Row] = []
+    while asked := [(curve, number) for curve in curves for number in curve.wanted()]:
+        cases = [
+            Load(curve.dataset, curve.rate(number), sizes.num_requests, model=curve.model).case(
+                "figure 8", curve.policy, sizes.seeds[0]
+            )
+            for curve, number in asked
+        ]
+        found = run(cases, processes=sizes.processes)
+        for (curve, number), row in zip(asked, found, strict=True):
+            curve.held[number] = row[HELD]
+        rows += found
+    return rows
+
+
+def curves_in(rows: Iterable[Row]) -> list[Curve]:
+    """What the rows of figure 8 come to."""
+    curves: dict[tuple[str, str, str], Curve] = {}
+    for row in pick(rows, part="figure 8"):
+        key = (row["dataset"], row["model"], row["policy"])
+        curve = curves.setdefault(key, Curve(*key))
+        curve.held[round(math.log(row["rate"] / curve.rate(0), _STEP))] = row[HELD]
+    return list(curves.values())
+
+
+def throughput_rows(curves: Iterable[Curve]) -> list[Row]:
+    """One row for each, by level."""
+    return [
+        {"dataset": curve.dataset, "model": curve.model, "policy": curve.policy}
+        | {_at(level): curve.throughput(level) for level in LEVELS}
+        for curve in curves
+    ]
+
+
+def _at(level: float) -> str:
+    return f"rate at {level:.0%}"
+
+
+_THROUGHPUT = ("dataset", "model", "policy", *map(_at, LEVELS))
+
+
+def advantages(rows: Sequence[Row]) -> list[Row]:
+    """The rate of ours by that of each baseline: the mean over the models, and the highest; by lengths and overall."""
+    pairs = [*product(OURS, POLICIES[:3]), ("aligned_slo", "apt_serve")]
+    groups = [[name] for name in dict.fromkeys(row["dataset"] for row in rows)]
+    groups = [*groups, [name for group in groups for name in group]] if len(groups) > 1 else groups
+    return [_advantage(rows, *pair, datasets) for datasets in groups for pair in pairs]
+
+
+def _advantage(rows: Sequence[Row], policy: str, baseline: str, datasets: Sequence[str]) -> Row:
+    found: Row = {"dataset": ", ".join(datasets), "policy": policy, "baseline": baseline}
+    for level in LEVELS:
+        ratios = [
+            row[_at(level)] / other[_at(level)]
+            for row in pick(rows, policy=policy)
+            for other in pick(rows, policy=baseline, dataset=row["dataset"], model=row["model"])
+            if row["dataset"] in datasets and row[_at(level)] and other[_at(level)]
+        ]
+        found |= {
+            f"{level:.0%}": sum(ratios) / len(ratios) if ratios else None,
+            f"{level:.0%}, most": max(ratios, default=None),
+            f"{level:.0%}, least": min(ratios, default=None),
+        }
+    return found
+
+
+# --- the other parts
+
+
+def figure_9(sizes: Sizes) -> list[LabelledCase]:
+    """Bursts: Gamma arrivals of growing variation, at the paper's rates (of LongBench: below)."""
+    rates = {"sharegpt": 3.8, "humaneval": 9.0}
+    loads = [Load(name, rate, sizes.num_requests, cv) for name, rate in rates.items() for cv in BURSTS]
+    policies = ("fcfs", "sarathi", *OURS)
+    return [load.case("figure 9", policy, sizes.seeds[0]) for load in loads for policy in policies]
+
+
+def tables_4_and_5(sizes: Sizes) -> list[LabelledCase]:
+    """Without hidden caches, with them, and first come, first served. Poisson arrivals with several seeds."""
+    rates = [("sharegpt", 3.0), ("sharegpt", 6.0), ("longbench", 1.5)]
+    points = [(Load(*pair, sizes.num_requests), seed) for pair in rates for seed in sizes.seeds]
+    points += [(Load(*pair, sizes.num_requests, cv), sizes.seeds[0]) for pair in rates for cv in BURSTS[1:]]
+    policies = ("fcfs", KV_ONLY, *OURS)
+    return [load.case("tables 4, 5", policy, seed) for load, seed in points for policy in policies]
+
+
+def other_costs(sizes: Sizes) -> list[LabelledCase]:
+    """The same with iteration times that others have measured."""
+    loads = [
+        Load("sharegpt", rate, sizes.num_requests, costs=costs)
+        for costs in ("vllm", "distserve")
+        for rate in (3.0, 6.0)
+    ]
+    policies = ("fcfs", KV_ONLY, *OURS)
+    return [load.case("costs", policy, sizes.seeds[0]) for load in loads for policy in policies]
+
+
+def curves_of(*, is_quick: bool) -> list[Curve]:
+    """Figure 8 on the smallest model, of the other lengths only what counts; on the others of ShareGPT only."""
+    compared = ("fcfs", *OURS)
+    if is_quick:
+        return [Curve("humaneval", "opt-13b", policy) for policy in compared]
+    points = [("sharegpt", "opt-13b", POLICIES), ("humaneval", "opt-13b", compared), ("longbench", "opt-13b", compared)]
+    points += [("sharegpt", model, compared) for model in ("opt-30b", "opt-66b")]
+    return [Curve(dataset, model, policy) for dataset, model, policies in points for policy in policies]
+
+
+def show(rows: Sequence[Row], throughputs: Sequence[Row], compared: Sequence[Row]) -> None:
+    """All tables."""
+    print_table(throughputs, {name: name for name in _THROUGHPUT}, title="figure 8")
+    print_table(compared, {name: name for name in compared[0]}, title="figure 8: by how much higher")
+    for part in dict.fromkeys(row["part"] for row in rows if row["part"] != "figure 8"):
+        means = over_seeds(pick(rows, part=part), ("dataset", "model", "rate", "cv", "costs", "policy"))
+        print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
+
+
+def main() -> None:
+    """Simulate, show, record; what is done is recorded after every part."""
+    options = read_options(__doc__)
+    sizes = Sizes(60 if options.is_quick else 300, (1, 2, 3), options.processes)
+    curves = [one for one in curves_of(is_quick=options.is_quick) if one.policy in (options.policies or POLICIES)]
+    rows = with_recorded("apt_serve", [], options) if options.is_recorded else []
+    if not options.is_quick:
+        for part in (tables_4_and_5(sizes), figure_9(sizes), other_costs(sizes)):
+            rows += chosen(run(options.select(part), processes=options.processes), _RECORDED)
+            _record(rows, options)
+    rows += chosen(find_throughputs(curves, sizes), _RECORDED)
+    throughputs, compared = _record(rows, options)
+    show(rows, throughputs, compared)
+
+
+def _record(rows: Sequence[Row], options: Options) -> tuple[list[Row], list[Row]]:
+    """What figure 8 comes to, as far as it has been run; recorded unless the run is quick."""
+    throughputs = chosen(throughput_rows(curves_in(rows)), _THROUGHPUT)
+    compared = advantages(throughputs)
+    if options.is_recorded:
+        write_record("apt_serve", {"throughputs": throughputs, "advantages": compared, "runs": rows})
+    return throughputs, compared
+
+
+if __name__ == "__main__":
+    main()

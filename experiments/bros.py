@@ -1,0 +1,240 @@
+"""BROS (Wan et al., 2025), Figures 10, 11 and 13: real-time and best-effort requests on one worker.
+
+    python -m experiments.bros [--quick] [--processes 2] [--policies NAME ...]
+
+Normalised latency and SLO attainment of real-time requests, and what that costs in best-effort throughput, against vLLM
+and round-robin. docs/experiments/bros.md has the paper's numbers, ours, and why they differ.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from alignedserve.costmodel.choice import WorkerSpec
+from alignedserve.sim.config import SimMechanisms
+from experiments.common import (
+    ColocatedWorker,
+    LabelledCase,
+    Row,
+    chosen,
+    colocated_case,
+    line,
+    over_seeds,
+    pick,
+    print_table,
+    read_options,
+    run,
+    with_recorded,
+    write_record,
+)
+
+WORKERS: Mapping[str, ColocatedWorker] = {  # section 7.1
+    "opt-13b": ColocatedWorker(WorkerSpec("opt-13b", "a100-40g", 2)),
+    "opt-30b": ColocatedWorker(WorkerSpec("opt-30b", "a100-40g", 4)),
+    "llama-3-70b": ColocatedWorker(WorkerSpec("llama-3-70b", "a100-80g", 8)),
+}
+RATES: Mapping[str, tuple[float, ...]] = {  # five per model; of the paper's, its text names 10 (30B) and 15 (70B)
+    "opt-13b": (2.0, 6.0, 10.0, 14.0, 18.0),
+    "opt-30b": (2.0, 6.0, 10.0, 14.0, 18.0),
+    "llama-3-70b": (3.0, 6.0, 9.0, 12.0, 15.0),
+}
+LENGTHS: Mapping[str, str] = {  # means and deviations of Table 2
+    "sharegpt": "prompt=skewed(222.76,256.36), output=skewed(234.51,268.50)",
+    "lmsys": "prompt=skewed(90.50,148.52), output=skewed(237.04,228.21)",
+}
+COMPARED = ("fcfs", "round_robin", "bros", "aligned_slo")
+ALL = (*COMPARED, "sarathi", "accelgen")
+WAVE = 64  # best-effort requests that come at once, when those before have ended; the paper does not say how many
+RECOMPUTING = "bros, recomputing"  # without shared blocks and swapping (section 7.4.1)
+FIGURES = "figures 10, 11"
+_CONTEXT = 2048  # OPT's; longer requests are left out, and no policy knows how much of it an answer will take
+
+COLUMNS: Mapping[str, str] = {
+    "lengths": "lengths",
+    "model": "model",
+    "rate": "RT/s",
+    "wave": "wave",
+    "costs": "costs",
+    "policy": "policy",
+    "rt.normalized_s.mean": "s/token",
+    "rt.ttft_attainment": "TTFT held",
+    "rt.tpot_attainment": "TPOT held",
+    "rt.attainment": "both",
+    "rt.ttft_s.p99": "p99 TTFT",
+    "be.loaded_requests_per_s": "BE/s",
+}
+COMPARISON: Mapping[str, str] = {
+    "latency": "s/token, by how much",
+    "be": "BE/s, by how much",
+    "ttft": "TTFT held, times",
+    "tpot": "TPOT held, times",
+    "both": "both, times",
+}
+_MORE = ("seed", "rt.tpot_s.p99", "rt.tbt_s.p99", "rt.num_sent", "be.num_sent", "duration_s", "utilisation")
+_RECORDED = (
+    "part",
+    "commit",
+    *COLUMNS,
+    *_MORE,
+    "num_iterations",
+    "num_preemptions",
+    "num_recomputed_tokens",
+    "workload",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One point of a figure."""
+
+    model: str
+    rate: float
+    lengths: str = "sharegpt"
+    wave: int = WAVE
+    costs: str = "roofline"
+
+    def line(self) -> str:
+        """As docs/workloads.md has it."""
+        limits = f"max_tokens={_CONTEXT}"
+        real_time = f"rt: {LENGTHS[self.lengths]}, max_total={_CONTEXT}, {limits}, rate={self.rate}, ttft=0.4, tpot=0.2"
+        return f"{real_time}; be: prompt=uniform(512,1024), output=uniform(32,128), {limits}, wave={self.wave}"
+
+    def worker(self) -> ColocatedWorker:
+        """The paper's; published costs are of A100-80GB."""
+        on = WORKERS[self.model]
+        if self.costs == "roofline":
+            return on
+        return replace(on, source=self.costs, worker=replace(on.worker, hardware="a100-80g"))
+
+    def case(self, part: str, policy: str, seed: int, duration_s: float) -> LabelledCase:
+        """Under this policy, or RECOMPUTING."""
+        labels: dict[str, str | float] = {
+            "part": part,
+            "model": self.model,
+            "rate": self.rate,
+            "lengths": self.lengths,
+            "wave": self.wave,
+            "costs": self.costs,
+        }
+        workload = line(self.line(), seed, duration_s=duration_s)
+        if policy != RECOMPUTING:
+            return colocated_case(labels, policy, self.worker(), workload)
+        labelled = colocated_case({**labels, "policy": policy}, "bros", replace(self.worker(), swap_bytes=0), workload)
+        config = replace(labelled.case.config, mechanisms=SimMechanisms())
+        return labelled._replace(case=replace(labelled.case, config=config))
+
+
+# --- parts
+
+
+def figures_10_and_11(duration_s: float) -> list[LabelledCase]:
+    """Three models, five rates each; of the second kind of lengths every other rate."""
+    loads = [Load(model, rate) for model in WORKERS for rate in RATES[model]]
+    loads += [Load(model, rate, "lmsys") for model in WORKERS for rate in RATES[model][::2]]
+    return [load.case(FIGURES, policy, 1, duration_s) for load in loads for policy in COMPARED]
+
+
+def headline(duration_s: float, seeds: Sequence[int]) -> list[LabelledCase]:
+    """One point, longer and with several seeds; two policies that the paper has not."""
+    load = Load("opt-13b", 10.0)
+    return [load.case("headline", policy, seed, duration_s) for policy, seed in product(ALL, seeds)]
+
+
+def other_waves(duration_s: float) -> list[LabelledCase]:
+    """What the paper does not say: how much best-effort work is outstanding."""
+    loads = [Load("opt-13b", 10.0, wave=wave) for wave in (32, 128)]
+    return [load.case("waves", policy, 1, duration_s) for load in loads for policy in COMPARED]
+
+
+def other_costs(duration_s: float) -> list[LabelledCase]:
+    """The same worker with the iteration times that others have measured, where there are any."""
+    loads = [Load("opt-13b", 10.0, costs=costs) for costs in ("distserve", "vllm")]
+    return [load.case("costs", policy, 1, duration_s) for load in loads for policy in COMPARED]
+
+
+def figure_13(duration_s: float, seeds: Sequence[int]) -> list[LabelledCase]:
+    """BROS with shared blocks, and with recomputing in their place; at the paper's rate, with memory short."""
+    load = Load("opt-30b", 10.0, wave=2 * WAVE)
+    return [load.case("figure 13", policy, seed, duration_s) for policy in ("bros", RECOMPUTING) for seed in seeds]
+
+
+# --- what comes of it
+
+
+def comparisons(rows: Sequence[Row]) -> list[Row]:
+    """Each of ours against each baseline, and the union against BROS, by kind of lengths, as far as they were run."""
+    were_run = {(row["lengths"], row["policy"]) for row in rows}
+    pairs = [*product(("bros", "aligned_slo"), COMPARED[:2]), ("aligned_slo", "bros")]
+    return [
+        comparison(rows, lengths, *pair)
+        for lengths, pair in product(LENGTHS, pairs)
+        if all((lengths, policy) in were_run for policy in pair)
+    ]
+
+
+def comparison(rows: Sequence[Row], lengths: str, policy: str, baseline: str) -> Row:
+    """Averages over the cases of a figure as the paper states them."""
+    ours, theirs = (pick(rows, lengths=lengths, policy=name) for name in (policy, baseline))
+    latency, throughput = "rt.normalized_s.mean", "be.loaded_requests_per_s"
+    return {
+        "lengths": lengths,
+        "policy": policy,
+        "baseline": baseline,
+        "latency": _mean(one[latency] / other[latency] - 1 for one, other in zip(ours, theirs, strict=True)),
+        "be": _total(ours, throughput) / _total(theirs, throughput) - 1,
+        "ttft": _ratio(_total(ours, "rt.ttft_attainment"), _total(theirs, "rt.ttft_attainment")),
+        "tpot": _ratio(_total(ours, "rt.tpot_attainment"), _total(theirs, "rt.tpot_attainment")),
+        "both": _ratio(_total(ours, "rt.attainment"), _total(theirs, "rt.attainment")),
+    }
+
+
+def _total(rows: Iterable[Row], name: str) -> float:
+    return sum(float(row[name]) for row in rows)
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return sum(known) / len(known)
+
+
+def _ratio(ours: float, theirs: float) -> float | None:
+    return ours / theirs if theirs else None
+
+
+def show(rows: Sequence[Row], comparisons: Sequence[Row]) -> None:
+    """All tables."""
+    for part in dict.fromkeys(row["part"] for row in rows):
+        means = over_seeds(pick(rows, part=part), ("lengths", "model", "rate", "wave", "costs", "policy"))
+        print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
+    headings = {"lengths": "lengths", "policy": "policy", "baseline": "against"}
+    print_table(comparisons, {**headings, **COMPARISON}, title="averages over figures 10 and 11")
+
+
+def cases_of(*, is_quick: bool) -> list[LabelledCase]:
+    """The whole experiment, or the headline in little."""
+    if is_quick:
+        return headline(15.0, (1,))
+    return [
+        *headline(120.0, (1, 2, 3)),
+        *figures_10_and_11(60.0),
+        *other_waves(60.0),
+        *other_costs(60.0),
+        *figure_13(60.0, (1, 2)),
+    ]
+
+
+def main() -> None:
+    """Simulate, show, record."""
+    options = read_options(__doc__)
+    cases = options.select(cases_of(is_quick=options.is_quick))
+    rows = chosen(run(cases, processes=options.processes), _RECORDED)
+    if options.is_recorded:
+        rows = with_recorded("bros", rows, options)
+    compared = comparisons(pick(rows, part=FIGURES))
+    show(rows, compared)
+    if options.is_recorded:
+        write_record("bros", {"comparisons": compared, "runs": rows})
+
+
+if __name__ == "__main__":
+    main()
