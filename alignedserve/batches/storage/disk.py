@@ -1,0 +1,38 @@
+"""What both kinds of files on disk need: writing all of it, and a full disk told apart from a broken one."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from alignedserve.core.errors import StorageError, StorageFull
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn what the system says into errors of the tree."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StorageFull(f"no room left on the disk for {what}") from error
+        raise StorageError(f"{what} cannot be written or read: {error.strerror or error}") from error
+
+
+def write_all(file_descriptor: int, content: bytes) -> None:
+    """Write every byte. Raises OSError."""
+    rest = memoryview(content)
+    while len(rest):
+        rest = rest[os.write(file_descriptor, rest) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in the folder durable. Raises OSError."""
+    file_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file_descriptor)
+    finally:
+        os.close(file_descriptor)
