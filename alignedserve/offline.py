@@ -11,22 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.config.sections import DecodeWorkerConfig, ModelSectionConfig, SchedulingConfig
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, SamplingParams
 from alignedserve.messages.events import PeerLinked, Received, SendTo
+from alignedserve.messages.gateways import TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
-from alignedserve.messages.links import PrefillRequest, TokensEmitted, WorkerRegistered
+from alignedserve.messages.workers import PrefillRequest, WorkerRegistered
 from alignedserve.runtime.served_model import resolve_model
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
-from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
+from alignedserve.scheduling.assembly import make_scheduler
+from decode_worker.assembly import iteration_limits, make_colocated_logic, memory_of
+from decode_worker.colocated import ColocatedCommand
 
 _BLOCK_SIZE = 16
-_MAX_TOKENS_PER_ITERATION = 2048
+_MAX_TOKENS = 2048
 _ROUTER = "caller"
 
 
@@ -46,9 +49,15 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "pocket", *, dtype: str = "auto", max_running: int = 64, memory_bytes: int = 256 * 2**20
+        self,
+        model: str = "pocket",
+        *,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        max_running: int = 64,
+        memory_bytes: int = 256 * 2**20,
     ) -> None:
-        served = resolve_model(ModelSectionConfig(path=model, dtype=dtype))
+        served = resolve_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization))
         self._tokenizer = Tokenizer.load(served.folder)
         self._max_context_len = served.max_context_len
         self._engine = WorkerEngine(served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE))
@@ -60,9 +69,11 @@ class LLM:
             can_prefill=True,
             can_decode=True,
         )
-        self._logic = DecodeLogic(
+        config = DecodeWorkerConfig(max_running=max_running, max_tokens_per_iteration=_MAX_TOKENS, swap_bytes=0)
+        self._logic = make_colocated_logic(
             registered=registered,
-            limits=DecodeLimits(max_running, _MAX_TOKENS_PER_ITERATION),
+            memory=memory_of(config, self._engine.layout, num_blocks=self._engine.num_blocks),
+            scheduler=make_scheduler(SchedulingConfig(policy="fcfs"), iteration_limits(config)),
             eos_token_ids=self._engine.eos_token_ids,
         )
         self._perform(self._logic.on_event(PeerLinked(Role.ROUTER, _ROUTER), 0.0), {})
@@ -84,7 +95,7 @@ class LLM:
     def _run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None) -> list[Output]:
         requests = [self._request(prompt, sampling) for prompt in prompts]
         outputs = {request.request_id: Output() for request in requests}
-        commands: list[DecodeCommand] = []
+        commands: list[ColocatedCommand] = []
         for number, request in enumerate(requests):
             commands += self._logic.on_event(Received(_ROUTER, PrefillRequest(request, number)), 0.0)
         self._perform(commands, outputs)
@@ -102,7 +113,7 @@ class LLM:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
         return Request(RequestId(secrets.token_hex(8)), tuple(prompt), wanted, reply_to="", arrival_s=0.0)
 
-    def _perform(self, commands: Sequence[DecodeCommand], outputs: dict[RequestId, Output]) -> None:
+    def _perform(self, commands: Sequence[ColocatedCommand], outputs: dict[RequestId, Output]) -> None:
         """Until nothing is left to do. What would go to a router is of no interest here."""
         pending = list(commands)
         while pending:

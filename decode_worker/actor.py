@@ -1,15 +1,26 @@
-"""The decode worker as a Ray actor."""
+"""Decode workers and colocated workers as Ray actors."""
+
+from functools import partial
 
 import ray
 
-from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, EngineConfig
-from alignedserve.messages.links import WorkerRegistered
+from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, EngineConfig, SchedulingConfig
 from alignedserve.runtime.addresses import ROUTER
 from alignedserve.runtime.hosting import RoomHost
 from alignedserve.runtime.membership import POOL, Membership
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
-from decode_worker.runner import DecodeWorker, limits_of
+from alignedserve.scheduling.assembly import calibration_s
+from decode_worker.assembly import (
+    colocated_registration_of,
+    make_live_colocated_logic,
+    make_live_logic,
+    max_held,
+    memory_of,
+    registration_of,
+)
+from decode_worker.colocated_runner import ColocatedWorker
+from decode_worker.runner import DecodeWorker
 
 
 @ray.remote
@@ -20,41 +31,76 @@ class DecodeWorkerActor(RoomHost):
         self,
         config: DecodeWorkerConfig,
         batching: BatchingConfig,
+        scheduling: SchedulingConfig,
         engine_config: EngineConfig,
         prefillers: tuple[str, ...],
         served: ServedModel,
         membership: Membership,
     ) -> None:
-        """`prefillers`: names of the prefill workers; none: a colocated worker, which computes prompts itself."""
-        block_size = engine_config.block_size
-        is_colocated = not prefillers
+        """`prefillers`: names of the prefill workers."""
+        block_size, threads = engine_config.block_size, engine_config.threads_per_worker
         layout = served.block_layout(block_size)
-        sizes = EngineSizes(config.memory_bytes, config.max_running, block_size, engine_config.threads_per_worker)
+        sizes = EngineSizes(config.memory_bytes, config.max_running, block_size, threads, engine_config.attention)
 
         async def build() -> DecodeWorker:
             engine = WorkerEngine(served, sizes)
-            registered = WorkerRegistered(
-                num_blocks=engine.num_blocks,
-                block_size=block_size,
-                max_running=config.max_running,
-                pool_name=POOL,
-                can_prefill=is_colocated,
-                can_decode=True,
-                layout_digest=layout.digest().hex(),
+            registered = registration_of(config, layout, num_blocks=engine.num_blocks, pool_name=POOL)
+            make = partial(
+                make_live_logic,
+                registered=registered,
+                config=config,
+                batching=batching,
+                scheduling=scheduling,
+                eos_token_ids=engine.eos_token_ids,
+                measured=engine.measure_iterations(calibration_s(engine_config, scheduling)),
             )
             worker = DecodeWorker(
-                limits=limits_of(config, batching),
+                make=make,
                 engine=engine,
-                registered=registered,
+                pool_name=POOL,
                 membership=membership,
                 transport=engine_config.kv_transport,
             )
             addresses = membership.addresses
             await worker.start(
                 router_at=addresses.of(ROUTER),
-                pool_at=None if is_colocated else addresses.of(POOL),
+                pool_at=addresses.of(POOL),
                 prefillers_at=[addresses.of(name) for name in prefillers],
             )
+            return worker
+
+        super().__init__(membership, build)
+
+
+@ray.remote
+class ColocatedWorkerActor(RoomHost):
+    """Started, restarted and placed by Ray; everything else goes over its link."""
+
+    def __init__(
+        self,
+        config: DecodeWorkerConfig,
+        scheduling: SchedulingConfig,
+        engine_config: EngineConfig,
+        served: ServedModel,
+        membership: Membership,
+    ) -> None:
+        block_size, threads = engine_config.block_size, engine_config.threads_per_worker
+        layout = served.block_layout(block_size)
+        sizes = EngineSizes(config.memory_bytes, max_held(config), block_size, threads, engine_config.attention)
+
+        async def build() -> ColocatedWorker:
+            engine = WorkerEngine(served, sizes)
+            make = partial(
+                make_live_colocated_logic,
+                registered=colocated_registration_of(config, layout, num_blocks=engine.num_blocks),
+                memory=memory_of(config, layout, num_blocks=engine.num_blocks),
+                config=config,
+                scheduling=scheduling,
+                eos_token_ids=engine.eos_token_ids,
+                measured=engine.measure_iterations(engine_config.calibration_s),
+            )
+            worker = ColocatedWorker(make=make, engine=engine, membership=membership)
+            await worker.start(router_at=membership.addresses.of(ROUTER))
             return worker
 
         super().__init__(membership, build)

@@ -1,16 +1,17 @@
 """Which batch runs, which comes next, and when the one gives way to the other (AlignedServe, section 3.4).
 
 A full batch (`min_requests` or more) of similar lengths replaces the running one when that has become too small to
-saturate the worker, or when it has waited for `starvation_s`. From its first request on until the last one of the old
-batch has left, the two mix: the batch switch. A smaller batch, or one of any lengths (FCFS), is not worth a switch: it
-joins what runs, and what runs is then no longer of similar length.
+saturate the worker (and no longer fills its memory), or when it has waited for `starvation_s`. From its first request
+on until the last one of the old batch has left, the two mix: the batch switch. A smaller batch, or one of any lengths
+(FCFS), is not worth a switch: it joins what runs, and what runs is then no longer of similar length. A worker that
+knows what iterations cost lets a batch join at any time if its lengths cost nothing beside those that run.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from alignedserve.core.ids import BatchId
-from alignedserve.messages.links import NO_BATCH
+from alignedserve.messages.fields import NO_BATCH
 from decode_worker.state import Candidate, RunningRequest
 
 
@@ -21,6 +22,7 @@ class SwitchLimits:
     min_requests: int = 36  # a batch of fewer joins what runs
     low_running: int = 36  # with fewer running, and nobody to join them, the next batch takes over
     starvation_s: float = 2.0
+    low_blocks: int | None = None  # not while this many blocks or more are taken; None: however many
 
 
 @dataclass(slots=True)
@@ -36,8 +38,11 @@ class WaitingBatch:
 class BatchOrder:
     """The running batch's number and the batches behind it."""
 
-    def __init__(self, limits: SwitchLimits) -> None:
+    def __init__(self, limits: SwitchLimits, is_worth_mixing: Callable[[Collection[int]], bool] | None = None) -> None:
+        """`is_worth_mixing`: whether decodes of these contexts are better computed beside those that run than after
+        them; None: never, batches of different lengths are kept apart."""
         self._limits = limits
+        self._is_worth_mixing = is_worth_mixing
         self._waiting: dict[BatchId, WaitingBatch] = {}
         self.version = 0  # changes with which batches there are
         self.running_id = NO_BATCH
@@ -66,10 +71,13 @@ class BatchOrder:
         following = next(iter(self._waiting.values()), None)
         return following is not None and now - following.granted_s >= self._limits.starvation_s
 
-    def choose(self, candidates: Iterable[Candidate], num_running: int, now: float) -> list[Candidate]:
+    def choose(
+        self, candidates: Iterable[Candidate], num_running: int, now: float, *, num_blocks: int = 0
+    ) -> list[Candidate]:
         """The candidates that may enter now, in order: candidate requests first, else the next batch's.
 
-        Taking up the next batch is decided here: its requests are then candidate requests of the running batch.
+                `num_blocks`: taken by those that run. Taking up the next batch is decided here: its requests are then
+        candidate requests of the running batch.
         """
         by_id: dict[BatchId, list[Candidate]] = {}
         for candidate in candidates:
@@ -80,9 +88,13 @@ class BatchOrder:
         own = by_id.get(NO_BATCH, []) + by_id.get(self.running_id, []) * (self.running_id != NO_BATCH)
         if following is None or (own and not is_overdue):
             return own
-        if not self._may_follow(following, num_running, is_overdue=is_overdue):
-            return own
         members = by_id[following.batch_id]
+        if not is_overdue and self._should_mix(members, num_running):
+            self._begin(following)
+            self._join(members)
+            return members
+        if not (is_overdue or self._may_follow(following, num_running, num_blocks)):
+            return own
         self._take_up(following, members, num_running)
         return by_id.get(NO_BATCH, []) + members
 
@@ -91,17 +103,30 @@ class BatchOrder:
             del self._waiting[batch_id]
             self.version += 1
 
-    def _may_follow(self, following: WaitingBatch, num_running: int, *, is_overdue: bool) -> bool:
-        return is_overdue or not following.is_aligned or num_running < self._limits.low_running
+    def _may_follow(self, following: WaitingBatch, num_running: int, num_blocks: int) -> bool:
+        limits = self._limits
+        fills_memory = limits.low_blocks is not None and num_blocks >= limits.low_blocks
+        return not following.is_aligned or (num_running < limits.low_running and not fills_memory)
 
-    def _take_up(self, following: WaitingBatch, members: list[Candidate], num_running: int) -> None:
+    def _should_mix(self, members: list[Candidate], num_running: int) -> bool:
+        if self._is_worth_mixing is None or num_running == 0 or self.running_id == NO_BATCH:
+            return False
+        return self._is_worth_mixing([candidate.context_len for candidate in members])
+
+    def _begin(self, following: WaitingBatch) -> None:
         del self._waiting[following.batch_id]
         self.version += 1
+
+    def _take_up(self, following: WaitingBatch, members: list[Candidate], num_running: int) -> None:
+        self._begin(following)
         is_full = following.num_requests >= self._limits.min_requests
         if num_running == 0 or (following.is_aligned and is_full):
             self.running_id, self.is_aligned = following.batch_id, following.is_aligned
             self.is_switching = num_running > 0
             return
         self.is_aligned = False
+        self._join(members)
+
+    def _join(self, members: list[Candidate]) -> None:
         for candidate in members:
             candidate.batch_id = self.running_id

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 
 from alignedserve.core.attempts import passed_on
 from alignedserve.core.ids import LeaseId, RequestId
-from alignedserve.messages.events import Send
-from alignedserve.messages.links import (
-    NO_BATCH,
+from alignedserve.messages.caches import (
     BlockCopy,
     BlocksPrefetched,
     BlocksReserved,
@@ -30,6 +28,8 @@ from alignedserve.messages.links import (
     ReturnOutcome,
     ReturnRequest,
 )
+from alignedserve.messages.events import Send
+from alignedserve.messages.fields import NO_BATCH
 from decode_worker.buffers import BufferSpace
 from decode_worker.state import BufferSlot, CachePlace, Candidate
 
@@ -166,11 +166,15 @@ class Candidates:
         candidate.place = CachePlace.RETURNING
         request = candidate.request
         self._returning[request.request_id, candidate.attempt] = candidate
-        message = ReturnRequest(request, candidate.attempt, candidate.generated_token_ids, candidate.buffer_copy)
+        generated, predicted = candidate.generated_token_ids, candidate.predicted_output_len
+        message = ReturnRequest(request, candidate.attempt, generated, candidate.buffer_copy, predicted)
         return [Send(candidate.slot.peer, message)]
 
     def returned(self, message: RequestReturned) -> Candidate | None:
-        """The pool has it now; or it stays, to run beside whatever does. If nobody knows, it is given up: returned."""
+        """The pool has it now; or it stays, to run beside whatever does. If nobody knows, it is given up: returned.
+
+        So it is when the pool was lost since: the router may never hear from it that it had taken the request.
+        """
         self.version += 1
         candidate = self._returning.pop((message.request_id, message.attempt), None)
         if candidate is None:
@@ -183,7 +187,7 @@ class Candidates:
         if candidate.is_aborted:
             return None
         del self._entries[message.request_id]
-        if message.outcome is not ReturnOutcome.TAKEN:
+        if message.outcome is not ReturnOutcome.TAKEN or candidate.has_lost_pool:
             return candidate
         self._given_back[message.request_id] = candidate
         return None
@@ -236,6 +240,7 @@ class Candidates:
             CachePlace.BUFFER,
             slot=slot,
             buffer_copy=message.copy,
+            predicted_output_len=message.predicted_output_len,
         )
         return candidate, answer
 
@@ -262,6 +267,8 @@ class Candidates:
         self.version += 1
         lost = list(self._given_back.values())
         self._given_back.clear()
+        for candidate in self._returning.values():
+            candidate.has_lost_pool = True
         for candidate in list(self._entries.values()):
             candidate.lease_id = None
             if candidate.place in (CachePlace.POOL, CachePlace.COMING):

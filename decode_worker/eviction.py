@@ -5,16 +5,15 @@
 Where there is no room for its cache in the first place, it is preempted only if somebody else stalls for its blocks.
 """
 
-from collections.abc import Iterable
-
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
+from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
-from alignedserve.messages.links import BlockCopy, RequestPreempted
+from alignedserve.messages.workers import RequestPreempted
 from decode_worker.batches import BatchOrder
 from decode_worker.candidates import Candidates
 from decode_worker.running import RunningBatch
-from decode_worker.state import CachePlace, Candidate, Evicting, RunningRequest
+from decode_worker.state import CachePlace, Candidate, Evicting, RunningRequest, preempted
 
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 
@@ -73,9 +72,8 @@ class Evictions:
         is_there = event.runs is not None and self._candidates.space.holds(candidate.slot)
         if candidate.is_aborted or event.runs is None or not is_there:
             self._candidates.space.free(candidate.slot)
-            return [] if candidate.is_aborted else [_preempted(candidate, candidate.generated_token_ids)]
-        # The token sampled last is not in the cache yet.
-        candidate.buffer_copy = BlockCopy(event.command.generation, candidate.context_len - 1, event.runs)
+            return [] if candidate.is_aborted else [preempted(candidate)]
+        candidate.buffer_copy = BlockCopy(event.command.generation, entry.num_cached, event.runs)
         self._candidates.add(candidate)
         return []
 
@@ -90,9 +88,9 @@ class Evictions:
         return min(outgoing or able, key=_eviction_key, default=None)
 
     def _evict(self, running: RunningRequest) -> list[OffloadBlocks]:
-        """Into a prefill worker's memory; nothing when there is no room (or no cache yet)."""
+        """Into a prefill worker's memory; nothing when there is no room."""
         num_blocks = self._batch.blocks_for(running.num_computed)
-        slot = self._candidates.make_room(num_blocks) if num_blocks and not running.is_prefilling else None
+        slot = self._candidates.make_room(num_blocks)
         if slot is None:
             return []
         request_id = running.request.request_id
@@ -105,8 +103,9 @@ class Evictions:
             running.granted_s,
             CachePlace.BUFFER,
             slot=slot,
+            predicted_output_len=running.predicted_output_len,
         )
-        self._evicting[request_id] = Evicting(candidate, block_ids)
+        self._evicting[request_id] = Evicting(candidate, block_ids, running.num_computed)
         self.num_evictions += 1
         offload = OffloadBlocks(
             request_id, running.attempt, block_ids[:num_blocks], slot.peer, slot.block_ids, slot.generation
@@ -115,11 +114,7 @@ class Evictions:
 
     def _preempt(self, running: RunningRequest) -> list[RequestPreempted]:
         self._batch.drop(running)
-        return [_preempted(running, running.generated_token_ids)]
-
-
-def _preempted(one: Candidate | RunningRequest, generated_token_ids: Iterable[int]) -> RequestPreempted:
-    return RequestPreempted(one.request.request_id, one.attempt, tuple(generated_token_ids))
+        return [preempted(running)]
 
 
 def _has_tight_slo(running: RunningRequest) -> bool:

@@ -14,14 +14,30 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
+from alignedserve.core.request import Request
+from alignedserve.messages.iterations import IterationCompleted, IterationTimes
 from alignedserve.messages.ledger import SPREAD_EDGES, LedgerTotals
-from decode_worker.state import RunningRequest
 
 _NUM_RECORDS = 8192
 _REPORT_PAUSE_S = 1.0
+
+
+class Measured(Protocol):
+    """What the ledger reads of a request in an iteration."""
+
+    @property
+    def request(self) -> Request:
+        """As it arrived."""
+
+    @property
+    def granted_s(self) -> float:
+        """When it came to this worker."""
+
+    @property
+    def context_len(self) -> int:
+        """Prompt and generated tokens."""
 
 
 class IterationRecord(NamedTuple):
@@ -78,13 +94,13 @@ class Ledger:
         self._reported_s: float | None = None
 
     def iteration_started(
-        self, now: float, command: RunIteration, running: Collection[RunningRequest], *, is_switching: bool = False
+        self, now: float, running: Collection[Measured], *, has_changed: bool, is_switching: bool = False
     ) -> None:
-        """`running`: everyone in the batch of this iteration, its additions included."""
+        """`running`: everyone in the batch of this iteration; `has_changed`: others than in the last one."""
         if self._completed_s is None:
             self._completed_s = now
         self._waits = _split_wait(self._completed_s, now, running) if now > self._completed_s else _NO_WAITS
-        self._shape.update(command, running)
+        self._shape.update(running, has_changed=has_changed)
         self._started_s = now
         self._is_switching = is_switching
 
@@ -150,10 +166,9 @@ class _BatchShape:
         self.size = self.sum = self.shortest = self.longest = 0
         self._has_all_grown = False
 
-    def update(self, command: RunIteration, running: Collection[RunningRequest]) -> None:
+    def update(self, running: Collection[Measured], *, has_changed: bool) -> None:
         """To the batch of the iteration that starts."""
-        is_same = not (command.additions or command.removals) and len(running) == self.size
-        if is_same and self._has_all_grown:
+        if self._has_all_grown and not has_changed and len(running) == self.size:
             self.sum += self.size
             self.shortest += 1
             self.longest += 1
@@ -191,7 +206,7 @@ def totals_of(records: Sequence[IterationRecord]) -> LedgerTotals:
     )
 
 
-def _split_wait(since: float, until: float, running: Collection[RunningRequest]) -> Waits:
+def _split_wait(since: float, until: float, running: Collection[Measured]) -> Waits:
     """By what the first of the requests that end the wait was waiting for.
 
     All processes of a host share the clock. An arrival by another host's clock may lie anywhere; it is taken as no

@@ -1,5 +1,6 @@
 """Leaves the ledger's latest iterations in a file, for whoever looks at them later. The columns: docs/ledger.md."""
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import Any
 import orjson
 
 from decode_worker.ledger import IterationRecord
+
+logger = logging.getLogger(__name__)
 
 _DECIMALS = 7  # a tenth of a microsecond
 
@@ -31,3 +34,13 @@ def _columns_of(record: IterationRecord, clock_to_date_s: float) -> dict[str, An
         name: round(value, _DECIMALS) if isinstance(value, float) else value for name, value in record._asdict().items()
     }
     return {"started_at": datetime.fromtimestamp(record.started_s + clock_to_date_s, UTC).isoformat(), **columns}
+
+
+def leave_ledger(path: Path, records: Sequence[IterationRecord]) -> None:
+    """Write what there is, if there is anything; where that cannot be done the log says so."""
+    if not records:
+        return
+    try:
+        write_ledger(path, records)
+    except OSError as error:
+        logger.warning("the ledger cannot be written to %s: %s", path, error.strerror)

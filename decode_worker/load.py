@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from alignedserve.messages.links import JoinedBatch, WorkerLoad
+from alignedserve.messages.workers import JoinedBatch, WorkerLoad
 from decode_worker.batches import BatchOrder
 from decode_worker.candidates import Candidates
 from decode_worker.eviction import Evictions
@@ -19,6 +19,18 @@ class _Waiting(NamedTuple):
     num_blocks: int
 
 
+class LoadCounts(NamedTuple):
+    """All of the load but free blocks, which change all the time."""
+
+    num_running: int
+    num_joining: int  # candidates of the running batch
+    num_following: int  # and of the next
+    num_blocks: int  # that both will take
+    num_verified: int
+    num_evictions: int
+    running: JoinedBatch | None
+
+
 class LoadCounter:
     """Counts for placement. Asked at every event, so what takes a loop is counted only when it has changed."""
 
@@ -32,18 +44,27 @@ class LoadCounter:
         self._range_of: tuple[int, int, int] | None = None
         self._range: JoinedBatch | None = None
 
-    def load(self, *, num_verified: int, num_iterations: int) -> WorkerLoad:
-        """As it is now."""
-        waiting = self._count_waiting()
+    def counts(self, *, num_verified: int, num_iterations: int) -> LoadCounts:
+        """As they are now."""
+        return LoadCounts(
+            self._batch.num_holding,
+            *self._count_waiting(),
+            num_verified,
+            self._evictions.num_evictions,
+            self._running_range(num_iterations),
+        )
+
+    def load_of(self, counts: LoadCounts) -> WorkerLoad:
+        """These, and the free blocks."""
         return WorkerLoad(
-            num_running=self._batch.num_holding,
-            num_candidate_requests=waiting.num_joining,
-            num_batch_candidates=waiting.num_following,
-            num_candidate_blocks=waiting.num_blocks,
+            num_running=counts.num_running,
+            num_candidate_requests=counts.num_joining,
+            num_batch_candidates=counts.num_following,
+            num_candidate_blocks=counts.num_blocks,
             num_free_blocks=self._batch.num_free,
-            num_handoffs_verified=num_verified,
-            num_evictions=self._evictions.num_evictions,
-            running=self._running_range(num_iterations),
+            num_handoffs_verified=counts.num_verified,
+            num_evictions=counts.num_evictions,
+            running=counts.running,
         )
 
     def _count_waiting(self) -> _Waiting:

@@ -11,16 +11,25 @@ The life of a request on a decode worker:
 5. When the next iteration would not fit, the longest request (while two batches mix, of the outgoing one) is evicted
    into a prefill worker's memory, from where it comes back. When its batch has gone, it returns to the pool.
    Where there is no room for it, it is preempted and recomputed later.
-A colocated worker takes PrefillRequest as well: its prompt is computed in chunks beside the decodes, in one budget.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.progress import finish_reason
-from alignedserve.core.request import FinishReason, SampledToken
+from alignedserve.core.ids import RequestId
+from alignedserve.messages.caches import (
+    ArenaOffered,
+    BatchGranted,
+    BlocksPrefetched,
+    BlocksWritten,
+    CancelReservation,
+    RequestReturned,
+    ReservationRefused,
+    ReserveBlocks,
+)
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
+from alignedserve.messages.fields import NO_BATCH, FailureKind
+from alignedserve.messages.gateways import AbortRequest, TokenDelta
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     BlocksLoaded,
@@ -34,37 +43,26 @@ from alignedserve.messages.iterations import (
     UnmapArena,
     group_by_gateway,
 )
-from alignedserve.messages.links import (
-    NO_BATCH,
-    AbortRequest,
-    ArenaOffered,
-    AttemptFailed,
-    BatchGranted,
-    BatchReceived,
-    BlocksPrefetched,
-    BlocksWritten,
-    CancelReservation,
-    FailureKind,
-    LedgerReport,
-    PrefillCompleted,
-    PrefillRequest,
-    PromptScored,
-    RequestFinished,
-    RequestPreempted,
-    RequestReturned,
-    ReserveBlocks,
-    TokenDelta,
-    WorkerLoad,
-    WorkerRegistered,
-)
+from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import AttemptFailed, ExpectLength, RequestFinished, WorkerRegistered
+from alignedserve.scheduling.pacing import PolicyPacing
 from decode_worker.batches import BatchOrder, SwitchLimits, WaitingBatch
 from decode_worker.candidates import Candidates
 from decode_worker.eviction import EvictionCommand, Evictions
 from decode_worker.ledger import Ledger
-from decode_worker.load import LoadCounter
+from decode_worker.load import LoadCounter, LoadCounts
+from decode_worker.reports import RouterReports
 from decode_worker.running import RunningBatch
-from decode_worker.state import CachePlace, Candidate, Loading, RunningRequest
+from decode_worker.state import (
+    CachePlace,
+    Candidate,
+    Loading,
+    RunningRequest,
+    expect_length,
+    is_up_to,
+    preempted,
+)
 
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
 WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | MapArena | UnmapArena
@@ -76,49 +74,59 @@ class DecodeLimits:
     """What bounds the running batch."""
 
     max_running: int
-    max_tokens: int  # per iteration; decodes always go in, prompts share what they leave
     switch: SwitchLimits = field(default_factory=SwitchLimits)
 
 
 class DecodeLogic:
     """Candidates, the running batch, and the one iteration that is in flight at a time."""
 
-    def __init__(self, *, registered: WorkerRegistered, limits: DecodeLimits, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        *,
+        registered: WorkerRegistered,
+        limits: DecodeLimits,
+        eos_token_ids: frozenset[int],
+        pacing: PolicyPacing | None = None,
+    ) -> None:
+        """`pacing`: who is in which iteration; None: everybody in every one."""
+        self._pacing = pacing
         self._registered = registered
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._batch = RunningBatch(
-            num_blocks=registered.num_blocks, block_size=registered.block_size, max_running=limits.max_running
+            num_blocks=registered.num_blocks,
+            block_size=registered.block_size,
+            max_running=limits.max_running,
+            pacing=pacing,
         )
         self._candidates = Candidates(registered.pool_name)
-        self._order = BatchOrder(limits.switch)
+        self._order = BatchOrder(limits.switch, pacing.is_worth_mixing if pacing is not None else None)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
         self._is_iterating = False
-        self._router: str | None = None
+        self._aborted: list[RunningRequest] = []  # to be dropped when the iteration is over
         self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
         self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last looked through
         self._num_iterations = 0
         self._num_verified = 0
-        self._reported: WorkerLoad | None = None
+        self._counted: LoadCounts | None = None  # as last reported
         self.ledger = Ledger()
+        self._reports = RouterReports(registered, self.ledger)
 
     def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
         commands = self._handle(event, now)
-        # The next iteration first: it computes while the messages about the last one are sent.
+        # The next iteration first: it computes while candidates are moved and the messages about the last one are sent.
         started = self._start_iteration(now)
         moved = self._move_candidates(now)
-        # Who entered without a copy need not wait for another event.
-        started += self._start_iteration(now)
-        return [*started, *commands, *moved, *self._report()]
+        return [*started, *commands, *moved, *self._report(is_tick=isinstance(event, Ticked))]
 
     def _handle(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
         match event:
             case IterationCompleted():
                 self.ledger.iteration_completed(now, event)
-                return self._iteration_completed(event)
+                return self._iteration_completed(event, now)
             case BlocksLoaded():
-                return self._loaded(event)
+                return self._loaded(event, now)
             case BlocksOffloaded():
                 return self._told(self._evictions.evicted(event))
             case Received(peer, message):
@@ -128,38 +136,39 @@ class DecodeLogic:
             case PeerLost(role, peer):
                 return self._on_lost(role, peer)
             case Ticked():
-                return self._report_totals(now)
+                return [*self._reports.totals(now)]
 
     # --- peers and messages
 
     def _on_linked(self, role: Role, peer: str) -> list[DecodeCommand]:
         if role is not Role.ROUTER:
             return []
-        self._router = peer
-        self._reported = None
         # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
         dropped: list[DecodeCommand] = [*self._candidates.clear()]
         for running in list(self._batch):
             dropped += self._abort(running.request.request_id)
         for candidate in (*self._batch.loading_candidates(), *self._evictions.candidates()):
             candidate.is_aborted = True
-        return [Send(peer, self._registered), *dropped]
+        return [*self._reports.linked(peer), *dropped]
 
     def _on_lost(self, role: Role, peer: str) -> list[DecodeCommand]:
         if peer == self._registered.pool_name:
             lost = self._candidates.pool_lost()
-            return [UnmapArena(peer), *(command for candidate in lost for command in self._missed(candidate))]
+            return [UnmapArena(peer), *self._preempted(*lost, is_refused=True)]
         if role is not Role.PREFILL_WORKER:
             return []
         lost = self._candidates.prefill_worker_lost(peer)
-        return [UnmapArena(peer), *(command for candidate in lost for command in self._preempted(candidate))]
+        return [UnmapArena(peer), *self._preempted(*lost)]
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[DecodeCommand]:
         match message:
             case BatchGranted():
                 return self._granted(message, now)
-            case PrefillRequest():
-                return self._take(Candidate.of_prefill(message, now))
+            case ExpectLength(request_id=request_id):
+                expect_length((self._candidates.get(request_id), self._batch.get(request_id)), message)
+                if self._pacing is not None:
+                    self._pacing.expect_length(request_id, message.predicted_output_len)
+                return []
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
@@ -168,12 +177,14 @@ class DecodeLogic:
                 return [MapArena(peer, message)]
             case BlocksPrefetched():
                 missed = self._candidates.prefetched(message)
-                return self._missed(missed, self._candidates.abort(message.request_id)) if missed is not None else []
+                if missed is None:
+                    return []
+                return [*self._candidates.abort(message.request_id), *self._preempted(missed, is_refused=True)]
             case RequestReturned():
                 candidate = self._candidates.returned(message)
                 return self._preempted(candidate) if candidate is not None else []
             case ReserveBlocks():
-                return [*self._candidates.reserve(peer, message)]
+                return self._reserve(peer, message)
             case CancelReservation():
                 self._candidates.cancel_reservation(message.request_id, message.attempt)
                 return []
@@ -182,7 +193,7 @@ class DecodeLogic:
         raise AssertionError(f"a decode worker does not take {type(message).__name__}")
 
     def _granted(self, message: BatchGranted, now: float) -> list[DecodeCommand]:
-        self._reported = None  # the router waits for the load after a grant, even if it is as before
+        self._reports.await_load()
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in message.handoffs)
         commands = self._to_router(BatchReceived(message.batch_id, members))
         batch_id = message.batch_id if message.joins is None else message.joins
@@ -192,6 +203,15 @@ class DecodeLogic:
             commands += self._take(Candidate.of_handoff(handoff, batch_id, now))
         return commands
 
+    def _reserve(self, peer: str, message: ReserveBlocks) -> list[DecodeCommand]:
+        request_id = message.request_id
+        waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
+        moving = self._batch.loading_candidate(request_id), self._evictions.get(request_id)
+        known = [one.attempt for one in (waiting, running, *moving) if one is not None]
+        if max(known, default=0) > message.attempt:  # it has come another way since
+            return [Send(peer, ReservationRefused(request_id, message.attempt))]
+        return [*self._candidates.reserve(peer, message)]
+
     def _written(self, peer: str, message: BlocksWritten, now: float) -> list[DecodeCommand]:
         candidate, answer = self._candidates.written(peer, message, now)
         if candidate is None:
@@ -200,8 +220,11 @@ class DecodeLogic:
         return [*answer, *self._to_router(received), *self._take(candidate)]
 
     def _take(self, candidate: Candidate) -> list[DecodeCommand]:
-        # What an earlier attempt left here is stale: its abort is on the way, over another link.
-        commands = self._abort(candidate.request.request_id, candidate.attempt - 1)
+        # What an earlier attempt left here is stale: its abort is on the way, over another link. So is what is still to
+        # come of one, straight from a prefill worker.
+        request_id, earlier = candidate.request.request_id, candidate.attempt - 1
+        commands = self._abort(request_id, earlier)
+        self._candidates.cancel_reservation(request_id, earlier)
         self._candidates.add(candidate)
         return commands
 
@@ -210,16 +233,18 @@ class DecodeLogic:
         commands: list[DecodeCommand] = []
         self._candidates.forget_given_back(request_id, attempt)
         waiting = self._candidates.get(request_id)
-        if waiting is not None and _is_up_to(waiting, attempt):
+        if waiting is not None and is_up_to(waiting, attempt):
             commands += self._candidates.abort(request_id)
         for candidate in (self._batch.loading_candidate(request_id), self._evictions.get(request_id)):
-            if candidate is not None and _is_up_to(candidate, attempt):
+            if candidate is not None and is_up_to(candidate, attempt):
                 candidate.is_aborted = True
         running = self._batch.get(request_id)
-        if running is not None and _is_up_to(running, attempt):
-            running.is_aborted = True
+        if running is not None and is_up_to(running, attempt):
             if not self._is_iterating:
                 self._batch.drop(running)
+            elif not running.is_aborted:
+                running.is_aborted = True
+                self._aborted.append(running)
         return commands
 
     # --- candidates: in, and back
@@ -230,7 +255,9 @@ class DecodeLogic:
             return []
         commands: list[DecodeCommand] = []
         if self._batch.num_holding < self._limits.max_running or self._order.is_overdue(now):
-            commands += self._admit(self._order.choose(self._candidates, self._batch.num_holding, now))
+            num_taken = self._registered.num_blocks - self._batch.num_free
+            may_enter = self._order.choose(self._candidates, self._batch.num_holding, now, num_blocks=num_taken)
+            commands += self._admit(may_enter, now)
         versions = (self._candidates.version, self._order.version, self._candidates.space.version)
         if versions == self._moved_at:
             return commands  # what could be done for the others has been done
@@ -242,7 +269,7 @@ class DecodeLogic:
                 commands += self._candidates.prefetch(candidate)
         return [*commands, *self._candidates.relieve_buffers()]
 
-    def _admit(self, may_enter: Iterable[Candidate]) -> list[DecodeCommand]:
+    def _admit(self, may_enter: Iterable[Candidate], now: float) -> list[DecodeCommand]:
         """Candidates that fit, in order; nobody overtakes one that does not, but one that is still on its way waits."""
         loads: dict[str, list[Load]] = {}
         for candidate in may_enter:
@@ -254,18 +281,12 @@ class DecodeLogic:
             if block_ids is None:
                 break
             self._candidates.take(candidate)
-            if candidate.place is CachePlace.NOWHERE:
-                self._enter(candidate, block_ids, 0)
-                continue
             source, copy = self._candidates.copy_of(candidate)
             self._batch.load(Loading(candidate, block_ids))
             loads.setdefault(source, []).append(Load(candidate.request.request_id, copy, block_ids))
         return [LoadBlocks(source, tuple(parts)) for source, parts in loads.items()]
 
-    def _enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int) -> None:
-        self._batch.enter(RunningRequest.of_candidate(candidate, block_ids, num_cached))
-
-    def _loaded(self, event: BlocksLoaded) -> list[DecodeCommand]:
+    def _loaded(self, event: BlocksLoaded, now: float) -> list[DecodeCommand]:
         commands: list[DecodeCommand] = []
         for load in event.loads:
             entry = self._batch.loaded(load.request_id)
@@ -273,12 +294,12 @@ class DecodeLogic:
             is_refused = load.request_id in event.refused
             self._num_verified += not is_refused
             if is_refused and not candidate.is_aborted:
-                commands += self._missed(candidate)
+                commands += self._preempted(candidate, is_refused=True)
             commands += self._candidates.let_go(candidate)
             if is_refused or candidate.is_aborted:
                 self._batch.free(entry.block_ids)
             else:
-                self._enter(candidate, entry.block_ids, load.copy.context_len)
+                self._batch.enter(RunningRequest.of_candidate(candidate, entry.block_ids, load.copy.context_len), now)
         return commands
 
     # --- starting an iteration
@@ -288,21 +309,23 @@ class DecodeLogic:
             return []
         commands: list[DecodeCommand] = [*self._evictions.evict_outgoing()]
         growth = self._batch.grow()
-        extensions = growth.extensions
         if growth.num_missing > 0:
             commands += self._told(self._evictions.make_way(growth.num_missing, num_stalled=growth.num_stalled))
             if growth.num_stalled:
-                extensions += self._batch.grow().extensions
-        slices = self._batch.slices(self._limits.max_tokens)
+                self._batch.grow()
+        slices = self._batch.slices(now)
         if not slices:
             return commands + self._give_up_stuck()
-        removals, additions = self._batch.entering()
-        extensions = tuple(entry for entry in extensions if self._batch.get(entry[0]) is not None)
+        changes = self._batch.take_changes()
         self._is_iterating = True
+        self._started_s = now
         self._num_iterations += 1
-        iteration = RunIteration(removals, additions, extensions, slices)
-        self.ledger.iteration_started(now, iteration, self._batch.all(), is_switching=self._order.is_switching)
-        return [iteration, *commands]
+        members, has_changed = self._batch.all(), bool(changes.additions or changes.removals)
+        if self._pacing is not None:  # some of them pause
+            members, has_changed = [self._batch[request_id] for request_id, _ in slices], True
+        is_switching = self._order.is_switching
+        self.ledger.iteration_started(now, members, has_changed=has_changed, is_switching=is_switching)
+        return [RunIteration(*changes, slices), *commands]
 
     def _give_up_stuck(self) -> list[DecodeCommand]:
         """One request alone that does not fit this worker: no block will ever come free for it."""
@@ -315,86 +338,56 @@ class DecodeLogic:
 
     # --- ending an iteration
 
-    def _iteration_completed(self, event: IterationCompleted) -> list[DecodeCommand]:
+    def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
         self._is_iterating = False
+        if self._pacing is not None:
+            self._pacing.completed(now, event.duration_s(self._started_s, now))
         commands: list[DecodeCommand] = []
-        for running in self._batch:
-            running.num_computed += running.num_in_flight
-            running.num_in_flight = 0
-        scored: list[DecodeCommand] = []
-        for scores in event.prompt_scores:
-            reply_to = self._batch[scores.request_id].request.reply_to
-            scored.append(SendTo(reply_to, PromptScored(scores.request_id, scores.first_position, scores.entries)))
+        self._batch.note_chunks()
         deltas: list[tuple[str, TokenDelta]] = []
         for token in event.sampled:
-            commands += self._sampled(token, deltas)
+            running = self._batch[token.request_id]
+            if running.is_aborted:
+                continue
+            delta = running.sampled(token, self._eos_token_ids)
+            deltas.append((running.request.reply_to, delta))
+            if delta.finish_reason is not None:
+                commands += self._finish(running)
         for request_id in event.failed:
             running = self._batch[request_id]
             self._batch.drop(running)
             reason = "the model gave no usable logits"
             commands += self._to_router(AttemptFailed(request_id, running.attempt, FailureKind.INTERNAL, reason))
-        for running in [running for running in self._batch if running.is_aborted]:
-            self._batch.drop(running)
-        # Scores of a prompt go before its token; reports to router and pool last, nobody waits for them.
-        return [*scored, *group_by_gateway(deltas), *commands]
-
-    def _sampled(self, token: SampledToken, deltas: list[tuple[str, TokenDelta]]) -> list[DecodeCommand]:
-        running = self._batch[token.request_id]
-        request = running.request
-        if running.is_aborted:
-            return []
-        index = len(running.generated_token_ids)
-        commands: list[DecodeCommand] = []
-        if running.is_prefilling:
-            running.is_prefilling = False
-            commands += self._to_router(PrefillCompleted(request.request_id, running.attempt, running.context_len))
-        if request.sampling.max_tokens == 0:  # only the prompt was to be scored
-            deltas.append((request.reply_to, TokenDelta(request.request_id, 0, (), (), FinishReason.LENGTH)))
-            return commands + self._finish(running)
-        running.note_token(token.token_id)
-        finished = finish_reason(request, token.token_id, index + 1, self._eos_token_ids)
-        logprobs = (token.logprob,) if token.logprob is not None else ()
-        deltas.append((request.reply_to, TokenDelta(request.request_id, index, (token.token_id,), logprobs, finished)))
-        return commands + self._finish(running) if finished is not None else commands
+        aborted, self._aborted = self._aborted, []
+        for running in aborted:
+            if running.request.request_id not in event.failed:
+                self._batch.drop(running)
+        # Reports to the router last, nobody waits for them.
+        return [*group_by_gateway(deltas), *commands]
 
     def _finish(self, running: RunningRequest) -> list[DecodeCommand]:
         self._batch.drop(running)
         num_generated = len(running.generated_token_ids)
         return self._to_router(RequestFinished(running.request.request_id, running.attempt, num_generated))
 
-    # --- misses
-
-    def _missed(self, candidate: Candidate, let_go: Iterable[Send] = ()) -> list[DecodeCommand]:
-        """What was granted did not verify, or is gone with the pool: it is computed again."""
-        return [*let_go, *self._preempted(candidate, is_refused=True)]
-
-    def _preempted(self, candidate: Candidate, *, is_refused: bool = False) -> list[DecodeCommand]:
-        """Its only cache was in memory that is gone, or that there was no room beyond."""
-        request_id, generated = candidate.request.request_id, candidate.generated_token_ids
-        return self._to_router(RequestPreempted(request_id, candidate.attempt, generated, handoff_refused=is_refused))
-
     # --- reports
 
+    def _preempted(self, *candidates: Candidate, is_refused: bool = False) -> list[DecodeCommand]:
+        """Their only cache is gone. `is_refused`: what was granted did not verify, or went with the pool."""
+        return [send for one in candidates for send in self._to_router(preempted(one, is_refused=is_refused))]
+
     def _to_router(self, message: Message) -> list[DecodeCommand]:
-        return [Send(self._router, message)] if self._router is not None else []
+        return [*self._reports.send(message)]
 
     def _told(self, outcomes: list[EvictionCommand]) -> list[DecodeCommand]:
         """Copies as they are; who was preempted goes to the router."""
         parts = [[one] if isinstance(one, OffloadBlocks) else self._to_router(one) for one in outcomes]
         return [command for part in parts for command in part]
 
-    def _report_totals(self, now: float) -> list[DecodeCommand]:
-        """What the ledger gained, about once a second; kept until there is a router."""
-        totals = self.ledger.take_totals(now) if self._router is not None else None
-        return self._to_router(LedgerReport(totals)) if totals is not None else []
-
-    def _report(self) -> list[DecodeCommand]:
-        load = self._load.load(num_verified=self._num_verified, num_iterations=self._num_iterations)
-        if load == self._reported or self._router is None:
+    def _report(self, *, is_tick: bool) -> list[DecodeCommand]:
+        """The load where it has changed. Free blocks alone can wait for the next tick."""
+        counts = self._load.counts(num_verified=self._num_verified, num_iterations=self._num_iterations)
+        if counts == self._counted and not (self._reports.is_load_awaited or is_tick):
             return []
-        self._reported = load
-        return self._to_router(load)
-
-
-def _is_up_to(one: Candidate | RunningRequest, attempt: int | None) -> bool:
-    return attempt is None or one.attempt <= attempt
+        self._counted = counts
+        return [*self._reports.load(self._load.load_of(counts))]

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from alignedserve.core.blocks import BlockAllocator, blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
-from alignedserve.core.progress import plan_chunks
 from alignedserve.messages.iterations import Addition
+from alignedserve.scheduling.pacing import PolicyPacing
 from decode_worker.state import Candidate, Loading, RunningRequest
 
 # A request is admitted only if it and everybody beside it can go on for so many tokens without an eviction.
@@ -16,10 +16,17 @@ Extensions = tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
 Slices = tuple[tuple[RequestId, int], ...]
 
 
-class Growth(NamedTuple):
-    """What the next iteration needs."""
+class Changes(NamedTuple):
+    """For the engine, in the fields of RunIteration."""
 
+    removals: tuple[RequestId, ...]
+    additions: tuple[Addition, ...]
     extensions: Extensions
+
+
+class Growth(NamedTuple):
+    """What the next iteration lacks."""
+
     num_stalled: int  # requests that go without this iteration, for want of a block
     num_missing: int  # blocks wanting in this iteration and the one after it
 
@@ -27,7 +34,11 @@ class Growth(NamedTuple):
 class RunningBatch:
     """Requests in the engine or about to enter it, and those whose cache is being copied in or out."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_running: int) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_running: int, pacing: PolicyPacing | None = None
+    ) -> None:
+        """`pacing`: who is in which iteration; None: everybody in every one."""
+        self._pacing = pacing
         self._allocator = BlockAllocator(num_blocks)
         self._block_size = block_size
         self._max_running = max_running
@@ -36,8 +47,13 @@ class RunningBatch:
         self._num_leaving_blocks = 0  # of requests that are being copied out
         self._foreseen: int | None = None  # blocks that all will grow by; None: to be counted anew
         self.version = 0  # changes with who runs
-        self._additions: dict[RequestId, Addition] = {}
+        self._additions: dict[RequestId, Addition] = {}  # for the engine, with the next iteration, like these
+        self._extensions: dict[RequestId, tuple[BlockId, ...]] = {}
         self._removals: list[RequestId] = []
+        self._chunks: Slices = ()  # of the iteration that runs: who has more than one token to compute
+        self._has_stalled = False
+        self._decodes: Slices = ()  # one token of everybody, and the version that it was of
+        self._decodes_of = -1
 
     def __len__(self) -> int:
         return len(self._running)
@@ -120,8 +136,19 @@ class RunningBatch:
         self._foreseen = None
         return self._loading.pop(request_id)
 
-    def enter(self, running: RunningRequest) -> None:
-        """Its blocks hold the cache of `num_computed` tokens; it is in the next iteration."""
+    def enter(self, running: RunningRequest, now: float) -> None:
+        """Its blocks hold the cache of `num_computed` tokens; it can be in the next iteration."""
+        if self._pacing is not None:
+            self._pacing.enter(
+                running.request,
+                now,
+                num_cached=running.num_computed,
+                num_generated=len(running.generated_token_ids),
+                predicted_len=running.predicted_output_len,
+            )
+        self._add(running)
+
+    def _add(self, running: RunningRequest) -> None:
         request, request_id = running.request, running.request.request_id
         self._running[request_id] = running
         self._foreseen = None
@@ -133,7 +160,6 @@ class RunningBatch:
 
     def grow(self) -> Growth:
         """One more block for whoever fills its last one. Whoever gets none stalls until there is one."""
-        extensions: list[tuple[RequestId, tuple[BlockId, ...]]] = []
         num_stalled = num_soon = 0
         block_size = self._block_size
         self._foreseen = None
@@ -149,39 +175,52 @@ class RunningBatch:
                     continue
                 running.block_ids += block_ids
                 if request_id in self._additions:
-                    self.enter(running)
+                    self._add(running)
                 else:
-                    extensions.append((request_id, block_ids))
+                    self._extensions[request_id] = self._extensions.get(request_id, ()) + block_ids
             else:
                 num_soon += running.context_len < running.max_context_len
+        self._has_stalled = num_stalled > 0
         num_coming = self._allocator.num_free + self._num_leaving_blocks
-        return Growth(tuple(extensions), num_stalled, num_stalled + num_soon - num_coming)
+        return Growth(num_stalled, num_stalled + num_soon - num_coming)
 
     def stuck(self) -> RunningRequest | None:
         """The one request that stalls with nobody beside it, if that is how it is."""
         only = next(iter(self._running.values())) if len(self._running) == 1 and self.num_holding == 1 else None
         return only if only is not None and only.is_stalled else None
 
-    def slices(self, max_tokens: int) -> Slices:
-        """Every decode, and chunks of prompts in the token budget that the decodes leave."""
-        decodes: list[tuple[RequestId, int]] = []
-        prompts: list[tuple[RequestId, int]] = []
-        for request_id, running in self._running.items():
-            if not running.is_stalled:
-                remaining = running.context_len - running.num_computed
-                (decodes if remaining == 1 else prompts).append((request_id, remaining))
-        # At least one token for prompts: a full batch of decodes must not keep them out for ever.
-        budget = max(max_tokens - len(decodes), 1)
-        slices = (*decodes, *plan_chunks(prompts, budget)) if prompts else tuple(decodes)
-        for request_id, num_tokens in slices:
-            self._running[request_id].num_in_flight = num_tokens
+    def slices(self, now: float) -> Slices:
+        """All that everybody has to compute before its next token; or as the pacing says.
+
+        The very tuple of the iteration before, where nothing but contexts has changed.
+        """
+        if self._pacing is not None and self._running:
+            return self._paced(self._pacing, now)
+        if self._decodes_of == self.version and not self._has_stalled:
+            return self._decodes
+        slices = tuple((key, running.num_remaining) for key, running in self._running.items() if not running.is_stalled)
+        if not self._has_stalled and all(num_tokens == 1 for _, num_tokens in slices):
+            self._decodes, self._decodes_of = slices, self.version
         return slices
 
-    def entering(self) -> tuple[tuple[RequestId, ...], tuple[Addition, ...]]:
-        """Who leaves and who enters the engine with the iteration that begins."""
+    def _paced(self, pacing: PolicyPacing, now: float) -> Slices:
+        stalled = [one.request.request_id for one in self._running.values() if one.is_stalled]
+        slices = pacing.choose(now, stalled=stalled)
+        self._chunks = tuple(part for part in slices if self._running[part[0]].num_remaining > 1)
+        return slices
+
+    def note_chunks(self) -> None:
+        """The iteration is over: chunks are computed. (Who gets a token has computed all it had, and is noted then.)"""
+        chunks, self._chunks = self._chunks, ()
+        for request_id, num_tokens in chunks:
+            self._running[request_id].num_computed += num_tokens
+
+    def take_changes(self) -> Changes:
+        """Who leaves, enters and grows in the engine with the iteration that begins."""
         removals, self._removals = tuple(self._removals), []
         additions, self._additions = tuple(self._additions.values()), {}
-        return removals, additions
+        extensions, self._extensions = tuple(self._extensions.items()), {}
+        return Changes(removals, additions, extensions)
 
     # --- leaving
 
@@ -207,8 +246,11 @@ class RunningBatch:
     def _take_out(self, running: RunningRequest) -> tuple[BlockId, ...]:
         request_id = running.request.request_id
         del self._running[request_id]
+        if self._pacing is not None:
+            self._pacing.leave(request_id)
         self._foreseen = None
         self.version += 1
+        self._extensions.pop(request_id, None)
         if self._additions.pop(request_id, None) is None:
             self._removals.append(request_id)
         return tuple(running.block_ids)

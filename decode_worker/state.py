@@ -1,11 +1,17 @@
 """The decode worker's records."""
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from alignedserve.core.attempts import is_same_life
 from alignedserve.core.ids import BatchId, BlockId, LeaseId
-from alignedserve.core.request import Request
-from alignedserve.messages.links import NO_BATCH, BlockCopy, Handoff, PrefillRequest
+from alignedserve.core.request import Request, SampledToken
+from alignedserve.messages.caches import BlockCopy, Handoff
+from alignedserve.messages.fields import NO_BATCH
+from alignedserve.messages.gateways import TokenDelta
+from alignedserve.messages.iterations import delta_of
+from alignedserve.messages.workers import ExpectLength, RequestPreempted
 
 
 @dataclass(slots=True)
@@ -19,9 +25,8 @@ class RunningRequest:
     num_computed: int  # tokens whose cache lies in its blocks
     batch_id: BatchId = NO_BATCH
     granted_s: float = 0.0  # when it came to this worker
-    num_in_flight: int = 0  # tokens that the current iteration computes
-    is_prefilling: bool = False  # its prompt is computed here, and the router waits to hear that it is done
     is_aborted: bool = False
+    predicted_output_len: float | None = None
     is_stalled: bool = False  # waits for a block that an eviction is about to free
     context_len: int = field(init=False)  # prompt and generated tokens; the next iteration reads or computes all
     max_context_len: int = field(init=False)
@@ -37,24 +42,30 @@ class RunningRequest:
         generated = list(candidate.generated_token_ids)
         running = cls(candidate.request, candidate.attempt, generated, list(block_ids), num_cached)
         running.batch_id, running.granted_s = candidate.batch_id, candidate.granted_s
-        running.is_prefilling = candidate.place is CachePlace.NOWHERE
+        running.predicted_output_len = candidate.predicted_output_len
         return running
 
     def note_token(self, token_id: int) -> None:
-        """One more token was sampled."""
+        """One more token was sampled, so the cache of all before it lies in the blocks."""
         self.generated_token_ids.append(token_id)
+        self.num_computed = self.context_len
         self.context_len += 1
+
+    def sampled(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
+        """Its context is computed and this is its next token: note it, and say what the gateway is told."""
+        index = len(self.generated_token_ids)
+        self.note_token(token.token_id)
+        return delta_of(self.request, token, index, eos_token_ids)
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled: 1 while decoding, more while a prompt is prefilled."""
+        """Tokens to compute before the next one can be sampled: 1, but at first more where the copy was shorter."""
         return self.context_len - self.num_computed
 
 
 class CachePlace(enum.Enum):
     """Where a candidate's cache lies."""
 
-    NOWHERE = "nowhere"  # it is computed here (colocated workers only)
     POOL = "pool"  # in the pool's arena, under a lease
     COMING = "coming"  # there, and on its way into a prefill worker's memory
     BUFFER = "buffer"  # in a prefill worker's memory
@@ -87,6 +98,8 @@ class Candidate:
     buffer_copy: BlockCopy | None = None
     is_aborted: bool = False  # over, but something still reads or writes its blocks
     must_stay: bool = False  # the pool had no room for it
+    has_lost_pool: bool = False  # while it was on its way back there
+    predicted_output_len: float | None = None
     may_prefetch: bool = True  # a prefill worker that has lost the pool answers at once, again and again
     context_len: int = field(init=False)  # prompt and generated tokens
     max_context_len: int = field(init=False)
@@ -101,19 +114,32 @@ class Candidate:
         generated = handoff.generated_token_ids
         candidate = cls(handoff.request, handoff.attempt, generated, batch_id, now, CachePlace.POOL)
         candidate.lease_id, candidate.pool_copy = handoff.lease_id, handoff.copy
+        candidate.predicted_output_len = handoff.predicted_output_len
         return candidate
-
-    @classmethod
-    def of_prefill(cls, message: PrefillRequest, now: float) -> "Candidate":
-        """From the router, to be computed here."""
-        generated = message.generated_token_ids
-        return cls(message.request, message.attempt, generated, NO_BATCH, now, CachePlace.NOWHERE)
 
     @property
     def num_copied_blocks(self) -> int:
         """Blocks of its cache, wherever it lies."""
         copy = self.buffer_copy or self.pool_copy
         return copy.num_blocks if copy is not None else 0
+
+
+def is_up_to(one: Candidate | RunningRequest, attempt: int | None) -> bool:
+    """Whether it is of this attempt or an earlier one; None: of any."""
+    return attempt is None or one.attempt <= attempt
+
+
+def expect_length(known: Iterable[Candidate | RunningRequest | None], message: ExpectLength) -> None:
+    """Note it of those that it is said of."""
+    for one in known:
+        if one is not None and is_same_life(one.attempt, message.attempt):
+            one.predicted_output_len = message.predicted_output_len
+
+
+def preempted(one: Candidate | RunningRequest, *, is_refused: bool = False) -> RequestPreempted:
+    """It is to be computed again elsewhere: its only cache is gone. `is_refused`: the copy did not verify."""
+    generated = tuple(one.generated_token_ids)
+    return RequestPreempted(one.request.request_id, one.attempt, generated, handoff_refused=is_refused)
 
 
 @dataclass(slots=True)
@@ -130,3 +156,4 @@ class Evicting:
 
     candidate: Candidate  # as it will be
     block_ids: tuple[BlockId, ...]  # ours, free when the copy is done
+    num_cached: int  # tokens whose cache is copied

@@ -24,7 +24,7 @@ class KvPoolActor(RoomHost):
                 batching=batching,
                 layout=layout,
                 arena_path=arena_path(membership.cluster_id, membership.name),
-                identity=membership.identity(),
+                membership=membership,
             )
             await pool.start(listen_at=membership.own_address(), router_at=membership.addresses.of(ROUTER))
             return pool

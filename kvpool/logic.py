@@ -19,31 +19,33 @@ from dataclasses import dataclass
 from alignedserve.core.attempts import passed_on
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, Ticked
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import (
+from alignedserve.messages.caches import (
     ArenaOffered,
-    BatchFormed,
     BatchGranted,
     BlocksReserved,
     BlocksTaken,
     BlocksWritten,
     CancelReservation,
     CopyGranted,
-    CopyKept,
-    CopyLost,
     CopyMissing,
-    DropRequest,
     FetchCopy,
-    FormBatch,
     Handoff,
     LeasesReleased,
     LeasesReturned,
+    ReservationRefused,
+    ReserveBlocks,
+)
+from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, Ticked
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.pools import (
+    BatchFormed,
+    CopyKept,
+    CopyLost,
+    DropRequest,
+    FormBatch,
     PoolLoad,
     PoolRegistered,
     RequestPooled,
-    ReservationRefused,
-    ReserveBlocks,
 )
 from alignedserve.messages.wire import Message
 from kvpool.leases import LeaseBook
@@ -261,7 +263,14 @@ class PoolLogic:
         lease.holder = worker
         content = lease.content
         assert content is not None, "a grant of nothing"
-        return Handoff(content.request, lease.attempt, content.generated_token_ids, lease.lease_id, content.copy)
+        return Handoff(
+            content.request,
+            lease.attempt,
+            content.generated_token_ids,
+            lease.lease_id,
+            content.copy,
+            content.predicted_output_len,
+        )
 
     def _granted(self, peer: str, message: LeasesReleased | LeasesReturned) -> list[Lease]:
         leases = [self._book.get(lease_id) for lease_id in dict.fromkeys(message.lease_ids)]

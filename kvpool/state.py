@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.core.request import RequestClass
-from alignedserve.messages.links import BlocksWritten
+from alignedserve.messages.caches import BlocksWritten
 
 
 class LeaseStage(enum.Enum):

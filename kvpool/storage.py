@@ -1,19 +1,21 @@
 """The pool at work: the arena it owns, and the room in which its logic runs."""
 
 import secrets
+from functools import partial
 from pathlib import Path
 
 from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import CommonEvent
-from alignedserve.messages.links import ArenaOffered, PoolInbound
+from alignedserve.messages.links import PoolInbound
 from alignedserve.messages.wire import Codec
 from alignedserve.runtime.arena import Arena
-from alignedserve.runtime.links import Identity
+from alignedserve.runtime.membership import Membership
 from alignedserve.runtime.room import Room
-from kvpool.logic import PoolLogic, StampBlocks
-from kvpool.policies import make_batch_former
+from kvpool.assembly import make_logic
+from kvpool.logic import StampBlocks
 
 _MAX_FIRST_LEASE = 1 << 39  # half of what a message can carry
 
@@ -28,25 +30,26 @@ class KvPool:
         batching: BatchingConfig,
         layout: BlockLayout,
         arena_path: Path,
-        identity: Identity,
+        membership: Membership,
     ) -> None:
-        num_blocks = config.memory_bytes // layout.block_bytes
+        num_blocks = layout.blocks_in(config.memory_bytes)
         if num_blocks < 1:
             raise NotEnoughMemory(
                 f"pool.memory_bytes is {config.memory_bytes}, but one block of this model takes {layout.block_bytes}"
             )
         self._arena = Arena.create(arena_path, layout, num_blocks)
         offered = ArenaOffered(str(arena_path), num_blocks, layout.block_bytes, layout.digest().hex())
-        logic = PoolLogic(
+        make = partial(
+            make_logic,
+            config=config,
+            batching=batching,
             arena=offered,
             block_size=layout.block_size,
-            batch_former=make_batch_former(
-                batching.policy, block_size=layout.block_size, starvation_s=batching.starvation_s
-            ),
-            lease_s=config.lease_s,
             first_lease=1 + secrets.randbelow(_MAX_FIRST_LEASE),
         )
-        self._room: Room[CommonEvent, StampBlocks] = Room(logic, identity, Codec(PoolInbound), self._stamp)
+        self._room: Room[CommonEvent, StampBlocks] = Room(
+            make(), membership.identity(), Codec(PoolInbound), self._stamp, membership.recorder(make)
+        )
 
     async def start(self, *, listen_at: str, router_at: str) -> None:
         """Accept workers and introduce ourselves to the router."""

@@ -1,15 +1,18 @@
 """The prefill worker as a Ray actor."""
 
+from functools import partial
+
 import ray
 
-from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig
-from alignedserve.messages.links import WorkerRegistered
+from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, SchedulingConfig
 from alignedserve.runtime.addresses import ROUTER
 from alignedserve.runtime.candidate_memory import BufferSizes, CandidateMemory
 from alignedserve.runtime.hosting import RoomHost
 from alignedserve.runtime.membership import POOL, Membership
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
+from alignedserve.scheduling.assembly import calibration_s
+from prefill_worker.assembly import buffer_blocks_of, make_live_logic, registration_of
 from prefill_worker.runner import PrefillWorker
 
 
@@ -20,33 +23,34 @@ class PrefillWorkerActor(RoomHost):
     def __init__(
         self,
         config: PrefillWorkerConfig,
+        scheduling: SchedulingConfig,
         engine_config: EngineConfig,
         num_decode_workers: int,
         served: ServedModel,
         membership: Membership,
     ) -> None:
-        block_size = engine_config.block_size
-        sizes = EngineSizes(config.memory_bytes, config.max_running, block_size, engine_config.threads_per_worker)
+        block_size, threads = engine_config.block_size, engine_config.threads_per_worker
+        sizes = EngineSizes(config.memory_bytes, config.max_running, block_size, threads, engine_config.attention)
         layout = served.block_layout(block_size)
-        buffer_blocks = config.buffer_bytes // layout.block_bytes // num_decode_workers
+        buffer_blocks = buffer_blocks_of(config, layout, num_decode_workers)
 
         async def build() -> PrefillWorker:
             engine = WorkerEngine(served, sizes)
-            registered = WorkerRegistered(
-                num_blocks=engine.num_blocks,
-                block_size=block_size,
-                max_running=config.max_running,
-                pool_name=POOL,
-                can_prefill=True,
-                can_decode=False,
-                layout_digest=layout.digest().hex(),
+            registered = registration_of(config, layout, num_blocks=engine.num_blocks, pool_name=POOL)
+            make = partial(
+                make_live_logic,
+                registered=registered,
+                config=config,
+                scheduling=scheduling,
+                eos_token_ids=engine.eos_token_ids,
+                measured=engine.measure_iterations(calibration_s(engine_config, scheduling)),
             )
             worker = PrefillWorker(
-                config=config,
+                make=make,
                 engine=engine,
                 memory=CandidateMemory(layout, BufferSizes(buffer_blocks, engine_config.kv_transport), membership),
-                registered=registered,
-                identity=membership.identity(),
+                pool_name=POOL,
+                membership=membership,
             )
             addresses = membership.addresses
             await worker.start(

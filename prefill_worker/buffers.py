@@ -14,9 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from alignedserve.core.ids import RequestId
-from alignedserve.messages.events import Send
-from alignedserve.messages.iterations import BlocksRelayed, RelayBlocks
-from alignedserve.messages.links import (
+from alignedserve.messages.caches import (
     ArenaOffered,
     BlockCopy,
     BlocksPrefetched,
@@ -32,6 +30,8 @@ from alignedserve.messages.links import (
     ReturnOutcome,
     ReturnRequest,
 )
+from alignedserve.messages.events import Send
+from alignedserve.messages.iterations import BlocksRelayed, RelayBlocks
 from prefill_worker.state import Returning
 
 
@@ -230,7 +230,14 @@ class CandidateBuffers:
         entry.is_written = True
         message = entry.message
         copy = BlockCopy(relay.generation, message.copy.context_len, event.runs)
-        written = BlocksWritten(relay.lease_id, copy, relay.attempt, message.request, message.generated_token_ids)
+        written = BlocksWritten(
+            relay.lease_id,
+            copy,
+            relay.attempt,
+            message.request,
+            message.generated_token_ids,
+            message.predicted_output_len,
+        )
         return [Send(self._pool_name, written)]
 
     def _next(self) -> list[BufferCommand]:

@@ -8,9 +8,7 @@ to the pool as a copy, which is given up where there is no room; what it refused
 import enum
 from typing import NamedTuple
 
-from alignedserve.messages.events import Send
-from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
-from alignedserve.messages.links import (
+from alignedserve.messages.caches import (
     BlockCopy,
     BlocksReserved,
     BlocksTaken,
@@ -18,6 +16,8 @@ from alignedserve.messages.links import (
     ReservationRefused,
     ReserveBlocks,
 )
+from alignedserve.messages.events import Send
+from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
 from prefill_worker.buffers import CandidateBuffers
 from prefill_worker.state import PrefillJob
 
@@ -78,7 +78,9 @@ class Leaving:
             return self.begin(job)
         assert command.lease_id is not None, "a copy out without a lease"
         copy = BlockCopy(command.generation, job.context_len, event.runs)
-        written = BlocksWritten(command.lease_id, copy, job.attempt, job.request, job.generated_token_ids)
+        written = BlocksWritten(
+            command.lease_id, copy, job.attempt, job.request, job.generated_token_ids, job.predicted_output_len
+        )
         job.is_written = True
         return LeavingStep((Send(command.target, written),))
 

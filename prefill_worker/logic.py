@@ -1,8 +1,9 @@
 """What a prefill worker decides: which prompts are computed, in which chunks, and how their blocks leave.
 
 The life of a request on a prefill worker:
-1. PrefillRequest: it waits, in the router's order, until blocks for its whole context are free. One that comes again
-   then asks the pool: a copy of an earlier attempt is loaded, and only what came after it is computed.
+1. PrefillRequest: it waits, in the router's order (real-time first where a policy paces), until blocks for its whole
+   context are free. One that comes again then asks the pool: a copy of an earlier attempt is loaded, and only what
+   came after it is computed.
 2. Iterations compute it in chunks under the token budget; the last chunk samples the next token.
 3. The token goes to the gateway at once. If the answer is over with it, the blocks are freed: RequestFinished.
 4. Otherwise PrefillCompleted goes to the router and ReserveBlocks to the pool; or, when it is urgent, to the decode
@@ -14,13 +15,26 @@ worker takes with it what was offered and not yet acknowledged (RequestPreempted
 were leaving for a lost pool reserve again when it is back. Work for the decode workers' buffers is in buffers.py.
 """
 
-from dataclasses import dataclass
-
 from alignedserve.core.blocks import BlockAllocator, blocks_for
 from alignedserve.core.ids import LeaseId, RequestId
-from alignedserve.core.progress import plan_chunks
 from alignedserve.core.request import FinishReason
+from alignedserve.messages.caches import (
+    ArenaOffered,
+    BlocksReserved,
+    BlocksTaken,
+    CancelPrefetch,
+    CancelReservation,
+    CopyGranted,
+    CopyMissing,
+    FetchCopy,
+    LeasesReleased,
+    PrefetchBlocks,
+    ReservationRefused,
+    ReturnRequest,
+)
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import AbortRequest, PromptScored, TokenDelta
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
@@ -36,35 +50,21 @@ from alignedserve.messages.iterations import (
     RunIteration,
     group_by_gateway,
 )
-from alignedserve.messages.links import (
-    AbortRequest,
-    ArenaOffered,
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import (
     AttemptFailed,
-    BlocksReserved,
-    BlocksTaken,
-    CancelPrefetch,
-    CancelReservation,
-    CopyGranted,
-    CopyMissing,
-    FailureKind,
-    FetchCopy,
-    LeasesReleased,
-    PrefetchBlocks,
+    ExpectLength,
     PrefillCompleted,
     PrefillRequest,
-    PromptScored,
     RequestFinished,
     RequestPreempted,
-    ReservationRefused,
-    ReturnRequest,
-    TokenDelta,
     WorkerLoad,
     WorkerRegistered,
 )
-from alignedserve.messages.wire import Message
+from alignedserve.scheduling.pacing import Pacing
 from prefill_worker.buffers import BufferOpened, CandidateBuffers, CloseBuffer, OpenBuffer
 from prefill_worker.leaving import JobEnd, Leaving, LeavingStep
-from prefill_worker.state import JobStage, PrefillJob
+from prefill_worker.state import JobStage, PrefillJob, expect_length, waiting_jobs
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
 PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
@@ -72,20 +72,16 @@ WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | RelayBlocks | MapArena
 PrefillCommand = Send | SendTo | WorkCommand
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLimits:
-    """What bounds an iteration."""
-
-    max_tokens: int  # per iteration
-    max_running: int  # jobs that hold blocks
-
-
 class PrefillLogic:
     """Jobs, this worker's blocks, and the one iteration that is in flight at a time."""
 
-    def __init__(self, *, registered: WorkerRegistered, limits: PrefillLimits, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, *, registered: WorkerRegistered, max_running: int, pacing: Pacing, eos_token_ids: frozenset[int]
+    ) -> None:
+        """`max_running`: jobs that hold blocks. `pacing`: which of them compute how much in an iteration."""
         self._registered = registered
-        self._limits = limits
+        self._max_running = max_running
+        self._pacing = pacing
         self._eos_token_ids = eos_token_ids
         self._allocator = BlockAllocator(registered.num_blocks)
         self._jobs: dict[RequestId, PrefillJob] = {}
@@ -93,7 +89,7 @@ class PrefillLogic:
         self._additions: dict[RequestId, Addition] = {}  # loaded, to enter with the next iteration
         self._removals: list[RequestId] = []
         self._num_reused_tokens = self._num_recomputed_tokens = 0  # of requests given out before
-        self._is_running = False
+        self._running_since_s: float | None = None  # the iteration that runs
         self._leaving = Leaving(self._buffers)
         self._router: str | None = None
         self._pool: str | None = None
@@ -101,9 +97,10 @@ class PrefillLogic:
 
     def on_event(self, event: PrefillEvent, now: float) -> list[PrefillCommand]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
+        self._now = now
         commands = self._handle(event)
         # The next iteration first: it computes while the messages about the last one are sent.
-        started = [] if self._is_running else self._start_iteration()
+        started = [] if self._running_since_s is not None else self._start_iteration()
         return [*started, *commands, *self._report()]
 
     def _handle(self, event: PrefillEvent) -> list[PrefillCommand]:
@@ -159,6 +156,10 @@ class PrefillLogic:
         match message:
             case PrefillRequest():
                 return self._begin(message)
+            case ExpectLength(request_id=request_id):
+                expect_length(self._jobs.get(request_id), message)
+                self._pacing.expect_length(request_id, message.predicted_output_len)
+                return []
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
             case ArenaOffered():
@@ -181,19 +182,15 @@ class PrefillLogic:
         request = message.request
         # What an earlier attempt left here is stale: word from whoever took it is still on the way.
         commands = self._abort(request.request_id, message.attempt - 1)
-        generated = message.generated_token_ids
-        num_tokens = request.prompt_len + len(generated)
-        if self._num_blocks(num_tokens) > self._registered.num_blocks:
+        job = PrefillJob.of(message)
+        if self._num_blocks(job.num_tokens) > self._registered.num_blocks:
             # It would wait for ever, and everybody behind it.
             reason = "its context needs more cache blocks than a prefill worker has"
             failed = AttemptFailed(request.request_id, message.attempt, FailureKind.UNSERVABLE, reason)
             return commands + self._to_router(failed)
-        earlier = self._jobs.get(request.request_id)
-        if earlier is not None:
+        if (earlier := self._jobs.get(request.request_id)) is not None:
             earlier.successor = message
             return commands
-        job = PrefillJob(request, message.attempt, generated, num_tokens, bypass_to=message.bypass_to)
-        job.is_again, job.has_copy = bool(generated) or message.has_copy, message.has_copy
         self._jobs[request.request_id] = job
         return commands
 
@@ -207,7 +204,7 @@ class PrefillLogic:
         if attempt is not None and job.attempt > attempt:
             return []
         job.is_aborted = True
-        is_computing = job.stage is JobStage.COMPUTING and self._is_running
+        is_computing = job.stage is JobStage.COMPUTING and self._running_since_s is not None
         return [] if is_computing or job.is_copying else self._end(job)
 
     def _map_arena(self, peer: str, offered: ArenaOffered) -> list[PrefillCommand]:
@@ -262,16 +259,12 @@ class PrefillLogic:
 
     def _start_iteration(self) -> list[PrefillCommand]:
         asked = self._admit()
-        computing = [job for job in self._jobs.values() if job.stage is JobStage.COMPUTING]
-        remaining = [(job.request.request_id, job.num_remaining) for job in computing]
-        slices = plan_chunks(remaining, self._limits.max_tokens)
+        slices = self._pacing.choose(self._now)
         if not slices:
             return asked
         additions, self._additions = tuple(self._additions.values()), {}
         removals, self._removals = tuple(self._removals), []
-        self._is_running = True
-        for request_id, num_tokens in slices:
-            self._jobs[request_id].num_remaining -= num_tokens
+        self._running_since_s = self._now
         return [RunIteration(removals, additions, (), slices), *asked]
 
     def _admit(self) -> list[PrefillCommand]:
@@ -281,8 +274,8 @@ class PrefillLogic:
         """
         asked: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
-        for job in [job for job in self._jobs.values() if job.stage is JobStage.WAITING]:
-            is_full = num_holding >= self._limits.max_running
+        for job in waiting_jobs(self._jobs.values(), real_time_first=self._pacing.lets_real_time_by):
+            is_full = num_holding >= self._max_running
             block_ids = None if is_full else self._allocator.allocate(self._num_blocks(job.num_tokens))
             if block_ids is None:
                 break
@@ -300,15 +293,20 @@ class PrefillLogic:
 
     def _enter(self, job: PrefillJob, num_cached: int) -> None:
         job.stage = JobStage.COMPUTING
-        job.num_remaining = job.num_tokens - num_cached
+        generated, predicted = len(job.generated_token_ids), job.predicted_output_len
+        self._pacing.enter(
+            job.request, self._now, num_cached=num_cached, num_generated=generated, predicted_len=predicted
+        )
         if job.is_again:
             self._num_reused_tokens += num_cached
-            self._num_recomputed_tokens += job.num_remaining
+            self._num_recomputed_tokens += job.num_tokens - num_cached
         addition = Addition(job.request, job.generated_token_ids, job.block_ids, num_cached)
         self._additions[job.request.request_id] = addition
 
     def _iteration_completed(self, event: IterationCompleted) -> list[PrefillCommand]:
-        self._is_running = False
+        assert self._running_since_s is not None, "an iteration ended that was not started"
+        self._pacing.completed(self._now, event.duration_s(self._running_since_s, self._now))
+        self._running_since_s = None
         commands: list[PrefillCommand] = []
         scored: list[PrefillCommand] = []
         for scores in event.prompt_scores:
@@ -338,6 +336,7 @@ class PrefillLogic:
         if finished is not None:
             return commands + self._end(job) + self._to_router(RequestFinished(request_id, job.attempt, num_generated))
         job.stage = JobStage.LEAVING
+        self._pacing.leave(request_id)
         return commands + self._departed(job, self._leaving.begin(job))
 
     # --- leaving for the pool, or for a decode worker
@@ -381,6 +380,7 @@ class PrefillLogic:
         return commands + self._forget(job)
 
     def _forget(self, job: PrefillJob) -> list[PrefillCommand]:
+        self._pacing.leave(job.request.request_id)
         self._allocator.free(job.block_ids)
         del self._jobs[job.request.request_id]
         return self._begin(job.successor) if job.successor is not None else []

@@ -1,18 +1,18 @@
 """The prefill worker at work: its logic, its links, its engine and the candidate buffers in its memory, joined."""
 
 import asyncio
+from functools import partial
 
-from alignedserve.config.sections import PrefillWorkerConfig
 from alignedserve.messages.events import CommonEvent
 from alignedserve.messages.iterations import LoadBlocks, MapArena, OffloadBlocks, RelayBlocks, RunIteration
-from alignedserve.messages.links import PrefillWorkerInbound, WorkerRegistered
+from alignedserve.messages.links import PrefillWorkerInbound
 from alignedserve.messages.wire import Codec
 from alignedserve.runtime.candidate_memory import CandidateMemory
-from alignedserve.runtime.links import Identity
+from alignedserve.runtime.membership import Membership
 from alignedserve.runtime.room import Room
 from alignedserve.runtime.worker_engine import WorkerEngine
 from prefill_worker.buffers import BufferOpened, CloseBuffer, OpenBuffer
-from prefill_worker.logic import PrefillEvent, PrefillLimits, PrefillLogic, WorkCommand
+from prefill_worker.logic import PrefillEvent, PrefillLogic, WorkCommand
 
 
 class PrefillWorker:
@@ -21,23 +21,20 @@ class PrefillWorker:
     def __init__(
         self,
         *,
-        config: PrefillWorkerConfig,
+        make: "partial[PrefillLogic]",
         engine: WorkerEngine,
         memory: CandidateMemory,
-        registered: WorkerRegistered,
-        identity: Identity,
+        pool_name: str,
+        membership: Membership,
     ) -> None:
+        """`make`: makes its logic, out of what can be recorded."""
+        identity = membership.identity()
         self._engine = engine
         self._memory = memory
         self._copier = engine.copier(identity)
-        self._pool_name = registered.pool_name
-        logic = PrefillLogic(
-            registered=registered,
-            limits=PrefillLimits(config.max_tokens_per_iteration, config.max_running),
-            eos_token_ids=engine.eos_token_ids,
-        )
+        self._pool_name = pool_name
         self._room: Room[CommonEvent | PrefillEvent, WorkCommand] = Room(
-            logic, identity, Codec(PrefillWorkerInbound), self._perform
+            make(), identity, Codec(PrefillWorkerInbound), self._perform, membership.recorder(make)
         )
 
     async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:

@@ -1,12 +1,15 @@
 """The prefill worker's records."""
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from alignedserve.core.ids import BlockId
-from alignedserve.core.progress import finish_reason
-from alignedserve.core.request import FinishReason, Request, SampledToken
-from alignedserve.messages.links import Handoff, PrefillRequest, ReturnRequest, TokenDelta
+from alignedserve.core.request import Request, RequestClass, SampledToken
+from alignedserve.messages.caches import Handoff, ReturnRequest
+from alignedserve.messages.gateways import TokenDelta
+from alignedserve.messages.iterations import delta_of
+from alignedserve.messages.workers import ExpectLength, PrefillRequest
 
 
 class JobStage(enum.Enum):
@@ -26,7 +29,7 @@ class PrefillJob:
     request: Request
     attempt: int
     generated_token_ids: tuple[int, ...]  # emitted before (recompute) and, once computed, the new one
-    num_remaining: int  # tokens not yet computed
+    predicted_output_len: float | None = None
     stage: JobStage = JobStage.WAITING
     block_ids: tuple[BlockId, ...] = ()
     is_again: bool = False  # given out before
@@ -40,6 +43,15 @@ class PrefillJob:
     is_aborted: bool = False
     successor: PrefillRequest | None = None  # the same request, given again while this life of it was ending
 
+    @classmethod
+    def of(cls, message: PrefillRequest) -> "PrefillJob":
+        """As it was given out."""
+        request, generated = message.request, message.generated_token_ids
+        job = cls(request, message.attempt, generated)
+        job.bypass_to, job.predicted_output_len = message.bypass_to, message.predicted_output_len
+        job.is_again, job.has_copy = bool(generated) or message.has_copy, message.has_copy
+        return job
+
     @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and generated."""
@@ -52,14 +64,9 @@ class PrefillJob:
 
     def sampled(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
         """Its context is computed and this is its next token: note it, and say what the gateway is told."""
-        index = len(self.generated_token_ids)
-        request_id = self.request.request_id
-        if self.request.sampling.max_tokens == 0:  # only the prompt was to be scored
-            return TokenDelta(request_id, index, (), (), FinishReason.LENGTH)
-        self.generated_token_ids = (*self.generated_token_ids, token.token_id)
-        finished = finish_reason(self.request, token.token_id, index + 1, eos_token_ids)
-        logprobs = (token.logprob,) if token.logprob is not None else ()
-        return TokenDelta(request_id, index, (token.token_id,), logprobs, finished)
+        delta = delta_of(self.request, token, len(self.generated_token_ids), eos_token_ids)
+        self.generated_token_ids += delta.token_ids
+        return delta
 
     def is_leaving_for(self, peer: str, attempt: int) -> bool:
         """Whether it waits for this peer's word about this attempt."""
@@ -78,6 +85,20 @@ class PrefillJob:
             and handoff.generated_token_ids[:num_generated] == self.generated_token_ids[:num_generated]
         )
         return num_usable if is_same else 0
+
+
+def expect_length(job: PrefillJob | None, message: ExpectLength) -> None:
+    """Note it, if it is said of this life of the request."""
+    if job is not None and job.attempt == message.attempt:
+        job.predicted_output_len = message.predicted_output_len
+
+
+def waiting_jobs(jobs: Iterable[PrefillJob], *, real_time_first: bool) -> list[PrefillJob]:
+    """Those without blocks, in the order in which they came; best-effort ones last where that is said."""
+    waiting = [job for job in jobs if job.stage is JobStage.WAITING]
+    if real_time_first:
+        waiting.sort(key=lambda job: job.request.request_class is not RequestClass.REAL_TIME)
+    return waiting
 
 
 @dataclass(slots=True)

@@ -6,7 +6,9 @@ from alignedserve.core.attempts import end_of_life, is_same_life
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.events import Send
-from alignedserve.messages.links import AbortRequest, DropRequest, FailureKind, RequestFailed, RequestInterrupted
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted
+from alignedserve.messages.pools import DropRequest
 from router.fleet import Fleet
 from router.prefill_queue import PrefillQueue
 from router.state import TrackedRequest

@@ -4,7 +4,8 @@ from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
-from alignedserve.messages.links import FormBatch, JoinedBatch, PoolLoad, PoolRegistered, WorkerLoad, WorkerRegistered
+from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
+from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
 from router.state import AskKind, PoolRecord, TrackedRequest, WorkerRecord
 
 
@@ -134,12 +135,20 @@ class Fleet:
         worker = self.workers.get(tracked.holder or "")
         return tracked.is_computed and worker is not None and worker.registered.pool_name == peer
 
+    @property
+    def num_pooled(self) -> int:
+        """Requests that wait for a batch."""
+        return sum(pool.num_pooled for pool in self.pools.values())
+
     # --- who should get what
 
     def least_loaded_prefiller(self) -> WorkerRecord | None:
-        """The worker that can take a prefill now and has the fewest tokens to compute; ties go by name."""
+        """The worker that can take a prefill now and has the fewest tokens to compute.
+
+        Of those with as few, the one with fewest decodes beside them (colocated workers), then by name.
+        """
         able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
-        return min(able, key=lambda worker: (worker.num_prefill_tokens, worker.name), default=None)
+        return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
         """A colocated worker takes no more requests than it can run; others need a pool, and are bounded by tokens."""
@@ -150,17 +159,26 @@ class Fleet:
         return worker.registered.pool_name in self.pools
 
     def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
-        """What to ask of which pool, for decode workers that will soon have room; the emptiest worker goes first."""
+        """What to ask of which pool, for decode workers that will soon have room; the emptiest worker goes first.
+
+        Who may get all that is pooled is waited for: others would mostly be asked for in vain.
+        """
         asked = []
+        asked_of = dict.fromkeys(self.pools, 0)
+        for worker in self.workers.values():
+            if worker.forming is not None:
+                asked_of[worker.registered.pool_name] += worker.num_asked
         for worker in sorted(self.workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
             pool = self.pools.get(worker.registered.pool_name)
             if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill:
                 continue
-            if worker.forming is not None or worker.is_load_old:
+            if worker.forming is not None or worker.is_load_old or asked_of[pool.name] >= pool.num_pooled:
                 continue
             form = self._batch_for(worker, pool, now) or self._joining(worker, pool, now)
             if form is not None:
                 worker.forming, worker.asked_for = form.batch_id, AskKind.BATCH if form.joins is None else AskKind.JOIN
+                worker.num_asked = form.max_requests
+                asked_of[pool.name] += form.max_requests
                 asked.append((pool.name, form))
         return asked
 

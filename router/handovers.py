@@ -8,26 +8,19 @@ let go of all of it.
 from alignedserve.core.attempts import end_of_life
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.events import Send
-from alignedserve.messages.links import (
-    NO_BATCH,
-    AbortRequest,
-    BatchFormed,
-    BatchReceived,
-    CopyKept,
-    CopyLost,
-    DropRequest,
-    RequestPooled,
-)
+from alignedserve.messages.fields import NO_BATCH
+from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.pools import BatchFormed, BatchReceived, CopyKept, CopyLost, DropRequest, RequestPooled
 from router.custody import Custody
 from router.fleet import Fleet
-from router.policies.bypass import UrgentBypass
+from router.policies.bypass import Bypass
 from router.state import TrackedRequest
 
 
 class Handovers:
     """Moves requests between pools and decode workers as it is told of them."""
 
-    def __init__(self, *, custody: Custody, fleet: Fleet, bypass: UrgentBypass) -> None:
+    def __init__(self, *, custody: Custody, fleet: Fleet, bypass: Bypass) -> None:
         self._custody = custody
         self._fleet = fleet
         self._bypass = bypass

@@ -7,7 +7,9 @@ The life of a request in the router:
 4. When a decode worker wants work, the pool is told to form a batch for it: BatchFormed says who is on the way,
    BatchReceived who has arrived.
    An urgent request goes straight from its prefill worker to a decode worker, and only a copy of it to the pool.
-5. RequestFinished ends it, and the pool's copy. A decode worker may bring it back to the pool (RequestPooled again),
+5. LengthPredicted says how long it is expected to get. It waits for nobody: a request that has gone to a worker by then
+   went with the mean of its class, and the worker is told (ExpectLength).
+6. RequestFinished ends it, and the pool's copy. A decode worker may bring it back to the pool (RequestPooled again),
    or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
 Whoever holds a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
 asks it (RequestInterrupted) and goes on from its answer (ResumeRequest). The router never sees a token or a block.
@@ -19,41 +21,42 @@ from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, Ticked
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestRejected, ResumeRequest, SubmitRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import (
-    AbortRequest,
-    AttemptFailed,
+from alignedserve.messages.pools import (
     BatchFormed,
     BatchReceived,
     CopyKept,
     CopyLost,
-    FailureKind,
-    LedgerReport,
     PoolLoad,
     PoolRegistered,
+    RequestPooled,
+)
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import (
+    AttemptFailed,
+    ExpectLength,
+    LedgerReport,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
-    RequestFailed,
     RequestFinished,
-    RequestPooled,
     RequestPreempted,
-    RequestRejected,
-    ResumeRequest,
-    SubmitRequest,
     WorkerLoad,
     WorkerRegistered,
 )
-from alignedserve.messages.wire import Message
 from router.custody import Custody
 from router.fleet import Fleet
 from router.handovers import Handovers
-from router.policies.bypass import UrgentBypass
-from router.policies.forecast import DrainForecast, OutputLengthForecast
+from router.policies.bypass import Bypass
+from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
 from router.policies.prefill_order import PrefillOrder
-from router.prefill_queue import PrefillQueue
-from router.state import HandedOver, TrackedRequest, WorkerRecord
+from router.prefill_queue import PrefillQueue, Waiting
+from router.state import HandedOver, LengthPredicted, TrackedRequest, WorkerRecord
 from router.status import Counters, status_of
+
+RouterEvent = CommonEvent | LengthPredicted
 
 _TICKS_PER_STATUS = 4
 
@@ -61,22 +64,25 @@ _TICKS_PER_STATUS = 4
 class RouterLogic:
     """Every request that was accepted and is not over, every worker and pool, and the queue between them."""
 
-    def __init__(self, *, config: RouterConfig, batching: BatchingConfig, order: PrefillOrder) -> None:
+    def __init__(self, *, config: RouterConfig, batching: BatchingConfig, order: PrefillOrder, bypass: Bypass) -> None:
         self._config = config
         self._fleet = Fleet(candidate_requests=config.candidate_requests, batching=batching)
         self._custody = Custody(fleet=self._fleet, queue=PrefillQueue(order), max_requeues=config.max_requeues)
         self._gateways: dict[str, None] = {}
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
-        self._bypass = UrgentBypass()
+        self._bypass = bypass
         self._handovers = Handovers(custody=self._custody, fleet=self._fleet, bypass=self._bypass)
         self._counters = Counters()
         self._last_attempt = 0
         self._num_ticks = 0
 
-    def on_event(self, event: CommonEvent, now: float) -> list[Send]:
+    def on_event(self, event: RouterEvent, now: float) -> list[Send]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
         match event:
+            case Received(peer, PoolLoad() as load):  # decides nothing, and comes with all that a pool does
+                self._fleet.note_load(peer, load)
+                return []
             case Received(peer, message):
                 commands = self._on_message(peer, message, now)
             case PeerLinked(role, peer):
@@ -85,10 +91,15 @@ class RouterLogic:
                 commands = []
             case PeerLost(_, peer):
                 commands = self._on_lost(peer)
+            case LengthPredicted():
+                commands = self._length_predicted(event)
             case Ticked():
                 commands = self._on_tick()
-        commands += self._dispatch_prefills(now)
-        return commands + [Send(pool, form) for pool, form in self._fleet.batches_to_form(now)]
+        if len(self._custody.queue):
+            commands += self._dispatch_prefills(now)
+        if self._fleet.num_pooled:
+            commands += [Send(pool, form) for pool, form in self._fleet.batches_to_form(now)]
+        return commands
 
     # --- messages
 
@@ -121,7 +132,7 @@ class RouterLogic:
                 return self._preempted(peer, message)
             case AttemptFailed():
                 return self._failed(message)
-            case WorkerLoad() | PoolLoad():
+            case WorkerLoad():
                 self._fleet.note_load(peer, message)
             case LedgerReport():
                 self._counters.add_ledger(message.gained)
@@ -203,6 +214,7 @@ class RouterLogic:
         if tracked is None:
             return []
         self._lengths.observe(tracked.request, message.num_generated)
+        self._counters.count_length(tracked, message.num_generated)
         return self._custody.finish(tracked)
 
     def _preempted(self, peer: str, message: RequestPreempted) -> list[Send]:
@@ -219,6 +231,24 @@ class RouterLogic:
         if tracked is None:
             return []
         return self._custody.give_up(tracked, message.kind, message.reason)
+
+    def _length_predicted(self, event: LengthPredicted) -> list[Send]:
+        tracked = self._custody.requests.get(event.request_id)
+        if tracked is None:
+            return []
+        limit = float(tracked.request.sampling.max_tokens)
+        tracked.predicted_output_len, tracked.is_length_predicted = min(event.predicted_len, limit), True
+        worker = self._fleet.workers.get(tracked.holder or "")
+        # Only word that is a whole prefill late would have to go to a pool, or to a worker that only decodes.
+        if worker is None or not worker.registered.can_prefill:
+            return []
+        expected = ExpectLength(event.request_id, tracked.attempt, self._expected_len(tracked))
+        return [Send(worker.name, expected)]
+
+    def _expected_len(self, tracked: TrackedRequest) -> float:
+        """As predicted on arrival, doubled where it has generated more than that since."""
+        limit = tracked.request.sampling.max_tokens
+        return doubled_past(tracked.predicted_output_len, len(tracked.generated_token_ids), limit)
 
     # --- losses
 
@@ -247,7 +277,8 @@ class RouterLogic:
             self._last_attempt = tracked.attempt = next_life(self._last_attempt, now)
             pool = self._fleet.pool_of(worker.name)
             tracked.pool_life = pool.life if pool is not None else None
-            worker.prefilling[request_id] = HandedOver(tracked.attempt, tracked.num_prefill_tokens)
+            handed_over = HandedOver(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
+            worker.prefilling[request_id] = handed_over
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
         return commands
 
@@ -261,12 +292,21 @@ class RouterLogic:
             tracked.generated_token_ids,
             has_copy=pool is not None and pool == worker.registered.pool_name,
             bypass_to=WorkerName(tracked.granted_to) if tracked.granted_to is not None else None,
+            predicted_output_len=self._expected_len(tracked),
         )
 
     def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
-        room = self._config.max_prefill_tokens_per_worker - worker.num_prefill_tokens
-        # A prompt longer than the whole allowance goes to a worker that has nothing else.
-        return self._custody.queue.pop_if(lambda num_tokens: num_tokens <= room or not worker.prefilling)
+        if worker.registered.can_decode:  # whose own policy is to see everybody
+            return self._custody.queue.pop_if(lambda waiting: True)
+        queue, allowance = self._custody.queue, self._config.max_prefill_tokens_per_worker
+        room, real_time_room = allowance - worker.num_prefill_tokens, allowance - worker.num_real_time_tokens
+
+        def is_wanted(waiting: Waiting) -> bool:
+            lets_by = waiting.is_real_time and queue.order.lets_real_time_by
+            # A prompt longer than the whole allowance goes to a worker that has nothing else.
+            return waiting.num_tokens <= (real_time_room if lets_by else room) or not worker.prefilling
+
+        return queue.pop_if(is_wanted)
 
     # --- status
 

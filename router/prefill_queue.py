@@ -2,41 +2,50 @@
 
 import heapq
 from collections.abc import Callable
+from typing import NamedTuple
 
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import Request
+from alignedserve.core.request import Request, RequestClass
 from router.policies.prefill_order import OrderKey, PrefillOrder
+
+
+class Waiting(NamedTuple):
+    """One request in the queue."""
+
+    num_tokens: int  # to compute
+    is_real_time: bool
 
 
 class PrefillQueue:
     """Ordered by policy, then arrival, then id. Removal is lazy: an entry whose request left is skipped."""
 
     def __init__(self, order: PrefillOrder) -> None:
-        self._order = order
+        self.order = order
         self._heap: list[tuple[OrderKey, float, RequestId]] = []
-        self._num_tokens_of: dict[RequestId, int] = {}
+        self._waiting: dict[RequestId, Waiting] = {}
         self.num_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._num_tokens_of)
+        return len(self._waiting)
 
     def push(self, request: Request, num_tokens: int) -> None:
         """Add a request that has `num_tokens` to compute; it must not be queued already."""
-        assert request.request_id not in self._num_tokens_of, "a request queued twice"
-        self._num_tokens_of[request.request_id] = num_tokens
+        assert request.request_id not in self._waiting, "a request queued twice"
+        self._waiting[request.request_id] = Waiting(num_tokens, request.request_class is RequestClass.REAL_TIME)
         self.num_tokens += num_tokens
-        heapq.heappush(self._heap, (self._order.key(request), request.arrival_s, request.request_id))
+        heapq.heappush(self._heap, (self.order.key(request), request.arrival_s, request.request_id))
 
-    def pop_if(self, is_wanted: Callable[[int], bool]) -> RequestId | None:
-        """Take the first request if its number of tokens is wanted, else None: nobody overtakes."""
-        while self._heap and self._heap[0][2] not in self._num_tokens_of:
+    def pop_if(self, is_wanted: Callable[[Waiting], bool]) -> RequestId | None:
+        """Take the first request if it is wanted, else None: nobody overtakes."""
+        while self._heap and self._heap[0][2] not in self._waiting:
             heapq.heappop(self._heap)
-        if not self._heap or not is_wanted(self._num_tokens_of[self._heap[0][2]]):
+        if not self._heap or not is_wanted(self._waiting[self._heap[0][2]]):
             return None
         request_id = heapq.heappop(self._heap)[2]
-        self.num_tokens -= self._num_tokens_of.pop(request_id)
+        self.num_tokens -= self._waiting.pop(request_id).num_tokens
         return request_id
 
     def discard(self, request_id: RequestId) -> None:
         """Remove a request if it is queued."""
-        self.num_tokens -= self._num_tokens_of.pop(request_id, 0)
+        waiting = self._waiting.pop(request_id, None)
+        self.num_tokens -= waiting.num_tokens if waiting is not None else 0

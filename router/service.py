@@ -1,23 +1,36 @@
 """The router at work: its logic and its links, joined."""
 
+from functools import partial
 from typing import NoReturn
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
-from alignedserve.messages.events import CommonEvent
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec
-from alignedserve.runtime.links import Identity
+from alignedserve.runtime.membership import Membership
 from alignedserve.runtime.room import Room
-from router.logic import RouterLogic
-from router.policies import make_prefill_order
+from alignedserve.runtime.served_model import ServedModel
+from router.assembly import make_logic
+from router.logic import RouterEvent
+from router.prediction import make_length_predictor
+from router.runner import PredictingLogic, PredictionRunner
+from router.state import LengthPredicted
 
 
 class Router:
     """The one router of a cluster. Everybody dials it."""
 
-    def __init__(self, *, config: RouterConfig, batching: BatchingConfig, identity: Identity) -> None:
-        logic = RouterLogic(config=config, batching=batching, order=make_prefill_order(config.prefill_order))
-        self._room: Room[CommonEvent, NoReturn] = Room(logic, identity, Codec(RouterInbound), _nothing_else)
+    def __init__(
+        self, *, config: RouterConfig, batching: BatchingConfig, served: ServedModel, membership: Membership
+    ) -> None:
+        """Raises ConfigError or ModelError where the configured policies cannot be had."""
+        make = partial(make_logic, config=config, batching=batching)
+        logic = make()
+        predictor = make_length_predictor(config, served)
+        self._runner = PredictionRunner(predictor, self._tell) if predictor is not None else None
+        decides = logic if self._runner is None else PredictingLogic(logic, self._runner)
+        self._room: Room[RouterEvent, NoReturn] = Room(
+            decides, membership.identity(), Codec(RouterInbound), _nothing_else, membership.recorder(make)
+        )
 
     async def start(self, *, listen_at: str) -> None:
         """Accept gateways, workers and pools."""
@@ -26,6 +39,11 @@ class Router:
     async def close(self) -> None:
         """Drop the links."""
         await self._room.close()
+        if self._runner is not None:
+            self._runner.close()
+
+    def _tell(self, event: LengthPredicted) -> None:
+        self._room.dispatch(event)
 
 
 def _nothing_else(command: NoReturn) -> None:

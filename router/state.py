@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from alignedserve.core.attempts import is_same_life
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import Stage, advance
-from alignedserve.core.request import Request
-from alignedserve.messages.links import WorkerLoad, WorkerRegistered
+from alignedserve.core.request import Request, RequestClass
+from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 
 
 @dataclass(slots=True)
@@ -16,7 +16,8 @@ class TrackedRequest:
 
     request: Request
     gateway: str
-    predicted_output_len: float
+    predicted_output_len: float  # on arrival; the mean of its class until the predictor has said more
+    is_length_predicted: bool = False  # it has
     stage: Stage = Stage.QUEUED
     holder: str | None = None  # the worker or pool that has it; None while queued
     generated_token_ids: tuple[int, ...] = ()  # known here only when they must be recomputed
@@ -37,9 +38,22 @@ class TrackedRequest:
         self.granted_to = None
 
     @property
+    def is_real_time(self) -> bool:
+        """Whether somebody waits for its tokens."""
+        return self.request.request_class is RequestClass.REAL_TIME
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens that a prefill worker has to compute for it."""
         return self.request.prompt_len + len(self.generated_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthPredicted:
+    """Event: so many output tokens are expected of a request, in all. Comes when it is ready; nobody waits for it."""
+
+    request_id: RequestId
+    predicted_len: float
 
 
 class AskKind(enum.Enum):
@@ -55,6 +69,7 @@ class HandedOver:
 
     attempt: int
     num_tokens: int
+    is_real_time: bool = False
 
 
 @dataclass(slots=True)
@@ -68,6 +83,7 @@ class WorkerRecord:
     decoding: set[RequestId] = field(default_factory=set)  # running or candidates there; membership only
     forming: BatchId | None = None  # an unanswered FormBatch
     asked_for: AskKind = AskKind.BATCH  # by that one, or the last
+    num_asked: int = 0  # requests that it may get by that one
     is_load_old: bool = False  # a batch came since the last report
     was_refused: set[AskKind] = field(default_factory=set)  # asked in vain since the last news; membership only
     last_batch_s: float = float("-inf")  # when it last got a batch of its own
@@ -81,6 +97,11 @@ class WorkerRecord:
     def num_prefill_tokens(self) -> int:
         """Prompt tokens that it has still to compute."""
         return sum(handed_over.num_tokens for handed_over in self.prefilling.values())
+
+    @property
+    def num_real_time_tokens(self) -> int:
+        """Of these, of real-time requests."""
+        return sum(handed_over.num_tokens for handed_over in self.prefilling.values() if handed_over.is_real_time)
 
     def count_off(self, request_id: RequestId, attempt: int) -> bool:
         """It has computed this; False: nobody waits for that any more, though perhaps for a later attempt."""

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from alignedserve.core.lifecycle import Stage
+from alignedserve.messages.gateways import ClusterStatus, LengthTotals
 from alignedserve.messages.ledger import LedgerTotals
-from alignedserve.messages.links import ClusterStatus
 from router.fleet import Fleet
 from router.state import TrackedRequest
 
@@ -18,6 +18,7 @@ class Counters:
     num_preemptions: int = 0
     num_handoffs_refused: int = 0
     ledger: LedgerTotals = field(default_factory=LedgerTotals)
+    lengths: LengthTotals = field(default_factory=LengthTotals)
 
     def count_preemption(self, *, is_refused: bool) -> None:
         """One request went back to the queue: its handoff was refused, or there was no room."""
@@ -27,6 +28,15 @@ class Counters:
     def add_ledger(self, gained: LedgerTotals) -> None:
         """What a decode worker's ledger gained. As it reports gains, its restart takes nothing away."""
         self.ledger = self.ledger.plus(gained)
+
+    def count_length(self, tracked: TrackedRequest, num_generated: int) -> None:
+        """A request has ended by itself; what was expected of it on arrival is judged."""
+        self.lengths = LengthTotals(
+            num_finished=self.lengths.num_finished + 1,
+            num_predicted=self.lengths.num_predicted + tracked.is_length_predicted,
+            num_tokens=self.lengths.num_tokens + num_generated,
+            error_tokens=self.lengths.error_tokens + abs(tracked.predicted_output_len - num_generated),
+        )
 
 
 def status_of(requests: Collection[TrackedRequest], fleet: Fleet, counters: Counters) -> ClusterStatus:
@@ -52,4 +62,5 @@ def status_of(requests: Collection[TrackedRequest], fleet: Fleet, counters: Coun
         num_recomputed_tokens=sum(worker.load.num_recomputed_tokens for worker in workers if worker.load is not None),
         num_pool_blocks_kept=sum(pool.num_blocks_kept for pool in pools),
         ledger=counters.ledger,
+        lengths=counters.lengths,
     )

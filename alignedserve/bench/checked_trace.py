@@ -9,16 +9,14 @@ import enum
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
-from pathlib import Path
 
 from alignedserve.bench.alignment import Alignment
 from alignedserve.bench.pocket import CONTEXT_LEN, MAX_PROMPT_LEN, MIN_PROMPT_LEN, SPARE_LEN, TEMPLATE_LEN
 from alignedserve.bench.prompts import CountTokens
 from alignedserve.bench.summary import LoadReport
-from alignedserve.bench.traces import TraceRow, mean_rate, read_trace, sped_up
 from alignedserve.bench.workload import Plan, PlannedRequest, TrafficClass
 from alignedserve.pocket.tasks import MAX_COUNTED_NUMBERS, PocketTask, make_long_task
+from alignedserve.workload.traces import TraceRow, mean_rate, repeated, sped_up
 
 CLASS_NAME = "demo"
 LONGEST_READING = 20  # traced output tokens up to which a reading task comes near
@@ -46,11 +44,6 @@ class CheckedPlan:
     num_readings: int
 
 
-def shipped_trace() -> list[TraceRow]:
-    """The slice of the Azure conversation trace that comes with the package."""
-    return read_trace(Path(str(resources.files("alignedserve.bench"))) / "traces" / "azure_conv_slice.csv")
-
-
 def plan_checked_trace(
     rows: Sequence[TraceRow],
     *,
@@ -65,7 +58,7 @@ def plan_checked_trace(
     `is_mixed`: its prompts are replaced by many short and some long ones, its arrivals and answers stay.
     """
     factor = rate / mean_rate(rows)
-    chosen = [row for row in sped_up(_repeated(rows, duration_s, factor), factor) if row.arrival_s < duration_s]
+    chosen = sped_up(repeated(rows, duration_s * factor), factor)
     if is_mixed:
         chosen = list(_mixed(chosen, random.Random(f"{seed}/mixture")))  # noqa: S311
     rng = random.Random(f"{seed}/demo")  # noqa: S311 - a workload, not a secret
@@ -86,14 +79,6 @@ def plan_checked_trace(
         num_clamped_outputs=num_clamped_outputs,
         num_readings=num_readings,
     )
-
-
-def _repeated(rows: Sequence[TraceRow], duration_s: float, factor: float) -> Iterator[TraceRow]:
-    """The trace, from its beginning again when it is over before `duration_s`."""
-    span_s = len(rows) / mean_rate(rows)
-    for number in range(int(duration_s * factor / span_s) + 1):
-        for row in rows:
-            yield replace(row, arrival_s=row.arrival_s + number * span_s)
 
 
 def _mixed(rows: Sequence[TraceRow], rng: random.Random) -> Iterator[TraceRow]:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from alignedserve.bench.engine_ceilings import Ceilings, ProductClock, measure_ceilings
+from alignedserve.bench.engine_workloads import RequestGroup, parse_workload
 from alignedserve.bench.shapes import SHAPES
 from alignedserve.core.blocks import BlockAllocator, blocks_for
 from alignedserve.core.errors import ConfigError
@@ -24,18 +27,17 @@ from alignedserve.runtime.engine import Engine, NewSequence, StepOutput, StepSli
 from alignedserve.runtime.model_config import ModelConfig
 from alignedserve.runtime.model_config_reader import read_model_config
 from alignedserve.runtime.weight_files import load_weights
-from alignedserve.runtime.weights import random_weights
+from alignedserve.runtime.weights import DecoderWeights, random_weights
 
-_MAX_REQUESTS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class RequestGroup:
-    """Requests of the same lengths."""
-
-    num_requests: int
-    prompt_len: int
-    output_len: int
+__all__ = [
+    "EngineBenchmarkSpec",
+    "RequestGroup",
+    "WorkloadRun",
+    "load_decoder",
+    "make_engine",
+    "parse_workload",
+    "run_engine_benchmark",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,9 @@ class EngineBenchmarkSpec:
     model: str  # a name in SHAPES (random weights) or a model folder
     groups: tuple[RequestGroup, ...]
     dtype: str = "float32"
+    quantization: str | None = None  # int8: the linear layers
     device: str = "cpu"
-    max_sequences: int = 64
+    max_sequences: int = 128
     max_step_tokens: int = 2048  # prefill tokens of one step
     block_size: int = 16
     seed: int = 0
@@ -54,6 +57,8 @@ class EngineBenchmarkSpec:
     def __post_init__(self) -> None:
         if not self.groups:
             raise ConfigError("groups must name at least one group of requests.")
+        if self.quantization not in (None, "int8"):
+            raise ConfigError(f"quantization {self.quantization!r} must be int8 or unset.")
         for name in ("max_sequences", "max_step_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
@@ -70,67 +75,83 @@ class EngineBenchmarkResult:
 
     model: str
     dtype: str
+    quantization: str | None
+    threads: int
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
     num_steps: int
     wall_s: float
-    prefill_s: float  # forward passes with prompt tokens in them
-    decode_s: float  # forward passes with nothing but decodes
-    prepare_s: float
-    sampling_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
+    prefill_s: float  # forward passes with prompt tokens in them
+    decode_s: float  # forward passes with nothing but decodes
+    # Where the wall time went. These five and `waiting_s` are all of it.
+    linear_s: float
+    attention_s: float
+    other_forward_s: float  # norms, rotation, embeddings, residuals, writing the cache
+    sampling_s: float
+    prepare_s: float
+    waiting_s: float  # outside the engine: admission and bookkeeping of this loop
+    # Ceilings measured after the run, on the same weights.
+    gemm_floor_s: float
+    share_of_gemm_floor: float  # floor / wall: 1 would be products and nothing else
+    weight_reading_s: float
+    share_of_weight_reading: float  # the same for reading the weights once per step; above it only with few rows
+    read_gb_per_s: float
+    outside_forward_share: float  # of the wall time
     weight_bytes: int
     kv_token_bytes: int
-    peak_rss_bytes: int
-
-
-def parse_workload(text: str) -> tuple[RequestGroup, ...]:
-    """`64x32:64` is 64 requests of 32 prompt and 64 output tokens; a comma separates groups. Raises ConfigError."""
-    return tuple(_parse_group(part.strip()) for part in text.split(","))
-
-
-def _parse_group(text: str) -> RequestGroup:
-    count, separator, lengths = text.partition("x")
-    prompt_len, colon, output_len = lengths.partition(":")
-    numbers = (count, prompt_len, output_len)
-    is_valid = separator and colon and all(number.isascii() and number.isdigit() for number in numbers)
-    if not is_valid or not all(1 <= int(number) <= _MAX_REQUESTS for number in numbers):
-        raise ConfigError(f"workload {text!r} must read like 64x32:64 (requests x prompt tokens : output tokens).")
-    return RequestGroup(*(int(number) for number in numbers))
+    kv_bytes: int  # block storage asked for
+    peak_rss_bytes: int  # of loading, packing and running, before the ceilings
 
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
     """A named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
-    if model in SHAPES:
-        config = SHAPES[model]
-        return Decoder(config, random_weights(config, seed, torch_dtype(dtype), device))
-    folder = Path(model)
+    return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, None, device, seed=seed)))
+
+
+def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
+    dtype = torch_dtype(spec.dtype)
+    if spec.model in SHAPES:
+        config = SHAPES[spec.model]
+        return config, random_weights(config, spec.seed, dtype, spec.device, spec.quantization)
+    folder = Path(spec.model)
     if not folder.is_dir():
-        raise ConfigError(f"model {model!r} is neither a folder nor one of {', '.join(SHAPES)}.")
+        raise ConfigError(f"model {spec.model!r} is neither a folder nor one of {', '.join(SHAPES)}.")
     config = read_model_config(folder)
-    return Decoder(config, load_weights(folder, config, torch_dtype(dtype), device))
+    return config, load_weights(folder, config, dtype, spec.device, spec.quantization)
 
 
 def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
-    """Load the model and run the workload once, after one short run that warms caches up."""
-    decoder = load_decoder(spec.model, spec.dtype, spec.device, spec.seed)
-    _check_context(decoder.config, spec)
-    engine = make_engine(decoder, spec)
+    """Load the model and run the workload once, after one short run that warms caches up; then measure the ceilings."""
+    config, weights = _load(spec)
+    _check_context(config, spec)
+    clock = ProductClock()
+    engine = make_engine(Decoder(config, clock.watch(weights)), spec)
     warm_up = RequestGroup(min(4, spec.max_sequences), min(8, spec.max_context_len - 1), 2)
     if warm_up.prompt_len >= 1 and spec.max_context_len > warm_up.prompt_len + 2:
         WorkloadRun(engine, spec, (warm_up,)).run()
+    clock.reset()
     run = WorkloadRun(engine, spec, spec.groups)
     started = time.perf_counter()
     run.run()
-    return _result(spec, decoder.config, run, time.perf_counter() - started)
+    measured = _Measured(run.times, clock.seconds, time.perf_counter() - started, peak_rss_bytes())
+    bytes_per_step = config.num_projected * (1 if spec.quantization == "int8" else torch_dtype(spec.dtype).itemsize)
+    return _result(spec, engine, measured, measure_ceilings(weights, clock, bytes_per_step, run.times.num_steps))
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
-    """An engine with blocks for `max_sequences` sequences of the longest context."""
+    """An engine with blocks for the `max_sequences` longest requests of the workload, and not for more."""
     layout = decoder.config.block_layout(spec.block_size, spec.dtype)
-    num_blocks = spec.max_sequences * blocks_for(spec.max_context_len, spec.block_size)
+    blocks = [blocks_for(group.prompt_len + group.output_len, spec.block_size) for group in spec.groups]
+    counts = [group.num_requests for group in spec.groups]
+    num_blocks = int(np.sort(np.repeat(blocks, counts))[-spec.max_sequences :].sum())
     storage = BlockStorage(layout, num_blocks, spec.device)
     return Engine(
         model=decoder, storage=storage, max_sequences=spec.max_sequences, max_context_len=spec.max_context_len
@@ -154,7 +175,16 @@ class WorkloadTimes:
     decode_s: float = 0.0
     prepare_s: float = 0.0
     sampling_s: float = 0.0
+    attention_s: float = 0.0
     num_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    times: WorkloadTimes
+    linear_s: float
+    wall_s: float
+    peak_rss_bytes: int
 
 
 @dataclass(slots=True)
@@ -221,6 +251,7 @@ class WorkloadRun:
         times.num_steps += 1
         times.prepare_s += output.times.prepare_s
         times.sampling_s += output.times.sampling_s
+        times.attention_s += output.times.attention_s + output.times.chunk_attention_s
         if has_prefill:
             times.prefill_s += output.times.forward_s
         else:
@@ -243,25 +274,41 @@ def _check_context(config: ModelConfig, spec: EngineBenchmarkSpec) -> None:
         raise ConfigError(f"workload needs {spec.max_context_len} tokens of context, the model has {limit}.")
 
 
-def _result(spec: EngineBenchmarkSpec, config: ModelConfig, run: WorkloadRun, wall_s: float) -> EngineBenchmarkResult:
+def _result(
+    spec: EngineBenchmarkSpec, engine: Engine, measured: _Measured, ceilings: Ceilings
+) -> EngineBenchmarkResult:
+    config, times, wall_s = engine.model.config, measured.times, measured.wall_s
     num_prompt_tokens = sum(group.num_requests * group.prompt_len for group in spec.groups)
     num_output_tokens = sum(group.num_requests * group.output_len for group in spec.groups)
-    times = run.times
+    forward_s = times.prefill_s + times.decode_s
     return EngineBenchmarkResult(
         model=spec.model,
         dtype=spec.dtype,
+        quantization=spec.quantization,
+        threads=torch.get_num_threads(),
         num_requests=sum(group.num_requests for group in spec.groups),
         num_prompt_tokens=num_prompt_tokens,
         num_output_tokens=num_output_tokens,
         num_steps=times.num_steps,
         wall_s=wall_s,
-        prefill_s=times.prefill_s,
-        decode_s=times.decode_s,
-        prepare_s=times.prepare_s,
-        sampling_s=times.sampling_s,
         output_tokens_per_s=num_output_tokens / wall_s,
         total_tokens_per_s=(num_prompt_tokens + num_output_tokens) / wall_s,
-        weight_bytes=config.weight_bytes(spec.dtype),
+        prefill_s=times.prefill_s,
+        decode_s=times.decode_s,
+        linear_s=measured.linear_s,
+        attention_s=times.attention_s,
+        other_forward_s=forward_s - measured.linear_s - times.attention_s,
+        sampling_s=times.sampling_s,
+        prepare_s=times.prepare_s,
+        waiting_s=wall_s - forward_s - times.sampling_s - times.prepare_s,
+        gemm_floor_s=ceilings.gemm_floor_s,
+        share_of_gemm_floor=ceilings.gemm_floor_s / wall_s,
+        weight_reading_s=ceilings.weight_reading_s,
+        share_of_weight_reading=ceilings.weight_reading_s / wall_s,
+        read_gb_per_s=ceilings.read_bytes_per_s / 1e9,
+        outside_forward_share=1.0 - forward_s / wall_s,
+        weight_bytes=config.loaded_weight_bytes(spec.dtype, spec.quantization),
         kv_token_bytes=config.kv_token_bytes(spec.dtype),
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        kv_bytes=engine.storage.num_blocks * engine.storage.layout.block_bytes,
+        peak_rss_bytes=measured.peak_rss_bytes,
     )

@@ -13,12 +13,23 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from alignedserve.bench.pool_arrivals import SHIPPED_TRACE
-from alignedserve.bench.traces import TraceRow, read_trace
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.metrics import percentile
 from alignedserve.core.request import Request, SampledToken, SamplingParams
+from alignedserve.messages.caches import (
+    ArenaOffered,
+    BlockCopy,
+    BlockRun,
+    BlocksReserved,
+    BlocksTaken,
+    BlocksWritten,
+    CancelPrefetch,
+    PrefetchBlocks,
+    ReservationRefused,
+    ReserveBlocks,
+    ReturnRequest,
+)
 from alignedserve.messages.events import CommonEvent, PeerLinked, Received, Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -31,23 +42,10 @@ from alignedserve.messages.iterations import (
     RelayBlocks,
     RunIteration,
 )
-from alignedserve.messages.links import (
-    ArenaOffered,
-    BlockCopy,
-    BlockRun,
-    BlocksReserved,
-    BlocksTaken,
-    BlocksWritten,
-    CancelPrefetch,
-    FormBatch,
-    PrefetchBlocks,
-    ReservationRefused,
-    ReserveBlocks,
-    ReturnRequest,
-    WorkerLoad,
-    WorkerRegistered,
-)
+from alignedserve.messages.pools import FormBatch
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
+from alignedserve.workload.traces import TraceRow, shipped_trace
 from decode_worker.batches import SwitchLimits
 from decode_worker.logic import DecodeLimits, DecodeLogic
 from kvpool.logic import PoolLogic
@@ -105,7 +103,7 @@ class _Bench:
 
     def __init__(self, num_running: int, num_pooled: int, seed: int) -> None:
         self._rng = random.Random(seed)  # noqa: S311  (nothing secret)
-        self._rows = [row for row in read_trace(SHIPPED_TRACE) if row.prompt_len > 1]
+        self._rows = [row for row in shipped_trace() if row.prompt_len > 1]
         self._num_running, self._num_pooled = num_running, num_pooled
         mean_blocks = blocks_for(int(sum(row.prompt_len + row.output_len for row in self._rows) / len(self._rows)), 16)
         self._num_blocks = int(0.8 * num_running * mean_blocks)  # tight, so that requests are evicted
@@ -151,7 +149,7 @@ class _Bench:
         registered = WorkerRegistered(
             self._num_blocks, _BLOCK_SIZE, self._num_running, _POOL, can_prefill=False, can_decode=True
         )
-        limits = DecodeLimits(self._num_running, 512, SwitchLimits(min_requests=36, low_running=96, starvation_s=2.0))
+        limits = DecodeLimits(self._num_running, SwitchLimits(min_requests=36, low_running=96, starvation_s=2.0))
         return DecodeLogic(registered=registered, limits=limits, eos_token_ids=frozenset())
 
     def _link(self) -> None:

@@ -45,8 +45,12 @@ class Run:
 class LoadGenerator:
     """Runs one plan once."""
 
-    def __init__(self, *, plan: Plan, send: Send, on_done: Callable[[Sent], None] | None = None) -> None:
+    def __init__(
+        self, *, plan: Plan, send: Send, on_done: Callable[[Sent], None] | None = None, cuts_off: bool = False
+    ) -> None:
+        """`cuts_off`: closed-loop requests still in the air at the plan's end are given up, and not counted."""
         self._plan = plan
+        self._cuts_off = cuts_off
         self._send = send
         self._on_done = on_done
         self._run = Run()
@@ -80,7 +84,11 @@ class LoadGenerator:
     async def _keep_one_in_the_air(self, loop: ClosedLoop) -> None:
         while self._may_start_closed():
             self._num_closed += 1
-            sent = await self._perform(next(loop.requests), None)
+            try:
+                async with asyncio.timeout(self._left_s() if self._cuts_off else None):
+                    sent = await self._perform(next(loop.requests), None)
+            except TimeoutError:
+                return
             if sent.outcome.failure is not None:
                 await asyncio.sleep(0.1)  # a server that refuses at once must not be asked in a tight loop
 
@@ -88,16 +96,26 @@ class LoadGenerator:
         plan = self._plan
         if plan.max_closed is not None and self._num_closed >= plan.max_closed:
             return False
-        if plan.ends_s is not None:
-            return time.monotonic() - self._run.started_s < plan.ends_s
+        left_s = self._left_s()
+        if left_s is not None:
+            return left_s > 0
         return plan.max_closed is not None or not self._opens_done.is_set()
+
+    def _left_s(self) -> float | None:
+        """Until the plan ends, where it has an end of its own."""
+        ends_s = self._plan.ends_s
+        return None if ends_s is None else self._run.started_s + ends_s - time.monotonic()
 
     async def _perform(self, request: PlannedRequest, due_s: float | None) -> Sent:
         outcome = Outcome()
         lateness_s = 0.0 if due_s is None else max(0.0, time.monotonic() - due_s)
         sent = Sent(request, outcome, lateness_s)
         self._run.sent.append(sent)
-        await self._send(request, outcome)
+        try:
+            await self._send(request, outcome)
+        except asyncio.CancelledError:
+            self._run.sent.remove(sent)
+            raise
         if self._on_done is not None:
             self._on_done(sent)
         return sent

@@ -3,21 +3,19 @@
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from alignedserve.bench.traces import read_trace
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
+from alignedserve.workload.traces import shipped_trace
 from kvpool.state import PooledRequest
 
-SHIPPED_TRACE = Path(__file__).parent / "traces" / "azure_conv_slice.csv"
 _LONGEST = 65536
 _MAX_DRAWS = 1000
 
 
 def _azure(rng: random.Random) -> Iterator[int]:
-    rows = read_trace(SHIPPED_TRACE)
+    rows = shipped_trace()
     while True:
         row = rng.choice(rows)
         yield row.prompt_len + rng.randint(0, row.output_len)

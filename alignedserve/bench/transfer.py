@@ -27,8 +27,8 @@ from alignedserve.bench.transfer_result import TransferResult
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId
+from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import BlockCopy
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.links import Identity

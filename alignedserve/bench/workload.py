@@ -1,30 +1,24 @@
-"""What to send and when: a plan made from a trace or from a few numbers, with an explicit random stream.
+"""What to send and when: a plan made from a trace, or from a line in the language of workloads.
 
-The grammar of `--synthetic`, for one or several classes of traffic:
-
-    rt: rate=2, cv=1.5, prompt=lognormal(100,300), output=60, ttft=1, tpot=0.1; be: outstanding=4, prompt=800, output=9
-
-- `name:` may be left out; it only labels the class.
-- `rate=R` opens the loop: R requests per second whatever the server does, with gaps of coefficient of variation
-  `cv` (1, the default: Poisson; 0: evenly spaced; others: Gamma). `outstanding=N` closes it: N requests in the air,
-  each followed by another when it ends.
-- `prompt` and `output` are tokens: a number, `uniform(low,high)`, `exponential(mean)`, `choice(a,b,...)`, or
-  `lognormal(median,p95)`.
-- `ttft`, `tpot`, `deadline` are the objectives of the class in seconds; `tier` is sent as `service_tier`.
+The language is that of alignedserve.workload.grammar (docs/workloads.md). What a client cannot send is refused.
 """
 
-import random
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from heapq import merge
-from itertools import islice, takewhile
 
-from alignedserve.bench.grammar import ClassSpec, parse_classes
-from alignedserve.bench.traces import TraceRow
+import numpy as np
+
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
+from alignedserve.workload.build import build_workload
+from alignedserve.workload.catalogue import Library
+from alignedserve.workload.grammar import ClassSpec, parse_classes
+from alignedserve.workload.laws import Law
+from alignedserve.workload.lengths import LengthLimits
+from alignedserve.workload.requests import RequestStream, TimedRequest
+from alignedserve.workload.traces import TraceRow
 
-DEFAULT_NUM_REQUESTS = 100
 NO_SLO = Slo()
 
 
@@ -74,54 +68,32 @@ class Plan:
     num_clamped_outputs: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LengthLimits:
-    """Scales first, then clamps."""
-
-    prompt_scale: float = 1.0
-    output_scale: float = 1.0
-    max_prompt: int | None = None
-    max_output: int | None = None
-
-    def prompt_len(self, length: int) -> int:
-        """The length to send for a traced or drawn prompt length."""
-        return _limited(length * self.prompt_scale, self.max_prompt)
-
-    def output_len(self, length: int) -> int:
-        """The length to ask for."""
-        return _limited(length * self.output_scale, self.max_output)
-
-
-def _limited(length: float, limit: int | None) -> int:
-    return max(1, round(length) if limit is None else min(limit, round(length)))
-
-
 # --- from a trace -----------------------------------------------------------------------------------------------------
 
 
 def plan_trace(rows: list[TraceRow], traffic: TrafficClass, limits: LengthLimits, num_requests: int | None) -> Plan:
-    """The trace as one open-loop class."""
+    """The trace as one open-loop class. Raises ConfigError where the trace has objectives of its own."""
     chosen = rows[:num_requests]
-    requests = tuple(
-        PlannedRequest(
-            index, traffic.name, row.arrival_s, limits.prompt_len(row.prompt_len), limits.output_len(row.output_len)
-        )
-        for index, row in enumerate(chosen)
-    )
+    if any(row.terms is not None for row in chosen):
+        raise ConfigError("the trace states classes or objectives per request, which this command cannot send")
+    prompts = np.array([row.prompt_len for row in chosen], dtype=np.int64)
+    outputs = np.array([row.output_len for row in chosen], dtype=np.int64)
+    prompt_lens, output_lens = limits.prompt_lens(prompts), limits.output_lens(outputs)
     free = replace(limits, max_prompt=None, max_output=None)
     return Plan(
         classes=(traffic,),
-        open_requests=requests,
-        num_clamped_prompts=sum(
-            free.prompt_len(row.prompt_len) > sent.prompt_len for row, sent in zip(chosen, requests, strict=True)
+        open_requests=tuple(
+            PlannedRequest(index, traffic.name, row.arrival_s, prompt_len, output_len)
+            for index, (row, prompt_len, output_len) in enumerate(
+                zip(chosen, prompt_lens.tolist(), output_lens.tolist(), strict=True)
+            )
         ),
-        num_clamped_outputs=sum(
-            free.output_len(row.output_len) > sent.output_len for row, sent in zip(chosen, requests, strict=True)
-        ),
+        num_clamped_prompts=int((free.prompt_lens(prompts) > prompt_lens).sum()),
+        num_clamped_outputs=int((free.output_lens(outputs) > output_lens).sum()),
     )
 
 
-# --- from a few numbers -----------------------------------------------------------------------------------------------
+# --- from the language of workloads -----------------------------------------------------------------------------------
 
 
 def plan_synthetic(
@@ -131,63 +103,66 @@ def plan_synthetic(
     num_requests: int | None,
     duration_s: float | None,
     limits: LengthLimits,
+    library: Library | None = None,
 ) -> Plan:
-    """A plan from the grammar above. Raises ConfigError.
+    """A plan from a specification. Raises ConfigError.
 
     `num_requests` counts open-loop requests (closed ones when there is no open class); `duration_s` ends both kinds.
-    Without either, DEFAULT_NUM_REQUESTS.
+    `limits` apply after those of the specification. Without a `library`, only what ships with the package is known.
     """
-    specs = parse_classes(specification)
-    if num_requests is None and duration_s is None:
-        num_requests = DEFAULT_NUM_REQUESTS
-    classes = tuple(_traffic_class(spec) for spec in specs)
-    streams = [
-        _stream(spec, random.Random(f"{seed}/{spec.name}"), limits)  # noqa: S311 - a workload, not a secret
-        for spec in specs
-    ]
-    pairs = list(zip(classes, streams, strict=True))
-    opened: Iterator[PlannedRequest] = merge(
-        *(stream for traffic, stream in pairs if traffic.outstanding is None), key=lambda request: request.arrival_s
+    classes = tuple(_traffic_class(spec) for spec in parse_classes(specification))
+    workload = build_workload(
+        specification,
+        seed=seed,
+        library=library or Library(),
+        num_requests=num_requests,
+        duration_s=duration_s,
     )
-    if duration_s is not None:
-        opened = takewhile(lambda request: request.arrival_s < duration_s, opened)
-    requests = tuple(replace(request, index=index) for index, request in enumerate(islice(opened, num_requests)))
-    closed = [
-        ClosedLoop(traffic, _numbered(stream, first=len(requests) + rank, step=len(pairs)))
-        for rank, (traffic, stream) in enumerate(pairs)
-        if traffic.outstanding is not None
-    ]
-    only_closed = len(closed) == len(pairs)
-    return Plan(classes, requests, tuple(closed), duration_s, num_requests if only_closed else None)
+    requests = tuple(_planned(index, request, limits) for index, request in enumerate(workload.requests))
+    by_name = {traffic.name: traffic for traffic in classes}
+    closed = tuple(
+        ClosedLoop(
+            by_name[loop.class_name],
+            _numbered(loop.stream, limits, first=len(requests) + rank, step=len(workload.closed_loops)),
+        )
+        for rank, loop in enumerate(workload.closed_loops)
+    )
+    return Plan(classes, requests, closed, duration_s, workload.max_closed)
 
 
 def _traffic_class(spec: ClassSpec) -> TrafficClass:
-    return TrafficClass(spec.name, Slo(spec.ttft_s, spec.tpot_s, spec.deadline_s), spec.tier, spec.outstanding)
+    """Raises ConfigError for what a client of an OpenAI-compatible server cannot send, or this one does not."""
+    unsent = {
+        "wave": spec.wave is not None,
+        "be_share": spec.be_share > 0,
+        "priority": spec.priority != 0,
+        "max_tokens": spec.max_tokens is not None,
+        "predict": spec.prediction is not None,
+    }
+    for key, is_set in unsent.items():
+        if is_set:
+            raise ConfigError(f"{spec.name}: {key}= is for simulations; a client does not send it")
+    slo = Slo(*(_fixed(spec, law) for law in (spec.ttft_s, spec.tpot_s, spec.deadline_s)))
+    return TrafficClass(spec.name, slo, spec.tier, spec.outstanding)
 
 
-def _stream(spec: ClassSpec, rng: random.Random, limits: LengthLimits) -> Iterator[PlannedRequest]:
-    """Endless; `index` is filled in later, when the classes are merged."""
-    arrival_s = 0.0
-    gap = arrival_gaps(spec.rate, spec.cv, rng) if spec.rate is not None else None
-    while True:
-        if gap is not None:
-            arrival_s += gap()
-        prompt_len = limits.prompt_len(round(spec.prompt.draw(rng)))
-        output_len = limits.output_len(round(spec.output.draw(rng)))
-        yield PlannedRequest(-1, spec.name, arrival_s, prompt_len, output_len)
+def _fixed(spec: ClassSpec, law: Law | None) -> float | None:
+    if law is not None and law.constant is None:
+        raise ConfigError(f"{spec.name}: objectives drawn per request are for simulations; give a number")
+    return None if law is None else law.constant
 
 
-def _numbered(stream: Iterator[PlannedRequest], *, first: int, step: int) -> Iterator[PlannedRequest]:
+def _planned(index: int, request: TimedRequest, limits: LengthLimits) -> PlannedRequest:
+    return PlannedRequest(
+        index=index,
+        class_name=request.class_name,
+        arrival_s=request.arrival_s,
+        prompt_len=int(limits.prompt_lens(np.asarray(request.prompt_len))),
+        output_len=int(limits.output_lens(np.asarray(request.output_len))),
+    )
+
+
+def _numbered(stream: RequestStream, limits: LengthLimits, *, first: int, step: int) -> Iterator[PlannedRequest]:
     """Several closed loops count by turns, so that no two requests share an index."""
-    for count, request in enumerate(stream):
-        yield replace(request, index=first + count * step)
-
-
-def arrival_gaps(rate: float, cv: float, rng: random.Random) -> Callable[[], float]:
-    """Draws gaps between arrivals with mean 1 / rate and coefficient of variation `cv`."""
-    if rate <= 0 or cv < 0:
-        raise ConfigError("an arrival process needs a rate above 0 and a cv of at least 0")
-    if cv == 0:
-        return lambda: 1.0 / rate
-    shape = 1.0 / cv**2
-    return lambda: rng.gammavariate(shape, 1.0 / (rate * shape))
+    for count in itertools.count():
+        yield _planned(first + count * step, stream[count], limits)

@@ -11,12 +11,14 @@ from alignedserve.bench.load import LoadGenerator, Run, Sent
 from alignedserve.bench.prompts import CallMaker, load_tokenizer, to_json
 from alignedserve.bench.report import print_fields, print_load_report, print_records, print_transfers
 from alignedserve.bench.summary import summarise
-from alignedserve.bench.traces import mean_rate, read_trace, sped_up, window
-from alignedserve.bench.workload import LengthLimits, Plan, PlannedRequest, TrafficClass, plan_synthetic, plan_trace
+from alignedserve.bench.workload import Plan, PlannedRequest, TrafficClass, plan_synthetic, plan_trace
 from alignedserve.cli.console import FAILURE, notes, progress, results, write_json
-from alignedserve.config.environment import client_api_key
+from alignedserve.config.environment import client_api_key, data_dir
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
+from alignedserve.workload.catalogue import Library
+from alignedserve.workload.lengths import LengthLimits
+from alignedserve.workload.traces import mean_rate, read_trace, sped_up, window
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class LoadOptions:
     limits: LengthLimits = field(default_factory=LengthLimits)
     output_len: str = "exact"
     ignore_eos: bool = False
+    cuts_off: bool = False
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     tokenizer: Path | None = None
@@ -83,6 +86,7 @@ def make_plan(options: LoadOptions) -> Plan:
             num_requests=options.num_requests,
             duration_s=options.duration_s,
             limits=options.limits,
+            library=Library(data_dir()),
         )
         return replace(plan, classes=tuple(_with_default_slo(traffic, slo) for traffic in plan.classes))
     rows = window(read_trace(options.trace), options.start_s, options.duration_s)
@@ -114,7 +118,7 @@ async def _run(options: LoadOptions, plan: Plan) -> tuple[Run, str]:
         )
         with progress() as bar:
             _prepare_prompts(options, plan, maker, bar)
-            run = await _send_all(plan, maker, client, bar)
+            run = await _send_all(plan, maker, client, bar, cuts_off=options.cuts_off)
     return run, model
 
 
@@ -124,13 +128,15 @@ def _prepare_prompts(options: LoadOptions, plan: Plan, maker: CallMaker, bar: Pr
     count_tokens = load_tokenizer(options.tokenizer)
     if plan.closed_loops:
         notes().print(
-            "prompts of closed-loop classes are not made ahead of time: their lengths are approximate", soft_wrap=True
+            "prompts of closed-loop classes are not made ahead of time: they are as long as planned to a few percent",
+            soft_wrap=True,
         )
+        maker.calibrate(count_tokens)
     for request in bar.track(plan.open_requests, description="prompts"):
         maker.prepare(request, count_tokens)
 
 
-async def _send_all(plan: Plan, maker: CallMaker, client: OpenAiClient, bar: Progress) -> Run:
+async def _send_all(plan: Plan, maker: CallMaker, client: OpenAiClient, bar: Progress, *, cuts_off: bool) -> Run:
     classes = {traffic.name: traffic for traffic in plan.classes}
     total = None if plan.closed_loops and plan.max_closed is None else plan.max_closed or len(plan.open_requests)
     task = bar.add_task("requests", total=total, status="")
@@ -144,7 +150,7 @@ async def _send_all(plan: Plan, maker: CallMaker, client: OpenAiClient, bar: Pro
     async def send(request: PlannedRequest, outcome: Outcome) -> None:
         await client.complete(maker.call(request, classes[request.class_name]), outcome)
 
-    return await LoadGenerator(plan=plan, send=send, on_done=on_done).run()
+    return await LoadGenerator(plan=plan, send=send, on_done=on_done, cuts_off=cuts_off).run()
 
 
 # --- bench engine -----------------------------------------------------------------------------------------------------
@@ -157,6 +163,7 @@ class EngineOptions:
     model: str
     workload: str
     dtype: str
+    quantization: str | None
     seed: int
     json_output: bool
 
@@ -166,8 +173,13 @@ def bench_engine(options: EngineOptions) -> int:
     # Here and not above: it loads PyTorch, which bench serve does not need.
     from alignedserve.bench.engine import EngineBenchmarkSpec, parse_workload, run_engine_benchmark
 
-    groups = parse_workload(options.workload)
-    spec = EngineBenchmarkSpec(model=options.model, groups=groups, dtype=options.dtype, seed=options.seed)
+    spec = EngineBenchmarkSpec(
+        model=options.model,
+        groups=parse_workload(options.workload, options.seed),
+        dtype=options.dtype,
+        quantization=options.quantization,
+        seed=options.seed,
+    )
     with notes().status(f"{options.model}, {options.workload}"):
         result = run_engine_benchmark(spec)
     if options.json_output:
@@ -241,4 +253,42 @@ def bench_transfer(options: TransferOptions) -> int:
         write_json(to_json(rows), "-")
     else:
         print_transfers(results(), rows)
+    return 0
+
+
+# --- bench predictor --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorOptions:
+    """What the command line says."""
+
+    texts: tuple[Path, ...]
+    stored_sizes: tuple[int, ...]
+    seed: int
+    json_output: bool
+
+
+# Of the accuracy figures; --json has all of them.
+_SHOWN = (
+    *("corpus", "predictor", "bucket_accuracy", "error_of_range", "error_of_mean", "relative_error"),
+    *("rank_correlation", "share_retrieved"),
+)
+
+
+def bench_predictor(options: PredictorOptions) -> int:
+    """Run the command; returns its exit code."""
+    # Here and not above: it loads numpy, which bench serve does not need.
+    from alignedserve.bench.predictor import PredictorBenchmarkSpec, run_predictor_benchmark
+
+    spec = PredictorBenchmarkSpec(texts=options.texts, stored_sizes=options.stored_sizes, seed=options.seed)
+    with progress() as bar:
+        task = bar.add_task("predictor", total=spec.num_steps, status="")
+        result = run_predictor_benchmark(spec, lambda part: bar.update(task, advance=1, status=part))
+    if options.json_output:
+        write_json(to_json(result), "-")
+        return 0
+    shown = [{name: value for name, value in asdict(row).items() if name in _SHOWN} for row in result.accuracy]
+    print_records(results(), shown, title="output lengths foreseen")
+    print_records(results(), [asdict(row) for row in result.speed], title="hashed_ngrams, microseconds")
     return 0

@@ -23,7 +23,6 @@ from alignedserve.bench.checked_trace import (
     find_problems,
     parse_metrics,
     plan_checked_trace,
-    shipped_trace,
 )
 from alignedserve.bench.client import OpenAiClient, Outcome
 from alignedserve.bench.faults import Fault, FaultInjector, plan_faults
@@ -38,6 +37,7 @@ from alignedserve.config.environment import client_api_key
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import ConfigError
 from alignedserve.pocket.tasks import is_correct
+from alignedserve.workload.traces import shipped_trace
 
 # Requests per second that two cores hold with room to spare under the default configuration (TTFT median 0.2 s). The
 # trace itself has 6.26.
@@ -103,7 +103,7 @@ def _server(options: DemoOptions) -> Iterator[str]:
     overrides = list(options.overrides)
     if options.config_path is None:
         # Beside a server that already has the usual port; an explicit --set comes later and wins.
-        overrides.insert(0, f"gateway.port={_free_port()}")
+        overrides[:0] = [f"gateway.port={_free_port()}", "batches.enabled=false"]
     config = load_config(options.config_path, overrides)
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:

@@ -12,11 +12,17 @@ import torch
 from rich.table import Table
 
 from alignedserve.cli.console import results
+from alignedserve.config.environment import thread_waiting
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.arena import arena_folder
+from alignedserve.runtime.attention import TORCH
+from alignedserve.runtime.cores import threads_per_worker
+from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.served_model import pocket_folder
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.transport import here
+from kernels.linear import can_pack
+from kernels.paged import supported_levels
 
 _GIB = 1024**3
 
@@ -70,16 +76,37 @@ def _instruction_sets() -> str:
 def _engine() -> list[Finding]:
     has_cuda = torch.cuda.is_available()
     device = f"{torch.cuda.get_device_name(0)} found, but this version computes on the CPU" if has_cuda else "CPU"
-    has_packing = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     flash = "installed" if importlib.util.find_spec("flash_attn") else "not installed (not needed on a CPU)"
     return [
         Finding("PyTorch", torch.__version__),
         Finding("Device", device),
-        Finding("Weights", "oneDNN-packed linear layers" if has_packing else "plain linear layers"),
-        Finding("Attention", "paged, plain PyTorch"),
+        Finding("Threads", _threads()),
+        Finding("Weights", _weights()),
+        Finding("Attention", _attention()),
         Finding("flash-attn", flash),
         _pocket(),
     ]
+
+
+def _attention() -> str:
+    best, *others = (*supported_levels(), TORCH)
+    if not others:
+        return "plain PyTorch: the native kernels are not built (needs a C++ compiler, then install again)"
+    return f"native, straight from blocks: {best}; engine.attention also takes {', '.join(others)}"
+
+
+def _threads() -> str:
+    one, two = threads_per_worker(1), threads_per_worker(2)
+    return (
+        f"{two} in each of two workers, {one} in a colocated one; not pinned; waiting for each other {thread_waiting()}"
+    )
+
+
+def _weights() -> str:
+    forms = [name for name in ("float32", "bfloat16") if can_pack(torch_dtype(name), torch.device("cpu"))]
+    if not forms:
+        return "plain linear layers"
+    return f"linear layers packed by oneDNN: {', '.join(forms)}, int8 where asked for"
 
 
 def _pocket() -> Finding:

@@ -5,6 +5,7 @@ and shell completion answer at once, without loading Ray, PyTorch or an HTTP cli
 """
 
 import json
+import os
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -12,7 +13,11 @@ from typing import Annotated
 
 import typer
 
+from alignedserve.cli.batch_app import batch_app
+from alignedserve.cli.bench_app import bench_app
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
+from alignedserve.cli.options import JsonFlag, ModelOption, SeedOption, UrlOption
+from alignedserve.config.environment import let_waiting_threads_sleep
 from alignedserve.core.errors import AlignedServeError, ConfigError
 
 app = typer.Typer(
@@ -23,32 +28,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-bench_app = typer.Typer(
-    help="Measure a running server, or the engine, scheduling or block transfers alone.", no_args_is_help=True
-)
+app.add_typer(batch_app, name="batch")
 app.add_typer(bench_app, name="bench")
 
-UrlOption = Annotated[
-    str, typer.Option("--url", help="Address of the server. Its key is read from ALIGNEDSERVE_API_KEY.")
-]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Model name.", show_default="the first the server lists")
-]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with the configuration.")]
 BatchingOption = Annotated[
     str | None,
     typer.Option("--batching", metavar="fcfs|density_first", help="Short for --set batching.policy=NAME."),
 ]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option("--policy", metavar="NAME", help="Scheduling policy: short for --set scheduling.policy=NAME."),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override one field of the configuration (repeatable)."),
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="The same seed gives the same requests.")]
 
 
 def main() -> None:
     """Run the command line; every error is one line on stderr and an exit code (2 usage, 1 failure, 130 Ctrl-C)."""
+    let_waiting_threads_sleep()
     try:
         app(prog_name="alignedserve")
     except AlignedServeError as error:
@@ -79,12 +79,72 @@ def serve(
     config: ConfigOption = None,
     overrides: SetOption = None,
     port: Annotated[int | None, typer.Option("--port", help="Short for --set gateway.port=PORT.")] = None,
+    policy: PolicyOption = None,
     batching: BatchingOption = None,
+    quantization: Annotated[
+        str | None, typer.Option("--quantization", metavar="int8", help="Short for --set model.quantization=int8.")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", metavar="DIR", help="Short for --set recording.folder=DIR; see `alignedserve replay`."
+        ),
+    ] = None,
 ) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
     from alignedserve.cli.serve import serve as run
 
-    run(config, serve_overrides(model, port, batching, overrides or []))
+    chosen = [] if policy is None else [f"scheduling.policy={policy}"]
+    chosen += [] if quantization is None else [f"model.quantization={json.dumps(quantization)}"]
+    chosen += [] if record is None else [f"recording.folder={json.dumps(str(record))}"]
+    run(config, serve_overrides(model, port, batching, chosen + (overrides or [])))
+
+
+@app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(help="Folder that `serve --record` filled.", file_okay=False)],
+    room: Annotated[
+        str | None, typer.Option("--room", metavar="NAME", help="Only this room's decisions, and no simulation.")
+    ] = None,
+    fit_on: Annotated[
+        Path | None,
+        typer.Option("--fit-on", metavar="DIR", help="Another recorded run, from which the simulation gets its costs."),
+    ] = None,
+    costs: Annotated[
+        str | None, typer.Option("--costs", metavar="fitted:FILE", help="Costs from `alignedserve profile`.")
+    ] = None,
+    outstanding: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--outstanding",
+            metavar="rt|be=N",
+            help="Simulate this class as N requests in the air at a time, not by the times at which they came.",
+        ),
+    ] = None,
+    is_simulated: Annotated[
+        bool, typer.Option("--simulate/--no-simulate", help="Simulate the run and compare its times.")
+    ] = True,
+    json_output: JsonFlag = False,
+) -> None:
+    """Decide a recorded run again and compare every decision; simulate it and compare its times.
+
+    Exit code 1 when a decision differs.
+    """
+    from alignedserve.cli.replay import ReplayOptions
+    from alignedserve.cli.replay import replay as run
+
+    if fit_on is not None and costs is not None:
+        raise ConfigError("give either --fit-on or --costs")
+    options = ReplayOptions(
+        folder=folder,
+        room=room,
+        fit_on=fit_on,
+        costs=costs,
+        outstanding=tuple(outstanding or ()),
+        is_simulated=is_simulated and room is None,
+        json_output=json_output,
+    )
+    raise typer.Exit(run(options))
 
 
 def serve_overrides(model: str | None, port: int | None, batching: str | None, overrides: list[str]) -> list[str]:
@@ -195,151 +255,139 @@ def demo(
     raise typer.Exit(run(options))
 
 
-TraceOption = Annotated[
-    Path | None, typer.Option("--trace", help="Azure CSV or Mooncake JSONL, also gzipped.", exists=True, dir_okay=False)
-]
-SyntheticOption = Annotated[
-    str | None, typer.Option("--synthetic", metavar="SPEC", help="Made-up traffic; the grammar stands above.")
-]
-CountOption = Annotated[int | None, typer.Option("--num-requests", min=1, help="Send at most this many.")]
-StartOption = Annotated[float, typer.Option("--start", min=0.0, help="Trace: begin at this second.")]
-DurationOption = Annotated[
-    float | None,
-    typer.Option("--duration", min=0.001, help="Trace: seconds of it to play. Synthetic: end of arrivals."),
-]
-RateOption = Annotated[float | None, typer.Option(min=0.001, help="Trace: stretch to this mean rate (1/s).")]
-FactorOption = Annotated[float, typer.Option(min=0.001, help="Trace: arrivals this many times as fast.")]
-PromptScaleOption = Annotated[float, typer.Option(min=0.001, help="Multiply prompt lengths.")]
-OutputScaleOption = Annotated[float, typer.Option(min=0.001, help="Multiply output lengths.")]
-MaxPromptOption = Annotated[int | None, typer.Option(min=1, help="Clamp prompts to this many tokens.")]
-MaxOutputOption = Annotated[int | None, typer.Option(min=1, help="Clamp outputs to this many tokens.")]
-OutputLenOption = Annotated[str, typer.Option(help="exact: send max_tokens; free: let the model decide.")]
-EosOption = Annotated[
-    bool, typer.Option("--ignore-eos/--honour-eos", help="Go on to max_tokens whatever the model says.")
-]
-TtftOption = Annotated[float | None, typer.Option("--slo-ttft", min=0.0, help="Seconds to the first token.")]
-TpotOption = Annotated[float | None, typer.Option("--slo-tpot", min=0.0, help="Mean seconds between tokens.")]
-TokenizerOption = Annotated[
-    Path | None, typer.Option(help="Folder with a tokenizer.json: prompts of exact length.", file_okay=False)
-]
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.001, help="Give a request up after this long.")]
-JsonTarget = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the report as JSON.")]
-
-
-@bench_app.command("serve")
-def bench_serve(
-    url: UrlOption = DEFAULT_URL,
-    model: ModelOption = None,
-    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
-    trace: TraceOption = None,
-    synthetic: SyntheticOption = None,
-    num_requests: CountOption = None,
-    start_s: StartOption = 0.0,
-    duration_s: DurationOption = None,
-    rate: RateOption = None,
-    rate_scale: FactorOption = 1.0,
-    prompt_scale: PromptScaleOption = 1.0,
-    output_scale: OutputScaleOption = 1.0,
-    max_prompt: MaxPromptOption = None,
-    max_output: MaxOutputOption = None,
-    output_len: OutputLenOption = "exact",
-    ignore_eos: EosOption = False,
-    slo_ttft_s: TtftOption = None,
-    slo_tpot_s: TpotOption = None,
-    tokenizer: TokenizerOption = None,
-    timeout_s: TimeoutOption = 600.0,
-    seed: SeedOption = 0,
-    json_target: JsonTarget = None,
+@app.command()
+def profile(
+    model: Annotated[
+        str, typer.Argument(help='Model folder, "pocket", or a named shape with random weights (opt-125m, ...).')
+    ],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    num_threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="CPU threads of a pass.", show_default="all cores")
+    ] = None,
+    duration_s: Annotated[float, typer.Option("--duration", min=1.0, help="Seconds of measuring.")] = 90.0,
+    is_quick: Annotated[bool, typer.Option("--quick", help="Short for --duration 15.")] = False,
+    is_cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Count processor time: for a busy machine; needs --threads 1.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the profile; its name is then fitted:FILE.")
+    ] = None,
+    json_output: JsonFlag = False,
 ) -> None:
-    """Put load on any OpenAI-compatible server, from a trace or made up, and report what its clients saw.
+    """Measure what iterations cost on this machine and fit a cost model to them, for the simulator and the policies."""
+    from alignedserve.cli.profile import ProfileOptions
+    from alignedserve.cli.profile import profile as run
 
-    SPEC is one or more classes: "rt: rate=2, cv=1, prompt=lognormal(100,300), output=60, ttft=1, tpot=0.1;
-    be: outstanding=4, prompt=uniform(200,800), output=exponential(60), deadline=60, tier=flex".
-
-    rate opens the loop (requests per second, cv 1 is Poisson), outstanding closes it (requests in the air).
-    Lengths in tokens: a number, uniform(low,high), exponential(mean), choice(a,b,...), lognormal(median,p95).
-    Objectives in seconds: ttft, tpot, deadline.
-    """
-    from alignedserve.bench.workload import LengthLimits
-    from alignedserve.cli.bench import LoadOptions
-    from alignedserve.cli.bench import bench_serve as run
-
-    options = LoadOptions(
-        url=url,
+    options = ProfileOptions(
         model=model,
-        endpoint=endpoint,
-        trace=trace,
-        synthetic=synthetic,
-        num_requests=num_requests,
-        start_s=start_s,
-        duration_s=duration_s,
-        rate=rate,
-        rate_scale=rate_scale,
-        limits=LengthLimits(prompt_scale, output_scale, max_prompt, max_output),
-        output_len=output_len,
-        ignore_eos=ignore_eos,
-        slo_ttft_s=slo_ttft_s,
-        slo_tpot_s=slo_tpot_s,
-        tokenizer=tokenizer,
-        timeout_s=timeout_s,
-        seed=seed,
-        json_target=json_target,
+        dtype=dtype,
+        num_threads=num_threads,
+        duration_s=15.0 if is_quick else duration_s,
+        is_cpu_time=is_cpu_time,
+        json_output=json_output,
+        output=output,
     )
     raise typer.Exit(run(options))
 
 
-@bench_app.command("engine")
-def bench_engine(
-    shape: Annotated[
-        str | None, typer.Option("--shape", help="Named shape with random weights.", show_default="opt-125m")
+@app.command()
+def simulate(
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME[:PARAMETER=VALUE,...]",
+            help="A scheduling policy (repeatable).",
+            show_default="aligned, aligned_slo, fcfs, sarathi",
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model folder, in place of a shape.")] = None,
     workload: Annotated[
-        str, typer.Option(help="Requests x prompt tokens : output tokens; a comma separates groups.")
-    ] = "64x32:64",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+        str | None,
+        typer.Option(
+            metavar="LINE",
+            help="Traffic in one line (docs/workloads.md), such as './last-night.csv, arrivals=recorded'.",
+            show_default="a trace of conversations, TTFT 1 s, TPOT 0.1 s",
+        ),
+    ] = None,
+    rates: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rate",
+            metavar="R[,R...]",
+            help="Requests per second (repeatable).",
+            show_default="2,3,4,6, or what the line says",
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Whose sizes to take.", show_default="llama-2-13b")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Accelerator.", show_default="a100-80g")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Accelerators of one worker.", show_default="1")
+    ] = None,
+    num_prefill: Annotated[int | None, typer.Option("--prefill", min=1, help="Prefill workers.")] = None,
+    num_decode: Annotated[int | None, typer.Option("--decode", min=1, help="Decode workers.")] = None,
+    num_colocated: Annotated[
+        int | None,
+        typer.Option(
+            "--colocated",
+            min=1,
+            help="Colocated workers. Alone: every policy runs on such.",
+            show_default="as many as --prefill and --decode together",
+        ),
+    ] = None,
+    num_pools: Annotated[int, typer.Option("--pools", min=1, help="Nodes that the workers are shared out among.")] = 1,
+    costs: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|fitted:FILE",
+            help="What iterations cost: roofline, a published measurement, or a profile of `alignedserve profile`.",
+        ),
+    ] = "roofline",
+    duration_s: Annotated[
+        float | None,
+        typer.Option(
+            "--duration",
+            min=0.001,
+            help="Seconds of arrivals.",
+            show_default="60; with --workload a recording's own, otherwise 100 requests",
+        ),
+    ] = None,
     seed: SeedOption = 0,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Simulations at a time.", show_default="one per core")
+    ] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html and simulation.json go.")] = Path(
+        "simulation"
+    ),
     json_output: JsonFlag = False,
 ) -> None:
-    """Measure the engine alone, offline: no gateway, no router, no pool."""
-    from alignedserve.cli.bench import EngineOptions
-    from alignedserve.cli.bench import bench_engine as run
+    """Try policies and rates on a simulated cluster; write a report with plots, and JSON.
 
-    if shape is not None and model is not None:
-        raise ConfigError("give either --shape or --model")
-    raise typer.Exit(run(EngineOptions(model or shape or "opt-125m", workload, dtype, seed, json_output)))
+    Decisions are the live system's own code; what iterations and copies take comes from a cost model.
+    docs/simulator.md says what is modelled and what is not.
+    """
+    from alignedserve.cli.simulate import simulate as run
+    from alignedserve.cli.simulate_cases import SimulateOptions
 
-
-@bench_app.command("schedule")
-def bench_schedule(
-    pool_sizes: Annotated[
-        str, typer.Option("--pool-sizes", help="Requests in the pool; a comma separates runs.")
-    ] = "1000,10000,100000",
-    lengths: Annotated[str, typer.Option(help="azure (the trace that ships), lognormal, uniform or one.")] = "azure",
-    max_blocks: Annotated[int, typer.Option(min=1, help="Blocks of a batch.")] = 1000,
-    max_requests: Annotated[int, typer.Option(min=1, help="Requests of a batch.")] = 128,
-    min_requests: Annotated[int, typer.Option(min=1, help="Requests that a batch should have.")] = 36,
-    seed: SeedOption = 0,
-    json_output: JsonFlag = False,
-) -> None:
-    """Measure the pool's index and its batch formers: no model, no cluster."""
-    from alignedserve.cli.bench import ScheduleOptions
-    from alignedserve.cli.bench import bench_schedule as run
-
-    options = ScheduleOptions(pool_sizes, lengths, max_blocks, max_requests, min_requests, seed, json_output)
+    options = SimulateOptions(
+        policies=tuple(policies or ()),
+        workload=workload,
+        rates=tuple(rates or ()),
+        model=model,
+        hardware=hardware,
+        tensor_parallel=tensor_parallel,
+        costs=costs,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        num_colocated=num_colocated,
+        num_pools=num_pools,
+        duration_s=duration_s,
+        seed=seed,
+        processes=processes or len(os.sched_getaffinity(0)),
+        config_path=config,
+        overrides=tuple(overrides or ()),
+        output=output,
+        json_output=json_output,
+    )
     raise typer.Exit(run(options))
-
-
-@bench_app.command("transfer")
-def bench_transfer(
-    shapes: Annotated[str, typer.Option(help="Models whose KV blocks are moved, by comma.")] = "pocket,opt-125m",
-    sizes: Annotated[str, typer.Option(help="Sizes of one request's blocks in MiB, by comma.")] = "4,64",
-    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians count.")] = 9,
-    json_output: JsonFlag = False,
-) -> None:
-    """Measure how fast KV blocks move by every transport of this machine, against a plain copy of the same bytes."""
-    from alignedserve.cli.bench import TransferOptions
-    from alignedserve.cli.bench import bench_transfer as run
-
-    mebibytes = tuple(int(size) if size.isascii() and size.isdigit() else 0 for size in sizes.split(","))
-    raise typer.Exit(run(TransferOptions(tuple(shapes.split(",")), mebibytes, rounds, json_output)))

@@ -1,10 +1,11 @@
 """Where the doors are joined to the cluster: the CLI is the only floor that sees both."""
 
-from alignedserve.cluster.launch import RunningCluster, launch_cluster
+from alignedserve.cluster.launch import Doors, RunningCluster, launch_cluster
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.gateway.actor import GatewayActor
+from alignedserve.gateway.batch_actor import BatchActor
 
 
 def start_cluster(config: ClusterConfig) -> RunningCluster:
     """Start a cluster with our HTTP gateway. Raises an error of the tree, with nothing left running."""
-    return launch_cluster(config, GatewayActor)
+    return launch_cluster(config, Doors(GatewayActor, BatchActor))

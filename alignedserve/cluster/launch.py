@@ -11,25 +11,32 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.batches.place import BatchPlace
 from alignedserve.cluster import preflight
+from alignedserve.cluster.batch_place import StateLock, open_place
+from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.ray_node import join_ray, start_ray
+from alignedserve.cluster.recorded import prepare_recording
 from alignedserve.cluster.signals import endings_ignored
+from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config.environment import RUN_DIR_VARIABLE, api_keys, ray_address, run_root
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.addresses import ROUTER, AddressBook
 from alignedserve.runtime.arena import ARENA_PREFIX, arena_folder, remove_stale_arenas
+from alignedserve.runtime.cores import threads_per_worker
 from alignedserve.runtime.membership import POOL, Membership
 from alignedserve.runtime.served_model import ServedModel, resolve_model
-from decode_worker.actor import DecodeWorkerActor
+from alignedserve.scheduling.assembly import resolve_policy
+from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor
 from kvpool.actor import KvPoolActor
 from prefill_worker.actor import PrefillWorkerActor
 from router.actor import RouterActor
@@ -44,12 +51,23 @@ _MAX_SOCKET_PATH = 107  # bytes; the system's limit
 _LONGEST_NAME = "prefill-1023"
 
 
+class Doors(NamedTuple):
+    """Ray actor classes of this module's own floor, which it is given and does not import."""
+
+    gateway: Any
+    batches: Any  # drives files and batches
+
+
 class RunningCluster:
     """A started cluster. Stops everything it started on `stop`, and when used as a context manager at its end."""
 
-    def __init__(self, config: ClusterConfig, served: ServedModel, folder: Path, gateway_actor: Any) -> None:
+    def __init__(self, config: ClusterConfig, served: ServedModel, folder: Path, doors: Doors) -> None:
         self.config = config
-        self._gateway_actor = gateway_actor
+        self._doors = doors
+        self._place: BatchPlace | None = None
+        self._redis: PrivateRedis | None = None
+        self._state_lock: StateLock | None = None
+        self._watchdog: Watchdog | None = None
         self.served = served
         self.folder = folder
         self._actors: dict[str, Any] = {}
@@ -65,6 +83,8 @@ class RunningCluster:
 
     def start(self) -> None:
         """Create every actor and wait until each is up. Raises what the first failing one raised."""
+        if self.config.batches.enabled:
+            self._place, self._redis, self._state_lock = open_place(self.config, self.folder)
         self._start_ray()
         self._create_actors()
         failures = {name: actor.failure.remote() for name, actor in self._actors.items()}
@@ -72,6 +92,8 @@ class RunningCluster:
             failure = _result(reference, name)
             if failure is not None:
                 raise failure
+        self._watchdog = Watchdog(self._actors, self.config.links.silence_s)
+        self._watchdog.start()
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Until a token has gone through the whole system. Raises PeerLost when that does not happen in time."""
@@ -100,6 +122,8 @@ class RunningCluster:
         self.stop()
 
     def _end_everything(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
         started = psutil.Process().children(recursive=True)
         if ray.is_initialized() and self._actors:
             stops = [actor.stop.remote() for actor in self._actors.values()]
@@ -109,6 +133,10 @@ class RunningCluster:
                 logger.debug("an actor was gone before it was stopped")
         ray.shutdown()
         self._actors.clear()
+        if self._redis is not None:
+            self._redis.stop()
+        if self._state_lock is not None:
+            self._state_lock.release()
         _end_survivors(started)
         remove_stale_arenas(arena_folder(), f"{ARENA_PREFIX}{self._cluster_id}-")
         for socket_path in self.folder.glob("*.sock"):
@@ -125,21 +153,28 @@ class RunningCluster:
     def _create_actors(self) -> None:
         config, served, block_size = self.config, self.served, self.config.engine.block_size
         engine = _with_threads(config)
-        self._create(RouterActor, Role.ROUTER, ROUTER, config.router, config.batching)
+        self._create(RouterActor, Role.ROUTER, ROUTER, config.router, config.batching, served)
         if config.topology is Topology.DISAGGREGATED:
             self._create(KvPoolActor, Role.KV_POOL, POOL, config.pool, config.batching, served.block_layout(block_size))
             for index in range(config.prefill.count):
                 name = f"prefill-{index}"
-                prefill = (config.prefill, engine, config.decode.count, served)
+                prefill = (config.prefill, config.scheduling, engine, config.decode.count, served)
                 self._create(PrefillWorkerActor, Role.PREFILL_WORKER, name, *prefill)
-        is_colocated = config.topology is Topology.COLOCATED
-        prefillers = () if is_colocated else tuple(f"prefill-{index}" for index in range(config.prefill.count))
+        prefillers = tuple(f"prefill-{index}" for index in range(config.prefill.count))
         for index in range(config.decode.count):
-            decode = (config.decode, config.batching, engine, prefillers, served)
-            self._create(DecodeWorkerActor, Role.DECODE_WORKER, f"decode-{index}", *decode)
+            name = f"decode-{index}"
+            if config.topology is Topology.COLOCATED:
+                colocated = (config.decode, config.scheduling, engine, served)
+                self._create(ColocatedWorkerActor, Role.DECODE_WORKER, name, *colocated)
+            else:
+                decode = (config.decode, config.batching, config.scheduling, engine, prefillers, served)
+                self._create(DecodeWorkerActor, Role.DECODE_WORKER, name, *decode)
         for index in range(config.gateway.count):
-            gateway = (config.gateway, config.gateway.port + index, served, api_keys())
-            self._create(self._gateway_actor, Role.GATEWAY, f"gateway-{index}", *gateway)
+            gateway = (config.gateway, config.gateway.port + index, served, api_keys(), self._place)
+            self._create(self._doors.gateway, Role.GATEWAY, f"gateway-{index}", *gateway)
+        if self._place is not None:
+            driver = (config.gateway, served, self._place, _max_lines_in_flight(config))
+            self._create(self._doors.batches, Role.GATEWAY, "batches-0", *driver)
 
     def _create(self, actor_class: Any, role: Role, name: str, *arguments: object) -> None:
         membership = Membership(
@@ -150,22 +185,24 @@ class RunningCluster:
             peer_timeout_s=self.config.links.peer_timeout_s,
             addresses=AddressBook(self.folder),
             log_folder=self.folder / "logs",
+            recording=self.config.recording,
         )
         # Placement is by node, not by CPU shares; a dead actor is restarted for as long as the cluster lives.
         options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0)
         self._actors[name] = options.remote(*arguments, membership)
 
 
-def launch_cluster(config: ClusterConfig, gateway_actor: Any) -> RunningCluster:
+def launch_cluster(config: ClusterConfig, doors: Doors) -> RunningCluster:
     """Start a cluster on this machine (or, with RAY_ADDRESS set, on that Ray cluster) and return it when it is up.
 
-    `gateway_actor` is the Ray actor class of the gateway, a door on this module's own floor. Raises an error of the
-    tree, with nothing left running, when it cannot.
+    Raises an error of the tree, with nothing left running, when it cannot.
     """
+    config = resolve_policy(config)
     served = resolve_model(config.model)
     preflight.check(config, served)
+    config = prepare_recording(config, served)
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
-    cluster = RunningCluster(config, served, _make_folder(), gateway_actor)
+    cluster = RunningCluster(config, served, _make_folder(), doors)
     try:
         cluster.start()
     except BaseException:
@@ -174,18 +211,18 @@ def launch_cluster(config: ClusterConfig, gateway_actor: Any) -> RunningCluster:
     return cluster
 
 
-def _with_threads(config: ClusterConfig) -> EngineConfig:
-    """The engine section with its threads decided.
+def _max_lines_in_flight(config: ClusterConfig) -> int:
+    """Lines of batches in the cluster at a time: what decode workers run, and as many on their way there."""
+    return config.batches.max_in_flight or 2 * config.decode.count * config.decode.max_running
 
-    More computing threads than cores are worse than idle cores: a forward pass waits at every layer for all of its
-    threads, and one that another worker has displaced holds it up for whole time slices.
-    """
+
+def _with_threads(config: ClusterConfig) -> EngineConfig:
+    """The engine section with its threads decided."""
     if config.engine.threads_per_worker is not None:
         return config.engine
     is_disaggregated = config.topology is Topology.DISAGGREGATED
     num_workers = config.decode.count + (config.prefill.count if is_disaggregated else 0)
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
-    return msgspec.structs.replace(config.engine, threads_per_worker=num_threads)
+    return msgspec.structs.replace(config.engine, threads_per_worker=threads_per_worker(num_workers))
 
 
 def _end_survivors(processes: list[psutil.Process]) -> None:

@@ -11,18 +11,25 @@ from alignedserve.runtime.arena import arena_folder
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.weight_index import WeightIndex
+from alignedserve.runtime.worker_engine import ENGINE_MECHANISMS
+from alignedserve.scheduling.assembly import resolve_policy
+from alignedserve.scheduling.policies import require_policy
 from kvpool.policies import make_batch_former
 from router.policies import make_prefill_order
+from router.prediction import make_length_predictor
 
 _MIB = 1024 * 1024
 
 
 def check(config: ClusterConfig, served: ServedModel) -> None:
     """Raises ConfigError, ModelError, NotEnoughMemory or AddressInUse saying what to change."""
-    make_prefill_order(config.router.prefill_order)
+    config = resolve_policy(config)
+    make_prefill_order(config.router.prefill_order or "")
+    make_length_predictor(config.router, served)
     make_batch_former(
-        config.batching.policy, block_size=config.engine.block_size, starvation_s=config.batching.starvation_s
+        config.batching.policy or "", block_size=config.engine.block_size, starvation_s=config.batching.starvation_s
     )
+    require_policy(config.scheduling, config.topology, ENGINE_MECHANISMS)
     Tokenizer.load(served.folder)
     if not served.has_random_weights:
         WeightIndex(served.folder)
@@ -62,7 +69,7 @@ def _check_blocks(config: ClusterConfig, served: ServedModel) -> None:
 
 def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
     is_disaggregated = config.topology is Topology.DISAGGREGATED
-    weights = served.config.weight_bytes(served.dtype)
+    weights = served.weight_bytes
     workers = config.decode.count * (weights + config.decode.memory_bytes)
     pool = config.pool.memory_bytes if is_disaggregated else 0
     workers += config.prefill.count * (weights + config.prefill.memory_bytes) if is_disaggregated else 0

@@ -1,4 +1,4 @@
-"""The only reader of environment variables: addresses and secrets, nothing else."""
+"""The only reader of environment variables: addresses, secrets, folders of this machine, how its threads wait."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,11 @@ API_KEYS_VARIABLE = "ALIGNEDSERVE_API_KEYS"
 RUN_DIR_VARIABLE = "ALIGNEDSERVE_RUN_DIR"
 CLIENT_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
 RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"
+STATE_DIR_VARIABLE = "ALIGNEDSERVE_STATE_DIR"
+REDIS_URL_VARIABLE = "ALIGNEDSERVE_REDIS_URL"
+DATA_VARIABLE = "ALIGNEDSERVE_DATA"
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
+WAIT_POLICY_VARIABLE = "OMP_WAIT_POLICY"
 
 
 def api_keys() -> tuple[str, ...]:
@@ -24,6 +29,12 @@ def ray_address() -> str | None:
     return os.environ.get(RAY_ADDRESS_VARIABLE) or None
 
 
+def data_dir() -> Path | None:
+    """The folder of public traces and length data that do not ship with the package, named by ALIGNEDSERVE_DATA."""
+    named = os.environ.get(DATA_VARIABLE)
+    return Path(named) if named else None
+
+
 def run_root() -> Path:
     """Folder for sockets and logs of running clusters; private to the user."""
     named = os.environ.get(RUN_DIR_VARIABLE)
@@ -31,3 +42,38 @@ def run_root() -> Path:
         return Path(named)
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime_dir) / "alignedserve" if runtime_dir else Path(f"/tmp/alignedserve-{os.getuid()}")  # noqa: S108
+
+
+def state_root() -> Path:
+    """Folder for what outlives restarts: uploaded files, batches and their results; private to the user."""
+    named = os.environ.get(STATE_DIR_VARIABLE)
+    if named:
+        return Path(named)
+    state_home = os.environ.get("XDG_STATE_HOME")
+    return (Path(state_home) if state_home else Path.home() / ".local" / "state") / "alignedserve"
+
+
+def redis_url() -> str | None:
+    """The Redis that keeps the state of batches (it may hold a password); None: start a private one."""
+    return os.environ.get(REDIS_URL_VARIABLE) or None
+
+
+def let_waiting_threads_sleep() -> None:
+    """Threads of one product that wait for each other sleep at once, instead of spinning, in this process and in those
+    that it starts. To be called before PyTorch is loaded. What the environment says already is left as it is.
+
+    By default they spin for milliseconds. Where another process has one of the cores, as gateway and router do on a
+    small machine, each of some hundred waits per pass then lasts until the kernel takes the spinner's core away.
+    """
+    if WAIT_POLICY_VARIABLE not in os.environ:
+        os.environ.setdefault(SPIN_VARIABLE, "0")
+
+
+def thread_waiting() -> str:
+    """How threads of this process wait for each other, in words."""
+    if WAIT_POLICY_VARIABLE in os.environ:
+        return f"as {WAIT_POLICY_VARIABLE}={os.environ[WAIT_POLICY_VARIABLE]} says"
+    spins = os.environ.get(SPIN_VARIABLE)
+    if spins is None:
+        return "spinning"
+    return "asleep" if spins == "0" else f"after {spins} spins asleep"

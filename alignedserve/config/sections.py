@@ -44,6 +44,7 @@ class ModelSectionConfig(Section, frozen=True):
     path: str = "pocket"  # a Hugging Face folder, or "pocket" for the model that ships with the package
     served_name: str | None = None  # the name clients use; the folder's name when unset
     dtype: str = "auto"  # float32 on CPU unless named: float32, bfloat16, float16
+    quantization: str | None = None  # int8: linear layers with weights of 8 bits, less exact
     max_context_len: int | None = None  # tokens; the model's own limit when unset
     random_weights: bool = False  # serve a config.json without weights, for benchmarks
 
@@ -55,6 +56,7 @@ class ModelSectionConfig(Section, frozen=True):
         self._require(bool(self.path), "path", "must name a model folder")
         known = ("auto", "float32", "bfloat16", "float16")
         self._require(self.dtype in known, "dtype", f"must be one of {', '.join(known)}")
+        self._require(self.quantization in (None, "int8"), "quantization", "must be int8 or unset")
         self._require(self.max_context_len is None or self.max_context_len > 1, "max_context_len", "must exceed 1")
 
 
@@ -89,10 +91,13 @@ class RouterConfig(Section, frozen=True):
 
     max_queued_requests: int = 1024
     max_queued_tokens: int = 2_000_000
-    prefill_order: str = "least_slack"  # name of a policy in router/policies
+    prefill_order: str | None = None  # name of an order in router/policies; the policy's own when unset
+    direct_handoff: bool | None = None  # prefills go straight to decode workers; as the policy has it when unset
     max_prefill_tokens_per_worker: int = 8192  # handed to one worker and not yet computed; the rest waits in the router
     candidate_requests: int = 16  # granted to a decode worker ahead of need, at most
     max_requeues: int = 3  # after that a request fails
+    length_predictor: str = "hashed_ngrams"  # a name in router/prediction
+    sentence_encoder: str | None = None  # folder of a BERT-like encoder, for the length predictor of that name
 
     def __post_init__(self) -> None:
         self._require_positive("max_queued_requests", "max_queued_tokens", "max_prefill_tokens_per_worker")
@@ -110,12 +115,22 @@ class PoolConfig(Section, frozen=True):
         self._require_positive("memory_bytes", "lease_s")
 
 
+class SchedulingConfig(Section, frozen=True):
+    """Which policy decides, from the queue to the iteration."""
+
+    policy: str = "aligned_slo"  # name of a policy in alignedserve/scheduling/policies
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)  # parameters of that policy, by name
+
+    def __post_init__(self) -> None:
+        self._require(bool(self.policy), "policy", "must name a policy")
+
+
 class BatchingConfig(Section, frozen=True):
     """How decode batches are formed (AlignedServe, sections 3.3 and 4.1). Router, pool and decode workers get it."""
 
-    policy: str = "density_first"  # name of a batch former in kvpool/policies
+    policy: str | None = None  # name of a batch former in kvpool/policies; the scheduling policy's own when unset
     min_requests: int = 36  # a batch of fewer does not saturate a decode worker
-    low_running_share: float = 0.75  # with fewer of a decode worker's places taken, its next batch takes over
+    low_running_share: float = 0.75  # with fewer of a worker's places and blocks taken, its next batch takes over
     max_block_share: float = 0.4  # of a decode worker's blocks, for what is granted to it ahead of need
     starvation_s: float = 2.0  # lengths that were in no batch for this long go first
 
@@ -156,10 +171,14 @@ class DecodeWorkerConfig(Section, frozen=True):
     memory_bytes: int = 256 * MIB  # block storage
     max_running: int = 64  # largest batch
     max_tokens_per_iteration: int = 512  # colocated only: decodes and prefill chunks of one iteration
+    max_waiting: int = 1024  # colocated only: requests beyond those in an iteration, for the policy to choose from
+    swap_bytes: int = 128 * MIB  # colocated only: host memory for caches that a policy swaps out; 0: none
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")
         self._require_positive("memory_bytes", "max_running", "max_tokens_per_iteration")
+        self._require(self.max_waiting >= 0, "max_waiting", "must be at least 0")
+        self._require(self.swap_bytes >= 0, "swap_bytes", "must be at least 0")
 
 
 class EngineConfig(Section, frozen=True):
@@ -168,6 +187,10 @@ class EngineConfig(Section, frozen=True):
     block_size: int = 16  # token slots per block
     threads_per_worker: int | None = None  # CPU threads; when unset the workers of a machine share its cores
     device: str = "auto"  # auto, cpu
+    attention: str = (
+        "auto"  # native kernels of an instruction set (avx512bf16, avx2, plain) or torch; auto: the best here
+    )
+    calibration_s: float = 2.0  # of measuring what iterations cost, at a worker's start; 0: it learns while it serves
     kv_transport: str = "auto"  # how blocks go between prefill and decode workers: auto, shm, gloo, cuda_ipc, nccl
 
     def __post_init__(self) -> None:
@@ -175,6 +198,9 @@ class EngineConfig(Section, frozen=True):
         self._require(
             self.threads_per_worker is None or self.threads_per_worker > 0, "threads_per_worker", "must be above 0"
         )
+        levels = ("auto", "avx512bf16", "avx2", "plain", "torch")
+        self._require(self.attention in levels, "attention", f"must be one of {', '.join(levels)}")
+        self._require(0.0 <= self.calibration_s <= 600.0, "calibration_s", "must be between 0 and 600")
         known = ("auto", "shm", "gloo", "cuda_ipc", "nccl")
         self._require(self.kv_transport in known, "kv_transport", f"must be one of {', '.join(known)}")
         self._require(self.device in ("auto", "cpu"), "device", "must be auto or cpu: CUDA is not built yet")
@@ -184,11 +210,52 @@ class LinksConfig(Section, frozen=True):
     """Sockets between processes."""
 
     peer_timeout_s: float = 5.0  # a peer silent for this long is lost
+    silence_s: float = 20.0  # a process that has answered nothing for this long is ended and started again
     transport: str = "unix"  # sockets of one host
 
     def __post_init__(self) -> None:
         self._require(0.5 <= self.peer_timeout_s <= 3600.0, "peer_timeout_s", "must be between 0.5 and 3600")
+        self._require(self.silence_s >= 2.0, "silence_s", "must be at least 2")
         self._require(self.transport == "unix", "transport", "must be unix: links between hosts are not built yet")
+
+
+class RecordingConfig(Section, frozen=True):
+    """What every room writes down of its decisions, for `alignedserve replay`."""
+
+    folder: str | None = None  # on every node, empty or absent at the start; unset: nothing is recorded
+    tokens: bool = False  # keep the tokens of prompts and answers; False: only what decisions depend on
+    commands: bool = False  # keep what was decided, not only its digest
+    max_bytes: int = 1024 * MIB  # of one process; its recording then ends, and it goes on
+
+    def __post_init__(self) -> None:
+        self._require(self.folder is None or bool(self.folder), "folder", "must name a folder")
+        self._require_positive("max_bytes")
+
+
+class BatchesConfig(Section, frozen=True):
+    """Files and batches of best-effort lines. Their Redis is private to this machine unless ALIGNEDSERVE_REDIS_URL
+    names one."""
+
+    enabled: bool = True
+    folder: str | None = None  # state that outlives restarts; when unset one per port, under the user's state folder
+    namespace: str = "alignedserve"  # what keys in a shared Redis begin with
+    max_file_bytes: int = 200_000_000
+    max_files_bytes: int = 10_000_000_000  # of all input files of one key
+    max_files: int = 1000  # of one key
+    max_lines: int = 50_000  # of one batch
+    max_line_bytes: int = 4 * MIB
+    max_active: int = 100  # batches of one key that are not over
+    max_in_flight: int | None = None  # lines in the cluster at a time; when unset twice what decode workers run
+    assumed_tokens_per_s: float = 500.0  # for quotes, until lines have run and their rate is known
+    max_tries: int = 8  # of a line that was taken and did not come to an end
+    file_lifetime_s: float = 30 * 24 * 3600.0  # of a file without `expires_after`
+
+    def __post_init__(self) -> None:
+        self._require(self.folder is None or bool(self.folder), "folder", "must name a folder")
+        self._require(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace)), "namespace", "must be a plain word")
+        self._require_positive("max_file_bytes", "max_files_bytes", "max_files", "max_lines", "max_line_bytes")
+        self._require_positive("max_active", "max_tries", "file_lifetime_s", "assumed_tokens_per_s")
+        self._require(self.max_in_flight is None or self.max_in_flight > 0, "max_in_flight", "must be above 0")
 
 
 class ClusterConfig(Section, frozen=True):
@@ -198,12 +265,15 @@ class ClusterConfig(Section, frozen=True):
     model: ModelSectionConfig = msgspec.field(default_factory=ModelSectionConfig)
     gateway: GatewayConfig = msgspec.field(default_factory=GatewayConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
+    scheduling: SchedulingConfig = msgspec.field(default_factory=SchedulingConfig)
     batching: BatchingConfig = msgspec.field(default_factory=BatchingConfig)
     pool: PoolConfig = msgspec.field(default_factory=PoolConfig)
     prefill: PrefillWorkerConfig = msgspec.field(default_factory=PrefillWorkerConfig)
     decode: DecodeWorkerConfig = msgspec.field(default_factory=DecodeWorkerConfig)
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     links: LinksConfig = msgspec.field(default_factory=LinksConfig)
+    recording: RecordingConfig = msgspec.field(default_factory=RecordingConfig)
+    batches: BatchesConfig = msgspec.field(default_factory=BatchesConfig)
 
 
 def from_mapping(values: dict[str, Any]) -> ClusterConfig:

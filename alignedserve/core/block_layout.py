@@ -59,6 +59,10 @@ class BlockLayout:
         """Bytes of one token's keys and values on all layers."""
         return self.block_bytes // self.block_size
 
+    def blocks_in(self, memory_bytes: int) -> int:
+        """Blocks that this much memory holds."""
+        return memory_bytes // self.block_bytes
+
     def digest(self) -> bytes:
         """32 bytes that differ between any two layouts; processes compare it before they share blocks."""
         return hashlib.sha256(repr(astuple(self)).encode()).digest()

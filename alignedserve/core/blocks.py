@@ -10,6 +10,17 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+def neighbours(block_ids: Iterable[BlockId]) -> list[tuple[int, int]]:
+    """Cut a list of blocks into (first block, count) runs of consecutive ids, in order."""
+    runs: list[tuple[int, int]] = []
+    for block_id in block_ids:
+        if runs and sum(runs[-1]) == block_id:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block_id, 1))
+    return runs
+
+
 class BlockAllocator:
     """Hands out block ids 0 .. num_blocks - 1. All or nothing; the most recently freed block goes out first.
 

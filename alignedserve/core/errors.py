@@ -8,10 +8,15 @@ AlignedServeError
 │   ├── ModelNotFound           no such folder, or files of it are missing
 │   ├── UnsupportedModel        an architecture or option that the engine does not have
 │   └── UnsafeWeights           weights in a format that executes code when loaded (pickle)
+├── RecordingError              a recorded run that cannot be read, or cannot be replayed
 ├── ResourceError               this machine lacks what was asked for
 │   ├── NotEnoughMemory         says how much is needed and what to set
 │   ├── AddressInUse            another process listens there
 │   └── TransportUnavailable    no way, or not the configured one, for blocks between two workers
+├── StorageError                files or the state of batches cannot be read or kept now
+│   ├── StoreUnavailable        the state store does not answer
+│   ├── StorageFull             no room is left where files lie
+│   └── StorageDamaged          what was read is not what was written
 └── PeerError                   another process of the cluster misbehaved or went away
     ├── PeerLost                connection closed or silent past its deadline
     ├── ProtocolError           a message that does not decode, is too large, or has an unknown tag
@@ -58,6 +63,10 @@ class UnsafeWeights(ModelError):
     """Weights in a pickle-based format; only safetensors are read."""
 
 
+class RecordingError(AlignedServeError):
+    """A recorded run is damaged, of another version, or holds what this program does not know."""
+
+
 class ResourceError(AlignedServeError):
     """This machine lacks what was asked for."""
 
@@ -72,6 +81,22 @@ class AddressInUse(ResourceError):
 
 class TransportUnavailable(ResourceError):
     """Blocks cannot be moved between two workers in the way that was asked for, or in any."""
+
+
+class StorageError(AlignedServeError):
+    """Files or the state of batches cannot be read or kept now."""
+
+
+class StoreUnavailable(StorageError):
+    """The state store does not answer; whether a change that was under way took place is not known."""
+
+
+class StorageFull(StorageError):
+    """No room is left where files lie; what was being written is not there."""
+
+
+class StorageDamaged(StorageError):
+    """What was read is not what was written, or of a version that this program does not know."""
 
 
 class PeerError(AlignedServeError):

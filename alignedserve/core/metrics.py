@@ -6,6 +6,7 @@ is None, never 0.
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ def ttft_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
 
 def tbt_s(token_times_s: Sequence[float]) -> tuple[float, ...]:
     """Time between tokens: each gap between an output token and the one before it."""
-    return tuple(later - earlier for earlier, later in itertools.pairwise(token_times_s))
+    return tuple(map(operator.sub, itertools.islice(token_times_s, 1, None), token_times_s))
 
 
 def tpot_s(token_times_s: Sequence[float], num_tokens: int | None = None) -> float | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import msgspec
 import ray
 
+from alignedserve.batches.place import BatchPlace
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.model import ServedModel as GatewayModel
 from alignedserve.gateway.server import GatewayLinks, GatewayServer
@@ -27,25 +28,42 @@ class GatewayActor(RoomHost):
     """Started, restarted and placed by Ray; everything else goes over HTTP and its links."""
 
     def __init__(
-        self, config: GatewayConfig, port: int, served: ServedModel, keys: tuple[str, ...], membership: Membership
+        self,
+        config: GatewayConfig,
+        port: int,
+        served: ServedModel,
+        keys: tuple[str, ...],
+        batches: BatchPlace | None,
+        membership: Membership,
     ) -> None:
         async def build() -> _Hosted:
             server = GatewayServer(
-                links=GatewayLinks(
-                    identity=membership.identity(),
-                    router_address=membership.addresses.of(ROUTER),
-                    own_address=membership.own_address(),
-                ),
-                model=GatewayModel(
-                    name=served.name,
-                    folder=served.folder,
-                    max_context_len=served.max_context_len,
-                    eos_token_ids=served.config.eos_token_ids,
-                ),
+                links=gateway_links(membership),
+                model=gateway_model(served),
                 config=msgspec.structs.replace(config, port=port),
                 api_keys=keys,
+                batches=batches,
             )
             await server.start()
             return _Hosted(server)
 
         super().__init__(membership, build)
+
+
+def gateway_links(membership: Membership) -> GatewayLinks:
+    """How this member reaches the cluster."""
+    return GatewayLinks(
+        identity=membership.identity(),
+        router_address=membership.addresses.of(ROUTER),
+        own_address=membership.own_address(),
+    )
+
+
+def gateway_model(served: ServedModel) -> GatewayModel:
+    """What a gateway has to know of the model."""
+    return GatewayModel(
+        name=served.name,
+        folder=served.folder,
+        max_context_len=served.max_context_len,
+        eos_token_ids=served.config.eos_token_ids,
+    )

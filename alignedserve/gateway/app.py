@@ -10,13 +10,14 @@ from starlette.responses import Response
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.backend import CompletionBackend
+from alignedserve.gateway.batch_desk import BatchDesk
 from alignedserve.gateway.canary import Canary
 from alignedserve.gateway.door import Door
 from alignedserve.gateway.errors import JSON_TYPE, error_body
 from alignedserve.gateway.keys import KeyGate
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.model import ServedModel
-from alignedserve.gateway.routes import generate, health, models, page, tokens
+from alignedserve.gateway.routes import batches, files, generate, health, models, page, tokens
 from alignedserve.gateway.services import Capacity, Services
 from alignedserve.runtime.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ def build_services(
     config: GatewayConfig,
     api_keys: Sequence[str] = (),
     reply_to: str = "",
+    desk: BatchDesk | None = None,
 ) -> Services:
     """Everything that the routes share."""
     canary_token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0
@@ -44,6 +46,7 @@ def build_services(
         metrics=GatewayMetrics(model.name, backend.status),
         capacity=Capacity(config.max_concurrent_requests),
         canary=Canary(backend, token_id=canary_token, reply_to=reply_to),
+        desk=desk,
     )
 
 
@@ -51,7 +54,7 @@ def build_app(services: Services) -> FastAPI:
     """The whole HTTP side."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.services = services
-    for module in (generate, models, tokens, health, page):
+    for module in (generate, models, tokens, files, batches, health, page):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_middleware(Door, keys=services.keys, metrics=services.metrics)

@@ -8,7 +8,7 @@ from typing import Protocol
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.gateway.errors import GenerationError
-from alignedserve.messages.links import ClusterStatus
+from alignedserve.messages.gateways import ClusterStatus
 
 
 @dataclass(frozen=True, slots=True)

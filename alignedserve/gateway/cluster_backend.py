@@ -23,12 +23,10 @@ from alignedserve.gateway.errors import (
     Unavailable,
     Unservable,
 )
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import (
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
-    FailureKind,
-    GatewayInbound,
     PromptScored,
     RequestFailed,
     RequestInterrupted,
@@ -38,6 +36,8 @@ from alignedserve.messages.links import (
     TokenDelta,
     TokensEmitted,
 )
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.links import GatewayInbound
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.background import start_background
 from alignedserve.runtime.links import Identity, Peer

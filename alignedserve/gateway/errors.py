@@ -5,6 +5,9 @@ AlignedServeError
 │   ├── Unauthorized            no key, or not one of ours
 │   ├── QuotaExceeded           this key asked too often (429: the client's quota)
 │   ├── UnknownModel            a model that is not served here
+│   ├── NotFound                no such file or batch, or not yours
+│   ├── Conflict                not now: something else holds it
+│   ├── RangeNotThere           a range that begins behind a file's end
 │   ├── BodyTooLarge            more bytes than the gateway reads
 │   ├── BodyTooSlow             the body did not arrive in time
 │   ├── WrongContentType        not JSON
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 import orjson
 from starlette.responses import Response
 
-from alignedserve.core.errors import AlignedServeError, ContextTooLong, InvalidRequest
+from alignedserve.core.errors import AlignedServeError, ContextTooLong, InvalidRequest, StorageError, StorageFull
 
 JSON_TYPE = "application/json"
 
@@ -42,6 +45,22 @@ class QuotaExceeded(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     """A model that is not served here."""
+
+
+class NotFound(InvalidRequest):
+    """No such file or batch, or one that belongs to another key."""
+
+
+class Conflict(InvalidRequest):
+    """Not now: something else holds it."""
+
+
+class RangeNotThere(InvalidRequest):
+    """A range that begins behind a file's end."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"The file has {num_bytes} bytes; there are none in this range.", param="Range")
+        self.num_bytes = num_bytes
 
 
 class BodyTooLarge(InvalidRequest):
@@ -106,6 +125,9 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (Unauthorized, HttpError(401, "invalid_request_error", "invalid_api_key")),
     (QuotaExceeded, HttpError(429, "rate_limit_error", "rate_limit_exceeded")),
     (UnknownModel, HttpError(404, "invalid_request_error", "model_not_found")),
+    (NotFound, HttpError(404, "invalid_request_error", "not_found")),
+    (Conflict, HttpError(409, "invalid_request_error", "conflict")),
+    (RangeNotThere, HttpError(416, "invalid_request_error", "range_not_satisfiable")),
     (BodyTooLarge, HttpError(413, "invalid_request_error", "body_too_large")),
     (BodyTooSlow, HttpError(408, "invalid_request_error", "body_too_slow")),
     (WrongContentType, HttpError(415, "invalid_request_error", "unsupported_media_type")),
@@ -117,8 +139,11 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (Unservable, HttpError(400, "invalid_request_error", "unservable")),
     (TimedOut, HttpError(504, "server_error", "timeout")),
     (GenerationFailed, HttpError(500, "server_error", "generation_failed")),
+    (StorageFull, HttpError(503, "server_error", "storage_full")),
+    (StorageError, HttpError(503, "server_error", "storage_unavailable")),
 )
 INTERNAL_ERROR = HttpError(500, "server_error", "internal_error")
+_STORAGE_RETRY_S = 2.0
 _HIDDEN_MESSAGE = "The server had an error while processing the request."
 
 
@@ -144,8 +169,12 @@ def response_of(error: Exception) -> Response:
     row = http_error_of(error)
     response = Response(body_of(error), row.status, media_type=JSON_TYPE)
     retry_after_s: float | None = getattr(error, "retry_after_s", None)
+    if isinstance(error, StorageError):
+        retry_after_s = _STORAGE_RETRY_S
     if retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if isinstance(error, RangeNotThere):
+        response.headers["Content-Range"] = f"bytes */{error.num_bytes}"
     if row.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response

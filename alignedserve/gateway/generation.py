@@ -88,6 +88,9 @@ class Generation:
         if slo.tpot_s is not None:
             tpot_s = max((choice.tpot_s for choice in self._choices), default=0.0)
             report["tpot"] = _verdict(tpot_s, slo.tpot_s)
+        if slo.deadline_s is not None:
+            end_to_end_s = max((choice.end_to_end_s for choice in self._choices), default=0.0)
+            report["deadline"] = _verdict(end_to_end_s, slo.deadline_s)
         return {"slo": report} if report else None
 
     def _take(self, choice: "_Choice", output: Output) -> Piece:
@@ -122,6 +125,11 @@ class _Choice:
     def ttft_s(self) -> float:
         """Arrival to first token."""
         return (self._last_s if self._first_s is None else self._first_s) - self.request.arrival_s
+
+    @property
+    def end_to_end_s(self) -> float:
+        """Arrival to last token."""
+        return self._last_s - self.request.arrival_s
 
     @property
     def tpot_s(self) -> float:

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from alignedserve.gateway.ledger_metrics import ledger_families
-from alignedserve.messages.links import ClusterStatus
+from alignedserve.messages.gateways import ClusterStatus
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -47,6 +47,22 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
         lambda s: s.num_reused_tokens,
     ),
     ("alignedserve_recomputed_tokens", "Of the same: computed again.", lambda s: s.num_recomputed_tokens),
+    (
+        "alignedserve_output_lengths",
+        "Finished requests whose output length was foreseen.",
+        lambda s: s.lengths.num_finished,
+    ),
+    (
+        "alignedserve_output_lengths_predicted",
+        "Of them, by the length predictor and not by the mean of their class.",
+        lambda s: s.lengths.num_predicted,
+    ),
+    ("alignedserve_output_length_tokens", "Tokens that they generated.", lambda s: s.lengths.num_tokens),
+    (
+        "alignedserve_output_length_error_tokens",
+        "Sum of the differences between tokens expected on arrival and generated.",
+        lambda s: s.lengths.error_tokens,
+    ),
     ("alignedserve_handoffs_refused", "KV handoffs refused, then recomputed.", lambda s: s.num_handoffs_refused),
 )
 

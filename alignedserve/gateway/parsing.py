@@ -33,7 +33,7 @@ async def read_json(request: Request, config: GatewayConfig) -> dict[str, Any]:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg}.", code="invalid_json") from error
     if not isinstance(body, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
-    _check_shape(body, config.max_json_depth)
+    check_shape(body, config.max_json_depth)
     return body
 
 
@@ -81,7 +81,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def _check_shape(body: Any, max_depth: int) -> None:
+def check_shape(body: Any, max_depth: int) -> None:
     """Bound what validation may have to look at. Raises InvalidRequest."""
     level, depth = [body], 0
     while level:

@@ -14,8 +14,9 @@ from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.gateway.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from alignedserve.gateway.services import Services
 
-TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
+TTFT_HEADER, TPOT_HEADER, DEADLINE_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"
 _MAX_SLO_MS = 3_600_000.0
+_MAX_DEADLINE_MS = 7 * 24 * 3_600_000.0
 _MILLISECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?", re.ASCII)
 _TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -113,8 +114,11 @@ def _plan(
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     slo = _slo_of(arrival.headers)
-    if fields.service_tier == "flex" and slo != Slo():
-        raise InvalidRequest("SLO headers are not supported with service_tier 'flex'.", param="service_tier")
+    if fields.service_tier == "flex" and (slo.ttft_s, slo.tpot_s) != (None, None):
+        raise InvalidRequest(
+            f"{TTFT_HEADER} and {TPOT_HEADER} are not supported with service_tier 'flex'; {DEADLINE_HEADER} is.",
+            param="service_tier",
+        )
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     requests: list[Request] = []
     for prompt in prompts:
@@ -203,16 +207,20 @@ def _choice_seed(seed: int, choice: int) -> int:
 
 
 def _slo_of(headers: Mapping[str, str]) -> Slo:
-    return Slo(ttft_s=_seconds(headers, TTFT_HEADER), tpot_s=_seconds(headers, TPOT_HEADER))
+    return Slo(
+        ttft_s=_seconds(headers, TTFT_HEADER),
+        tpot_s=_seconds(headers, TPOT_HEADER),
+        deadline_s=_seconds(headers, DEADLINE_HEADER, _MAX_DEADLINE_MS),
+    )
 
 
-def _seconds(headers: Mapping[str, str], name: str) -> float | None:
+def _seconds(headers: Mapping[str, str], name: str, at_most_ms: float = _MAX_SLO_MS) -> float | None:
     text = headers.get(name)
     if text is None:
         return None
     value_ms = float(text) if _MILLISECONDS.fullmatch(text) else 0.0
-    if not 0.0 < value_ms <= _MAX_SLO_MS:
-        raise InvalidRequest(f"{name} must be milliseconds above 0 and at most {_MAX_SLO_MS:.0f}.", param=name)
+    if not 0.0 < value_ms <= at_most_ms:
+        raise InvalidRequest(f"{name} must be milliseconds above 0 and at most {at_most_ms:.0f}.", param=name)
     return value_ms / 1000.0
 
 

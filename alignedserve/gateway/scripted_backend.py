@@ -8,7 +8,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.gateway.backend import RequestStream
 from alignedserve.gateway.errors import GenerationError
-from alignedserve.messages.links import ClusterStatus
+from alignedserve.messages.gateways import ClusterStatus
 
 IDLE_STATUS = ClusterStatus(0, 0, 0, 0, 1, 1, 64, 0, 64, 0, 0, 0, 0)
 

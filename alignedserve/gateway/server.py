@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from alignedserve.batches.place import BatchPlace, BatchStores, open_stores
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import AddressInUse, ConfigError
 from alignedserve.gateway.app import build_app, build_services
+from alignedserve.gateway.batch_desk import BatchDesk
 from alignedserve.gateway.cluster_backend import ClusterBackend
 from alignedserve.gateway.model import ServedModel
 from alignedserve.gateway.services import Services
@@ -41,12 +43,20 @@ class GatewayServer:
     """`start`, then serve until `stop`. Both run on the loop that is to serve, in any thread; no signal handlers."""
 
     def __init__(
-        self, *, links: GatewayLinks, model: ServedModel, config: GatewayConfig, api_keys: Sequence[str] = ()
+        self,
+        *,
+        links: GatewayLinks,
+        model: ServedModel,
+        config: GatewayConfig,
+        api_keys: Sequence[str] = (),
+        batches: BatchPlace | None = None,
     ) -> None:
         self._links = links
         self._model = model
         self._config = config
         self._api_keys = tuple(api_keys)
+        self._batches = batches
+        self._stores: BatchStores | None = None
         self._backend: ClusterBackend | None = None
         self._http: HttpServer | None = None
 
@@ -66,6 +76,8 @@ class GatewayServer:
             own_address=self._links.own_address,
             config=self._config,
         )
+        if self._batches is not None:
+            self._stores = open_stores(self._batches)
         services = build_services(
             backend=self._backend,
             tokenizer=tokenizer,
@@ -73,6 +85,7 @@ class GatewayServer:
             config=self._config,
             api_keys=self._api_keys,
             reply_to=self._links.own_address,
+            desk=BatchDesk(self._stores, self._batches.config) if self._batches and self._stores else None,
         )
         self._http = HttpServer(services, listener)
         try:
@@ -91,6 +104,9 @@ class GatewayServer:
             await backend.stop()
         if http is not None:
             await http.stop()
+        stores, self._stores = self._stores, None
+        if stores is not None:
+            await stores.records.close()
 
 
 class HttpServer:

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, Request
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.backend import CompletionBackend
+from alignedserve.gateway.batch_desk import BatchDesk
 from alignedserve.gateway.canary import Canary
-from alignedserve.gateway.errors import Overloaded, UnknownModel
+from alignedserve.gateway.errors import NotFound, Overloaded, UnknownModel
 from alignedserve.gateway.keys import KeyGate
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.model import ServedModel
@@ -47,6 +48,7 @@ class Services:
     metrics: GatewayMetrics
     capacity: Capacity
     canary: Canary
+    desk: BatchDesk | None = None  # None: no files and batches here
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModel unless this is the model that is served; None means just that one."""
@@ -60,3 +62,13 @@ def services_of(connection: HTTPConnection) -> Services:
     services = state.services
     assert isinstance(services, Services), "an app without services"
     return services
+
+
+def desk_of(http: Request) -> tuple[BatchDesk, str]:
+    """Where files and batches are, and whose of them this request may see. Raises QuotaExceeded, or NotFound where
+    there are none."""
+    services = services_of(http)
+    services.keys.spend(http.state.key_number)
+    if services.desk is None:
+        raise NotFound("Files and batches are not served here (batches.enabled is false).", code="batches_disabled")
+    return services.desk, services.keys.owner(http.state.key_number)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from alignedserve.messages.links import Count, Text
+from alignedserve.messages.fields import Count, Text
 from alignedserve.messages.wire import Message
 
 Opaque = Annotated[bytes, msgspec.Meta(max_length=4096)]

@@ -3,51 +3,52 @@
 A logic is told what happened and answers with what to do: `on_event(event, now) -> commands`. It never performs.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.wire import Message
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLinked:
+class _Event(msgspec.Struct, frozen=True):
+    """Some are made for every message and every iteration: a struct takes a fifth of a frozen dataclass's time."""
+
+
+class PeerLinked(_Event, frozen=True):
     """A link to this peer is up, for the first time or again."""
 
     role: Role
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(_Event, frozen=True):
     """The link to this peer is gone: dead, stopped or cut off."""
 
     role: Role
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(_Event, frozen=True):
     """A message of the room's inbound union arrived."""
 
     peer: str
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """Time has passed; comes a few times a second."""
+TICK_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Ticked(_Event, frozen=True):
+    """Time has passed; comes every TICK_S."""
+
+
+class Send(_Event, frozen=True):
     """Send to a linked peer. A peer that is gone gets nothing; the logic hears of it as PeerLost."""
 
     peer: str
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class SendTo:
+class SendTo(_Event, frozen=True):
     """Send to an address, dialling it on first use."""
 
     address: str

@@ -4,13 +4,14 @@ The plan of a decode batch is kept: as long as the same sequences decode one tok
 per sequence, whatever the context length. It is rebuilt when the batch changes or a bucket runs out of slots.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.forward_batch import ChunkPlan, DecodeBucket
 from alignedserve.runtime.sequences import IntArray, SequenceTable
 
 FloatArray = npt.NDArray[np.float32]
@@ -24,6 +25,29 @@ _MIN_BUCKET_SEQUENCES = 4
 CALL_BYTES = 512 << 10
 # Tokens that each bucket can grow before the plan is rebuilt.
 _SPARE_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Sequences of similar length with one new token each: token rows `first` to `last` (excluded) of the batch."""
+
+    first: int
+    last: int
+    run_ids: Tensor  # [(last - first) * blocks] int64, rows of BlockStorage.key_runs
+    mask: Tensor  # [last - first, 1, 1, blocks * block_size] float32: 0 or -inf
+    window_mask: Tensor | None  # the same for windowed layers; None where the window excludes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """Several new tokens of one sequence: token rows `first` to `last` (excluded) of the batch."""
+
+    first: int
+    last: int
+    context_len: int  # tokens before the chunk and in it
+    run_ids: Tensor | None  # int64: all blocks of the context; None when nothing lies before the chunk
+    mask: Tensor | None  # [last - first, context_len]; None: causal over the chunk alone
+    window_mask: Tensor | None  # the same for windowed layers; None: as `mask`
 
 
 class DecodePlan:

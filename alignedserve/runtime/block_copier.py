@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from alignedserve.core.errors import PeerError, TransportUnavailable
+from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
@@ -16,7 +17,6 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RelayBlocks,
 )
-from alignedserve.messages.links import ArenaOffered
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.links import Identity

@@ -13,7 +13,7 @@ import xxhash
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
-from alignedserve.messages.links import BlockCopy, BlockRun
+from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.arena import NOBODYS
 
 Bytes = npt.NDArray[np.uint8]
@@ -116,17 +116,6 @@ def blocks_of(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks:
     block_ids = [BlockId(run.first_block + offset) for run in copy.runs for offset in range(run.num_blocks)]
     _check_bounds(block_ids, num_blocks)
     return block_ids
-
-
-def neighbours(block_ids: Iterable[BlockId]) -> list[tuple[int, int]]:
-    """Cut a list of blocks into (first block, count) runs of consecutive ids, in order."""
-    runs: list[tuple[int, int]] = []
-    for block_id in block_ids:
-        if runs and sum(runs[-1]) == block_id:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((block_id, 1))
-    return runs
 
 
 def summed_runs(runs: Sequence[tuple[int, int]], sums: Sequence[int]) -> tuple[BlockRun, ...]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
-from alignedserve.messages.links import ArenaOffered
+from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.arena import Arena, arena_path
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.membership import Membership

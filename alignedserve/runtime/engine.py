@@ -11,6 +11,8 @@ from torch import Tensor
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob
+from alignedserve.runtime.attention import AUTO
+from alignedserve.runtime.attention_choice import attention_planner
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.sampling import Sampler, logprob_entries
@@ -47,7 +49,8 @@ class StepTimes:
     forward_s: float  # the pass and its logits
     sampling_s: float  # and the log-probabilities of prompt tokens
     attention_s: float  # of the pass, as Decoder.attention_s
-    padded_share: float  # of attention_s, see DecodePlan
+    chunk_attention_s: float  # alike
+    padded_share: float  # of attention_s, see StepAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,16 @@ class Engine:
     Bad calls (unknown request, too few blocks, too many sequences or tokens) are broken invariants of the caller.
     """
 
-    def __init__(self, *, model: Decoder, storage: BlockStorage, max_sequences: int, max_context_len: int) -> None:
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        storage: BlockStorage,
+        max_sequences: int,
+        max_context_len: int,
+        attention: str = AUTO,
+    ) -> None:
+        """`attention`: one of CHOICES of runtime.attention. Raises ConfigError for one that cannot be had here."""
         layout, config = storage.layout, model.config
         assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
             "more context than positions"
@@ -82,7 +94,7 @@ class Engine:
         self._table = SequenceTable(
             max_sequences=max_sequences, max_context_len=max_context_len, block_size=layout.block_size
         )
-        self._builder = BatchBuilder(self._table, storage, config.sliding_window)
+        self._builder = BatchBuilder(self._table, storage, attention_planner(attention, self._table, storage, config))
         self._sampler = Sampler(
             max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
         )
@@ -154,6 +166,7 @@ class Engine:
             forward_s=forwarded - prepared,
             sampling_s=time.perf_counter() - forwarded,
             attention_s=self.model.attention_s,
+            chunk_attention_s=self.model.chunk_attention_s,
             padded_share=step.padded_share,
         )
         return StepOutput(sampled, failed, prompt_logprobs, times)
@@ -192,5 +205,5 @@ class Engine:
         for start in range(0, count, _PROMPT_LOGPROB_ROWS):
             stop = min(start + _PROMPT_LOGPROB_ROWS, count)
             logits = self.model.logits(hidden[first_row + start : first_row + stop])
-            entries += logprob_entries(logits, targets[start:stop], [num_top] * (stop - start))
+            entries += logprob_entries(logits.float(), targets[start:stop], [num_top] * (stop - start))
         return PromptLogprobs(sequence.request_id, first, tuple(entries))

@@ -114,6 +114,23 @@ class ModelConfig:
         """Bytes of all weights in `dtype`."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
+    @property
+    def num_projected(self) -> int:
+        """Weights of the linear layers and the language-model head: what a pass reads whole, whatever its tokens."""
+        num_looked_up = 0 if self.ties_embeddings else self.vocab_size * self.embedding_size
+        if self.rope is None:
+            num_looked_up += (self.position_offset + self.max_position_embeddings) * self.hidden_size
+        return self.num_parameters - num_looked_up
+
+    def loaded_weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
+        """Bytes of all weights as they are held: a packed head beside the plain embedding even where the two are tied,
+        as rows cannot be looked up in the packed form."""
+        num_plain = self.num_parameters - self.num_projected
+        if self.ties_embeddings:
+            num_plain += self.vocab_size * self.embedding_size
+        projected_bytes = 1 if quantization == "int8" else DTYPE_BYTES[dtype]
+        return num_plain * DTYPE_BYTES[dtype] + self.num_projected * projected_bytes
+
     def kv_token_bytes(self, dtype: str) -> int:
         """Bytes of one token's keys and values on all layers."""
         return 2 * self.num_layers * self.kv_width * DTYPE_BYTES[dtype]

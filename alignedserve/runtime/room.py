@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
-from alignedserve.messages.links import RegistrationRefused
+from alignedserve.messages.events import TICK_S, CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
 from alignedserve.messages.wire import Codec, Message
+from alignedserve.messages.workers import RegistrationRefused
 from alignedserve.runtime.links import Identity, Peer
+from alignedserve.runtime.recording import Recorder
 from alignedserve.runtime.switchboard import Switchboard
 
 logger = logging.getLogger(__name__)
-
-TICK_S = 0.25
 
 EventT = TypeVar("EventT", contravariant=True)
 CommandT = TypeVar("CommandT")
@@ -37,22 +36,30 @@ class Room(Generic[EventT, CommandT]):
         identity: Identity,
         codec: Codec,
         perform: Callable[[CommandT], None],
+        recorder: Recorder | None = None,
     ) -> None:
         self.switchboard = Switchboard(identity, codec, self)
         self._logic = logic
         self._perform = perform
+        self._recorder = recorder
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def dispatch(self, event: CommonEvent | EventT) -> None:
         """Tell the logic and perform its commands. The clock is read here and nowhere below."""
-        for command in self._logic.on_event(event, time.monotonic()):
+        now = time.monotonic()
+        commands = self._logic.on_event(event, now)
+        if self._recorder is not None:
+            self._recorder.note(event, now, commands)
+        for command in commands:
             if isinstance(command, Send):
                 self.switchboard.send(command.peer, command.message)
             elif isinstance(command, SendTo):
                 self.switchboard.send_to(command.address, command.message)
             else:
                 self._perform(command)
+        if self._recorder is not None:
+            self._recorder.write()
 
     def on_linked(self, peer: Peer) -> None:
         """LinkHandler."""
@@ -73,6 +80,8 @@ class Room(Generic[EventT, CommandT]):
         """Stop ticking and drop the links."""
         self._timer.cancel()
         await self.switchboard.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _tick(self) -> None:
         """By timer, not in a task: what breaks here is then the loop's to report, and ends a hosted process."""

@@ -93,18 +93,18 @@ class Sampler:
     def choose(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Choice:
         """The next token of each row.
 
-        rows [n]; num_tokens [n]: tokens that each has so far; logits [n, vocab_size] float32, left as they are.
+        rows [n]; num_tokens [n]: tokens that each has so far; logits [n, vocab_size] of any dtype, left as they are.
         """
         adjusted = self._adjust(rows, num_tokens, logits)
         random_at = np.flatnonzero(self._temperatures[rows] > 0.0)
         if not len(random_at):
             token_ids, is_usable = greedy(adjusted)
         elif len(random_at) == len(rows):
-            token_ids, is_usable = self._sample(rows, num_tokens, adjusted)
+            token_ids, is_usable = self._sample(rows, num_tokens, adjusted.float())
         else:
             token_ids, is_usable = greedy(adjusted)
             at = torch.from_numpy(random_at).to(logits.device)
-            token_ids[at], is_usable[at] = self._sample(rows[random_at], num_tokens[random_at], adjusted[at])
+            token_ids[at], is_usable[at] = self._sample(rows[random_at], num_tokens[random_at], adjusted[at].float())
         chosen: IntArray = token_ids.cpu().numpy()
         if self._seen:
             self._note(rows, chosen)
@@ -131,7 +131,7 @@ class Sampler:
         positions = np.flatnonzero(self._is_adjusted[rows] | (num_tokens < self._min_lens[rows]))
         if not len(positions):
             return logits
-        adjusted = logits.clone()
+        adjusted = logits.to(torch.float32, copy=True)
         for position in positions.tolist():
             row = int(rows[position])
             self._adjust_row(row, int(num_tokens[position]), adjusted[position])
@@ -158,7 +158,7 @@ class Sampler:
             return {}
         at = torch.from_numpy(positions).to(logits.device)
         counts = [self._num_logprobs(int(rows[position])) for position in positions.tolist()]
-        entries = logprob_entries(logits[at], token_ids[at], counts)
+        entries = logprob_entries(logits[at].float(), token_ids[at], counts)
         return dict(zip(positions.tolist(), entries, strict=True))
 
     def _num_logprobs(self, row: int) -> int:

@@ -23,6 +23,12 @@ class ServedModel:
     dtype: str  # of weights and cache
     max_context_len: int
     has_random_weights: bool
+    quantization: str | None = None  # of the linear layers: None or int8
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights as one worker holds them; while they load, one layer more is held at a time."""
+        return self.config.loaded_weight_bytes(self.dtype, self.quantization)
 
     def block_layout(self, block_size: int) -> BlockLayout:
         """Layout of this model's KV blocks."""
@@ -44,6 +50,7 @@ def resolve_model(section: ModelSectionConfig) -> ServedModel:
         dtype="float32" if section.dtype == "auto" else section.dtype,
         max_context_len=section.max_context_len or longest,
         has_random_weights=section.random_weights,
+        quantization=section.quantization,
     )
 
 

@@ -4,20 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.runtime.attention_plan import DecodePlan, plan_chunk
+from alignedserve.runtime.attention import AttentionPlanner, StepAttention
 from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.forward_batch import ChunkPlan, ForwardBatch
+from alignedserve.runtime.forward_batch import ForwardBatch
 from alignedserve.runtime.sequences import IntArray, SequenceTable
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A forward batch and how to read its result. Slices are in batch order: decodes by length, then chunks."""
+    """A forward batch and how to read its result. Slices are in batch order: decodes, then chunks."""
 
     batch: ForwardBatch
     rows: IntArray  # [slices] rows of the sequence table
@@ -26,17 +25,16 @@ class StepBatch:
     sampled_rows: IntArray  # rows of the sequence table that reach their last known token
     sampled_at: Tensor  # int64: the token rows whose logits they need, in the same order
     wants_prompt_logprobs: tuple[int, ...]  # slices that compute prompt tokens of sequences that asked
-    padded_share: float  # of the time of decode attention, see DecodePlan
+    padded_share: float  # of the time of decode attention, see StepAttention
 
 
 class BatchBuilder:
-    """Keeps the decode plan from step to step. Reads the table; changes nothing in it."""
+    """Reads the table; changes nothing in it but the mark of an unclean tail."""
 
-    def __init__(self, table: SequenceTable, storage: BlockStorage, window: int | None) -> None:
+    def __init__(self, table: SequenceTable, storage: BlockStorage, planner: AttentionPlanner) -> None:
         self._table = table
         self._storage = storage
-        self._window = window
-        self._plan: DecodePlan | None = None
+        self._planner = planner
 
     def build(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
         """The batch that computes the next `num_tokens[i]` tokens of each request."""
@@ -48,10 +46,8 @@ class BatchBuilder:
             decode_rows, chunk_rows, chunk_counts = rows, rows[:0], counts[:0]
         else:
             decode_rows, chunk_rows, chunk_counts = rows[is_decode], rows[~is_decode], counts[~is_decode]
-        plan = self._decode_plan(decode_rows)
-        chunks, chunk_positions = self._chunks(chunk_rows, chunk_counts, len(decode_rows))
-        ordered = decode_rows if plan is None else plan.rows
-        return self._assemble(plan, np.concatenate([ordered, chunk_rows]), chunk_counts, chunks, chunk_positions)
+        attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts)
+        return self._assemble(attention, np.concatenate([attention.decode_rows, chunk_rows]), chunk_counts)
 
     def _check(self, rows: IntArray, counts: IntArray) -> None:
         table = self._table
@@ -61,44 +57,19 @@ class BatchBuilder:
         assert counts.min() >= 1, "a slice computes at least one token"
         assert (after <= table.num_tokens[rows]).all(), "a slice goes beyond the known tokens"
         assert (after <= table.num_blocks[rows] * table.block_size).all(), "too few blocks for the slice"
-        if table.has_unclean_tail[rows].any():
+        if self._planner.reads_unused_slots and table.has_unclean_tail[rows].any():
             for row in rows[table.has_unclean_tail[rows]].tolist():
                 self._clean_tail(row)
 
     def _clean_tail(self, row: int) -> None:
-        """Attention reads whole blocks: the slots after the cached tokens must hold finite numbers."""
+        """The slots after the cached tokens are read as well: they must hold finite numbers."""
         table = self._table
         block, slot = divmod(int(table.num_computed[row]), table.block_size)
         if slot:
             self._storage.zero_tail(BlockId(int(table.block_tables[row, block])), slot)
         table.has_unclean_tail[row] = False
 
-    def _decode_plan(self, rows: IntArray) -> DecodePlan | None:
-        if not len(rows):
-            return None
-        if self._plan is None or not self._plan.advance(self._table, rows):
-            self._plan = DecodePlan(self._table, self._storage, rows, self._window)
-        return self._plan
-
-    def _chunks(
-        self, rows: IntArray, counts: IntArray, first: int
-    ) -> tuple[tuple[ChunkPlan, ...], list[npt.NDArray[np.int64]]]:
-        chunks, positions = [], []
-        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            chunks.append(plan_chunk(self._table, self._storage, row, first, count, self._window))
-            before = int(self._table.num_computed[row])
-            positions.append(np.arange(before, before + count))
-            first += count
-        return tuple(chunks), positions
-
-    def _assemble(
-        self,
-        plan: DecodePlan | None,
-        rows: IntArray,
-        chunk_counts: IntArray,
-        chunks: tuple[ChunkPlan, ...],
-        chunk_positions: list[npt.NDArray[np.int64]],
-    ) -> StepBatch:
+    def _assemble(self, attention: StepAttention, rows: IntArray, chunk_counts: IntArray) -> StepBatch:
         table, block_size = self._table, self._table.block_size
         num_decodes = len(rows) - len(chunk_counts)
         counts = np.ones(len(rows), np.int64)
@@ -106,7 +77,9 @@ class BatchBuilder:
         token_rows, positions = rows, table.num_computed[rows]
         if len(chunk_counts):
             token_rows = np.repeat(rows, counts)
-            positions = np.concatenate([positions[:num_decodes], *chunk_positions])
+            chunk_starts = zip(positions[num_decodes:].tolist(), chunk_counts.tolist(), strict=True)
+            chunks = [np.arange(start, start + count) for start, count in chunk_starts]
+            positions = np.concatenate([positions[:num_decodes], *chunks])
         columns, offsets = np.divmod(positions, block_size)
         blocks = table.block_tables[token_rows, columns]
         last_rows = np.cumsum(counts) - 1
@@ -115,9 +88,8 @@ class BatchBuilder:
             token_ids=self._tensor(table.tokens[token_rows, positions].astype(np.int64)),
             positions=self._tensor(positions),
             slots=self._tensor(blocks * self._storage.slot_stride + offsets),
-            fresh_blocks=blocks[offsets == 0],
-            buckets=() if plan is None else plan.buckets,
-            chunks=chunks,
+            fresh_blocks=blocks[offsets == 0] if self._planner.reads_unused_slots else blocks[:0],
+            attention=attention,
         )
         return StepBatch(
             batch=batch,
@@ -127,7 +99,7 @@ class BatchBuilder:
             sampled_rows=rows[is_sampled],
             sampled_at=self._tensor(last_rows[is_sampled]),
             wants_prompt_logprobs=self._prompt_logprob_slices(rows),
-            padded_share=0.0 if plan is None else plan.padded_share,
+            padded_share=attention.padded_share,
         )
 
     def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:

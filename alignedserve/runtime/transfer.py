@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from alignedserve.core.blocks import neighbours
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
-from alignedserve.messages.links import BlockCopy, BlockRun
+from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.arena import NOBODYS, Arena
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.block_sums import (
@@ -24,7 +25,6 @@ from alignedserve.runtime.block_sums import (
     check_target,
     checked_sums,
     copy_rows,
-    neighbours,
     placed,
     summed_runs,
 )

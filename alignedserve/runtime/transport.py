@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from alignedserve.core.errors import HandoffRejected, TransportUnavailable
-from alignedserve.messages.links import ArenaOffered
+from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.links import Identity

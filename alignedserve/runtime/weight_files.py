@@ -15,14 +15,19 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: str | None = None,
 ) -> DecoderWeights:
-    """The weights in `folder`, converted to `dtype`.
+    """The weights in `folder`, converted to `dtype`; those of linear layers to 8 bits when `quantization` is "int8".
 
     Raises UnsafeWeights when there are only pickle-based files, ModelNotFound when a file is missing, ModelError
-    naming the file that is truncated or the tensor that is missing or has the wrong shape or dtype.
+    naming the file that is truncated, the tensor that is missing or has the wrong shape or dtype, or the layer that
+    cannot be packed with 8 bits.
     """
-    return assemble_weights(config, SafetensorsSource(folder, dtype, torch.device(device)))
+    return assemble_weights(config, SafetensorsSource(folder, dtype, torch.device(device)), quantization)
 
 
 class SafetensorsSource:

@@ -1,19 +1,19 @@
 """Weights of a model: from a folder of safetensors files, or random for benchmarks. Pickle is never read."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from alignedserve.core.errors import ModelError
 from alignedserve.runtime.families import PARAMETER_NAMES, ParameterNames
 from alignedserve.runtime.model_config import ModelConfig, NormKind
-from kernels.linear import Linear
-from kernels.norm import LayerNorm, RmsNorm
-
-Norm = Callable[[Tensor], Tensor]
+from kernels.int8_linear import Int8Linear, int8_obstacle
+from kernels.linear import Linear, Projection
+from kernels.norm import LayerNorm, Norm, RmsNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class LayerWeights:
     """One layer, with the products of the same input fused."""
 
     attention_norm: Norm
-    qkv: Linear  # [query_width + 2 * kv_width, hidden_size]
+    qkv: Projection  # [query_width + 2 * kv_width, hidden_size]
     query_norm: Norm | None
     key_norm: Norm | None
-    output: Linear
+    output: Projection
     mlp_norm: Norm
-    gate_up: Linear  # [2 * intermediate_size, hidden_size], gates first; or up alone
-    down: Linear
+    gate_up: Projection  # [2 * intermediate_size, hidden_size], gates first; or up alone, with the nonlinearity
+    down: Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,18 @@ class DecoderWeights:
 
     embedding: Tensor  # [vocab_size, embedding_size]
     positions: Tensor | None  # [position_offset + max_position_embeddings, hidden_size]
-    project_in: Linear | None
+    project_in: Projection | None
     layers: tuple[LayerWeights, ...]
     final_norm: Norm | None
-    project_out: Linear | None
-    lm_head: Linear
+    project_out: Projection | None
+    lm_head: Projection
+
+    @property
+    def layer_projections(self) -> tuple[Projection, ...]:
+        """The products that every token goes through, in the order in which they run."""
+        return tuple(
+            product for layer in self.layers for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
 
 
 class TensorSource(Protocol):
@@ -53,15 +60,19 @@ class TensorSource(Protocol):
         """The tensor, in the dtype and on the device it shall be used. Raises ModelError naming it."""
 
 
-def assemble_weights(config: ModelConfig, source: TensorSource) -> DecoderWeights:
-    """All weights of the model. Reads one tensor at a time, so that no more than one layer is ever held twice."""
-    return _Assembly(config, source).weights()
+def assemble_weights(config: ModelConfig, source: TensorSource, quantization: str | None = None) -> DecoderWeights:
+    """All weights of the model. Reads one tensor at a time, so that no more than one layer is ever held twice.
+
+    `quantization`: None, or "int8" for the linear layers. Raises ModelError naming a layer that cannot be packed so.
+    """
+    return _Assembly(config, source, quantization).weights()
 
 
 class _Assembly:
-    def __init__(self, config: ModelConfig, source: TensorSource) -> None:
+    def __init__(self, config: ModelConfig, source: TensorSource, quantization: str | None) -> None:
         self._config = config
         self._source = source
+        self._is_int8 = quantization == "int8"
         self._names = PARAMETER_NAMES[config.family]
         self._prefix = _find_prefix(self._names, source)
 
@@ -80,7 +91,7 @@ class _Assembly:
             layers=tuple(self._layer(layer) for layer in range(config.num_layers)),
             final_norm=self._norm(f"{self._prefix}{names.final_norm}") if config.has_final_norm else None,
             project_out=self._projection(names.project_out, config.embedding_size) if is_projected else None,
-            lm_head=Linear(embedding if config.ties_embeddings else self._lm_head()),
+            lm_head=self._projected("lm_head", embedding if config.ties_embeddings else self._lm_head()),
         )
 
     def _layer(self, layer: int) -> LayerWeights:
@@ -97,11 +108,11 @@ class _Assembly:
             key_norm=self._norm(prefix + names.key_norm, config.head_dim) if has_norms else None,
             output=self._linear([prefix + names.output], [hidden], config.query_width, config.has_output_bias),
             mlp_norm=self._norm(prefix + names.mlp_norm),
-            gate_up=self._linear(gate_up, up_rows, hidden, config.has_mlp_bias),
+            gate_up=self._linear(gate_up, up_rows, hidden, config.has_mlp_bias, self._up_activation()),
             down=self._linear([prefix + names.down], [hidden], inner, config.has_mlp_bias),
         )
 
-    def _qkv(self, prefix: str) -> Linear:
+    def _qkv(self, prefix: str) -> Projection:
         config = self._config
         modules = [prefix + name for name in self._names.qkv]
         if len(modules) == 3:
@@ -110,17 +121,39 @@ class _Assembly:
         rows_in_all = 3 * config.query_width
         weight = self._tensor(f"{modules[0]}.weight", rows_in_all, config.hidden_size)
         bias = self._tensor(f"{modules[0]}.bias", rows_in_all) if config.has_qkv_bias else None
-        return Linear(_heads_to_qkv(weight, config), None if bias is None else _heads_to_qkv(bias, config))
+        bias = None if bias is None else _heads_to_qkv(bias, config)
+        return self._projected(modules[0], _heads_to_qkv(weight, config), bias)
 
-    def _linear(self, modules: Sequence[str], rows: Sequence[int], in_width: int, has_bias: bool) -> Linear:
+    def _up_activation(self) -> str | None:
+        """What the up product applies itself; with gates it comes between two halves of the result."""
+        return None if self._config.is_gated else self._config.activation.value
+
+    def _linear(
+        self,
+        modules: Sequence[str],
+        rows: Sequence[int],
+        in_width: int,
+        has_bias: bool,
+        activation: str | None = None,
+    ) -> Projection:
         """Modules that read the same input, stacked."""
         weights = [self._tensor(f"{name}.weight", count, in_width) for name, count in zip(modules, rows, strict=True)]
         bias = None
         if has_bias:
             bias = torch.cat([self._tensor(f"{name}.bias", n) for name, n in zip(modules, rows, strict=True)])
-        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+        return self._projected(modules[0], torch.cat(weights) if len(weights) > 1 else weights[0], bias, activation)
 
-    def _projection(self, name: str, rows: int) -> Linear:
+    def _projected(
+        self, name: str, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Projection:
+        if not self._is_int8:
+            return Linear(weight, bias, activation=activation)
+        obstacle = int8_obstacle(weight)
+        if obstacle is not None:
+            raise ModelError(f"{name} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
+        return Int8Linear(weight, bias, activation=activation)
+
+    def _projection(self, name: str, rows: int) -> Projection:
         columns = self._config.embedding_size + self._config.hidden_size - rows
         return self._linear([self._prefix + name], [rows], columns, has_bias=False)
 
@@ -173,7 +206,11 @@ class _RandomSource:
 
 
 def random_weights(
-    config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    config: ModelConfig,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: str | None = None,
 ) -> DecoderWeights:
     """Random weights of the model's shapes, the same for the same seed. No files needed."""
-    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)))
+    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization)

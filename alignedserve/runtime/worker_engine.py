@@ -3,7 +3,6 @@
 Prefill and decode workers differ in what they decide, not in how it is performed, so both own one of these.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import psutil
 import torch
 
 from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import (
     Addition,
     IterationCompleted,
@@ -19,19 +19,27 @@ from alignedserve.messages.iterations import (
     PromptScores,
     RunIteration,
 )
+from alignedserve.runtime.attention import AUTO
 from alignedserve.runtime.block_copier import BlockCopier
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.calibration import measure_iterations
+from alignedserve.runtime.cores import num_cores
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine, NewSequence, StepTimes
+from alignedserve.runtime.host_cache import HostCache
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.transport import AUTO
+from alignedserve.runtime.transport import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.weight_files import load_weights
 from alignedserve.runtime.weights import random_weights
 from alignedserve.runtime.worker_threads import WorkerThreads
+from alignedserve.scheduling.policy import Mechanism
 
 _COMPUTE = "compute"
+
+# What a scheduling policy can count on beyond chunks and pauses.
+ENGINE_MECHANISMS = frozenset({Mechanism.SWAP})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +50,48 @@ class EngineSizes:
     max_sequences: int
     block_size: int
     num_threads: int | None = None  # CPU threads of one forward pass; all cores when None
+    attention: str = AUTO  # one of CHOICES of runtime.attention
 
 
 class WorkerEngine:
     """Performs RunIteration. `start_iteration` returns at once; the result goes to the callback on the loop.
 
-    Raises NotEnoughMemory or ModelError when made; making it takes as long as loading the weights.
+    Raises NotEnoughMemory, ConfigError or ModelError when made; making it takes as long as loading the weights.
     """
 
     def __init__(self, served: ServedModel, sizes: EngineSizes) -> None:
-        torch.set_num_threads(sizes.num_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(sizes.num_threads or num_cores())
         _check_memory(served, sizes)
         layout = served.block_layout(sizes.block_size)
-        self.num_blocks = sizes.memory_bytes // layout.block_bytes
+        self.num_blocks = layout.blocks_in(sizes.memory_bytes)
         if self.num_blocks < 1:
             raise NotEnoughMemory(f"memory_bytes is {sizes.memory_bytes}, less than one block of {layout.block_bytes}")
         self.layout = layout
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
         self._storage = BlockStorage(layout, self.num_blocks)
+        self._host_cache = HostCache(self._storage)
         self._engine = Engine(
             model=_load_decoder(served),
             storage=self._storage,
             max_sequences=sizes.max_sequences,
             max_context_len=served.max_context_len,
+            attention=sizes.attention,
         )
         self._threads = WorkerThreads()
+        self._sizes, self._max_context_len = sizes, served.max_context_len
 
-    def copier(self, identity: Identity, *, transport: str = AUTO) -> BlockCopier:
+    def copier(self, identity: Identity, *, transport: str = AUTO_TRANSPORT) -> BlockCopier:
         """What copies this engine's blocks; `transport` as in engine.kv_transport."""
         return BlockCopier(self._storage, self._threads, identity, transport=transport)
+
+    def measure_iterations(self, duration_s: float) -> tuple[Sample, ...]:
+        """What iterations cost for a scheduler to begin with; on the calling thread, before anything is served."""
+        return measure_iterations(
+            self._engine,
+            max_sequences=self._sizes.max_sequences,
+            max_context_len=self._max_context_len,
+            duration_s=duration_s,
+        )
 
     def start_iteration(self, command: RunIteration, on_completed: Callable[[IterationCompleted], None]) -> None:
         """Perform one iteration on the compute thread."""
@@ -96,6 +117,8 @@ class WorkerEngine:
 
     def _change_sequences(self, command: RunIteration) -> None:
         """Bring the engine's sequences to what the command says."""
+        if command.swaps is not None:
+            self._host_cache.perform(command.swaps)
         for request_id in command.removals:
             self._engine.remove_sequence(request_id)
         for addition in command.additions:
@@ -132,17 +155,17 @@ def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes
 def _load_decoder(served: ServedModel) -> Decoder:
     dtype = torch_dtype(served.dtype)
     if served.has_random_weights:
-        return Decoder(served.config, random_weights(served.config, 0, dtype))
-    return Decoder(served.config, load_weights(served.folder, served.config, dtype))
+        return Decoder(served.config, random_weights(served.config, 0, dtype, quantization=served.quantization))
+    return Decoder(served.config, load_weights(served.folder, served.config, dtype, quantization=served.quantization))
 
 
 def _check_memory(served: ServedModel, sizes: EngineSizes) -> None:
-    needed = served.config.weight_bytes(served.dtype) + sizes.memory_bytes
+    needed = served.weight_bytes + sizes.memory_bytes
     available = psutil.virtual_memory().available
     if needed > available:
         mib = 1024 * 1024
         raise NotEnoughMemory(
-            f"a worker needs {needed // mib} MiB (weights {served.config.weight_bytes(served.dtype) // mib}, "
+            f"a worker needs {needed // mib} MiB (packed weights {served.weight_bytes // mib}, "
             f"blocks {sizes.memory_bytes // mib}), {available // mib} MiB are available; "
             "set prefill.memory_bytes and decode.memory_bytes lower or choose a smaller model"
         )

@@ -8,12 +8,41 @@ whichever decode worker with a free place runs lengths nearest to 900; one with 
 """
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from alignedserve.core.request import Request, RequestClass
 from router.state import WorkerRecord
 
 _WEIGHT = 1 / 16  # of the latest wait in the running mean
 _FADING = 1 / 64  # with every request that goes past the pool
+
+
+class Bypass(Protocol):
+    """Says who goes past the pool."""
+
+    def observe_wait(self, wait_s: float) -> None:
+        """A request waited so long between entering the pool and reaching a decode worker."""
+
+    def observe_bypass(self) -> None:
+        """A request went past the pool."""
+
+    def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
+        """The decode worker that this request should go to past the pool; None: it can wait, or nobody has a place."""
+
+
+class DirectHandoff:
+    """Everybody goes past the pool while any decode worker has a place: disaggregation without a pool (DistServe)."""
+
+    def observe_wait(self, wait_s: float) -> None:
+        """See Bypass. Only who finds no place waits, and that says nothing about the next."""
+
+    def observe_bypass(self) -> None:
+        """See Bypass."""
+
+    def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
+        """The worker with the fewest requests; ties go by name."""
+        able = [worker for worker in workers if _has_place(worker)]
+        return min(able, key=lambda worker: (len(worker.decoding), worker.name), default=None)
 
 
 class UrgentBypass:

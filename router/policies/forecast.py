@@ -24,6 +24,13 @@ class OutputLengthForecast:
         self._mean[request.request_class] = mean + (num_generated - mean) / _WINDOW
 
 
+def doubled_past(expected_len: float, num_generated: int, limit: int) -> float:
+    """A prediction that was overrun, doubled until it is not, and never above the limit (ALISE, section 3.2)."""
+    while 0.0 < expected_len <= num_generated:
+        expected_len *= 2.0
+    return min(expected_len, float(limit))
+
+
 class DrainForecast:
     """When a queue of tokens will have drained, from the rate at which tokens were worked off while any waited."""
 

@@ -11,10 +11,14 @@ OrderKey = tuple[float, ...]
 DEFAULT_TTFT_S = {RequestClass.REAL_TIME: 1.0, RequestClass.BEST_EFFORT: 60.0}
 # One step of `priority` is worth this much waiting.
 PRIORITY_STEP_S = 10.0
+# Best-effort work is ordered among itself by deadlines that are at most this far away.
+LONGEST_DEADLINE_S = 600.0
 
 
 class PrefillOrder(Protocol):
     """Smaller keys go first; ties are broken by arrival and request id. The key of a request never changes."""
+
+    lets_real_time_by: bool  # best-effort prompts at a worker take nothing of its allowance for real-time ones
 
     def key(self, request: Request) -> OrderKey:
         """Sort key of a request."""
@@ -22,6 +26,8 @@ class PrefillOrder(Protocol):
 
 class FcfsOrder:
     """Order of arrival."""
+
+    lets_real_time_by = False
 
     def key(self, request: Request) -> OrderKey:
         """See PrefillOrder."""
@@ -34,9 +40,27 @@ class LeastSlackOrder:
     Since all of them lose slack at the same rate, ordering by the deadline is ordering by slack at any moment.
     Example: at 100 s a best-effort document (deadline 160) waits; chat arriving until 158.9 s (deadline 159.9) passes
     it, chat arriving at 159.1 s does not.
+
+    A deadline for the last token (lines of batches have one) brings a real-time request's first token no later than
+    itself. Best-effort requests it orders among themselves, in the room that real time leaves: it comes on top of the
+    60 s, so that none of them is nearer to passing chat than one without a deadline. Example: at 100 s come a line
+    that has 300 s and one that has 20 s (460 and 180): the second goes first, and chat until 178.9 s passes it.
     """
+
+    lets_real_time_by = True
 
     def key(self, request: Request) -> OrderKey:
         """See PrefillOrder."""
-        ttft_s = request.slo.ttft_s if request.slo.ttft_s is not None else DEFAULT_TTFT_S[request.request_class]
-        return (request.arrival_s + ttft_s + PRIORITY_STEP_S * request.priority,)
+        return (request.arrival_s + _first_token_s(request) + PRIORITY_STEP_S * request.priority,)
+
+
+def _first_token_s(request: Request) -> float:
+    slo = request.slo
+    if slo.ttft_s is not None:
+        return slo.ttft_s
+    default_s = DEFAULT_TTFT_S[request.request_class]
+    if slo.deadline_s is None:
+        return default_s
+    if request.request_class is RequestClass.BEST_EFFORT:
+        return default_s + min(slo.deadline_s, LONGEST_DEADLINE_S)
+    return min(default_s, slo.deadline_s)

@@ -1,34 +1,18 @@
 """POST /v1/chat/completions and /v1/completions."""
 
-import asyncio
-import time
-from datetime import datetime
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.answers import Answer, ChatAnswer, CompletionAnswer, Envelope
+from alignedserve.gateway.calls import Call, chat_call, completion_call
 from alignedserve.gateway.generation import Generation
 from alignedserve.gateway.parsing import parse_chat, parse_completion, read_json
-from alignedserve.gateway.planning import (
-    Arrival,
-    Plan,
-    Prompt,
-    known_token_ids,
-    new_arrival,
-    plan_chat,
-    plan_completion,
-)
+from alignedserve.gateway.planning import Arrival, new_arrival
 from alignedserve.gateway.responding import BodyResponse, EventStreamResponse
-from alignedserve.gateway.schemas import ChatMessage, CompletionRequest, GenerationFields
+from alignedserve.gateway.schemas import GenerationFields
 from alignedserve.gateway.services import Services, services_of
 
 router = APIRouter()
-
-# Longer texts are tokenised in a thread, so that streams go on meanwhile.
-_LONG_TEXT_LEN = 16_384
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -36,11 +20,7 @@ async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
     services, arrival = _admit(http)
     chat = parse_chat(await read_json(http, services.config))
-    services.check_model(chat.model)
-    prompt = Prompt(await encode_chat(chat.messages, services))
-    plan = plan_chat(chat, prompt, arrival, services)
-    envelope = _envelope(f"chatcmpl-{arrival.request_id}", chat, plan, services, has_logprobs=chat.logprobs)
-    return _respond(chat, plan, envelope, ChatAnswer(envelope, plan, services.tokenizer), services)
+    return _respond(chat, await chat_call(chat, arrival, services), services)
 
 
 @router.post("/v1/completions", response_model=None)
@@ -48,35 +28,7 @@ async def create_completion(http: Request) -> Response:
     """Continue one prompt or several."""
     services, arrival = _admit(http)
     completion = parse_completion(await read_json(http, services.config))
-    services.check_model(completion.model)
-    prompts = await _prompts_of(completion, services)
-    plan = plan_completion(completion, prompts, arrival, services)
-    envelope = _envelope(
-        f"cmpl-{arrival.request_id}",
-        completion,
-        plan,
-        services,
-        has_logprobs=completion.logprobs is not None,
-        echoes=completion.echo,
-    )
-    return _respond(completion, plan, envelope, CompletionAnswer(envelope, plan, services.tokenizer), services)
-
-
-async def encode_chat(messages: list[ChatMessage], services: Services) -> tuple[int, ...]:
-    """Token ids of a conversation. Raises InvalidRequest."""
-    plain = [message.as_template_message() for message in messages]
-    now = datetime.now()  # templates show the local date
-    if sum(len(message["content"]) for message in plain) <= _LONG_TEXT_LEN:
-        return tuple(services.tokenizer.encode_chat(plain, now=now))
-    return tuple(await asyncio.to_thread(services.tokenizer.encode_chat, plain, now=now))
-
-
-async def encode_text(text: str, services: Services, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """Token ids of a text."""
-    encode = services.tokenizer.encode
-    if len(text) <= _LONG_TEXT_LEN:
-        return tuple(encode(text, add_special_tokens=add_special_tokens))
-    return tuple(await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens))
+    return _respond(completion, await completion_call(completion, arrival, services), services)
 
 
 def _admit(http: Request) -> tuple[Services, Arrival]:
@@ -85,56 +37,8 @@ def _admit(http: Request) -> tuple[Services, Arrival]:
     return services, new_arrival(http.state.request_id, http.headers)
 
 
-async def _prompts_of(completion: CompletionRequest, services: Services) -> list[Prompt]:
-    prompt = completion.prompt
-    if isinstance(prompt, str):
-        return [await _text_prompt(prompt, services)]
-    token_ids = [item for item in prompt if isinstance(item, int)]
-    if token_ids:
-        return [_token_prompt(token_ids, services)]
-    if len(prompt) > services.config.max_concurrent_requests:
-        raise InvalidRequest(f"More than {services.config.max_concurrent_requests} prompts.", param="prompt")
-    texts = [item for item in prompt if isinstance(item, str)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    return [await _text_prompt(text, services) for text in texts] + [_token_prompt(one, services) for one in lists]
-
-
-async def _text_prompt(text: str, services: Services) -> Prompt:
-    token_ids = await encode_text(text, services)
-    if not token_ids and services.tokenizer.bos_token_id is not None:
-        token_ids = (services.tokenizer.bos_token_id,)  # an empty prompt begins a new document
-    if not token_ids:
-        raise InvalidRequest("prompt must hold at least one token: this model has no begin token.", param="prompt")
-    return Prompt(token_ids, text)
-
-
-def _token_prompt(token_ids: list[int], services: Services) -> Prompt:
-    known = known_token_ids(token_ids, services)
-    return Prompt(known, services.tokenizer.decode(known))
-
-
-def _envelope(
-    answer_id: str,
-    fields: GenerationFields,
-    plan: Plan,
-    services: Services,
-    *,
-    has_logprobs: bool,
-    echoes: bool = False,
-) -> Envelope:
-    return Envelope(
-        answer_id=answer_id,
-        created=int(time.time()),
-        model=services.model.name,
-        tier=plan.tier,
-        has_logprobs=has_logprobs,
-        includes_usage=fields.includes_usage,
-        echoes=echoes,
-    )
-
-
-def _respond(fields: GenerationFields, plan: Plan, envelope: Envelope, answer: Answer, services: Services) -> Response:
-    generation = Generation(plan, services)
+def _respond(fields: GenerationFields, call: Call, services: Services) -> Response:
+    generation = Generation(call.plan, services)
     if fields.stream:
-        return EventStreamResponse(generation, answer, envelope)
-    return BodyResponse(generation, answer)
+        return EventStreamResponse(generation, call.answer, call.envelope)
+    return BodyResponse(generation, call.answer)

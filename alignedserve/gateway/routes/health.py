@@ -8,6 +8,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from alignedserve.core.errors import StorageError
+from alignedserve.gateway.batch_desk import BatchDesk
+from alignedserve.gateway.batch_metrics import batch_metrics
 from alignedserve.gateway.errors import JSON_TYPE, error_body
 from alignedserve.gateway.services import services_of
 
@@ -33,7 +36,19 @@ async def ready(http: Request) -> Response:
 @router.get("/metrics", response_model=None)
 async def metrics(http: Request) -> Response:
     """What Prometheus scrapes."""
-    return Response(services_of(http).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    services = services_of(http)
+    text = services.metrics.render()
+    if services.desk is not None:
+        text += await _batch_metrics(services.desk)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _batch_metrics(desk: BatchDesk) -> bytes:
+    """Absent while the state of batches cannot be reached: the others are still told."""
+    try:
+        return batch_metrics(await desk.book.harvest())
+    except StorageError:
+        return b""
 
 
 @router.get("/version", response_model=None)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.blocks import neighbours
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import DeviceMemory
-from alignedserve.messages.links import BlockCopy, BlockRun
+from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.arena import NOBODYS, Arena
 from alignedserve.runtime.block_sums import (
     PlacedRun,
@@ -24,7 +25,6 @@ from alignedserve.runtime.block_sums import (
     check_target,
     checked_sums,
     copy_rows,
-    neighbours,
     placed,
     summed_runs,
 )

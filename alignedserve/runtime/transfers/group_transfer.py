@@ -8,7 +8,7 @@ from torch import Tensor
 
 from alignedserve.core.errors import PeerError
 from alignedserve.messages.blocks import ReadBlocks, WriteBlocks
-from alignedserve.messages.links import BlockRun
+from alignedserve.messages.caches import BlockRun
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.block_sums import summed_runs
 from alignedserve.runtime.links import Identity

