@@ -14,24 +14,26 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from alignedserve.config.sections import DecodeWorkerConfig, SchedulingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
+from alignedserve.messages.gateways import TokensEmitted
 from alignedserve.messages.handshake import Ping, Role
-from alignedserve.messages.links import (
+from alignedserve.messages.wire import Codec, Message
+from alignedserve.messages.workers import (
     LedgerReport,
     PrefillCompleted,
     PrefillRequest,
     RequestFinished,
-    TokensEmitted,
     WorkerLoad,
     WorkerRegistered,
 )
-from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.addresses import AddressBook
 from alignedserve.runtime.links import Identity, Peer
 from alignedserve.runtime.membership import Membership
@@ -40,9 +42,9 @@ from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.switchboard import Switchboard
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
 from benchmarks.recording import write_result
+from decode_worker.assembly import make_live_colocated_logic, memory_of
+from decode_worker.colocated_runner import ColocatedWorker
 from decode_worker.ledger import Ledger
-from decode_worker.logic import DecodeLimits
-from decode_worker.runner import DecodeWorker
 
 SECRET = b"b" * 32
 NUM_REQUESTS = 64
@@ -138,12 +140,20 @@ async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]
     served = ServedModel("pocket-shape", folder, parse_model_config(POCKET_SHAPE), "float32", 2048, True)
     engine = WorkerEngine(served, EngineSizes(1 << 30, NUM_REQUESTS, 16))
     stamps = _stamp_forward_passes(engine)
-    registered = WorkerRegistered(engine.num_blocks, 16, NUM_REQUESTS, "pool-0", can_prefill=True, can_decode=True)
-    limits = DecodeLimits(max_running=NUM_REQUESTS, max_tokens=2048)
+    registered = WorkerRegistered(engine.num_blocks, 16, NUM_REQUESTS, "", can_prefill=True, can_decode=True)
+    config = DecodeWorkerConfig(max_running=NUM_REQUESTS, max_tokens_per_iteration=2048, swap_bytes=0)
     book = AddressBook(folder)
     membership = Membership(Role.DECODE_WORKER, "decode-0", "bench", SECRET, 60.0, book, folder)
-    worker = DecodeWorker(limits=limits, engine=engine, registered=registered, membership=membership)
-    await worker.start(router_at=f"unix:{folder}/router.sock", pool_at=None)
+    make = partial(
+        make_live_colocated_logic,
+        registered=registered,
+        memory=memory_of(config, engine.layout, num_blocks=engine.num_blocks),
+        config=config,
+        scheduling=SchedulingConfig(policy="fcfs"),
+        eos_token_ids=engine.eos_token_ids,
+    )
+    worker = ColocatedWorker(make=make, engine=engine, membership=membership)
+    await worker.start(router_at=f"unix:{folder}/router.sock")
     await asyncio.to_thread(peer.join)
     await worker.close()
     return stamps, worker.ledger

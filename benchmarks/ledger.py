@@ -18,7 +18,7 @@ import torch
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SampledToken, SamplingParams
-from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
+from alignedserve.messages.iterations import IterationCompleted, IterationTimes
 from alignedserve.runtime.attention_plan import CALL_BYTES
 from benchmarks.iteration_gap import NUM_REQUESTS, serve_peer
 from benchmarks.recording import write_result
@@ -42,14 +42,12 @@ def measure_cost(num_running: int, *, is_changing: bool) -> float:
     for number in range(num_running):
         asked = Request(RequestId(f"r{number}"), (1,) * (PROMPT_LEN + number), sampling, "unix:nowhere", 0.0)
         running[asked.request_id] = RunningRequest(asked, 1, [], [], PROMPT_LEN)
-    going_on = RunIteration((), (), (), ())
-    changing = RunIteration((), (Addition(next(iter(running.values())).request, (), ()),), (), ())
     sampled = tuple(SampledToken(request_id, 5) for request_id in running)
     ledger = Ledger()
     began = time.perf_counter()
     for iteration in range(NUM_ITERATIONS):
         now = 0.01 * iteration
-        ledger.iteration_started(now, changing if is_changing else going_on, running.values())
+        ledger.iteration_started(now, running.values(), has_changed=is_changing)
         for _ in range(2 * NUM_LAYERS):
             time.perf_counter()  # as the decoder does around attention
         times = IterationTimes(now + 1e-4, now + 9e-3, 1e-3, 6e-3, 1e-3, 1e-3, 0.1)

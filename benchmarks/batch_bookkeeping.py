@@ -1,0 +1,122 @@
+"""What a line of a batch costs beside the request that it is: the real driver, store and disk, a runner that answers
+at once. Run by `python -m benchmarks.batches`."""
+
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from alignedserve.batches.book import BatchSight, Book
+from alignedserve.batches.driver import BatchDriver
+from alignedserve.batches.ports import FleetTotals, LineAnswer, LineCall
+from alignedserve.batches.records import BatchKey, BatchRecord, Endpoint, FileId, FileRecord, Progress
+from alignedserve.batches.run import Limits, Rooms
+from alignedserve.batches.storage.disk_blobs import DiskBlobs
+from alignedserve.batches.storage.disk_log import DiskLogs
+from alignedserve.batches.storage.redis_records import RedisRecords
+from alignedserve.cluster.private_redis import PrivateRedis
+
+_BATCH = BatchKey("batch_" + "0" * 24)
+_FILES = tuple(FileId(f"file-{digit * 24}") for digit in "123")
+_ANSWER = {
+    "id": "chatcmpl-0",
+    "object": "chat.completion",
+    "created": 1_700_000_000,
+    "model": "pocket",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "o t t e r"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15},
+}
+
+
+class _AtOnce:
+    """A LineRunner without a cluster."""
+
+    def __init__(self) -> None:
+        self._body = json.dumps(_ANSWER).encode()
+
+    async def run(self, call: LineCall) -> LineAnswer:
+        await asyncio.sleep(0)
+        return LineAnswer(200, self._body, 9, 6)
+
+    def fleet(self) -> FleetTotals | None:
+        return None
+
+
+def measure_bookkeeping(num_lines: int, content: bytes) -> dict[str, float]:
+    """Milliseconds of one core per line, of this process and of Redis; validation apart."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        server = PrivateRedis(folder=folder / "redis", socket_path=folder / "redis.sock", log_path=folder / "log")
+        server.start()
+        try:
+            return asyncio.run(_measure(folder, server.address, num_lines, content))
+        finally:
+            server.stop()
+
+
+async def _measure(folder: Path, address: str, num_lines: int, content: bytes) -> dict[str, float]:
+    records = RedisRecords(address, namespace="bench")
+    rooms = Rooms(Book(records), DiskBlobs(folder / "files"), DiskLogs(folder / "results"), _AtOnce())
+    await _submit(rooms, num_lines, content)
+    limits = Limits(("pocket",), num_lines, 1 << 22, max_tries=8, assumed_tokens_per_s=500.0, file_lifetime_s=1e6)
+    driver = BatchDriver(rooms=rooms, limits=limits, max_in_flight=64, lock_path=folder / "driver.lock")
+    redis = psutil.Process(int((folder / "redis" / "redis.pid").read_text()))
+    driving = asyncio.create_task(driver.run())
+    validated_s, validated_redis_s = 0.0, 0.0
+    began_s, began_redis_s = time.process_time(), _used_s(redis)
+    while True:
+        await asyncio.sleep(0.05)
+        sight = await rooms.book.batch(_BATCH)
+        assert sight is not None, "the batch is there"
+        if not validated_s and sight.record.num_lines:
+            validated_s, validated_redis_s = time.process_time(), _used_s(redis)
+        if sight.record.is_over:
+            break
+    ended_s, ended_redis_s = time.process_time(), _used_s(redis)
+    driving.cancel()
+    await asyncio.gather(driving, return_exceptions=True)
+    await records.close()
+    return {
+        "lines": num_lines,
+        "validating_ms_per_line": round((validated_s - began_s) / num_lines * 1e3, 4),
+        "driver_ms_per_line": round((ended_s - validated_s) / num_lines * 1e3, 4),
+        "redis_ms_per_line": round((ended_redis_s - began_redis_s) / num_lines * 1e3, 4),
+        "all_ms_per_line": round((ended_s - began_s + ended_redis_s - began_redis_s) / num_lines * 1e3, 4),
+        "redis_while_validating_s": round(validated_redis_s - began_redis_s, 3),
+    }
+
+
+def _used_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+async def _submit(rooms: Rooms, num_lines: int, content: bytes) -> None:
+    writer = await rooms.blobs.begin(_FILES[0])
+    await writer.write(content)
+    await writer.commit()
+    now = time.time()
+    size = len(content)
+    source = FileRecord(
+        file_id=_FILES[0], owner="me", name="in", purpose="batch", num_bytes=size, num_lines=num_lines, created_s=now
+    )
+    await rooms.book.add_file(source, fits=lambda _: True)
+    record = BatchRecord(
+        batch_id=_BATCH,
+        owner="me",
+        endpoint=Endpoint.CHAT,
+        input_file_id=_FILES[0],
+        output_file_id=_FILES[1],
+        error_file_id=_FILES[2],
+        completion_window="24h",
+        created_s=now,
+        expires_s=now + 86_400.0,
+        output_lifetime_s=None,
+        input_bytes=size,
+        input_lines=num_lines,
+        fingerprint="",
+    )
+    await rooms.book.add_batch(BatchSight(record, Progress()), source, again=None, again_s=0.0)
