@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from alignedserve.config.sections import (
@@ -22,12 +23,9 @@ from alignedserve.config.sections import (
 )
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import IterationCompleted, RunIteration
-from alignedserve.messages.links import (
+from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
-    GatewayInbound,
     PromptScored,
     RequestFailed,
     RequestInterrupted,
@@ -36,9 +34,12 @@ from alignedserve.messages.links import (
     SubmitRequest,
     TokenDelta,
     TokensEmitted,
-    WorkerRegistered,
 )
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import IterationCompleted, RunIteration
+from alignedserve.messages.links import GatewayInbound
 from alignedserve.messages.wire import Codec, Message
+from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.runtime.addresses import ROUTER, AddressBook
 from alignedserve.runtime.arena import arena_folder
 from alignedserve.runtime.candidate_memory import BufferSizes, CandidateMemory
@@ -48,9 +49,13 @@ from alignedserve.runtime.membership import Membership
 from alignedserve.runtime.served_model import ServedModel, resolve_model
 from alignedserve.runtime.switchboard import Switchboard
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
+from decode_worker import assembly as decode_assembly
+from decode_worker.assembly import max_held, memory_of
+from decode_worker.colocated_runner import ColocatedWorker
 from decode_worker.logic import DecodeLogic
-from decode_worker.runner import DecodeWorker, limits_of
+from decode_worker.runner import DecodeWorker
 from kvpool.storage import KvPool
+from prefill_worker import assembly as prefill_assembly
 from prefill_worker.runner import PrefillWorker
 from router.service import Router
 
@@ -243,7 +248,7 @@ class RoomCluster:
         self.gateway = ClientGateway(
             self.book.of("gateway-0"), self.book.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
         )
-        self.rooms: dict[str, Router | KvPool | PrefillWorker | DecodeWorker] = {}
+        self.rooms: dict[str, Router | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
         self.engines: dict[str, CountingEngine] = {}
 
     async def start(self) -> None:
@@ -258,7 +263,10 @@ class RoomCluster:
 
     async def start_router(self) -> None:
         router = Router(
-            config=self.config.router, batching=self.config.batching, identity=self._identity(Role.ROUTER, ROUTER)
+            config=self.config.router,
+            batching=self.config.batching,
+            served=self.served,
+            membership=self._membership(Role.ROUTER, ROUTER),
         )
         await router.start(listen_at=self.book.of(ROUTER))
         self.rooms[ROUTER] = router
@@ -269,7 +277,7 @@ class RoomCluster:
             batching=self.config.batching,
             layout=self.served.block_layout(self.config.engine.block_size),
             arena_path=self.arena_path,
-            identity=self._identity(Role.KV_POOL, "pool-0"),
+            membership=self._membership(Role.KV_POOL, "pool-0"),
         )
         await pool.start(listen_at=self.book.of("pool-0"), router_at=self.book.of(ROUTER))
         self.rooms["pool-0"] = pool
@@ -281,34 +289,65 @@ class RoomCluster:
         num_blocks = section.buffer_bytes // layout.block_bytes // self.config.decode.count
         membership = self._membership(Role.PREFILL_WORKER, name)
         self.engines[name] = engine
-        worker = PrefillWorker(
+        make = partial(
+            prefill_assembly.make_live_logic,
+            registered=self._registered(engine, section.max_running, can_prefill=True, can_decode=False),
             config=section,
+            scheduling=self.config.scheduling,
+            eos_token_ids=engine.eos_token_ids,
+            measured=engine.measure_iterations(0.02),
+        )
+        worker = PrefillWorker(
+            make=make,
             engine=engine,
             memory=CandidateMemory(layout, BufferSizes(num_blocks, self.config.engine.kv_transport), membership),
-            registered=self._registered(engine, section.max_running, can_prefill=True, can_decode=False),
-            identity=membership.identity(),
+            pool_name="pool-0",
+            membership=membership,
         )
         await worker.start(listen_at=self.book.of(name), router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"))
         self.rooms[name] = worker
 
     async def start_decode(self, name: str) -> None:
         section = self.config.decode
-        is_colocated = self.config.topology is Topology.COLOCATED
+        if self.config.topology is Topology.COLOCATED:
+            await self._start_colocated(name)
+            return
         engine = self._engine(section.memory_bytes, section.max_running)
         self.engines[name] = engine
+        make = partial(
+            decode_assembly.make_live_logic,
+            registered=self._registered(engine, section.max_running, can_prefill=False, can_decode=True),
+            config=section,
+            batching=self.config.batching,
+            scheduling=self.config.scheduling,
+            eos_token_ids=engine.eos_token_ids,
+            measured=engine.measure_iterations(0.02),
+        )
         worker = DecodeWorker(
-            limits=limits_of(section, self.config.batching),
+            make=make,
             engine=engine,
-            registered=self._registered(engine, section.max_running, can_prefill=is_colocated, can_decode=True),
+            pool_name="pool-0",
             membership=self._membership(Role.DECODE_WORKER, name),
             transport=self.config.engine.kv_transport,
         )
-        prefillers = [] if is_colocated else [f"prefill-{index}" for index in range(self.config.prefill.count)]
-        await worker.start(
-            router_at=self.book.of(ROUTER),
-            pool_at=None if is_colocated else self.book.of("pool-0"),
-            prefillers_at=[self.book.of(prefiller) for prefiller in prefillers],
+        prefillers = [self.book.of(f"prefill-{index}") for index in range(self.config.prefill.count)]
+        await worker.start(router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"), prefillers_at=prefillers)
+        self.rooms[name] = worker
+
+    async def _start_colocated(self, name: str) -> None:
+        section = self.config.decode
+        self.engines[name] = engine = self._engine(section.memory_bytes, max_held(section))
+        make = partial(
+            decode_assembly.make_live_colocated_logic,
+            registered=self._registered(engine, max_held(section), can_prefill=True, can_decode=True),
+            memory=memory_of(section, engine.layout, num_blocks=engine.num_blocks),
+            config=section,
+            scheduling=self.config.scheduling,
+            eos_token_ids=engine.eos_token_ids,
+            measured=engine.measure_iterations(0.02),
         )
+        worker = ColocatedWorker(make=make, engine=engine, membership=self._membership(Role.DECODE_WORKER, name))
+        await worker.start(router_at=self.book.of(ROUTER))
         self.rooms[name] = worker
 
     def ledger_path(self, name: str) -> Path:
@@ -367,9 +406,8 @@ class RoomCluster:
         )
 
     def _membership(self, role: Role, name: str) -> Membership:
-        return Membership(
-            role, name, self.cluster_id, b"t" * 32, self.config.links.peer_timeout_s, self.book, self.folder
-        )
+        timeout_s, recording = self.config.links.peer_timeout_s, self.config.recording
+        return Membership(role, name, self.cluster_id, b"t" * 32, timeout_s, self.book, self.folder, recording)
 
     def _identity(self, role: Role, name: str) -> Identity:
         return Identity(role, name, b"t" * 32, self.config.links.peer_timeout_s)

@@ -1,18 +1,35 @@
 """All logics joined by queues, without sockets, clocks or tensors: links deliver in order, but in any order among them.
 
-The engine is a stand-in with the engine's one rule: the next token is a function of the tokens before it. So whatever
-the schedule, the right answer of a request is known.
+The engine is a stand-in: tests/desks/token_engine.py.
 """
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from alignedserve.config.sections import BatchingConfig, RouterConfig
-from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import FinishReason, Request, SampledToken
+from alignedserve.config.sections import (
+    BatchingConfig,
+    DecodeWorkerConfig,
+    PoolConfig,
+    PrefillWorkerConfig,
+    RouterConfig,
+    SchedulingConfig,
+)
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import FinishReason, Request
+from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    ClusterStatus,
+    RequestFailed,
+    RequestInterrupted,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+    TokensEmitted,
+)
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     BlocksLoaded,
@@ -26,155 +43,28 @@ from alignedserve.messages.iterations import (
     RunIteration,
     UnmapArena,
 )
-from alignedserve.messages.links import (
-    AbortRequest,
-    ArenaOffered,
-    BlockCopy,
-    BlockRun,
-    ClusterStatus,
-    RequestFailed,
-    RequestInterrupted,
-    RequestRejected,
-    ResumeRequest,
-    SubmitRequest,
-    TokensEmitted,
-    WorkerRegistered,
-)
 from alignedserve.messages.wire import Message
-from alignedserve.runtime.block_sums import neighbours
-from decode_worker.batches import SwitchLimits
-from decode_worker.logic import DecodeLimits, DecodeLogic
+from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.scheduling.assembly import make_decode_pacing, make_pacing, make_scheduler
+from alignedserve.scheduling.policy import DeviceMemory
+from decode_worker import assembly as decode_assembly
+from decode_worker.colocated import ColocatedLogic
+from decode_worker.logic import DecodeLogic
+from kvpool import assembly as pool_assembly
 from kvpool.logic import PoolLogic, StampBlocks
-from kvpool.policies import make_batch_former
+from prefill_worker import assembly as prefill_assembly
 from prefill_worker.buffers import BufferOpened, CloseBuffer, OpenBuffer
-from prefill_worker.logic import PrefillLimits, PrefillLogic
+from prefill_worker.logic import PrefillLogic
+from router import assembly as router_assembly
 from router.logic import RouterLogic
-from router.policies import make_prefill_order
+from tests.desks.scheduling import EasyCosts
+from tests.desks.token_engine import BLOCK_SIZE, EOS, FakeArena, FakeEngine
 
 GATEWAY, ROUTER, POOL = "gateway-0", "router", "pool-0"
-BLOCK_SIZE = 4
-VOCAB_SIZE = 50
-EOS = 0
 
 
+Logic = RouterLogic | PoolLogic | PrefillLogic | DecodeLogic | ColocatedLogic
 WorkDone = IterationCompleted | BlocksLoaded | BlocksOffloaded | BlocksRelayed | BufferOpened
-
-
-def next_token(token_ids: Sequence[int]) -> int:
-    """The model: any function of all tokens before; now and then it ends the answer."""
-    return random.Random(hash(tuple(token_ids))).randrange(VOCAB_SIZE)
-
-
-def right_answer(request: Request) -> list[int]:
-    """What one undisturbed run generates."""
-    answer: list[int] = []
-    while len(answer) < request.sampling.max_tokens and (not answer or answer[-1] != EOS):
-        answer.append(next_token((*request.prompt_token_ids, *answer)))
-    return answer
-
-
-@dataclass
-class FakeArena:
-    """Blocks that others see: what is stamped on each, and the tokens whose cache it holds."""
-
-    stamps: dict[int, int] = field(default_factory=dict)
-    content: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    is_buffer: bool = False
-
-    def read(self, copy: BlockCopy) -> list[tuple[int, ...]] | None:
-        """What lies in the copy's blocks; None: it is not what its writer wrote."""
-        rows = []
-        for run in copy.runs:
-            numbers = range(run.first_block, run.first_block + run.num_blocks)
-            if any(self.stamps.get(number) != copy.generation for number in numbers):
-                return None
-            part = [self.content.get(number, ()) for number in numbers]
-            if hash(tuple(part)) != run.checksum:
-                return None
-            rows += part
-        return rows
-
-    def write(
-        self, rows: list[tuple[int, ...]], block_ids: Sequence[int], generation: int
-    ) -> tuple[BlockRun, ...] | None:
-        if self.is_buffer:
-            self.stamps.update(dict.fromkeys(block_ids, generation))
-        if any(self.stamps.get(number) != generation for number in block_ids):
-            return None
-        self.content.update(zip(block_ids, rows, strict=True))
-        return tuple(
-            BlockRun(first, count, hash(tuple(self.content[first + offset] for offset in range(count))))
-            for first, count in neighbours([BlockId(number) for number in block_ids])
-        )
-
-
-@dataclass
-class FakeEngine:
-    """Performs commands on token lists and checks what the real engine would assert, and that every cache is right."""
-
-    tokens: dict[RequestId, list[int]] = field(default_factory=dict)
-    num_computed: dict[RequestId, int] = field(default_factory=dict)
-    blocks: dict[RequestId, list[int]] = field(default_factory=dict)
-    storage: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    arenas: dict[str, FakeArena] = field(default_factory=dict)  # by peer
-    refuse: float = 0.0
-
-    def run(self, command: RunIteration) -> IterationCompleted:
-        for request_id in command.removals:
-            del self.tokens[request_id], self.num_computed[request_id], self.blocks[request_id]
-        for addition in command.additions:
-            request_id = addition.request.request_id
-            assert request_id not in self.tokens, "added twice"
-            self.tokens[request_id] = [*addition.request.prompt_token_ids, *addition.generated_token_ids]
-            self.num_computed[request_id] = addition.num_cached
-            self.blocks[request_id] = list(addition.block_ids)
-            cached = [token for block_id in addition.block_ids for token in self.storage.get(block_id, ())]
-            known = self.tokens[request_id][: addition.num_cached]
-            assert cached[: addition.num_cached] == known, "a cache of other tokens"
-        for request_id, block_ids in command.extensions:
-            self.blocks[request_id] += block_ids
-        owned = [block_id for block_ids in self.blocks.values() for block_id in block_ids]
-        assert len(owned) == len(set(owned)), "a block belongs to two sequences"
-        sampled = [self._step(*part) for part in command.slices]
-        return IterationCompleted(tuple(token for token in sampled if token is not None))
-
-    def load(self, command: LoadBlocks, rng: random.Random) -> BlocksLoaded:
-        refused = set()
-        for part in command.loads:
-            arena = self.arenas.get(command.source)
-            rows = arena.read(part.copy) if arena is not None and rng.random() >= self.refuse else None
-            if rows is None:
-                refused.add(part.request_id)
-            else:
-                assert len(rows) <= len(part.block_ids), "more blocks than were set aside"
-                self.storage.update(zip(part.block_ids, rows, strict=False))
-        return BlocksLoaded(command.source, command.loads, frozenset(refused))
-
-    def offload(self, command: OffloadBlocks) -> BlocksOffloaded:
-        arena = self.arenas.get(command.target)
-        rows = [self.storage.get(block_id, ()) for block_id in command.block_ids]
-        runs = arena.write(rows, command.target_block_ids, command.generation) if arena is not None else None
-        return BlocksOffloaded(command, runs)
-
-    def relay(self, command: RelayBlocks) -> BlocksRelayed:
-        source, target = self.arenas.get(command.source), self.arenas.get(command.target)
-        rows = source.read(command.copy) if source is not None else None
-        if rows is None or target is None:
-            return BlocksRelayed(command, None)
-        return BlocksRelayed(command, target.write(rows, command.target_block_ids, command.generation))
-
-    def _step(self, request_id: RequestId, num_tokens: int) -> SampledToken | None:
-        self.num_computed[request_id] += num_tokens
-        tokens, computed = self.tokens[request_id], self.num_computed[request_id]
-        assert computed <= len(tokens), "computes tokens that nobody knows"
-        assert computed <= len(self.blocks[request_id]) * BLOCK_SIZE, "computes beyond its blocks"
-        for index, block_id in enumerate(self.blocks[request_id]):
-            self.storage[block_id] = tuple(tokens[index * BLOCK_SIZE : min((index + 1) * BLOCK_SIZE, computed)])
-        if computed < len(tokens):
-            return None
-        token_id = next_token(tokens)
-        tokens.append(token_id)
-        return SampledToken(request_id, token_id)
 
 
 @dataclass
@@ -242,8 +132,28 @@ class Shape:
     max_running: int = 6
     min_requests: int = 3
     policy: str = "density_first"
+    scheduling: str = "fcfs"  # policy of colocated workers
+    settings: tuple[tuple[str, str], ...] = ()  # of that policy
+    host_tokens: int = 0
+    paced_by: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))  # disaggregated
     refuse: float = 0.0
-    max_requeues: int = 50
+
+    @property
+    def router(self) -> RouterConfig:
+        """The router's section."""
+        return RouterConfig(max_queued_requests=200, max_requeues=50, candidate_requests=4)
+
+    @property
+    def batching(self) -> BatchingConfig:
+        """Of router, pool and decode workers."""
+        return BatchingConfig(policy=self.policy, min_requests=self.min_requests, starvation_s=0.3)
+
+    @property
+    def decode(self) -> DecodeWorkerConfig:
+        """Of decode and colocated workers; the latter hold four times as many requests as are in an iteration."""
+        return DecodeWorkerConfig(
+            max_running=self.max_running, max_tokens_per_iteration=12, max_waiting=3 * self.max_running
+        )
 
 
 class LogicCluster:
@@ -254,7 +164,7 @@ class LogicCluster:
         self.shape = shape
         self.now = 0.0
         self.client = Client()
-        self.logics: dict[str, RouterLogic | PoolLogic | PrefillLogic | DecodeLogic] = {}
+        self.logics: dict[str, Logic] = {}
         self.engines: dict[str, FakeEngine] = {}
         self.links: dict[tuple[str, str], deque[Message]] = {}
         self.pending: list[tuple[str, Callable[[], WorkDone]]] = []
@@ -363,37 +273,62 @@ class LogicCluster:
 
     # --- inside
 
-    def _make(self, name: str) -> tuple[RouterLogic | PoolLogic | PrefillLogic | DecodeLogic, Role]:
-        shape, eos = self.shape, frozenset({EOS})
-        batching = BatchingConfig(policy=shape.policy, min_requests=shape.min_requests, starvation_s=0.3)
-        registered = WorkerRegistered(
-            num_blocks=shape.worker_blocks,
-            block_size=BLOCK_SIZE,
-            max_running=shape.max_running,
-            pool_name=POOL,
-            can_prefill=shape.is_colocated or name.startswith("prefill"),
-            can_decode=name.startswith("decode"),
-        )
+    def _make(self, name: str) -> tuple[Logic, Role]:
         if name == ROUTER:
-            config = RouterConfig(max_queued_requests=200, max_requeues=shape.max_requeues, candidate_requests=4)
-            return RouterLogic(config=config, batching=batching, order=make_prefill_order("least_slack")), Role.ROUTER
+            return router_assembly.make_logic(config=self.shape.router, batching=self.shape.batching), Role.ROUTER
         if name == POOL:
-            self.pool_arena = FakeArena()
-            arena = self._offer(self.pool_arena, shape.pool_blocks)
-            former = make_batch_former(shape.policy, block_size=BLOCK_SIZE, starvation_s=batching.starvation_s)
-            first = self.rng.randrange(1, 1 << 20)
-            return (
-                PoolLogic(arena=arena, block_size=BLOCK_SIZE, batch_former=former, lease_s=1e9, first_lease=first),
-                Role.KV_POOL,
-            )
+            return self._make_pool(), Role.KV_POOL
         if name.startswith("prefill"):
-            limits = PrefillLimits(max_tokens=10, max_running=4)
-            return PrefillLogic(registered=registered, limits=limits, eos_token_ids=eos), Role.PREFILL_WORKER
-        min_requests = shape.min_requests if batching.is_aligned else 1
-        switch = SwitchLimits(min_requests, max(shape.max_running * 3 // 4, 1), batching.starvation_s)
-        return (
-            DecodeLogic(registered=registered, limits=DecodeLimits(shape.max_running, 12, switch), eos_token_ids=eos),
-            Role.DECODE_WORKER,
+            return self._make_prefill(), Role.PREFILL_WORKER
+        return (self._make_colocated() if self.shape.is_colocated else self._make_decode()), Role.DECODE_WORKER
+
+    def _make_pool(self) -> PoolLogic:
+        self.pool_arena = FakeArena()
+        return pool_assembly.make_logic(
+            config=PoolConfig(lease_s=1e9),
+            batching=self.shape.batching,
+            arena=self._offer(self.pool_arena, self.shape.pool_blocks),
+            block_size=BLOCK_SIZE,
+            first_lease=self.rng.randrange(1, 1 << 20),
+        )
+
+    def _make_prefill(self) -> PrefillLogic:
+        config = PrefillWorkerConfig(max_running=4, max_tokens_per_iteration=10)
+        limits = prefill_assembly.iteration_limits(config)
+        return prefill_assembly.make_logic(
+            registered=self._registered(self.shape.max_running, can_prefill=True, can_decode=False),
+            config=config,
+            pacing=make_pacing(self.shape.paced_by, limits, EasyCosts()),
+            eos_token_ids=frozenset({EOS}),
+        )
+
+    def _make_decode(self) -> DecodeLogic:
+        config = self.shape.decode
+        return decode_assembly.make_logic(
+            registered=self._registered(config.max_running, can_prefill=False, can_decode=True),
+            limits=decode_assembly.limits_of(config, self.shape.batching, num_blocks=self.shape.worker_blocks),
+            pacing=make_decode_pacing(self.shape.paced_by, decode_assembly.iteration_limits(config), EasyCosts()),
+            eos_token_ids=frozenset({EOS}),
+        )
+
+    def _make_colocated(self) -> ColocatedLogic:
+        shape, config = self.shape, self.shape.decode
+        scheduling = SchedulingConfig(policy=shape.scheduling, settings=dict(shape.settings))
+        return decode_assembly.make_colocated_logic(
+            registered=self._registered(decode_assembly.max_held(config), can_prefill=True, can_decode=True),
+            memory=DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens),
+            scheduler=make_scheduler(scheduling, decode_assembly.iteration_limits(config), EasyCosts()),
+            eos_token_ids=frozenset({EOS}),
+        )
+
+    def _registered(self, max_running: int, *, can_prefill: bool, can_decode: bool) -> WorkerRegistered:
+        return WorkerRegistered(
+            num_blocks=self.shape.worker_blocks,
+            block_size=BLOCK_SIZE,
+            max_running=max_running,
+            pool_name=POOL,
+            can_prefill=can_prefill,
+            can_decode=can_decode,
         )
 
     def _offer(self, arena: FakeArena, num_blocks: int) -> ArenaOffered:

@@ -19,15 +19,9 @@ from alignedserve.messages.blocks import (
     TransferRefused,
     WriteBlocks,
 )
-from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
-from alignedserve.messages.ledger import LedgerTotals
-from alignedserve.messages.links import (
-    AbortRequest,
+from alignedserve.messages.caches import (
     ArenaOffered,
-    AttemptFailed,
-    BatchFormed,
     BatchGranted,
-    BatchReceived,
     BlockCopy,
     BlockRun,
     BlocksPrefetched,
@@ -36,46 +30,60 @@ from alignedserve.messages.links import (
     BlocksWritten,
     CancelPrefetch,
     CancelReservation,
-    ClusterStatus,
     CopyGranted,
-    CopyKept,
-    CopyLost,
     CopyMissing,
-    DropRequest,
-    FailureKind,
     FetchCopy,
-    FormBatch,
     Handoff,
-    JoinedBatch,
     LeasesReleased,
     LeasesReturned,
-    LedgerReport,
-    PoolLoad,
-    PoolRegistered,
     PrefetchBlocks,
-    PrefillCompleted,
-    PrefillRequest,
-    PromptScored,
-    RegistrationRefused,
-    RequestFailed,
-    RequestFinished,
-    RequestInterrupted,
-    RequestPooled,
-    RequestPreempted,
-    RequestRejected,
     RequestReturned,
     ReservationRefused,
     ReserveBlocks,
-    ResumeRequest,
     ReturnOutcome,
     ReturnRequest,
+)
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    ClusterStatus,
+    LengthTotals,
+    PromptScored,
+    RequestFailed,
+    RequestInterrupted,
+    RequestRejected,
+    ResumeRequest,
     SubmitRequest,
     TokenDelta,
     TokensEmitted,
+)
+from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
+from alignedserve.messages.ledger import LedgerTotals
+from alignedserve.messages.pools import (
+    BatchFormed,
+    BatchReceived,
+    CopyKept,
+    CopyLost,
+    DropRequest,
+    FormBatch,
+    PoolLoad,
+    PoolRegistered,
+    RequestPooled,
+)
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import (
+    AttemptFailed,
+    ExpectLength,
+    JoinedBatch,
+    LedgerReport,
+    PrefillCompleted,
+    PrefillRequest,
+    RegistrationRefused,
+    RequestFinished,
+    RequestPreempted,
     WorkerLoad,
     WorkerRegistered,
 )
-from alignedserve.messages.wire import Message
 
 GATEWAY, ROUTER, POOL, PREFILL, DECODE = "gateway-0", "router", "pool-0", "prefill-0", "decode-0"
 REPLY_TO = "unix:gateway"
@@ -163,7 +171,7 @@ _SCORES = (TokenLogprob(6, -0.5, ((6, -0.5), (9, -1.25))),)
 _RUNS = (BlockRun(3, 2, 0x0123456789ABCDEF), BlockRun(9, 1, (1 << 64) - 1))
 _COPY = BlockCopy(17, 40, _RUNS)
 _LEASE, _BATCH, _NONCE = LeaseId(17), BatchId(4), bytes(range(16))
-_HANDOFF = Handoff(_FULL, 3, (8, 9), _LEASE, _COPY)
+_HANDOFF = Handoff(_FULL, 3, (8, 9), _LEASE, _COPY, 6.5)
 _JOINED = JoinedBatch(BatchId(2), 32, 48)
 
 # One example of every message, with every field away from its default.
@@ -178,12 +186,13 @@ EXAMPLES: tuple[Message, ...] = (
     RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again"),
     RequestInterrupted(R1),
     ResumeRequest(_FULL, (8, 9)),
-    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, TOTALS),
+    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, TOTALS, LengthTotals(5, 4, 60, 7.5)),
     TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
     PromptScored(R1, 1, _SCORES),
     WorkerRegistered(256, 16, 64, POOL, can_prefill=True, can_decode=False, layout_digest="ab" * 32),
     RegistrationRefused("other blocks"),
-    PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE)),
+    PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE), predicted_output_len=6.5),
+    ExpectLength(R1, 3, 6.5),
     PrefillCompleted(R1, 3, 5),
     RequestFinished(R1, 3, 9),
     RequestPreempted(R1, 3, (8, 9), handoff_refused=True),
@@ -197,7 +206,7 @@ EXAMPLES: tuple[Message, ...] = (
     CancelReservation(R1, 3),
     BlocksReserved(R1, 3, _LEASE, 17, blocks(3, 4, 9)),
     ReservationRefused(R1, 3),
-    BlocksWritten(_LEASE, BlockCopy(17, 40, _RUNS), 3, _FULL, (8, 9)),
+    BlocksWritten(_LEASE, BlockCopy(17, 40, _RUNS), 3, _FULL, (8, 9), 6.5),
     BlocksTaken(R1, 3, is_accepted=True),
     BatchGranted(_BATCH, (_HANDOFF,), joins=BatchId(2), is_aligned=False),
     LeasesReleased((_LEASE, LeaseId(18))),
@@ -208,7 +217,7 @@ EXAMPLES: tuple[Message, ...] = (
     PrefetchBlocks(R1, 3, _COPY, blocks(5, 6, 1), 21),
     CancelPrefetch(R1, 21),
     BlocksPrefetched(R1, 21, _COPY, is_refused=True),
-    ReturnRequest(_FULL, 3, (8, 9), _COPY),
+    ReturnRequest(_FULL, 3, (8, 9), _COPY, 6.5),
     RequestReturned(R1, 3, ReturnOutcome.STAYED),
     PoolRegistered(300, "ab" * 32),
     RequestPooled(R1, 3, 40, 3),

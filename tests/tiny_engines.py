@@ -11,6 +11,8 @@ from torch import Tensor
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
+from alignedserve.runtime.attention import AUTO
+from alignedserve.runtime.attention_choice import attention_planner
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.dtypes import torch_dtype
@@ -29,9 +31,9 @@ MAX_CONTEXT_LEN = 200
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
 
 
-def tiny_decoder(folder: Path, dtype: str = "float32") -> Decoder:
+def tiny_decoder(folder: Path, dtype: str = "float32", quantization: str | None = None) -> Decoder:
     config = read_model_config(folder)
-    return Decoder(config, load_weights(folder, config, torch_dtype(dtype)))
+    return Decoder(config, load_weights(folder, config, torch_dtype(dtype), quantization=quantization))
 
 
 def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE) -> BlockStorage:
@@ -45,10 +47,14 @@ def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE) -> BlockSto
 class TinyEngine:
     """An engine and the owner of its blocks."""
 
-    def __init__(self, decoder: Decoder, *, seed: int = 0, max_sequences: int = 16) -> None:
+    def __init__(self, decoder: Decoder, *, seed: int = 0, max_sequences: int = 16, attention: str = AUTO) -> None:
         self.storage = poisoned_storage(decoder)
         self.engine = Engine(
-            model=decoder, storage=self.storage, max_sequences=max_sequences, max_context_len=MAX_CONTEXT_LEN
+            model=decoder,
+            storage=self.storage,
+            max_sequences=max_sequences,
+            max_context_len=MAX_CONTEXT_LEN,
+            attention=attention,
         )
         self.free_blocks = shuffled_blocks(seed)
         self.blocks: dict[str, tuple[BlockId, ...]] = {}
@@ -87,11 +93,12 @@ class TinyEngine:
 class LogitsProbe:
     """The decoder and the batch builder without a sampler: logits of every token of given sequences."""
 
-    def __init__(self, decoder: Decoder, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(self, decoder: Decoder, block_size: int = BLOCK_SIZE, attention: str = AUTO) -> None:
         self._decoder = decoder
         self._storage = poisoned_storage(decoder, block_size)
         self._table = SequenceTable(max_sequences=8, max_context_len=MAX_CONTEXT_LEN, block_size=block_size)
-        self._builder = BatchBuilder(self._table, self._storage, decoder.config.sliding_window)
+        planner = attention_planner(attention, self._table, self._storage, decoder.config)
+        self._builder = BatchBuilder(self._table, self._storage, planner)
         self._free_blocks = shuffled_blocks(1)
         self._parts: dict[int, list[Tensor]] = {}
 

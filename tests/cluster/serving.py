@@ -54,7 +54,9 @@ class Serving:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ALIGNEDSERVE"))}
         self._process = subprocess.Popen(
             [COMMAND, "serve", "--port", str(self.port), *options],
-            env=inherited | {"ALIGNEDSERVE_RUN_DIR": str(run_dir)} | (environment or {}),
+            env=inherited
+            | {"ALIGNEDSERVE_RUN_DIR": str(run_dir), "ALIGNEDSERVE_STATE_DIR": str(run_dir.parent / "state")}
+            | (environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -160,6 +162,12 @@ class Serving:
                 if title and title[0].startswith("ray::") and f"{kind}Actor" in title[0]:
                     found.append(process)
         return sorted(found, key=lambda process: process.pid)
+
+    def redis(self) -> psutil.Process:
+        """The cluster's private Redis."""
+        self.note_processes()
+        servers = [one for one in self._running() if "redis-server" in " ".join(one.cmdline())]
+        return servers[-1]
 
     def process_names(self) -> list[str]:
         """First words of the command lines of everything that runs."""

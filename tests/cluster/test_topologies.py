@@ -31,7 +31,8 @@ def test_colocated(cluster: Serving, tmp_path: Path, random_model: Path, count: 
         colocated.wait_ready()
         assert not colocated.actors("KvPool")
         assert not colocated.actors("PrefillWorker")
-        assert len(colocated.actors("DecodeWorker")) == count
+        assert not colocated.actors("DecodeWorker")
+        assert len(colocated.actors("ColocatedWorker")) == count
         assert texts(colocated) == texts(cluster)
         colocated.wait_idle()
         assert colocated.arenas() == []

@@ -10,6 +10,7 @@ import pytest
 
 from alignedserve.core.blocks import BlockAllocator
 from alignedserve.core.ids import LeaseId
+from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun, Handoff
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
@@ -21,7 +22,6 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RunIteration,
 )
-from alignedserve.messages.links import ArenaOffered, BlockCopy, BlockRun, Handoff
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.served_model import resolve_model

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.blocks import neighbours
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
-from alignedserve.messages.links import BlockCopy, BlockRun
+from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.block_sums import neighbours
 from alignedserve.runtime.transfer import Incoming, Outgoing, ShmTransfer
 from tests.desks.transfer import (
     BLOCK_SIZE,

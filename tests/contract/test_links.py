@@ -11,8 +11,9 @@ import pytest
 import uvloop
 
 from alignedserve.core.ids import LeaseId, RequestId
+from alignedserve.messages.caches import LeasesReleased
+from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Ping, Role
-from alignedserve.messages.links import AbortRequest, LeasesReleased
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.links import Identity, Peer
 from alignedserve.runtime.switchboard import Switchboard

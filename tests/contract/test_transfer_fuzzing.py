@@ -22,8 +22,8 @@ from alignedserve.messages.blocks import (
     RendezvousValue,
     WriteBlocks,
 )
+from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
-from alignedserve.messages.links import BlockCopy, BlockRun
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.transfer import Incoming, Outgoing

@@ -17,8 +17,8 @@ import numpy as np
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import PeerLost
 from alignedserve.core.ids import BlockId
+from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import BlockCopy
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.links import Identity

@@ -1,10 +1,23 @@
-"""A decode worker to tell things to: twenty blocks of four tokens, four requests, ten tokens an iteration."""
+"""A decode worker to tell things to: twenty blocks of four tokens, four requests."""
 
 from typing import Any
 
 from alignedserve.core.ids import BatchId, LeaseId, RequestId
-from alignedserve.core.request import Request, SampledToken
+from alignedserve.core.request import SampledToken
+from alignedserve.messages.caches import (
+    ArenaOffered,
+    BatchGranted,
+    BlockCopy,
+    BlockRun,
+    BlocksPrefetched,
+    CancelPrefetch,
+    Handoff,
+    LeasesReleased,
+    LeasesReturned,
+    PrefetchBlocks,
+)
 from alignedserve.messages.events import PeerLinked, Received, Send, SendTo
+from alignedserve.messages.gateways import TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
@@ -16,24 +29,10 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RunIteration,
 )
-from alignedserve.messages.links import (
-    ArenaOffered,
-    BatchGranted,
-    BatchReceived,
-    BlockCopy,
-    BlockRun,
-    BlocksPrefetched,
-    CancelPrefetch,
-    Handoff,
-    LeasesReleased,
-    LeasesReturned,
-    PrefetchBlocks,
-    PrefillRequest,
-    TokenDelta,
-    TokensEmitted,
-    WorkerLoad,
-)
+from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import WorkerLoad
+from alignedserve.scheduling.pacing import PolicyPacing
 from decode_worker.batches import SwitchLimits
 from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
 from tests.samples import POOL, PREFILL, REPLY_TO, ROUTER, blocks, handoff, request, worker
@@ -51,16 +50,16 @@ class Desk:
         *,
         num_blocks: int = 20,
         max_running: int = 4,
-        max_tokens: int = 10,
         min_requests: int = 36,
         buffer_blocks: int = 0,
+        pacing: PolicyPacing | None = None,
     ) -> None:
         self.now = 0.0
         self.registered = worker(num_blocks=num_blocks, max_running=max_running)
-        limits = DecodeLimits(
-            max_running, max_tokens, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0)
+        limits = DecodeLimits(max_running, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0))
+        self.logic = DecodeLogic(
+            registered=self.registered, limits=limits, eos_token_ids=frozenset({EOS}), pacing=pacing
         )
-        self.logic = DecodeLogic(registered=self.registered, limits=limits, eos_token_ids=frozenset({EOS}))
         self.do(PeerLinked(Role.ROUTER, ROUTER))
         if buffer_blocks:
             self.lend(buffer_blocks)
@@ -82,9 +81,6 @@ class Desk:
     ) -> list[DecodeCommand]:
         joined = BatchId(joins) if joins is not None else None
         return self.hear(BatchGranted(BatchId(batch), handoffs, joined, is_aligned), POOL)
-
-    def begin(self, of: Request, attempt: int = 1, *generated: int) -> list[DecodeCommand]:
-        return self.hear(PrefillRequest(of, attempt, generated))
 
     def loaded(self, command: LoadBlocks, *refused: RequestId) -> list[DecodeCommand]:
         return self.do(BlocksLoaded(command.source, command.loads, frozenset(refused)))
@@ -184,7 +180,7 @@ H2 = handoff(request("r2", prompt_len=7), 12)  # the same with seven tokens
 H3 = handoff(request("r3"), 13)
 
 
-def running(**sizes: int) -> Desk:
+def running(**sizes: Any) -> Desk:
     """r1 is in its first iteration here, in blocks 0 and 1."""
     made = Desk(**sizes)
     made.enter(H1)

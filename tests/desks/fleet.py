@@ -5,7 +5,8 @@ from typing import Any
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.core.lifecycle import Stage
-from alignedserve.messages.links import FormBatch, JoinedBatch, PoolRegistered, WorkerLoad
+from alignedserve.messages.pools import FormBatch, PoolRegistered
+from alignedserve.messages.workers import JoinedBatch, WorkerLoad
 from router.fleet import Fleet
 from router.state import TrackedRequest
 from tests.samples import DECODE, GATEWAY, POOL, PREFILL, request, worker

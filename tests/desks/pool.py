@@ -4,9 +4,7 @@ from typing import Any
 
 from alignedserve.core.ids import BatchId, LeaseId, RequestId, WorkerName
 from alignedserve.core.request import Request
-from alignedserve.messages.events import PeerLinked, PeerLost, Received, Send
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import (
+from alignedserve.messages.caches import (
     ArenaOffered,
     BatchGranted,
     BlockCopy,
@@ -14,12 +12,13 @@ from alignedserve.messages.links import (
     BlocksReserved,
     BlocksTaken,
     BlocksWritten,
-    FormBatch,
     Handoff,
     LeasesReleased,
-    PoolLoad,
     ReserveBlocks,
 )
+from alignedserve.messages.events import PeerLinked, PeerLost, Received, Send
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.pools import FormBatch, PoolLoad
 from alignedserve.messages.wire import Message
 from kvpool.logic import PoolCommand, PoolLogic, StampBlocks
 from kvpool.policies.batch_former import BatchFormer

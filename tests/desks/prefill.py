@@ -4,7 +4,17 @@ from typing import Any
 
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.core.request import Request, SampledToken, TokenLogprob
+from alignedserve.messages.caches import (
+    ArenaOffered,
+    BlockCopy,
+    BlockRun,
+    BlocksReserved,
+    BlocksWritten,
+    CancelReservation,
+    ReserveBlocks,
+)
 from alignedserve.messages.events import PeerLinked, Received, Send, SendTo
+from alignedserve.messages.gateways import AbortRequest, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
@@ -17,23 +27,11 @@ from alignedserve.messages.iterations import (
     RelayBlocks,
     RunIteration,
 )
-from alignedserve.messages.links import (
-    AbortRequest,
-    ArenaOffered,
-    BlockCopy,
-    BlockRun,
-    BlocksReserved,
-    BlocksWritten,
-    CancelReservation,
-    PrefillRequest,
-    ReserveBlocks,
-    TokenDelta,
-    TokensEmitted,
-    WorkerLoad,
-)
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import PrefillRequest, WorkerLoad
+from alignedserve.scheduling.pacing import InOrder, Pacing
 from prefill_worker.buffers import BufferOpened, OpenBuffer
-from prefill_worker.logic import PrefillCommand, PrefillLimits, PrefillLogic
+from prefill_worker.logic import PrefillCommand, PrefillLogic
 from tests.samples import DECODE, POOL, R1, REPLY_TO, ROUTER, blocks, request, worker
 
 ARENA = ArenaOffered("/dev/shm/x.arena", 8, 64, "digest")
@@ -46,9 +44,13 @@ RUNS = (BlockRun(5, 1, 99),)
 class Desk:
     """A prefill worker with a router and a pool. Its load reports are left out."""
 
-    def __init__(self, *, has_pool: bool = True, max_running: int = 3) -> None:
-        limits = PrefillLimits(max_tokens=10, max_running=max_running)
-        self.logic = PrefillLogic(registered=REGISTERED, limits=limits, eos_token_ids=frozenset({EOS}))
+    def __init__(self, *, has_pool: bool = True, max_running: int = 3, pacing: Pacing | None = None) -> None:
+        self.logic = PrefillLogic(
+            registered=REGISTERED,
+            max_running=max_running,
+            pacing=pacing or InOrder(10),
+            eos_token_ids=frozenset({EOS}),
+        )
         self.do(PeerLinked(Role.ROUTER, ROUTER))
         if has_pool:
             self.hear(ARENA, POOL)

@@ -7,24 +7,21 @@ from alignedserve.core.attempts import end_of_life
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
 from alignedserve.messages.events import PeerLinked, PeerLost, Received, Send, Ticked
+from alignedserve.messages.gateways import AbortRequest, ClusterStatus, RequestInterrupted, SubmitRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import (
-    AbortRequest,
+from alignedserve.messages.pools import (
     BatchFormed,
     BatchReceived,
-    ClusterStatus,
     DropRequest,
     FormBatch,
     PoolRegistered,
-    PrefillCompleted,
-    PrefillRequest,
-    RequestInterrupted,
     RequestPooled,
-    SubmitRequest,
 )
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import PrefillCompleted, PrefillRequest
 from router.logic import RouterLogic
-from router.policies.prefill_order import LeastSlackOrder
+from router.policies.bypass import UrgentBypass
+from router.policies.prefill_order import LeastSlackOrder, PrefillOrder
 from tests.samples import DECODE, GATEWAY, POOL, PREFILL, R1, life, request, worker
 
 BATCH, ASKED = BatchId(1), WorkerName(DECODE)
@@ -37,10 +34,15 @@ GIVEN_OUT, POOLED, GRANTED, END = life(1), life(1, 1), life(1, 2), end_of_life(l
 class Desk:
     """A router that is told things at a time that only moves when asked to."""
 
-    def __init__(self, batching: BatchingConfig | None = None, **config: Any) -> None:
+    def __init__(
+        self, batching: BatchingConfig | None = None, order: PrefillOrder | None = None, **config: Any
+    ) -> None:
         self.now = 0.0
         self.logic = RouterLogic(
-            config=RouterConfig(**config), batching=batching or BatchingConfig(), order=LeastSlackOrder()
+            config=RouterConfig(**config),
+            batching=batching or BatchingConfig(),
+            order=order or LeastSlackOrder(),
+            bypass=UrgentBypass(),
         )
         self.link(GATEWAY, Role.GATEWAY)
 
@@ -114,6 +116,7 @@ def decoding(**config: Any) -> Desk:
 
 def given(of: Request, nth: int, *generated: int, to: str = PREFILL, **changes: Any) -> Send:
     """Given out for the n-th time."""
+    changes.setdefault("predicted_output_len", float(of.sampling.max_tokens))  # while nothing has finished
     return Send(to, PrefillRequest(of, life(nth), generated, **changes))
 
 

@@ -13,8 +13,8 @@ import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId
+from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import BlockCopy, BlockRun
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.links import Identity

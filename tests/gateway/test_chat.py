@@ -192,6 +192,17 @@ async def test_slo_headers_reach_the_request_and_the_answer_says_whether_they_he
     assert all("alignedserve" not in chunk for chunk in (*usage[:-1], plain))
 
 
+async def test_a_document_has_a_deadline_and_no_other_objective() -> None:
+    async with gateway() as door:
+        answer = (await door.chat(headers={"x-slo-deadline-ms": "600000"}, service_tier="flex")).json()
+        assert door.backend.submitted[0].slo == Slo(deadline_s=600.0)
+        assert answer["alignedserve"]["slo"]["deadline"]["held"] is True
+        refused = await door.chat(headers={"x-slo-ttft-ms": "100"}, service_tier="flex")
+        assert "x-slo-deadline-ms is" in error_of(refused, 400)["message"]
+        for wrong in ("0", "-1", "soon", "604800001"):
+            error_of(await door.chat(headers={"x-slo-deadline-ms": wrong}), 400)
+
+
 async def test_roles_and_parts() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]

@@ -14,21 +14,21 @@ from alignedserve.core.request import FinishReason, Request, SamplingParams, Tok
 from alignedserve.gateway.backend import Output, RequestStream
 from alignedserve.gateway.cluster_backend import ClusterBackend
 from alignedserve.gateway.errors import GenerationError, GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import (
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
-    FailureKind,
     PromptScored,
     RequestFailed,
     RequestInterrupted,
     RequestRejected,
     ResumeRequest,
-    RouterInbound,
     SubmitRequest,
     TokenDelta,
     TokensEmitted,
 )
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.links import Identity, Peer
 from alignedserve.runtime.switchboard import Switchboard

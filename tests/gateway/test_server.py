@@ -18,8 +18,9 @@ from alignedserve.gateway.errors import Overloaded, Unavailable
 from alignedserve.gateway.model import ServedModel
 from alignedserve.gateway.scripted_backend import IDLE_STATUS, Script, ScriptedBackend
 from alignedserve.gateway.server import GatewayLinks, GatewayServer, HttpServer, bind
+from alignedserve.messages.gateways import SubmitRequest, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import RouterInbound, SubmitRequest, TokenDelta, TokensEmitted
+from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.links import Identity, Peer
 from alignedserve.runtime.switchboard import Switchboard

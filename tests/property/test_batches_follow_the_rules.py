@@ -152,7 +152,7 @@ def assert_sound(batch: AlignedBatch, pool: dict[RequestId, PooledRequest], limi
         assert any(one.num_blocks > blocks_left for one in left)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(seed=SEEDS, all_limits=st.lists(LIMITS, min_size=1, max_size=6))
 def test_every_batch_is_the_one_of_the_rules(seed: int, all_limits: list[BatchLimits]) -> None:
     rng = random.Random(seed)
@@ -179,7 +179,7 @@ def test_every_batch_is_the_one_of_the_rules(seed: int, all_limits: list[BatchLi
                 model.remove(request_id)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seed=SEEDS, limits=LIMITS, count=st.integers(1, 60))
 def test_a_batch_lies_in_the_smallest_range_of_the_way_down_that_is_over_the_limits(
     seed: int, limits: BatchLimits, count: int
@@ -204,7 +204,7 @@ def test_a_batch_lies_in_the_smallest_range_of_the_way_down_that_is_over_the_lim
     assert all(parent <= leaf_of(model.pool[request_id]) < parent + over for request_id in batch.request_ids)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=SEEDS, max_blocks=st.integers(9, 20), max_requests=st.integers(1, 6))
 def test_nobody_waits_for_ever_beside_a_crowd(seed: int, max_blocks: int, max_requests: int) -> None:
     """A batch every 0.25 s, and new ones come faster than they go: who waits is in a batch within a bound."""

@@ -6,15 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alignedserve.config.sections import SchedulingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo
-from tests.logic_cluster import LogicCluster, Shape, right_answer
+from tests.desks.token_engine import right_answer
+from tests.logic_cluster import LogicCluster, Shape
 
 SHAPES = (
     Shape(),
     Shape(num_prefill=2, num_decode=3),
     Shape(pool_blocks=16, worker_blocks=18),
     Shape(is_colocated=True, num_decode=2, worker_blocks=20),
+    Shape(is_colocated=True, worker_blocks=20, host_tokens=60, settings=(("preemption", "swap"),)),
+    Shape(is_colocated=True, worker_blocks=24, host_tokens=60, scheduling="aligned_slo"),
+    Shape(num_decode=2, worker_blocks=24, paced_by=SchedulingConfig(policy="aligned_slo")),
+    Shape(num_prefill=2, worker_blocks=24, paced_by=SchedulingConfig(policy="round_robin")),
     Shape(num_decode=2, refuse=0.3),
     # Many small requests against few places: batches replace each other, requests are evicted and come back.
     Shape(pool_blocks=120, worker_blocks=24, buffer_blocks=40, max_running=5, min_requests=2),
@@ -71,7 +77,7 @@ def replay_with_aborts(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(SHAPES))
 def test_with_aborts(seed: int, shape: Shape) -> None:
     replay_with_aborts(seed, shape)
@@ -96,7 +102,7 @@ def replay_with_lost_processes(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
 def test_with_lost_processes(seed: int, shape: Shape) -> None:
     replay_with_lost_processes(seed, shape)
@@ -118,7 +124,7 @@ def replay_with_cut_links(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
 def test_with_cut_links(seed: int, shape: Shape) -> None:
     replay_with_cut_links(seed, shape)
@@ -141,7 +147,7 @@ def replay_with_a_lost_router(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
 def test_with_a_lost_router(seed: int, shape: Shape) -> None:
     replay_with_a_lost_router(seed, shape)

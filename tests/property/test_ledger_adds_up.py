@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
+from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
+from decode_worker.colocated import ColocatedLogic
 from decode_worker.ledger import Ledger, totals_of
 from decode_worker.logic import DecodeLogic
 from decode_worker.state import RunningRequest
@@ -32,7 +33,7 @@ def test_the_parts_add_up(times: list[tuple[float, ...]], now: float) -> None:
     for idle, arrival, grant, way_there, prepare, forward, sampling, way_back in times:
         now += idle
         member = RunningRequest(request(arrival_s=now - arrival), 1, [], [], 3, granted_s=now - grant)
-        ledger.iteration_started(now, RunIteration((), (Addition(member.request, (), ()),), (), ()), [member])
+        ledger.iteration_started(now, [member], has_changed=True)
         started = now + way_there
         finished = started + prepare + forward + sampling
         now = finished + way_back
@@ -53,9 +54,14 @@ class Inspected(LogicCluster):
 
     def _perform(self, name: str, command: object) -> None:
         logic = self.logics[name]
-        if isinstance(command, RunIteration) and isinstance(logic, DecodeLogic):
-            following = logic._batch._additions  # who enters with the next iteration
-            lengths = [one.context_len for one in logic._batch if one.request.request_id not in following]
+        if isinstance(command, RunIteration) and isinstance(logic, DecodeLogic | ColocatedLogic):
+            if isinstance(logic, ColocatedLogic):
+                lengths = [one.context_len for one in logic._members]
+            elif logic._pacing is not None:
+                lengths = [logic._batch[request_id].context_len for request_id, _ in command.slices]
+            else:
+                following = logic._batch._additions  # who enters with the next iteration
+                lengths = [one.context_len for one in logic._batch if one.request.request_id not in following]
             shape = logic.ledger._shape
             assert (shape.size, shape.sum) == (len(lengths), sum(lengths))
             assert (shape.shortest, shape.longest) == (min(lengths), max(lengths))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from alignedserve.config.sections import BatchingConfig, ClusterConfig
 from alignedserve.core.request import SamplingParams
-from alignedserve.messages.links import ClusterStatus
+from alignedserve.messages.gateways import ClusterStatus
 from tests.in_process import Answer, RoomCluster, running, small_config
 
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from alignedserve.config.sections import ClusterConfig, RouterConfig, Topology
 from alignedserve.core.request import FinishReason, SamplingParams
-from alignedserve.messages.links import ClusterStatus
+from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.arena import Arena
 from tests.in_process import Answer, RoomCluster, running, small_config
 

@@ -9,7 +9,9 @@ import pytest
 
 from alignedserve.config.sections import Topology
 from alignedserve.core.request import SamplingParams
+from decode_worker.colocated_runner import ColocatedWorker
 from decode_worker.runner import DecodeWorker
+from kernels.paged import supported_levels
 from tests.in_process import RoomCluster, running, small_config
 
 NUM_REQUESTS, NUM_TOKENS = 8, 60
@@ -26,7 +28,7 @@ async def test_the_parts_add_up_to_the_wall_time(topology: Topology, tmp_path: P
     async with running(small_config(tmp_path / "model", topology=topology), tmp_path) as cluster:
         await serve(cluster)
         worker = cluster.rooms["decode-0"]
-        assert isinstance(worker, DecodeWorker)
+        assert isinstance(worker, DecodeWorker | ColocatedWorker)
         records = worker.ledger.records()
     # The median: where threads of all rooms share one process, any of them may be held up between two readings.
     assert statistics.median(record.parts_s / record.wall_s for record in records) == pytest.approx(1.0, abs=0.02)
@@ -35,7 +37,8 @@ async def test_the_parts_add_up_to_the_wall_time(topology: Topology, tmp_path: P
     for record in records:
         assert record.shortest <= record.mean <= record.longest
         assert 0.0 <= record.misaligned_s <= record.attention_s <= record.forward_s
-    assert sum(record.misaligned_s for record in records) > 0.0
+    # Only gathering pads: the native kernels read no slot for the sake of another sequence.
+    assert (sum(record.misaligned_s for record in records) > 0.0) == (not supported_levels())
 
 
 async def test_the_gateway_hears_of_it_and_a_clean_stop_leaves_a_file(tmp_path: Path) -> None:

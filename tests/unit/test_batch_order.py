@@ -1,9 +1,13 @@
 """Which batch runs, which comes next, and when the one gives way to the other: batches of three or more are full."""
 
+from collections.abc import Collection
+
 import pytest
 
+from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig
 from alignedserve.core.ids import BatchId
-from alignedserve.messages.links import NO_BATCH
+from alignedserve.messages.fields import NO_BATCH
+from decode_worker.assembly import limits_of
 from decode_worker.batches import BatchOrder, SwitchLimits, WaitingBatch
 from decode_worker.state import Candidate, RunningRequest
 from tests.samples import handoff, request
@@ -58,6 +62,21 @@ def test_a_batch_that_saturates_the_worker_is_not_replaced() -> None:
     made = running_first()
     assert made.choose(members(2), 3, 0.5) == []
     assert made.running_id == 1
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(8, []), (7, ["b2-0", "b2-1", "b2-2"])])
+def test_a_small_batch_that_fills_the_memory_is_not_replaced(num_blocks: int, expected: list[str]) -> None:
+    made = BatchOrder(SwitchLimits(min_requests=3, low_running=3, low_blocks=8))
+    for batch in (1, 2):
+        made.granted(WaitingBatch(BatchId(batch), True, 3, 0.0))
+    made.choose([*members(1), *members(2)], 0, 0.0)
+    assert names(made.choose(members(2), 2, 0.5, num_blocks=num_blocks)) == expected
+
+
+@pytest.mark.parametrize(("max_running", "low_running"), [(16, 12), (48, 36), (64, 36), (256, 36)])
+def test_enough_requests_saturate_a_worker_of_any_number_of_places(max_running: int, low_running: int) -> None:
+    limits = limits_of(DecodeWorkerConfig(max_running=max_running), BatchingConfig(), num_blocks=100)
+    assert (limits.switch.low_running, limits.switch.low_blocks) == (low_running, 75)
 
 
 @pytest.mark.parametrize(("now", "expected"), [(1.9, ["own"]), (2.0, ["b2-0", "b2-1", "b2-2"])])
@@ -118,3 +137,21 @@ def test_outgoing_are_requests_of_another_batch_than_the_one_that_runs() -> None
         running = RunningRequest(request(), 1, [], [], 0, BatchId(batch))
         outgoing[batch] = made.is_outgoing(running)
     assert outgoing == {NO_BATCH: False, 1: True, 2: False}
+
+
+def test_a_batch_that_is_worth_mixing_joins_what_runs_however_much_that_is() -> None:
+    asked: list[list[int]] = []
+
+    def note(context_lens: Collection[int]) -> bool:
+        asked.append(list(context_lens))
+        return True
+
+    made = BatchOrder(SwitchLimits(min_requests=3, low_running=3), note)
+    for batch in (1, 2):
+        made.granted(WaitingBatch(BatchId(batch), True, 3, 0.0))
+    made.choose([*members(1), *members(2)], 0, 0.0)
+    others = members(2)
+    assert names(made.choose(others, 30, 0.0, num_blocks=100)) == ["b2-0", "b2-1", "b2-2"]
+    assert asked == [[one.context_len for one in others]]
+    assert [one.batch_id for one in others] == [1, 1, 1]
+    assert (made.running_id, made.is_aligned, made.is_switching) == (1, True, False)

@@ -8,9 +8,10 @@ from alignedserve.bench.client import Call, Endpoint, FailureKind, OpenAiClient,
 from alignedserve.bench.fake_server import MODEL, FakeServer, Script
 from alignedserve.bench.load import LoadGenerator, Run
 from alignedserve.bench.prompts import CallMaker, exact_prompt
-from alignedserve.bench.workload import LengthLimits, Plan, PlannedRequest, TrafficClass, plan_synthetic
+from alignedserve.bench.workload import Plan, PlannedRequest, TrafficClass, plan_synthetic
 from alignedserve.core.errors import PeerError, PeerLost
 from alignedserve.core.request import Slo
+from alignedserve.workload.lengths import LengthLimits
 
 CALL = Call(Endpoint.CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
 
@@ -87,7 +88,7 @@ async def test_plain_pages() -> None:
 # --- the generator ----------------------------------------------------------------------------------------------------
 
 
-async def _run(server: FakeServer, plan: Plan) -> Run:
+async def _run(server: FakeServer, plan: Plan, *, cuts_off: bool = False) -> Run:
     maker = CallMaker(model=MODEL, endpoint=Endpoint.CHAT, seed=0)
     classes = {traffic.name: traffic for traffic in plan.classes}
 
@@ -95,7 +96,7 @@ async def _run(server: FakeServer, plan: Plan) -> Run:
         await client.complete(maker.call(request, classes[request.class_name]), outcome)
 
     async with OpenAiClient(url=server.url, timeout_s=5.0) as client:
-        return await LoadGenerator(plan=plan, send=send).run()
+        return await LoadGenerator(plan=plan, send=send, cuts_off=cuts_off).run()
 
 
 def _evenly(count: int, gap_s: float) -> Plan:
@@ -120,6 +121,20 @@ async def test_one_failure_does_not_touch_the_others() -> None:
     async with FakeServer(respond=respond) as server:
         run = await _run(server, _evenly(4, 0.01))
     assert [sent.outcome.failure is None for sent in run.sent] == [True, False, True, True]
+
+
+async def test_what_is_in_the_air_at_the_end_can_be_given_up() -> None:
+    def plan() -> Plan:
+        (loop,) = plan_synthetic(
+            "a: outstanding=3, prompt=4, output=2", seed=1, duration_s=1.0, num_requests=None, limits=LengthLimits()
+        ).closed_loops
+        return Plan((loop.traffic,), (), (loop,), 1.0)
+
+    async with FakeServer(respond=lambda body: Script(first_delay_s=0.6)) as server:
+        waited = await _run(server, plan())
+        cut = await _run(server, plan(), cuts_off=True)
+    assert (len(waited.sent), len(cut.sent)) == (6, 3)
+    assert cut.duration_s < 1.2 <= waited.duration_s
 
 
 async def test_closed_loop_keeps_its_number_in_the_air() -> None:
@@ -181,6 +196,13 @@ def test_prompts_differ_from_the_first_word_and_repeat_with_the_seed() -> None:
         maker.call(PlannedRequest(index, "a", 0.0, 50, 1), TrafficClass("a")).body["prompt"] for index in (0, 1, 0)
     ]
     assert prompts[0] == prompts[2] != prompts[1]
+
+
+def test_prompts_of_closed_loops_are_about_as_long_as_planned() -> None:
+    maker = CallMaker(model="m", endpoint=Endpoint.COMPLETIONS, seed=3)
+    maker.calibrate(lambda text: 6 * len(text.split()))
+    prompt = maker.call(PlannedRequest(0, "a", 0.0, 600, 1), TrafficClass("a")).body["prompt"]
+    assert len(prompt.split()) == 100
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 300])

@@ -1,86 +1,19 @@
-import random
-import statistics
 from itertools import islice
 
 import pytest
 
-from alignedserve.bench.grammar import parse_classes, parse_length
-from alignedserve.bench.traces import TraceRow
-from alignedserve.bench.workload import (
-    DEFAULT_NUM_REQUESTS,
-    LengthLimits,
-    Plan,
-    TrafficClass,
-    arrival_gaps,
-    plan_synthetic,
-    plan_trace,
-)
+from alignedserve.bench.workload import Plan, TrafficClass, plan_synthetic, plan_trace
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
+from alignedserve.workload.build import DEFAULT_NUM_REQUESTS
+from alignedserve.workload.lengths import LengthLimits
+from alignedserve.workload.traces import Terms, TraceRow
 
 
 def synthetic(specification: str, *, num_requests: int | None = None, duration_s: float | None = None) -> Plan:
     return plan_synthetic(
         specification, seed=1, num_requests=num_requests, duration_s=duration_s, limits=LengthLimits()
     )
-
-
-@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
-def test_arrival_gaps_have_the_rate_and_variation_asked_for(cv: float) -> None:
-    gap = arrival_gaps(4.0, cv, random.Random(5))
-    gaps = [gap() for _ in range(20_000)]
-    mean = statistics.fmean(gaps)
-    assert mean == pytest.approx(0.25, rel=0.06)
-    assert statistics.pstdev(gaps) / mean == pytest.approx(cv, rel=0.1, abs=1e-9)
-
-
-def test_lognormal_takes_median_and_95th_percentile() -> None:
-    length = parse_length("lognormal(100,300)")
-    rng = random.Random(3)
-    drawn = sorted(length.draw(rng) for _ in range(20_000))
-    assert drawn[10_000] == pytest.approx(100, rel=0.03)
-    assert drawn[19_000] == pytest.approx(300, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("text", "mean"), [("60", 60), ("uniform(10,30)", 20), ("exponential(50)", 50), ("choice(1,2,6)", 3)]
-)
-def test_distributions_have_their_mean(text: str, mean: float) -> None:
-    length, rng = parse_length(text), random.Random(2)
-    assert statistics.fmean(length.draw(rng) for _ in range(20_000)) == pytest.approx(mean, rel=0.03)
-
-
-def test_two_classes_with_objectives() -> None:
-    chat, documents = parse_classes(
-        "rt: rate=2, cv=1.5, prompt=lognormal(100,300), output=60, ttft=1, tpot=0.1;"
-        "be: outstanding=4, prompt=800, output=100, deadline=60, tier=flex"
-    )
-    assert (chat.name, chat.rate, chat.cv, chat.ttft_s, chat.tpot_s) == ("rt", 2.0, 1.5, 1.0, 0.1)
-    assert (documents.outstanding, documents.deadline_s, documents.tier, documents.rate) == (4, 60.0, "flex", None)
-
-
-@pytest.mark.parametrize(
-    ("specification", "complaint"),
-    [
-        ("", "empty"),
-        ("rate=2,output=3", "prompt= is missing"),
-        ("prompt=2,output=3", "rate="),
-        ("rate=1,outstanding=2,prompt=2,output=3", "rate="),
-        ("rate=x,prompt=2,output=3", "not a number"),
-        ("rate=inf,prompt=2,output=3", "not finite"),
-        ("rate=0,prompt=2,output=3", "above 0"),
-        ("outstanding=1.5,prompt=2,output=3", "whole number"),
-        ("rate=1,prompt=gauss(1,2),output=3", "distributions are"),
-        ("rate=1,prompt=uniform(5),output=3", "takes 2"),
-        ("rate=1,prompt=uniform(5,2),output=3", "must not exceed"),
-        ("rate=1,prompt=-5,output=3", "above 0"),
-        ("rate=1,prompt=2,output=3,name=x", "is not one of"),
-        ("a: rate=1,prompt=2,output=3; a: rate=1,prompt=2,output=3", "same name"),
-    ],
-)
-def test_wrong_specification_says_what_is_wrong(specification: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        parse_classes(specification)
 
 
 def test_same_seed_same_plan() -> None:
@@ -114,3 +47,36 @@ def test_trace_lengths_are_scaled_then_clamped_and_counted() -> None:
     plan = plan_trace(rows, TrafficClass("t", Slo()), limits, None)
     assert [(request.prompt_len, request.output_len) for request in plan.open_requests] == [(50, 10), (200, 300)]
     assert (plan.num_clamped_prompts, plan.num_clamped_outputs) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("max_tokens=9", "max_tokens= is for simulations"),
+        ("predict=exact", "predict="),
+        ("be_share=0.5", "be_share="),
+        ("priority=1", "priority="),
+        ("tpot=uniform(0.1,0.2)", "drawn per request"),
+    ],
+)
+def test_what_a_client_cannot_send_is_refused(setting: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        synthetic(f"rate=1,prompt=2,output=3,{setting}")
+
+
+def test_a_trace_with_objectives_of_its_own_is_refused() -> None:
+    rows = [TraceRow(0.0, 1, 1, Terms(priority=2))]
+    with pytest.raises(ConfigError, match="per request"):
+        plan_trace(rows, TrafficClass("t"), LengthLimits(), None)
+
+
+def test_limits_apply_to_made_up_traffic_open_and_closed() -> None:
+    plan = plan_synthetic(
+        "a: rate=1,prompt=100,output=50; b: outstanding=1,prompt=100,output=50",
+        seed=0,
+        num_requests=1,
+        duration_s=None,
+        limits=LengthLimits(max_prompt=10, output_scale=0.1),
+    )
+    closed = next(plan.closed_loops[0].requests)
+    assert [(request.prompt_len, request.output_len) for request in (*plan.open_requests, closed)] == [(10, 5), (10, 5)]

@@ -8,6 +8,7 @@ from typing import TypeVar
 import pytest
 
 from alignedserve.core.ids import BlockId, LeaseId
+from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun
 from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
@@ -17,7 +18,6 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RelayBlocks,
 )
-from alignedserve.messages.links import ArenaOffered, BlockCopy, BlockRun
 from alignedserve.runtime.arena import NOBODYS, Arena
 from alignedserve.runtime.block_copier import BlockCopier
 from alignedserve.runtime.worker_threads import WorkerThreads

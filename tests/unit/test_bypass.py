@@ -6,8 +6,8 @@ import pytest
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import Request, RequestClass, Slo
-from alignedserve.messages.links import JoinedBatch, WorkerLoad
-from router.policies.bypass import UrgentBypass
+from alignedserve.messages.workers import JoinedBatch, WorkerLoad
+from router.policies.bypass import DirectHandoff, UrgentBypass
 from router.state import WorkerRecord
 from tests.samples import R1, R2, request, worker
 
@@ -116,3 +116,35 @@ def test_when_all_go_past_the_pool_it_is_tried_again() -> None:
     for _ in range(100):
         bypass.observe_bypass()
     assert bypass.target(chat(0.05), 900, [decoder("decode-0")]) is None
+
+
+# --- direct handoff (DistServe)
+
+
+def handed_to(*workers: WorkerRecord) -> str | None:
+    """Where a request without any SLO goes, whatever was waited before."""
+    direct = DirectHandoff()
+    direct.observe_wait(9.0)
+    direct.observe_bypass()
+    target = direct.target(request(), 900, workers)
+    return target.name if target is not None else None
+
+
+def holding(name: str, count: int, **changes: Any) -> WorkerRecord:
+    made = decoder(name, **changes)
+    made.decoding.update([R1, R2][:count])
+    return made
+
+
+def test_everybody_is_handed_to_the_worker_with_the_fewest_requests() -> None:
+    assert handed_to(holding("decode-0", 2), holding("decode-1", 1), holding("decode-2", 2)) == "decode-1"
+
+
+def test_among_equals_by_name() -> None:
+    assert handed_to(holding("decode-1", 1), holding("decode-0", 1)) == "decode-0"
+
+
+def test_nobody_is_handed_to_a_full_worker_or_to_one_that_does_not_only_decode() -> None:
+    full, prefill = holding("decode-0", 2, max_running=2), holding("prefill-0", 0, can_decode=False, can_prefill=True)
+    assert handed_to(full, prefill, holding("decode-1", 0, can_prefill=True)) is None
+    assert handed_to(full, prefill, holding("decode-2", 1, max_running=2)) == "decode-2"

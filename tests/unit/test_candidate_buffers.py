@@ -5,10 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from alignedserve.core.ids import LeaseId, RequestId
-from alignedserve.messages.events import PeerLinked, PeerLost, Send
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import MapArena, RelayBlocks
-from alignedserve.messages.links import (
+from alignedserve.messages.caches import (
     BlockCopy,
     BlockRun,
     BlocksPrefetched,
@@ -24,6 +21,9 @@ from alignedserve.messages.links import (
     ReturnOutcome,
     ReturnRequest,
 )
+from alignedserve.messages.events import PeerLinked, PeerLost, Send
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import MapArena, RelayBlocks
 from alignedserve.messages.wire import Message
 from prefill_worker.buffers import BufferOpened, CloseBuffer, OpenBuffer
 from prefill_worker.logic import PrefillCommand

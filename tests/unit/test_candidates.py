@@ -2,25 +2,26 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from alignedserve.core.ids import LeaseId
-from alignedserve.messages.events import PeerLost, Send
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import Load, LoadBlocks, UnmapArena
-from alignedserve.messages.links import (
-    NO_BATCH,
-    AbortRequest,
+from alignedserve.messages.caches import (
     BlockCopy,
     BlocksPrefetched,
     BlocksReserved,
     BlocksTaken,
     BlocksWritten,
     CancelReservation,
-    RequestPreempted,
     ReservationRefused,
     ReserveBlocks,
 )
+from alignedserve.messages.events import PeerLost, Send
+from alignedserve.messages.fields import NO_BATCH
+from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import Load, LoadBlocks, UnmapArena
+from alignedserve.messages.workers import RequestPreempted
 from decode_worker.logic import DecodeCommand
 from tests.desks.decode import (
     BUFFER_RUNS,
@@ -298,6 +299,15 @@ def test_a_repeated_reservation_replaces_the_first() -> None:
     made = bypassing()
     again = BlocksReserved(R1, 6, LeaseId(2), 2, blocks(0))
     assert made.hear(ReserveBlocks(R1, 6, 1, may_wait=False), PREFILL) == [Send(PREFILL, again)]
+
+
+def test_what_comes_straight_of_an_earlier_life_does_not_replace_a_later_one() -> None:
+    made = bypassing()
+    later = msgspec.structs.replace(H1, attempt=7)
+    made.grant(later)
+    assert made.hear(written(), PREFILL) == [taken(is_accepted=False)]
+    assert made.logic._candidates.get(R1).attempt == 7  # type: ignore[union-attr]
+    assert made.hear(RESERVE, PREFILL) == [Send(PREFILL, ReservationRefused(R1, 5))]
 
 
 def test_the_prefill_worker_is_lost_with_what_came_straight_from_it() -> None:

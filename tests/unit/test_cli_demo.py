@@ -1,7 +1,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,13 @@ from alignedserve.bench.checked_trace import (
     WrongAnswer,
     parse_metrics,
     plan_checked_trace,
-    shipped_trace,
 )
 from alignedserve.bench.fake_server import FakeServer, Script, running
 from alignedserve.bench.pocket import MAX_PROMPT_LEN, MIN_PROMPT_LEN, pocket_tokenizer
 from alignedserve.cli import demo as demo_module
 from alignedserve.cli.demo import DemoOptions, demo
 from alignedserve.pocket.tasks import PocketTask, Skill
+from alignedserve.workload.traces import shipped_trace
 
 COUNT_TOKENS = pocket_tokenizer()
 CHECKED = plan_checked_trace(shipped_trace(), duration_s=0.5, rate=30.0, seed=0, count_tokens=COUNT_TOKENS)
@@ -141,8 +140,3 @@ def test_fate_is_decided_by_the_second_run(alone: str | None, fate: Fate) -> Non
 def test_metrics_are_summed_over_labels() -> None:
     page = '# TYPE a gauge\na{x="1 }"} 2\na{x="2"} 3.5 1700000000\nb 1e3\nbroken\nc{x="1"} nonsense\n'
     assert parse_metrics(page) == {"a": 5.5, "b": 1000.0}
-
-
-def test_slice_is_found_in_the_package() -> None:
-    folder = Path(demo_module.__file__).parents[1] / "bench" / "traces"
-    assert {path.name for path in folder.iterdir()} == {"azure_conv_slice.csv", "README.md"}

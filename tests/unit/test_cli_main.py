@@ -10,7 +10,19 @@ from alignedserve.cli.main import main, serve_overrides
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound
 
-HEAVY = ("ray", "torch", "transformers", "fastapi", "httpx", "aiohttp", "numpy", "tokenizers", "msgspec")
+HEAVY = (
+    "ray",
+    "torch",
+    "transformers",
+    "fastapi",
+    "httpx",
+    "aiohttp",
+    "numpy",
+    "tokenizers",
+    "msgspec",
+    "orjson",
+    "redis",
+)
 PATHS: tuple[list[str], ...] = (
     [],
     ["serve"],
@@ -18,6 +30,16 @@ PATHS: tuple[list[str], ...] = (
     ["eval"],
     ["doctor"],
     ["demo"],
+    ["profile"],
+    ["simulate"],
+    ["batch"],
+    ["batch", "submit"],
+    ["batch", "status"],
+    ["batch", "watch"],
+    ["batch", "results"],
+    ["batch", "errors"],
+    ["batch", "cancel"],
+    ["batch", "list"],
     ["bench"],
     ["bench", "serve"],
     ["bench", "engine"],
@@ -72,6 +94,14 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         ("demo", "--url", "http://127.0.0.1:1", "--set", "gateway.port=9"),
         ("chat", "--url", "localhost:8000", "--once", "hi"),
         ("eval", "mmlu"),
+        ("batch", "submit", "no-such-file.jsonl"),
+        ("batch", "submit", __file__, "--window", "30s"),
+        ("batch", "submit", __file__, "--endpoint", "embeddings"),
+        ("batch", "submit", __file__, "--metadata", "novalue"),
+        ("batch", "submit", __file__, "--metadata", "a=" + "b" * 513),
+        ("batch", "submit", __file__, "--idempotency-key", ""),
+        ("batch", "status", "../../metrics"),
+        ("batch", "list", "--url", "localhost:8000"),
     ],
 )
 def test_usage_errors_exit_with_2(
@@ -133,7 +163,7 @@ def test_bench_serve_writes_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_bench_serve_prints_json_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = str(Path(__file__).parents[2] / "alignedserve/bench/traces/azure_conv_slice.csv")
+    trace = str(Path(__file__).parents[2] / "alignedserve/workload/shipped/azure_conv_slice.csv")
     arguments = ["--trace", trace, "--rate", "200", "--num-requests", "9", "--max-prompt", "50", "--json", "-"]
     with running(FakeServer()) as server:
         assert run_command(monkeypatch, "bench", "serve", "--url", server.url, *arguments) == 0

@@ -126,6 +126,7 @@ def test_what_is_not_a_size(text: str) -> None:
         ("engine: {block_size: 17}", r"engine\.block_size"),
         ("engine: {threads_per_worker: 0}", r"engine\.threads_per_worker"),
         ("engine: {device: tpu}", r"engine\.device"),
+        ("engine: {attention: avx9000}", r"engine\.attention"),
         ("engine: {kv_transport: pigeon}", r"engine\.kv_transport"),
         ("links: {peer_timeout_s: 0.1}", r"links\.peer_timeout_s"),
         ("links: {peer_timeout_s: .inf}", r"links\.peer_timeout_s"),

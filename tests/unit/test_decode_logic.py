@@ -1,24 +1,16 @@
-"""The decode worker, decision by decision: twenty blocks of four tokens, four requests, ten tokens an iteration."""
+"""The decode worker, decision by decision: twenty blocks of four tokens, four requests."""
 
 import pytest
 
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import FinishReason, SampledToken, TokenLogprob
+from alignedserve.messages.caches import ArenaOffered, BatchGranted
 from alignedserve.messages.events import PeerLinked, Received, Send, SendTo, Ticked
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, MapArena
-from alignedserve.messages.links import (
-    ArenaOffered,
-    AttemptFailed,
-    BatchGranted,
-    FailureKind,
-    JoinedBatch,
-    RequestFinished,
-    RequestPreempted,
-    TokenDelta,
-    TokensEmitted,
-    WorkerLoad,
-)
+from alignedserve.messages.workers import AttemptFailed, JoinedBatch, RequestFinished, RequestPreempted, WorkerLoad
 from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
 from tests.desks.decode import (
     BATCH,
@@ -46,7 +38,7 @@ from tests.samples import POOL, PREFILL, R1, R2, ROUTER, handoff, request, worke
 
 
 def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
-    logic = DecodeLogic(registered=worker(), limits=DecodeLimits(4, 10), eos_token_ids=frozenset())
+    logic = DecodeLogic(registered=worker(), limits=DecodeLimits(4), eos_token_ids=frozenset())
     assert logic.on_event(PeerLinked(Role.ROUTER, ROUTER), 0.0) == [
         to_router(worker()),
         to_router(WorkerLoad(num_free_blocks=20)),

@@ -1,21 +1,13 @@
-"""The decode worker: stale word, aborts, losses; and computing prompts itself."""
+"""The decode worker: stale word, aborts, losses."""
 
 import pytest
 
-from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, SampledToken, SamplingParams, TokenLogprob
-from alignedserve.messages.events import PeerLinked, PeerLost, SendTo
+from alignedserve.messages.caches import BlocksTaken
+from alignedserve.messages.events import PeerLinked, PeerLost
+from alignedserve.messages.gateways import AbortRequest, TokenDelta
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import Addition, LoadBlocks, PromptScores, UnmapArena
-from alignedserve.messages.links import (
-    AbortRequest,
-    BlocksTaken,
-    PrefillCompleted,
-    PromptScored,
-    RequestFinished,
-    RequestPreempted,
-    TokenDelta,
-)
+from alignedserve.messages.iterations import LoadBlocks, UnmapArena
+from alignedserve.messages.workers import RequestPreempted
 from decode_worker.logic import DecodeCommand
 from tests.desks.decode import (
     EOS,
@@ -34,7 +26,7 @@ from tests.desks.decode import (
     runs,
     to_router,
 )
-from tests.samples import POOL, R1, R2, REPLY_TO, ROUTER, blocks, handoff, request
+from tests.samples import POOL, R1, R2, ROUTER, handoff, request
 
 # --- stale attempts
 
@@ -150,14 +142,6 @@ def test_the_pool_is_lost_while_a_request_runs() -> None:
     assert made.sampled(r1=9)[1] == emitted(TokenDelta(R1, 1, (9,)))
 
 
-def test_a_colocated_worker_needs_no_pool() -> None:
-    made = Desk(max_running=1)
-    made.begin(request())
-    made.begin(request("r2"))
-    assert lose_pool(made) == [UnmapArena(POOL)]
-    assert runs(made.sampled(r1=EOS))[0].slices == ((R2, 4),)
-
-
 def test_another_lost_peer_is_not_noticed() -> None:
     assert full().do(PeerLost(Role.GATEWAY, "gateway-0")) == []
 
@@ -176,70 +160,7 @@ def test_a_router_that_comes_back_ends_what_is_copied_in() -> None:
     assert made.load().num_free_blocks == 20
 
 
-# --- colocated
-
-
-def test_a_prompt_is_computed_here() -> None:
-    addition = Addition(request(), (), blocks(0))
-    assert Desk().begin(request()) == [run(addition, slices={"r1": 4})]
-
-
-def test_the_first_token_of_a_prompt_is_reported_to_the_router() -> None:
-    made = Desk()
-    made.begin(request())
-    assert made.sampled(r1=8) == [
-        run(grown=[("r1", 1)], slices={"r1": 1}),
-        emitted(TokenDelta(R1, 0, (8,))),
-        to_router(PrefillCompleted(R1, 1, 4)),
-    ]
-    assert made.sampled(r1=9)[1:] == [emitted(TokenDelta(R1, 1, (9,)))]
-
-
-def test_prompts_share_what_the_decodes_leave() -> None:
-    made = Desk(max_tokens=10)
-    made.begin(request())
-    made.begin(request("r2", prompt_len=13))
-    made.begin(request("r3", prompt_len=5))
-    assert runs(made.sampled(r1=8))[0].slices == ((R1, 1), (R2, 9))
-    assert runs(made.sampled(r1=9))[0].slices == ((R1, 1), (R2, 4), (RequestId("r3"), 5))
-
-
-def test_decodes_always_go_in_and_prompts_get_one_token_at_least() -> None:
-    made = Desk(max_tokens=2)
-    made.enter(H1, H2)
-    made.begin(request("r3", prompt_len=5))
-    assert runs(made.sampled(r1=8, r2=8))[0].slices == ((R1, 1), (R2, 1), (RequestId("r3"), 1))
-
-
-def test_with_decodes_alone_the_budget_does_not_matter() -> None:
-    made = Desk(max_tokens=1)
-    assert runs(made.enter(H1, H2))[0].slices == ((R1, 1), (R2, 1))
-
-
-def test_the_last_token_of_a_prompt_counts_as_a_decode() -> None:
-    made = Desk(max_tokens=4)
-    made.begin(request(prompt_len=5))
-    assert runs(made.completed())[0].slices == ((R1, 1),)
-
-
-def test_scores_of_a_prompt_go_before_its_end() -> None:
-    made = Desk()
-    made.begin(request(sampling=SamplingParams(max_tokens=0, num_prompt_logprobs=0)))
-    entries = (TokenLogprob(11, -1.0),)
-    assert made.completed(SampledToken(R1, 9), prompt_scores=(PromptScores(R1, 1, entries),)) == [
-        SendTo(REPLY_TO, PromptScored(R1, 1, entries)),
-        emitted(TokenDelta(R1, 0, (), (), FinishReason.LENGTH)),
-        to_router(PrefillCompleted(R1, 1, 4)),
-        to_router(RequestFinished(R1, 1, 0)),
-    ]
-
-
-def test_a_prompt_is_aborted_between_two_chunks() -> None:
-    made = Desk()
-    made.begin(request(prompt_len=13))
-    made.hear(AbortRequest(R1))
-    assert made.completed() == []
-    assert made.load().num_free_blocks == 20
+# --- broken invariants
 
 
 def test_a_message_that_it_does_not_take_is_a_broken_invariant() -> None:

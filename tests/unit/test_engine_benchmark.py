@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.bench.engine import EngineBenchmarkSpec, RequestGroup, parse_workload, run_engine_benchmark
+from alignedserve.bench.engine_ceilings import chosen_points
 from alignedserve.core.errors import ConfigError
 from tests.tiny_models import make_tiny_model
 
@@ -52,3 +53,31 @@ def test_a_workload_beyond_the_context_is_refused(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "opt")
     with pytest.raises(ConfigError, match="512"):
         run_engine_benchmark(EngineBenchmarkSpec(model=str(tmp_path), groups=parse_workload("1x500:13")))
+
+
+def test_named_workloads() -> None:
+    assert parse_workload("w2") == (RequestGroup(60, 32, 64), RequestGroup(4, 1500, 64))
+    groups = parse_workload("w4", seed=1)
+    assert groups == parse_workload("w4", seed=1) != parse_workload("w4", seed=2)
+    prompts = sorted(group.prompt_len for group in groups)
+    assert len(groups) == 128
+    assert 100 < prompts[64] < 225
+    assert max(group.output_len for group in groups) <= 256
+
+
+def test_the_time_split_is_the_whole_and_the_ceilings_are_of_the_same_products(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    spec = EngineBenchmarkSpec(model=str(tmp_path), groups=parse_workload("3x9:4"), quantization="int8")
+    result = run_engine_benchmark(spec)
+    parts = ("linear_s", "attention_s", "other_forward_s", "sampling_s", "prepare_s", "waiting_s")
+    assert all(getattr(result, part) > 0.0 for part in parts)
+    assert sum(getattr(result, part) for part in parts) == pytest.approx(result.wall_s)
+    assert result.share_of_gemm_floor == pytest.approx(result.gemm_floor_s / result.wall_s)
+    assert result.read_gb_per_s > 0.0
+    assert result.kv_bytes == 3 * result.kv_token_bytes * 16  # 13 tokens each, in blocks of 16
+
+
+def test_few_of_many_row_numbers_are_timed() -> None:
+    assert chosen_points([1, 5, 64]) == [1, 5, 64]
+    points = chosen_points(list(range(1, 2000)))
+    assert (points[0], points[-1], len(points)) == (1, 1999, 10)

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.attention import AUTO, TORCH
+from kernels.paged import supported_levels
 from tests.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.tiny_models import TINY_MODELS, make_tiny_model
+
+KERNELS = (TORCH, *supported_levels())
 
 
 class Case(NamedTuple):
@@ -43,8 +47,8 @@ def check_float32(probe: LogitsProbe, case: Case) -> None:
         torch.testing.assert_close(probe.logits(name).double(), expected, rtol=0.0, atol=tolerance)
 
 
-def probe_of(case: Case, dtype: str = "float32", block_size: int = 4) -> LogitsProbe:
-    probe = LogitsProbe(tiny_decoder(case.folder, dtype), block_size)
+def probe_of(case: Case, dtype: str = "float32", block_size: int = 4, attention: str = AUTO) -> LogitsProbe:
+    probe = LogitsProbe(tiny_decoder(case.folder, dtype), block_size, attention)
     for name, tokens in case.tokens.items():
         probe.add(name, tokens)
     return probe
@@ -67,24 +71,27 @@ def test_whole_prompts_in_one_pass(case: Case) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_chunks_and_decodes_in_one_pass(case: Case, block_size: int) -> None:
-    probe = probe_of(case, block_size=block_size)
+@pytest.mark.parametrize("attention", KERNELS)
+def test_chunks_and_decodes_in_one_pass(case: Case, block_size: int, attention: str) -> None:
+    probe = probe_of(case, block_size=block_size, attention=attention)
     run_mixture(probe)
     check_float32(probe, case)
 
 
-def test_one_token_at_a_time(case: Case) -> None:
-    probe = probe_of(case)
+@pytest.mark.parametrize("attention", KERNELS)
+def test_one_token_at_a_time(case: Case, attention: str) -> None:
+    probe = probe_of(case, attention=attention)
     for step in range(41):
         probe.step(**{name: 1 for name, tokens in case.tokens.items() if step < len(tokens)})
     check_float32(probe, case)
 
 
-def test_bfloat16_is_as_close_as_transformers_in_bfloat16(case: Case) -> None:
+@pytest.mark.parametrize("attention", KERNELS)
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(case: Case, attention: str) -> None:
     """Rounding to 8 bits dominates, so the yardstick is what transformers itself loses in bfloat16, with some room."""
     reference = copy.deepcopy(case.reference).to(torch.bfloat16)
     losses = reference_logits(reference, case.tokens)
-    probe = probe_of(case, "bfloat16")
+    probe = probe_of(case, "bfloat16", attention=attention)
     run_mixture(probe)
     for name, expected in case.expected.items():
         lost_there = root_mean_square(losses[name] - expected)

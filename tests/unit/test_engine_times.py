@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from alignedserve.runtime.attention import AUTO, TORCH
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.model_config_reader import parse_model_config
 from alignedserve.runtime.weights import random_weights
+from kernels.paged import supported_levels
 from tests.in_process import TINY_LLAMA
 from tests.tiny_engines import TinyEngine, random_tokens
 
@@ -19,9 +21,9 @@ def decoder() -> Decoder:
     return Decoder(config, random_weights(config, 0, torch.float32))
 
 
-def decoding(decoder: Decoder, *lengths: int) -> tuple[TinyEngine, dict[str, int]]:
+def decoding(decoder: Decoder, *lengths: int, attention: str = AUTO) -> tuple[TinyEngine, dict[str, int]]:
     """Sequences whose next token makes them this long; the slices that compute it."""
-    tiny = TinyEngine(decoder)
+    tiny = TinyEngine(decoder, attention=attention)
     names = [f"s{index}" for index in range(len(lengths))]
     for name, length in zip(names, lengths, strict=True):
         tiny.add(name, random_tokens(1, length - 1, 128))
@@ -42,9 +44,15 @@ def decoding(decoder: Decoder, *lengths: int) -> tuple[TinyEngine, dict[str, int
     ],
 )
 def test_padding_is_what_a_longer_sequence_brings(decoder: Decoder, lengths: tuple[int, ...], share: float) -> None:
-    tiny, slices = decoding(decoder, *lengths)
+    tiny, slices = decoding(decoder, *lengths, attention=TORCH)
     assert tiny.step(**slices).times.padded_share == pytest.approx(share)
     assert tiny.step(**slices).times.padded_share == pytest.approx(share)  # the plan is kept
+
+
+@pytest.mark.skipif(not supported_levels(), reason="the native kernels are not built")
+def test_nothing_is_padded_where_blocks_are_read_in_place(decoder: Decoder) -> None:
+    tiny, slices = decoding(decoder, 9, 17, 60, 64)
+    assert tiny.step(**slices).times.padded_share == 0.0
 
 
 def test_attention_is_part_of_the_pass(decoder: Decoder) -> None:

@@ -2,24 +2,28 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.messages.events import PeerLost, Send
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import Addition, OffloadBlocks, UnmapArena
-from alignedserve.messages.links import (
-    AbortRequest,
+from alignedserve.messages.caches import (
     BlockCopy,
     BlockRun,
     Handoff,
-    RequestPreempted,
     RequestReturned,
     ReserveBlocks,
     ReturnOutcome,
     ReturnRequest,
 )
+from alignedserve.messages.events import PeerLost, Send
+from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import Addition, OffloadBlocks, UnmapArena
+from alignedserve.messages.workers import RequestPreempted
+from alignedserve.scheduling.pacing import PolicyPacing
+from alignedserve.scheduling.policy import IterationLimits
+from alignedserve.scheduling.worker_state import Scheduler
 from decode_worker.logic import DecodeCommand
 from tests.desks.decode import (
     EOS,
@@ -30,6 +34,7 @@ from tests.desks.decode import (
     runs,
     to_router,
 )
+from tests.desks.scheduling import EasyCosts, Script
 from tests.samples import POOL, PREFILL, R1, R2, blocks, handoff, request
 
 TEN_BLOCKS = (BlockRun(0, 10, 55),)
@@ -284,6 +289,13 @@ def test_what_the_pool_took_is_gone() -> None:
     assert made.logic._candidates.space.num_used == 0
 
 
+def test_what_a_pool_took_that_was_lost_since_is_computed_again() -> None:
+    made = switched()
+    assert made.do(PeerLost(Role.KV_POOL, POOL)) == [UnmapArena(POOL)]
+    assert back(made, ReturnOutcome.TAKEN) == [to_router(RequestPreempted(R1, 1, (7, 8)))]
+    assert made.logic._candidates.space.num_used == 0
+
+
 def test_what_the_pool_did_not_take_stays_to_run_beside_whatever_does() -> None:
     made = switched()
     (command,) = loads(back(made, ReturnOutcome.STAYED))
@@ -326,3 +338,17 @@ def test_when_the_buffer_runs_short_the_longest_evicted_goes_back_to_the_pool() 
 
 def test_where_the_buffer_is_roomy_it_stays() -> None:
     assert evicting().offloaded(OFFLOAD, TEN_BLOCKS) == []
+
+
+# --- copies that were shorter than the context
+
+
+def test_who_is_evicted_before_it_has_computed_what_its_copy_lacked_takes_along_what_it_has() -> None:
+    resting = PolicyPacing(Scheduler(Script(), EasyCosts(), IterationLimits(4, 10)))
+    made = Desk(buffer_blocks=16, pacing=resting)
+    whole = long("r1", 7, 11)
+    made.enter(msgspec.structs.replace(whole, copy=BlockCopy(11, 3, (BlockRun(0, 1, 0),))), long("r2", 2, 12))
+    (offload,) = made.logic._evictions.make_way(1, num_stalled=0)
+    assert offload == OffloadBlocks(R1, 1, blocks(0), PREFILL, blocks(0), 1)
+    (command,) = loads(made.offloaded(offload, (BlockRun(0, 1, 55),)))  # there is room for it again
+    assert [part.copy for part in command.loads] == [BlockCopy(1, 3, (BlockRun(0, 1, 55),))]

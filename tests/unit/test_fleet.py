@@ -4,7 +4,8 @@ import pytest
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.lifecycle import Stage
-from alignedserve.messages.links import PoolLoad, PoolRegistered, WorkerLoad
+from alignedserve.messages.pools import PoolLoad, PoolRegistered
+from alignedserve.messages.workers import WorkerLoad
 from router.state import HandedOver, TrackedRequest
 from tests.desks.fleet import OTHER_POOL, decoding, empty_fleet, fleet, pool_requests
 from tests.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker

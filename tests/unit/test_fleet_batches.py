@@ -1,6 +1,6 @@
 """What a pool is asked for on behalf of which decode worker: batches that are worth a switch, and requests to join."""
 
-from alignedserve.messages.links import WorkerLoad
+from alignedserve.messages.workers import WorkerLoad
 from router.state import AskKind
 from tests.desks.fleet import OTHER_POOL, RUNNING, busy, decoding, fleet, form, pool_requests, refuse
 from tests.samples import DECODE

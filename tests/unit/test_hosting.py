@@ -13,7 +13,8 @@ from pathlib import Path
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.events import Received, Ticked
 from alignedserve.messages.handshake import Ping, Role
-from alignedserve.messages.links import AbortRequest, LeasesReleased
+from alignedserve.messages.caches import LeasesReleased
+from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.wire import Codec
 from alignedserve.runtime.addresses import AddressBook
 from alignedserve.runtime.hosting import RoomHost

@@ -7,7 +7,7 @@ import pytest
 
 from alignedserve.core.ids import LeaseId
 from alignedserve.core.request import RequestClass
-from alignedserve.messages.links import BlockCopy, BlocksWritten
+from alignedserve.messages.caches import BlockCopy, BlocksWritten
 from kvpool.leases import LeaseBook
 from kvpool.state import Lease, LeaseStage, Reservation
 from tests.samples import PREFILL, R1, blocks, request

@@ -50,7 +50,9 @@ class Desk:
         """One iteration from now on; `sampled`: who gets a token, everyone by default."""
         is_switching = more.pop("is_switching", False)
         sampled = more.pop("sampled", tuple(self.running))
-        self.ledger.iteration_started(self.now, command, self.running.values(), is_switching=is_switching)
+        has_changed = bool(command.additions or command.removals)
+        batch = self.running.values()
+        self.ledger.iteration_started(self.now, batch, has_changed=has_changed, is_switching=is_switching)
         self.now += 1.0
         times = more.pop("times", one_second(self.now - 1.0))
         tokens = tuple(SampledToken(request_id, 5) for request_id in sampled)
@@ -178,7 +180,7 @@ def test_of_several_the_first_to_arrive_and_the_first_to_be_granted_count() -> N
 def test_time_begins_with_the_first_tick_or_the_first_iteration() -> None:
     ledger = Ledger()
     one = member()
-    ledger.iteration_started(5.0, entering(one), [one])
+    ledger.iteration_started(5.0, [one], has_changed=True)
     ledger.iteration_completed(6.0, IterationCompleted(()))
     assert ledger.records()[0].wall_s == 1.0
 

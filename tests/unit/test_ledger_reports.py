@@ -3,11 +3,12 @@
 import pytest
 
 from alignedserve.core.request import SampledToken
+from alignedserve.messages.caches import BatchGranted, Handoff
 from alignedserve.messages.events import PeerLinked, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, IterationCompleted, IterationTimes
 from alignedserve.messages.ledger import LedgerTotals
-from alignedserve.messages.links import BatchGranted, Handoff, LedgerReport
+from alignedserve.messages.workers import LedgerReport
 from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
 from tests.desks import router
 from tests.desks.decode import BATCH, EOS, H1, loads, to_router
@@ -19,7 +20,7 @@ def reports(commands: list[DecodeCommand]) -> list[LedgerReport]:
 
 
 def linked() -> DecodeLogic:
-    logic = DecodeLogic(registered=worker(), limits=DecodeLimits(4, 10), eos_token_ids=frozenset({EOS}))
+    logic = DecodeLogic(registered=worker(), limits=DecodeLimits(4), eos_token_ids=frozenset({EOS}))
     logic.on_event(PeerLinked(Role.ROUTER, ROUTER), 0.0)
     logic.on_event(Ticked(), 0.0)
     return logic
@@ -71,7 +72,7 @@ def test_a_busy_worker_reports_once_a_second_what_is_new() -> None:
 
 
 def test_what_was_gained_without_a_router_is_kept_for_it() -> None:
-    logic = DecodeLogic(registered=worker(), limits=DecodeLimits(4, 10), eos_token_ids=frozenset({EOS}))
+    logic = DecodeLogic(registered=worker(), limits=DecodeLimits(4), eos_token_ids=frozenset({EOS}))
     take(logic, H1, 0.0)
     logic.on_event(completed(0.0), 1.0)
     assert logic.on_event(Ticked(), 1.0) == []

@@ -16,18 +16,18 @@ import pytest
 from alignedserve.core.errors import ProtocolError
 from alignedserve.core.ids import LeaseId
 from alignedserve.messages.blocks import BlockClientInbound, BlockServerInbound
+from alignedserve.messages.caches import LeasesReleased
+from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import HandshakeMessage, Ping
 from alignedserve.messages.links import (
-    AbortRequest,
     DecodeWorkerInbound,
     GatewayInbound,
-    LeasesReleased,
     PoolInbound,
     PrefillWorkerInbound,
     RouterInbound,
-    WorkerLoad,
 )
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
+from alignedserve.messages.workers import WorkerLoad
 from tests.samples import DECODE, EXAMPLES, R1, message_types
 
 GOLDEN = Path(__file__).with_name("messages_golden.txt")

@@ -6,19 +6,16 @@ import pytest
 
 from alignedserve.core.attempts import end_of_life
 from alignedserve.core.request import Request, RequestClass
-from alignedserve.messages.events import Send
-from alignedserve.messages.links import (
+from alignedserve.messages.caches import (
     BlocksTaken,
     CopyGranted,
-    CopyKept,
-    CopyLost,
     CopyMissing,
-    DropRequest,
     FetchCopy,
     LeasesReleased,
-    PoolLoad,
     ReservationRefused,
 )
+from alignedserve.messages.events import Send
+from alignedserve.messages.pools import CopyKept, CopyLost, DropRequest, PoolLoad
 from tests.desks.pool import FORM, L1, L2, Desk, freed, grants, leased, reserved, taken, written
 from tests.samples import DECODE, PREFILL, R1, ROUTER, life, request
 

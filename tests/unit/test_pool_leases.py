@@ -6,25 +6,27 @@ import pytest
 from alignedserve.core.attempts import end_of_life
 from alignedserve.core.ids import BatchId, LeaseId, RequestId, WorkerName
 from alignedserve.core.request import Slo
-from alignedserve.messages.events import Send, Ticked
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import (
-    BatchFormed,
+from alignedserve.messages.caches import (
     BatchGranted,
-    CopyLost,
     CopyMissing,
-    DropRequest,
     FetchCopy,
-    FormBatch,
-    JoinedBatch,
     LeasesReleased,
     LeasesReturned,
+    ReservationRefused,
+)
+from alignedserve.messages.events import Send, Ticked
+from alignedserve.messages.gateways import SubmitRequest
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.pools import (
+    BatchFormed,
+    CopyLost,
+    DropRequest,
+    FormBatch,
     PoolLoad,
     PoolRegistered,
     RequestPooled,
-    ReservationRefused,
-    SubmitRequest,
 )
+from alignedserve.messages.workers import JoinedBatch
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import BatchFormer
 from tests.desks.pool import (

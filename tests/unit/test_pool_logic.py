@@ -6,19 +6,10 @@ from typing import Any
 import pytest
 
 from alignedserve.core.ids import LeaseId
+from alignedserve.messages.caches import BlockRun, BlocksTaken, CancelReservation, ReservationRefused, ReserveBlocks
 from alignedserve.messages.events import Received, Send, Ticked
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import (
-    BlockRun,
-    BlocksTaken,
-    CancelReservation,
-    DropRequest,
-    PoolLoad,
-    PoolRegistered,
-    RequestPooled,
-    ReservationRefused,
-    ReserveBlocks,
-)
+from alignedserve.messages.pools import DropRequest, PoolLoad, PoolRegistered, RequestPooled
 from alignedserve.messages.wire import Message
 from kvpool.logic import PoolLogic
 from kvpool.policies.fcfs import FcfsBatchFormer

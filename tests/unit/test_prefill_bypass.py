@@ -5,20 +5,18 @@ from collections.abc import Callable
 import pytest
 
 from alignedserve.core.ids import LeaseId, WorkerName
-from alignedserve.messages.events import PeerLost, Send
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import (
-    AbortRequest,
+from alignedserve.messages.caches import (
     BlocksReserved,
     BlocksTaken,
     CancelReservation,
-    PrefillCompleted,
-    RequestPreempted,
     ReservationRefused,
     ReserveBlocks,
-    TokenDelta,
 )
+from alignedserve.messages.events import PeerLost, Send
+from alignedserve.messages.gateways import AbortRequest, TokenDelta
+from alignedserve.messages.handshake import Role
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import PrefillCompleted, RequestPreempted
 from prefill_worker.buffers import CloseBuffer
 from prefill_worker.logic import PrefillCommand
 from tests.desks.prefill import Desk, emitted, offload, reserved, to_pool, to_router, token, written

@@ -4,26 +4,18 @@ import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, SamplingParams, TokenLogprob
+from alignedserve.messages.caches import BlocksTaken, ReservationRefused, ReserveBlocks
 from alignedserve.messages.events import PeerLinked, SendTo, Ticked
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import PromptScored, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     MapArena,
     PromptScores,
 )
-from alignedserve.messages.links import (
-    AttemptFailed,
-    BlocksTaken,
-    FailureKind,
-    PrefillCompleted,
-    PromptScored,
-    RequestFinished,
-    ReservationRefused,
-    ReserveBlocks,
-    TokenDelta,
-    TokensEmitted,
-    WorkerLoad,
-)
-from prefill_worker.logic import PrefillLimits, PrefillLogic
+from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, RequestFinished, WorkerLoad
+from alignedserve.scheduling.pacing import InOrder
+from prefill_worker.logic import PrefillLogic
 from tests.desks.prefill import (
     ARENA,
     CANCEL,
@@ -51,7 +43,7 @@ from tests.samples import POOL, R1, R2, REPLY_TO, ROUTER, request
 
 
 def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
-    logic = PrefillLogic(registered=REGISTERED, limits=PrefillLimits(10, 3), eos_token_ids=frozenset())
+    logic = PrefillLogic(registered=REGISTERED, max_running=3, pacing=InOrder(10), eos_token_ids=frozenset())
     assert logic.on_event(PeerLinked(Role.ROUTER, ROUTER), 0.0) == [
         to_router(REGISTERED),
         to_router(WorkerLoad(num_free_blocks=12)),

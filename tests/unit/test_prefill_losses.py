@@ -5,22 +5,16 @@ from typing import Any
 import pytest
 
 from alignedserve.core.ids import LeaseId
+from alignedserve.messages.caches import BatchGranted, BlocksReserved, BlocksTaken, ReservationRefused
 from alignedserve.messages.events import PeerLinked, PeerLost
+from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     MapArena,
     RunIteration,
 )
-from alignedserve.messages.links import (
-    AbortRequest,
-    BatchGranted,
-    BlocksReserved,
-    BlocksTaken,
-    PrefillCompleted,
-    RequestPreempted,
-    ReservationRefused,
-)
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import PrefillCompleted, RequestPreempted
 from prefill_worker.logic import PrefillCommand
 from tests.desks.prefill import (
     ABORT,

@@ -39,6 +39,31 @@ def test_least_slack_goes_by_a_requests_own_objective() -> None:
     assert LeastSlackOrder().key(patient) == (30.0,)
 
 
+def line(name: str, deadline_s: float, arrival_s: float = 100.0) -> Request:
+    slo = Slo(deadline_s=deadline_s)
+    return request(name, arrival_s=arrival_s, request_class=RequestClass.BEST_EFFORT, slo=slo)
+
+
+def test_lines_go_by_their_deadlines() -> None:
+    late, soon = line("late", 300.0), line("soon", 20.0, arrival_s=150.0)
+    assert order_of(PrefillQueue(LeastSlackOrder()), late, soon) == ["soon", "late"]
+
+
+@pytest.mark.parametrize(("arrival_s", "first"), [(178.9, "chat"), (179.1, "line")])
+def test_a_lines_deadline_never_brings_it_nearer_to_passing_chat(arrival_s: float, first: str) -> None:
+    chat = request("chat", arrival_s=arrival_s)
+    assert order_of(PrefillQueue(LeastSlackOrder()), line("line", 20.0), chat)[0] == first
+    assert LeastSlackOrder().key(line("line", 0.001)) > LeastSlackOrder().key(DOCUMENT)
+
+
+def test_a_deadline_a_week_away_does_not_starve_a_line() -> None:
+    assert LeastSlackOrder().key(line("line", 7 * 86_400.0)) == (100.0 + 60.0 + 600.0,)
+
+
+def test_chat_with_a_deadline_gets_its_first_token_before_it() -> None:
+    assert LeastSlackOrder().key(request(arrival_s=5.0, slo=Slo(deadline_s=0.5))) == (5.5,)
+
+
 def test_a_step_of_priority_is_worth_ten_seconds() -> None:
     keys = [LeastSlackOrder().key(request(arrival_s=5.0, priority=priority)) for priority in (-1, 0, 2)]
     assert keys == [(-4.0,), (6.0,), (26.0,)]
@@ -59,7 +84,7 @@ def test_nobody_overtakes_the_first() -> None:
     queue = PrefillQueue(FcfsOrder())
     queue.push(request("r1", prompt_len=100), 100)
     queue.push(request("r2", prompt_len=1, arrival_s=1.0), 1)
-    assert queue.pop_if(lambda num_tokens: num_tokens <= 50) is None
+    assert queue.pop_if(lambda waiting: waiting.num_tokens <= 50) is None
     assert len(queue) == 2
     assert drained(queue) == [R1, R2]
 
@@ -81,7 +106,7 @@ def test_a_request_that_left_and_came_again_is_there_once_with_its_new_length() 
     queue.push(request("r1"), 7)
     queue.discard(R1)
     queue.push(request("r1"), 9)
-    assert queue.pop_if(lambda num_tokens: num_tokens == 9) == R1
+    assert queue.pop_if(lambda waiting: waiting.num_tokens == 9) == R1
     assert queue.pop_if(lambda _: True) is None
 
 

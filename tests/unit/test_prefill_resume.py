@@ -4,17 +4,12 @@ import pytest
 
 from alignedserve.core.ids import LeaseId
 from alignedserve.core.request import Request
+from alignedserve.messages.caches import CopyGranted, CopyMissing, FetchCopy, LeasesReleased
 from alignedserve.messages.events import PeerLost, Send
+from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Load, LoadBlocks, MapArena
-from alignedserve.messages.links import (
-    AbortRequest,
-    CopyGranted,
-    CopyMissing,
-    FetchCopy,
-    LeasesReleased,
-    PrefillCompleted,
-)
+from alignedserve.messages.workers import PrefillCompleted
 from prefill_worker.logic import PrefillCommand
 from tests.desks.prefill import ARENA, EOS, Desk, added, run, to_pool, to_router, token
 from tests.samples import POOL, R1, blocks, handoff, request

@@ -124,7 +124,7 @@ def test_a_machine_without_the_memory(monkeypatch: pytest.MonkeyPatch, unused_tc
 
 def test_every_worker_counts_with_its_weights(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
     three = config(unused_tcp_port, decode={"count": 2})
-    weights = POCKET.config.weight_bytes(POCKET.dtype)
+    weights = POCKET.weight_bytes
     needed = 3 * weights + 2 * three.decode.memory_bytes + three.prefill.memory_bytes + three.pool.memory_bytes
     available(monkeypatch, needed)
     preflight.check(three, POCKET)

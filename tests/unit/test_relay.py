@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from alignedserve.core.errors import HandoffRejected
-from alignedserve.messages.links import BlockCopy
+from alignedserve.messages.caches import BlockCopy
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.block_sums import blocks_of
 from alignedserve.runtime.transfer import Incoming, Outgoing, ShmTransfer, relay

@@ -5,25 +5,24 @@ import pytest
 from alignedserve.core.ids import BatchId, WorkerName
 from alignedserve.core.request import Request, Slo
 from alignedserve.messages.events import Send
-from alignedserve.messages.links import (
-    NO_BATCH,
-    AbortRequest,
-    AttemptFailed,
+from alignedserve.messages.fields import NO_BATCH, FailureKind
+from alignedserve.messages.gateways import AbortRequest, RequestFailed, ResumeRequest
+from alignedserve.messages.pools import (
     BatchFormed,
     BatchReceived,
     CopyKept,
     CopyLost,
     DropRequest,
-    FailureKind,
     FormBatch,
-    JoinedBatch,
     PoolRegistered,
-    PrefillCompleted,
-    RequestFailed,
-    RequestFinished,
     RequestPooled,
+)
+from alignedserve.messages.workers import (
+    AttemptFailed,
+    JoinedBatch,
+    PrefillCompleted,
+    RequestFinished,
     RequestPreempted,
-    ResumeRequest,
     WorkerLoad,
 )
 from tests.desks.router import (

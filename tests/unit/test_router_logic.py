@@ -3,22 +3,18 @@
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.events import Send
-from alignedserve.messages.links import (
-    AbortRequest,
-    AttemptFailed,
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestRejected
+from alignedserve.messages.pools import (
     BatchFormed,
     BatchReceived,
     DropRequest,
-    FailureKind,
     FormBatch,
     PoolRegistered,
-    PrefillCompleted,
-    RequestFailed,
-    RequestFinished,
     RequestPooled,
-    RequestPreempted,
-    RequestRejected,
 )
+from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, RequestFinished, RequestPreempted
+from router.policies.prefill_order import FcfsOrder
 from tests.desks.router import (
     ASKED,
     BATCH,
@@ -120,6 +116,23 @@ def test_prefills_are_handed_out_up_to_the_allowance_and_nobody_overtakes() -> N
     assert made.submit(long) == []
     assert made.submit(short) == []
     assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 6)) == [given(long, 2), given(short, 3)]
+
+
+def test_best_effort_prompts_take_nothing_of_the_allowance_for_real_time_ones() -> None:
+    made = desk(max_prefill_tokens_per_worker=10)
+    document = request(prompt_len=9, request_class=RequestClass.BEST_EFFORT)
+    chat, second, later = (request(f"r{number}", prompt_len=5) for number in (2, 3, 4))
+    assert made.submit(document) == [given(document, 1)]
+    assert made.submit(chat) == [given(chat, 2)]
+    assert made.submit(second) == [given(second, 3)]
+    assert made.submit(later) == []
+
+
+def test_first_come_first_served_has_one_allowance_for_all() -> None:
+    made = desk(order=FcfsOrder(), max_prefill_tokens_per_worker=10)
+    document = request(prompt_len=9, request_class=RequestClass.BEST_EFFORT)
+    assert made.submit(document) == [given(document, 1)]
+    assert made.submit(request("r2", prompt_len=5)) == []
 
 
 def test_a_prompt_above_the_allowance_goes_to_a_worker_with_nothing_else() -> None:

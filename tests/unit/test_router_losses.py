@@ -5,30 +5,22 @@ from typing import Any
 import pytest
 
 from alignedserve.core.ids import BatchId
+from alignedserve.messages.caches import BlocksTaken
 from alignedserve.messages.events import Send
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import AbortRequest, ClusterStatus, RequestFailed, ResumeRequest, SubmitRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.links import (
-    AbortRequest,
-    AttemptFailed,
+from alignedserve.messages.pools import (
     BatchFormed,
     BatchReceived,
-    BlocksTaken,
-    ClusterStatus,
     CopyKept,
     CopyLost,
-    FailureKind,
     PoolLoad,
     PoolRegistered,
-    PrefillCompleted,
-    RequestFailed,
-    RequestFinished,
     RequestPooled,
-    RequestPreempted,
-    ResumeRequest,
-    SubmitRequest,
-    WorkerLoad,
 )
 from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, RequestFinished, RequestPreempted, WorkerLoad
 from tests.desks.router import (
     ASKED,
     BATCH,

@@ -1,8 +1,12 @@
 """Who fits into the running batch, and what it needs for the next iteration: blocks of four tokens."""
 
 from alignedserve.core.ids import BatchId
+from alignedserve.scheduling.pacing import PolicyPacing
+from alignedserve.scheduling.policy import IterationLimits
+from alignedserve.scheduling.worker_state import Scheduler
 from decode_worker.running import RunningBatch
 from decode_worker.state import Candidate, Loading, RunningRequest
+from tests.desks.scheduling import EasyCosts, Script, Step
 from tests.samples import blocks, handoff, request
 
 
@@ -15,15 +19,15 @@ def candidate(name: str, prompt_len: int, max_tokens: int = 40) -> Candidate:
 class Desk:
     """A running batch, here of at most three."""
 
-    def __init__(self, num_blocks: int, max_running: int = 3) -> None:
-        self.batch = RunningBatch(num_blocks=num_blocks, block_size=4, max_running=max_running)
+    def __init__(self, num_blocks: int, max_running: int = 3, pacing: PolicyPacing | None = None) -> None:
+        self.batch = RunningBatch(num_blocks=num_blocks, block_size=4, max_running=max_running, pacing=pacing)
 
     def enter(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
         one = candidate(name, prompt_len, max_tokens)
         block_ids = self.batch.blocks_if_fits(one)
         assert block_ids is not None, "it does not fit"
         running = RunningRequest.of_candidate(one, block_ids, prompt_len)
-        self.batch.enter(running)
+        self.batch.enter(running, 0.0)
         return running
 
     def enter_anyway(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
@@ -32,13 +36,13 @@ class Desk:
         taken = self.batch._allocator.allocate(self.batch.blocks_for(one.context_len))
         assert taken is not None, "there are no blocks"
         running = RunningRequest.of_candidate(one, taken, prompt_len)
-        self.batch.enter(running)
+        self.batch.enter(running, 0.0)
         return running
 
     def iterate(self) -> None:
         """Everybody who does not stall gets a token."""
-        self.batch.entering()
-        for request_id, num_tokens in self.batch.slices(100):
+        self.batch.take_changes()
+        for request_id, num_tokens in self.batch.slices(0.0):
             running = self.batch[request_id]
             running.num_computed += num_tokens
             running.note_token(5)
@@ -114,13 +118,15 @@ def test_whoever_is_admitted_is_not_evicted_within_the_foreseen_tokens() -> None
 def test_a_full_last_block_is_foreseen_one_iteration_ahead() -> None:
     desk = Desk(2)
     desk.enter("r1", 7)  # eight tokens in eight slots: the next token needs a third block
-    assert desk.batch.grow() == ((), 0, 1)
+    assert desk.batch.grow() == (0, 1)
+    assert desk.batch.take_changes().extensions == ()
 
 
 def test_a_request_at_its_end_needs_no_further_block() -> None:
     desk = Desk(2)
     desk.enter("r1", 7, max_tokens=1)
-    assert desk.batch.grow() == ((), 0, 0)
+    assert desk.batch.grow() == (0, 0)
+    assert desk.batch.take_changes().extensions == ()
 
 
 def test_whoever_gets_no_block_stalls_and_the_others_go_on() -> None:
@@ -128,9 +134,9 @@ def test_whoever_gets_no_block_stalls_and_the_others_go_on() -> None:
     desk.enter_anyway("r1", 7)
     desk.enter_anyway("r2", 5)
     desk.iterate()
-    growth = desk.batch.grow()
-    assert growth == ((), 1, 1)
-    assert desk.batch.slices(100) == (("r2", 1),)
+    assert desk.batch.grow() == (1, 1)
+    assert desk.batch.take_changes().extensions == ()
+    assert desk.batch.slices(0.0) == (("r2", 1),)
 
 
 def test_a_stalled_request_goes_on_when_there_is_a_block() -> None:
@@ -140,8 +146,9 @@ def test_a_stalled_request_goes_on_when_there_is_a_block() -> None:
     desk.iterate()
     desk.batch.grow()
     desk.batch.drop(other)
-    assert desk.batch.grow().extensions == (("r1", blocks(2)),)
-    assert desk.batch.slices(100) == (("r1", 1),)
+    assert desk.batch.grow() == (0, -1)  # one is free beyond the one it gets
+    assert desk.batch.take_changes().extensions == (("r1", blocks(2)),)
+    assert desk.batch.slices(0.0) == (("r1", 1),)
 
 
 def test_blocks_on_their_way_out_count_as_coming() -> None:
@@ -149,16 +156,17 @@ def test_blocks_on_their_way_out_count_as_coming() -> None:
     desk.enter_anyway("r1", 7)
     desk.batch.take_out(desk.enter_anyway("r2", 5))
     desk.iterate()
-    assert desk.batch.grow() == ((), 1, -1)  # two blocks are coming for the one that is wanting
+    assert desk.batch.grow() == (1, -1)  # two blocks are coming for the one that is wanting
 
 
 def test_whoever_is_about_to_enter_grows_within_its_addition() -> None:
     desk = Desk(3)
     one = desk.enter_anyway("r1", 7)
     one.note_token(5)
-    assert desk.batch.grow().extensions == ()
-    (addition,) = desk.batch.entering()[1]
-    assert addition.block_ids == blocks(0, 1, 2)
+    desk.batch.grow()
+    changes = desk.batch.take_changes()
+    assert changes.extensions == ()
+    assert [addition.block_ids for addition in changes.additions] == [blocks(0, 1, 2)]
 
 
 # --- leaving
@@ -169,14 +177,14 @@ def test_whoever_was_in_the_engine_is_removed_from_it() -> None:
     one = desk.enter("r1", 7)
     desk.iterate()
     desk.batch.drop(one)
-    assert desk.batch.entering() == (("r1",), ())
+    assert desk.batch.take_changes() == (("r1",), (), ())
     assert desk.batch.num_free == 4
 
 
 def test_whoever_never_was_in_the_engine_is_not() -> None:
     desk = Desk(4)
     desk.batch.drop(desk.enter("r1", 7))
-    assert desk.batch.entering() == ((), ())
+    assert desk.batch.take_changes() == ((), (), ())
 
 
 # --- lengths
@@ -188,3 +196,91 @@ def test_the_span_is_of_one_batch() -> None:
         desk.enter(name, prompt_len).batch_id = BatchId(2 if name == "r2" else 1)
     assert desk.batch.span(BatchId(1)) == (8, 12)
     assert desk.batch.span(BatchId(3)) is None
+
+
+# --- copies that are shorter than the context, and pacing
+
+
+def enter_short(desk: Desk, num_cached: int) -> RunningRequest:
+    """r1 is of eight tokens, and the copy that came was of so many."""
+    one = candidate("r1", 7)
+    block_ids = desk.batch.blocks_if_fits(one)
+    assert block_ids is not None, "it does not fit"
+    running = RunningRequest.of_candidate(one, block_ids, num_cached)
+    desk.batch.enter(running, 0.0)
+    return running
+
+
+def test_what_the_copy_lacked_is_computed_at_once_and_then_one_token_at_a_time() -> None:
+    desk = Desk(20)
+    running = enter_short(desk, 3)
+    assert desk.batch.slices(0.0) == (("r1", 5),)
+    desk.batch.note_chunks()
+    running.note_token(5)
+    assert desk.batch.slices(0.0) == (("r1", 1),)
+
+
+def test_a_batch_that_is_as_before_has_the_very_slices_of_before() -> None:
+    desk = Desk(20)
+    desk.enter("r1", 7)
+    assert desk.batch.slices(0.0) is desk.batch.slices(1.0)
+
+
+def paced(*steps: Step, num_blocks: int = 20) -> Desk:
+    """As these steps say."""
+    script = Script()
+    script.steps.extend(steps)
+    pacing = PolicyPacing(Scheduler(script, EasyCosts(), IterationLimits(4, 10)))
+    return Desk(num_blocks, pacing=pacing)
+
+
+def test_a_policy_computes_in_chunks_what_the_copy_lacked() -> None:
+    desk = paced(Step(r1=2), Step(r1=3))
+    running = enter_short(desk, 3)
+    assert desk.batch.slices(0.0) == (("r1", 2),)
+    desk.batch.note_chunks()
+    assert running.num_computed == 5
+    assert desk.batch.slices(0.0) == (("r1", 3),)
+    desk.batch.note_chunks()
+    assert running.num_remaining == 0
+    running.note_token(5)
+    assert running.num_remaining == 1
+
+
+def test_who_is_stalled_waits_whatever_the_policy_says() -> None:
+    desk = paced(Step(r1=1, r2=1), num_blocks=4)
+    desk.enter_anyway("r1", 7).note_token(5)  # nine tokens in two blocks
+    desk.enter_anyway("r2", 5)
+    assert desk.batch.grow() == (1, 1)
+    assert desk.batch.slices(0.0) == (("r2", 1),)
+
+
+def test_who_pauses_is_in_the_batch_and_not_in_the_iteration() -> None:
+    desk = paced(Step(r2=1), Step(r1=1))
+    desk.enter("r1", 7)
+    desk.enter("r2", 5, max_tokens=1)
+    assert desk.batch.slices(0.0) == (("r2", 1),)
+    assert len(desk.batch) == 2
+    assert desk.batch.slices(0.0) == (("r1", 1),)
+
+
+def test_a_block_for_who_pauses_reaches_the_engine_with_the_next_iteration_whenever_that_is() -> None:
+    desk = paced(num_blocks=20)
+    running = desk.enter("r1", 7)
+    desk.batch.take_changes()
+    running.note_token(5)
+    desk.batch.grow()
+    assert desk.batch.slices(0.0) == ()  # the policy rests: no iteration takes the change
+    desk.batch.grow()
+    assert desk.batch.take_changes().extensions == (("r1", blocks(2)),)
+    assert desk.batch.take_changes().extensions == ()
+
+
+def test_a_block_for_who_has_left_is_no_change() -> None:
+    desk = Desk(20)
+    running = desk.enter("r1", 7)
+    desk.batch.take_changes()
+    running.note_token(5)
+    desk.batch.grow()
+    desk.batch.drop(running)
+    assert desk.batch.take_changes() == (("r1",), (), ())

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from alignedserve.core.errors import PeerLost, TransportUnavailable
-from alignedserve.messages.links import ArenaOffered
+from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.arena import Arena
 from alignedserve.runtime.transfer import KVTransfer, ShmTransfer
 from alignedserve.runtime.transfers.block_server import BlockServer

@@ -4,7 +4,8 @@ import msgpack
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason
-from alignedserve.messages.links import GatewayInbound, TokenDelta, TokensEmitted
+from alignedserve.messages.gateways import TokenDelta, TokensEmitted
+from alignedserve.messages.links import GatewayInbound
 from alignedserve.messages.wire import Codec
 
 

@@ -1,0 +1,50 @@
+"""A disk that is full for a while, for real: nothing is corrupted, batches say so and go on by themselves."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.batch_client import BatchClient, chat_file
+from benchmarks.batch_kills import Verdict, answered_alone, judge, kill_cluster, make_tasks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o700)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m,mode=700", "tmpfs", str(folder)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs to mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+        except OSError:
+            return ballast
+
+
+def test_a_batch_on_a_full_disk_pauses_and_goes_on(small_disk: Path, tmp_path: Path) -> None:
+    with kill_cluster(tmp_path) as cluster:
+        client = BatchClient(cluster.url)
+        tasks = answered_alone(client, make_tasks(480), 400)
+        prompts = [(name, task.prompt) for name, task in tasks.items()]
+        batch_id = client.submit(chat_file(prompts, "pocket"), "/v1/chat/completions")
+        client.wait(batch_id, lambda batch: batch["request_counts"]["completed"] > 20)
+        ballast = fill(small_disk)
+        time.sleep(6.0)  # Redis ends when it cannot write, and cannot come back
+        ballast.unlink()
+        batch = client.wait(batch_id)
+        output = client.lines(batch.get("output_file_id"))
+        assert judge(batch, output, client.lines(batch.get("error_file_id")), tasks) == Verdict(0, 0, 0, "completed")

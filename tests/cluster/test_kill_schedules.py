@@ -1,0 +1,66 @@
+"""The harness of benchmarks/batch_kills.py: a short run of it always, a longer one where there is time."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from alignedserve.pocket.tasks import PocketTask
+from benchmarks.batch_client import BatchClient
+from benchmarks.batch_kills import NUM_LINES, answered_alone, judge, kill_cluster, make_tasks, run_schedule
+from benchmarks.kill_cluster import KillCluster
+from benchmarks.kill_schedules import Fault, Hit, KillSchedule, Target, make_schedule
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def fired_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillCluster]:
+    with kill_cluster(tmp_path_factory.mktemp("kills")) as cluster:
+        yield cluster
+
+
+def some_tasks(cluster: KillCluster, count: int) -> dict[str, PocketTask]:
+    return answered_alone(BatchClient(cluster.url), make_tasks(count * 6 // 5), count)
+
+
+def test_no_line_is_lost_doubled_or_wrong(fired_at: KillCluster) -> None:
+    faults = (
+        Fault(Target.DRIVER, Hit.KILL, 0.3),
+        Fault(Target.REDIS, Hit.KILL, 0.3),
+        Fault(Target.DECODE, Hit.STOP, 0.2, 0.3),
+    )
+    record = run_schedule(fired_at, KillSchedule(0, faults), some_tasks(fired_at, 100))
+    assert record["is_clean"], record
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ten_schedules(fired_at: KillCluster) -> None:
+    tasks = some_tasks(fired_at, NUM_LINES)
+    records = [run_schedule(fired_at, make_schedule(seed), tasks) for seed in range(1000, 1010)]
+    assert not [record for record in records if not record["is_clean"]]
+
+
+def test_a_seed_is_a_schedule() -> None:
+    schedules = [make_schedule(seed) for seed in range(200)]
+    assert schedules == [make_schedule(seed) for seed in range(200)]
+    assert {fault.target for schedule in schedules for fault in schedule.faults} == set(Target)
+
+
+def line(custom_id: str, text: str) -> dict[str, object]:
+    return {"custom_id": custom_id, "response": {"body": {"choices": [{"message": {"content": text}}]}}}
+
+
+def test_the_judge_sees_every_kind_of_wrong() -> None:
+    tasks = make_tasks(4)
+    first, second, third, _ = list(tasks)
+    output = [line(first, tasks[first].answer), line(first, tasks[first].answer), line(second, "no")]
+    errors = [{"custom_id": third}]
+    batch = {"status": "completed", "request_counts": {"total": 4, "completed": 3, "failed": 1}}
+    verdict = judge(batch, output, errors, tasks)
+    assert verdict[:3] == (1, 1, 2)
+    assert not verdict.is_clean
+    random.Random(0).shuffle(whole := [line(name, task.answer) for name, task in tasks.items()])
+    whole_batch = {"status": "completed", "request_counts": {"total": 4, "completed": 4, "failed": 0}}
+    assert judge(whole_batch, whole, [], tasks).is_clean

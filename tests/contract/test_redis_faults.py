@@ -1,0 +1,113 @@
+"""The record store in Redis when the server is stopped, its answers are lost, or its file was torn."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from alignedserve.batches.ports import Put
+from alignedserve.batches.storage.redis_records import RedisRecords
+from alignedserve.cluster.private_redis import PrivateRedis
+from alignedserve.core.errors import StoreUnavailable
+
+
+def private_redis(folder: Path) -> PrivateRedis:
+    return PrivateRedis(folder=folder / "data", socket_path=folder / "redis.sock", log_path=folder / "redis.log")
+
+
+@contextlib.asynccontextmanager
+async def stored(folder: Path, address: str | None = None) -> AsyncIterator[RedisRecords]:
+    server = private_redis(folder)
+    server.start()
+    records = RedisRecords(address or server.address, namespace="test")
+    try:
+        yield records
+    finally:
+        await records.close()
+        server.stop()
+
+
+def server_pid(folder: Path) -> int:
+    return int((folder / "data" / "redis.pid").read_text() or 0)
+
+
+@contextlib.asynccontextmanager
+async def losing_answers_to_exec(server_path: Path, path: Path) -> AsyncIterator[None]:
+    """A way to the server that hangs up once it has passed on an EXEC, and before the answer to it."""
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there = await asyncio.open_unix_connection(str(server_path))
+        try:
+            while asked := await reader.read(1 << 16):
+                there.write(asked)
+                answer = await there_reader.read(1 << 16)
+                if b"EXEC" in asked:
+                    return
+                writer.write(answer)
+        finally:
+            writer.close()
+            there.close()
+
+    async with await asyncio.start_unix_server(forward, str(path)):
+        yield
+
+
+async def test_a_commit_whose_answer_is_lost_is_not_said_to_have_failed(tmp_path: Path) -> None:
+    """It is done, and False would say that nothing was."""
+    way = tmp_path / "way.sock"
+    async with (
+        losing_answers_to_exec(tmp_path / "redis.sock", way),
+        stored(tmp_path, f"unix://{way}") as records,
+    ):
+        with pytest.raises(StoreUnavailable):
+            await records.commit([Put("a", b"1")], unchanged={"a": None})
+        assert await records.read(["a"]) == [b"1"]
+
+
+async def test_a_stopped_server_is_given_up_soon(tmp_path: Path) -> None:
+    async with stored(tmp_path) as records:
+        await records.commit([Put("a", b"1")], unchanged={})
+        server = psutil.Process(server_pid(tmp_path))
+        server.suspend()
+        try:
+            began_s = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                await records.read(["a"])
+            with pytest.raises(StoreUnavailable):
+                await records.commit([Put("a", b"2")], unchanged={"a": b"1"})
+            assert time.monotonic() - began_s < 8.0
+        finally:
+            server.resume()
+        assert await records.read(["a"]) in ([b"1"], [b"2"])
+
+
+async def test_a_torn_end_of_the_file_costs_only_what_was_not_acknowledged(tmp_path: Path) -> None:
+    async with stored(tmp_path) as records:
+        for number in range(20):
+            await records.commit([Put(f"key-{number}", b"x" * 100)], unchanged={})
+    kept = max((tmp_path / "data").rglob("*appendonly*"), key=lambda path: path.stat().st_size)
+    os.truncate(kept, kept.stat().st_size - 7)
+    async with stored(tmp_path) as records:
+        found = await records.read([f"key-{number}" for number in range(20)])
+        assert found[:19] == [b"x" * 100] * 19
+
+
+async def test_a_server_that_stays_silent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alignedserve.cluster.private_redis._SILENCE_S", 1.0)
+    async with stored(tmp_path) as records:
+        await records.commit([Put("a", b"1")], unchanged={})
+        stopped = server_pid(tmp_path)
+        os.kill(stopped, signal.SIGSTOP)
+        async with asyncio.timeout(20):
+            while server_pid(tmp_path) in (stopped, 0):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            while True:
+                with contextlib.suppress(StoreUnavailable):
+                    assert await records.read(["a"]) == [b"1"]
+                    break

@@ -1,0 +1,193 @@
+"""A worker as a policy sees it, built by hand: one dict per request, and a cost model whose sums are easy."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
+from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.policy import (
+    DeviceMemory,
+    Evict,
+    Eviction,
+    IterationHistory,
+    IterationLimits,
+    IterationPlan,
+    Share,
+    WorkerView,
+)
+from alignedserve.scheduling.table import RequestTable
+
+
+@dataclass(frozen=True)
+class EasyCosts:
+    """Iterations cost a fixed time, one for each token, and one for each token of context that a decode reads."""
+
+    base_s: float = 0.010
+    token_s: float = 0.001
+    context_s: float = 0.00001
+    swap_token_s: float = 0.0001
+
+    def iteration_s(self, work: IterationWork) -> float:
+        """See CostModel."""
+        compute = self.base_s + self.token_s * work.num_tokens + self.context_s * work.decode_context_len
+        return max(compute, self.swap_s(work.swap_in_tokens + work.swap_out_tokens))
+
+    def swap_s(self, num_tokens: float) -> float:
+        """See CostModel."""
+        return self.swap_token_s * num_tokens
+
+
+class Step:
+    """A plan by request ids: tokens by request, who leaves the device for it, who comes back beside it."""
+
+    def __init__(
+        self, *, drop: Sequence[str] = (), swap: Sequence[str] = (), upload: Sequence[str] = (), **shares: int
+    ) -> None:
+        self.shares, self.uploads = shares, upload
+        self.evictions = [*((name, Eviction.DROP) for name in drop), *((name, Eviction.SWAP) for name in swap)]
+
+    def plan_of(self, table: RequestTable) -> IterationPlan:
+        """In rows of this table."""
+        return IterationPlan(
+            tuple(Share(table.row(RequestId(name)), count) for name, count in self.shares.items()),
+            tuple(Evict(table.row(RequestId(name)), how) for name, how in self.evictions),
+            tuple(table.row(RequestId(name)) for name in self.uploads),
+        )
+
+
+@dataclass
+class Script:
+    """A policy that plans one step after the other, and rests when there is none. Keeps what it was shown last."""
+
+    steps: deque[Step] = field(default_factory=deque)
+    view: WorkerView | None = None
+
+    def plan(self, view: WorkerView) -> IterationPlan:
+        """See IterationPolicy."""
+        self.view = view
+        return self.steps.popleft().plan_of(view.table) if self.steps else IterationPlan()
+
+
+def request_of(request_id: str, fields: Mapping[str, Any]) -> Request:
+    """A request from the fields of a row; what is not said is as in a real-time request without SLOs."""
+    slo = Slo(fields.get("ttft_s"), fields.get("tpot_s"), fields.get("deadline_s"))
+    return Request(
+        RequestId(request_id),
+        (1,) * fields.get("prompt_len", 16),
+        SamplingParams(max_tokens=fields.get("max_tokens", 100)),
+        "gateway",
+        fields.get("arrival_s", 0.0),
+        RequestClass.BEST_EFFORT if fields.get("be") else RequestClass.REAL_TIME,
+        slo,
+        fields.get("priority", 0),
+    )
+
+
+_PROGRESS = (
+    *("num_generated", "num_cached", "num_swapped", "num_blocks", "is_hidden", "waits_since_s", "first_token_s"),
+    *("last_token_s", "last_run_s", "service_s", "predicted_len", "num_preemptions"),
+)
+
+
+def table_of(rows: Mapping[str, Mapping[str, Any]], block_size: int = 16) -> RequestTable:
+    """Rows by request id, in this order. Fields are named as the columns, and `be`.
+
+    A request with generated tokens decodes, its whole cache on the device, unless its row says otherwise.
+    """
+    table = RequestTable()
+    for request_id, fields in rows.items():
+        row = table.add(request_of(request_id, fields), fields.get("arrival_s", 0.0))
+        decoded = fields.get("num_generated", 0)
+        cached = fields.get("num_cached", int(table.prompt_len[row]) + decoded - 1 if decoded else 0)
+        on_device = cached - fields.get("num_swapped", 0)
+        defaults = {"num_cached": cached, "num_blocks": -(-on_device // block_size)}
+        if decoded:
+            defaults |= {"first_token_s": fields.get("arrival_s", 0.0), "last_token_s": fields.get("arrival_s", 0.0)}
+        for name, value in {**defaults, **{key: fields[key] for key in _PROGRESS if key in fields}}.items():
+            getattr(table, name)[row] = value
+    return table
+
+
+def view_of(
+    rows: Mapping[str, Mapping[str, Any]],
+    *,
+    now: float = 0.0,
+    num_blocks: int = 1000,
+    block_size: int = 16,
+    max_running: int = 64,
+    max_tokens: int = 512,
+    costs: CostModel | None = None,
+    history: Iterable[float] = (),
+    can_evict: bool = True,
+    **memory: Any,
+) -> WorkerView:
+    """What the policy sees of a worker that holds these requests. `history`: how long its iterations took."""
+    table = table_of(rows, block_size)
+    past = IterationHistory()
+    for duration_s in history:
+        past.note(duration_s)
+    num_free = num_blocks - int(table.num_blocks.sum())
+    return WorkerView(
+        table,
+        DeviceMemory(num_blocks, num_free, block_size, **memory),
+        IterationLimits(max_running, max_tokens),
+        past,
+        costs or EasyCosts(),
+        now,
+        can_evict,
+    )
+
+
+def shares_of(view: WorkerView, plan: IterationPlan) -> dict[str, int]:
+    """Tokens by request id, in the plan's order."""
+    return {str(view.table.request_ids[share.row]): share.num_tokens for share in plan.shares}
+
+
+def evicted_of(view: WorkerView, plan: IterationPlan) -> list[tuple[str, str]]:
+    """(request id, how) in the plan's order."""
+    return [(str(view.table.request_ids[part.row]), part.how.value) for part in plan.evictions]
+
+
+def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = True) -> None:
+    """What every plan must keep: places, tokens, blocks, host room, one share a request, no more than remains."""
+    table, memory = view.table, view.memory
+    rows: Sequence[int] = [share.row for share in plan.shares]
+    assert len(set(rows)) == len(rows)
+    assert len(rows) <= view.limits.max_running
+    assert sum(share.num_tokens for share in plan.shares) <= view.limits.max_tokens
+    evicted = {part.row: part for part in plan.evictions}
+    assert len(evicted) == len(plan.evictions)
+    assert view.can_evict or not evicted
+    num_free, host = memory.num_free, 0
+    for part in plan.evictions:
+        on_device = int(table.num_cached[part.row] - table.num_swapped[part.row])
+        leaving = on_device if part.num_tokens is None else part.num_tokens
+        assert 0 < leaving <= on_device
+        host += leaving if part.how.value == "swap" else 0
+        kept = memory.blocks_for(
+            on_device - leaving,
+            is_hidden=bool(table.is_hidden[part.row]),
+            is_real_time=bool(table.is_real_time[part.row]),
+        )
+        num_free += int(table.num_blocks[part.row]) - (kept if leaving < on_device else 0)
+    assert host <= memory.num_free_host
+    for share in plan.shares:
+        is_evicted = share.row in evicted
+        left = int(table.context_len[share.row]) - (0 if is_evicted else int(table.num_cached[share.row]))
+        assert 0 < share.num_tokens <= left
+        num_free -= memory.blocks_needed(table, share, is_evicted=is_evicted)
+        # Who has just left does not come back with the same plan, but with a cache of another kind.
+        changes_kind = share.is_hidden != bool(table.is_hidden[share.row])
+        assert not is_evicted or (changes_kind and evicted[share.row].how is Eviction.DROP)
+    assert plan.shares or not (plan.uploads or plan.evictions) or not is_finished
+    assert len(set(plan.uploads)) == len(plan.uploads)
+    for row in plan.uploads:
+        assert row not in rows
+        assert row not in evicted
+        assert table.num_swapped[row] > 0
+        num_free -= memory.blocks_needed(table, Share(row, 0))
+    assert num_free >= 0

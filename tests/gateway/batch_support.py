@@ -1,0 +1,166 @@
+"""A gateway with files and batches, and their driver, over a scripted cluster: everything in this process."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from alignedserve.batches.book import Book
+from alignedserve.batches.driver import BatchDriver
+from alignedserve.batches.place import BatchStores
+from alignedserve.batches.run import Limits, Rooms
+from alignedserve.batches.storage.disk_blobs import DiskBlobs
+from alignedserve.batches.storage.disk_log import DiskLogs
+from alignedserve.batches.storage.memory_records import MemoryRecords
+from alignedserve.config.sections import BatchesConfig, GatewayConfig
+from alignedserve.core.request import Request
+from alignedserve.gateway.app import build_app, build_services
+from alignedserve.gateway.batch_desk import BatchDesk
+from alignedserve.gateway.batch_lines import ClusterLines
+from alignedserve.gateway.model import ServedModel
+from alignedserve.gateway.scripted_backend import Script, ScriptedBackend
+from tests.batch_samples import chat_lines
+from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
+
+OVER = ("completed", "failed", "expired", "cancelled")
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    """Until this holds."""
+    async with asyncio.timeout(timeout_s):
+        while not await holds():  # noqa: ASYNC110  (what is waited for may be in another process)
+            await asyncio.sleep(0.02)
+
+
+@dataclass
+class BatchGateway:
+    """The door, what is behind it, and the driver that can be killed and started again."""
+
+    app: FastAPI
+    client: httpx.AsyncClient
+    backend: ScriptedBackend
+    records: MemoryRecords
+    stores: BatchStores
+    folder: Path
+    config: BatchesConfig
+    lines: ClusterLines
+    max_in_flight: int = 8
+    driving: asyncio.Task[None] | None = None
+
+    def start_driver(self) -> None:
+        limits = Limits(
+            models=("tiny",),
+            max_lines=self.config.max_lines,
+            max_line_bytes=self.config.max_line_bytes,
+            max_tries=self.config.max_tries,
+            assumed_tokens_per_s=self.config.assumed_tokens_per_s,
+            file_lifetime_s=self.config.file_lifetime_s,
+        )
+        driver = BatchDriver(
+            rooms=Rooms(self.stores.book, self.stores.blobs, self.stores.logs, self.lines),
+            limits=limits,
+            max_in_flight=self.max_in_flight,
+            lock_path=self.folder / "driver.lock",
+        )
+        self.driving = asyncio.create_task(driver.run())
+
+    async def stop_driver(self) -> None:
+        assert self.driving is not None
+        self.driving.cancel()
+        await asyncio.gather(self.driving, return_exceptions=True)
+
+    async def upload(
+        self,
+        content: bytes,
+        *,
+        name: str = "in.jsonl",
+        headers: dict[str, str] | None = None,
+        fields: dict[str, str] | None = None,
+    ) -> httpx.Response:
+        data = {"purpose": "batch", **(fields or {})}
+        return await self.client.post("/v1/files", files={"file": (name, content)}, data=data, headers=headers)
+
+    async def create(
+        self, file_id: str, *, endpoint: str = "/v1/chat/completions", window: str = "24h", **fields: Any
+    ) -> httpx.Response:
+        headers = fields.pop("headers", None)
+        body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window, **fields}
+        return await self.client.post("/v1/batches", json=body, headers=headers)
+
+    async def submit(self, content: bytes | None = None, **fields: Any) -> dict[str, Any]:
+        """Upload and create; the batch as it was answered."""
+        uploaded = await self.upload(chat_lines(3) if content is None else content)
+        assert uploaded.status_code == 200, uploaded.text
+        created = await self.create(uploaded.json()["id"], **fields)
+        assert created.status_code == 200, created.text
+        batch: dict[str, Any] = created.json()
+        return batch
+
+    async def batch(self, batch_id: str) -> dict[str, Any]:
+        response = await self.client.get(f"/v1/batches/{batch_id}")
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def wait_for(self, batch_id: str, *states: str, timeout_s: float = 20.0) -> dict[str, Any]:
+        async def is_there() -> bool:
+            return (await self.batch(batch_id))["status"] in (states or OVER)
+
+        await eventually(is_there, timeout_s)
+        return await self.batch(batch_id)
+
+    async def wait_for_lines(self, batch_id: str, count: int) -> dict[str, Any]:
+        """Until so many have been answered."""
+
+        async def are_there() -> bool:
+            return bool((await self.batch(batch_id))["request_counts"]["completed"] >= count)
+
+        await eventually(are_there)
+        return await self.batch(batch_id)
+
+    async def results(self, file_id: str) -> list[str]:
+        response = await self.client.get(f"/v1/files/{file_id}/content")
+        assert response.status_code == 200, response.text
+        return response.text.splitlines()
+
+
+@asynccontextmanager
+async def batch_gateway(
+    folder: Path,
+    script: Callable[[Request], Script] | None = None,
+    *,
+    api_keys: tuple[str, ...] = (),
+    is_driven: bool = True,
+    max_in_flight: int = 8,
+    **config: Any,
+) -> AsyncIterator[BatchGateway]:
+    records = MemoryRecords()
+    stores = BatchStores(Book(records), DiskBlobs(folder / "files"), DiskLogs(folder / "results"), records)
+    backend = ScriptedBackend(script or saying("hello world"))
+    batches = BatchesConfig(**config)
+    model = ServedModel("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
+    services = build_services(
+        backend=backend,
+        tokenizer=tokenizer(),
+        model=model,
+        config=GatewayConfig(),
+        api_keys=api_keys,
+        reply_to="unix:/nowhere",
+        desk=BatchDesk(stores, batches),
+    )
+    app = build_app(services)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        lines = ClusterLines(services)
+        door = BatchGateway(app, client, backend, records, stores, folder, batches, lines, max_in_flight)
+        if is_driven:
+            door.start_driver()
+        try:
+            yield door
+        finally:
+            if door.driving is not None:
+                await door.stop_driver()

@@ -1,0 +1,246 @@
+"""`alignedserve batch` against a gateway on a real port."""
+
+import asyncio
+import gzip
+import json
+import random
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.batches.records import Endpoint
+from alignedserve.cli.batch_check import check_file
+from alignedserve.cli.main import main
+from alignedserve.core.request import Request
+from alignedserve.gateway.scripted_backend import Script
+from tests.batch_samples import chat_line, chat_lines
+from tests.gateway.batch_server import CuttingProxy, listening
+from tests.gateway.batch_support import BatchGateway, batch_gateway
+from tests.gateway.support import EOS, tokens_of
+
+
+class Shell:
+    """Runs commands while the gateway goes on in this event loop."""
+
+    def __init__(self, door: BatchGateway, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.door = door
+        self.url = url
+        self.out = self.err = ""
+        self._capsys = capsys
+
+    async def run(self, *arguments: str, url: str | None = None) -> int:
+        """The exit code; `out` and `err` are of this command."""
+        sys.argv = ["alignedserve", "batch", *arguments, "--url", url or self.url]
+        code = await asyncio.to_thread(_exit_code)
+        self.out, self.err = self._capsys.readouterr()
+        assert "Traceback" not in self.err
+        return code
+
+    async def json(self, *arguments: str) -> Any:
+        assert await self.run(*arguments, "--json") == 0, self.err
+        return json.loads(self.out)
+
+
+def _exit_code() -> int:
+    try:
+        main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    raise AssertionError("a command ends with a code")
+
+
+@asynccontextmanager
+async def shell(folder: Path, capsys: pytest.CaptureFixture[str], *args: Any, **fields: Any) -> AsyncIterator[Shell]:
+    async with batch_gateway(folder / "state", *args, **fields) as door, listening(door.app) as url:
+        yield Shell(door, url, capsys)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alignedserve.cli.batch_client._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("alignedserve.cli.batch_client._LONGEST_PAUSE_S", 0.02)
+    for module in ("batch_watch", "batch_results"):
+        monkeypatch.setattr(f"alignedserve.cli.{module}.POLL_S", 0.05)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+def written(folder: Path, content: bytes, name: str = "in.jsonl") -> str:
+    (folder / name).write_bytes(content)
+    return str(folder / name)
+
+
+def slowly(request: Request) -> Script:
+    return Script((*tokens_of("hello"), EOS), first_token_delay_s=0.02)
+
+
+def never(request: Request) -> Script:
+    return Script((EOS,), first_token_delay_s=60.0)
+
+
+async def test_from_file_to_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, chat_lines(5) + chat_line("odd", nonsense=1))
+    async with shell(tmp_path, capsys) as cli:
+        assert await cli.run("submit", path, "--window", "2h", "--metadata", "team=a", "--watch") == 0
+        assert "5 of 6 completed, 1 failed" in cli.out
+        assert "completed 6/6" in cli.err
+        listed = await cli.json("list")
+        assert [(one["completion_window"], one["metadata"]) for one in listed] == [("2h", {"team": "a"})]
+        batch_id = listed[0]["id"]
+        assert (await cli.json("status", batch_id))["status"] == "completed"
+        assert await cli.run("results", batch_id) == 0
+        assert len({json.loads(line)["custom_id"] for line in cli.out.splitlines()}) == 5
+        assert await cli.run("errors", batch_id) == 0
+        assert cli.out == "odd: 400 unknown_parameter: Unrecognized request argument: nonsense.\n"
+        assert await cli.run("errors", batch_id, "--json") == 0
+        assert json.loads(cli.out)["custom_id"] == "odd"
+        assert await cli.run("cancel", batch_id) == 1
+        assert "can no longer be cancelled" in cli.err
+
+
+async def test_submit_prints_the_id_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    async with shell(tmp_path, capsys, is_driven=False) as cli:
+        assert await cli.run("submit", written(tmp_path, json.dumps(line).encode())) == 0
+        assert (await cli.door.batch(cli.out.strip()))["endpoint"] == "/v1/completions"
+        assert "fits, ends" in cli.err
+
+
+async def test_a_file_with_mistakes_is_not_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = b"\n".join([chat_line("a"), b"{", chat_line("a"), *[b"["] * 30])
+    async with shell(tmp_path, capsys, is_driven=False) as cli:
+        assert await cli.run("submit", written(tmp_path, content)) == 1
+        assert "in.jsonl: line 2: This line is not parseable as valid JSON. (invalid_json_line)\n" in cli.err
+        assert "and 12 more\n" in cli.err
+        assert (await cli.door.client.get("/v1/files")).json()["data"] == []
+
+
+GOOD = chat_line("a")
+INPUTS = {
+    "not JSON": GOOD + b"\nhello\n",
+    "not JSONL": b'[{"custom_id": "a"},\n {"custom_id": "b"}]\n',
+    "duplicate": GOOD + b"\n\n" + GOOD,
+    "no custom_id": b'{"method": "POST"}',
+    "method": GOOD.replace(b"POST", b"GET"),
+    "url": chat_line("a", url="/v1/embeddings"),
+    "mixed endpoints": GOOD + b"\n" + chat_line("b", url="/v1/completions"),
+    "model": GOOD + b"\n" + chat_line("b", model="gpt-4o"),
+    "gzip": gzip.compress(GOOD, mtime=0),
+    "UTF-16": GOOD.decode().encode("utf-16"),
+    "BOM": b"\xef\xbb\xbf" + GOOD + b"\n",
+    "CRLF": GOOD + b"\r\n" + chat_line("b") + b"\r\n",
+    "no last line end": GOOD + b"\n" + chat_line("b"),
+    "only line ends": b"\r\n\n",
+    "a long line": chat_line("b", content="x" * 5 * 1024 * 1024),
+    "a line over the context": chat_line("b", content="fox " * 400),
+}
+
+
+@pytest.mark.parametrize("content", INPUTS.values(), ids=INPUTS)
+async def test_the_check_says_what_the_server_says(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "in.jsonl").write_bytes(content)
+    checked = check_file(tmp_path / "in.jsonl", Endpoint.CHAT, ("tiny",))
+    async with batch_gateway(tmp_path / "state") as door:
+        done = await door.wait_for((await door.submit(content))["id"])
+    said = (done.get("errors") or {"data": []})["data"]
+    found = [
+        {"code": one.code, "message": one.message, "param": one.param, "line": one.line} for one in checked.problems
+    ]
+    assert found == said
+    assert done["status"] == ("failed" if found else "completed")
+    assert found or done["request_counts"]["total"] == checked.num_lines
+
+
+async def test_the_same_key_and_file_are_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, chat_lines(2))
+    async with shell(tmp_path, capsys, is_driven=False) as cli:
+        assert await cli.run("submit", path, "--idempotency-key", "night-7") == 0
+        first = cli.out
+        assert await cli.run("submit", path, "--idempotency-key", "night-7") == 0
+        assert (cli.out, "before" in cli.err) == (first, True)
+        assert len((await cli.door.client.get("/v1/files")).json()["data"]) == 1
+        other = written(tmp_path, chat_lines(3))
+        assert await cli.run("submit", other, "--idempotency-key", "night-7") == 1
+        assert "was used for another request" in cli.err
+
+
+async def test_following_over_connections_that_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(7)
+    async with shell(tmp_path, capsys, slowly, max_in_flight=4) as cli:
+        batch = await cli.door.submit(chat_lines(60))
+        proxy = CuttingProxy(cli.url, lambda: rng.choice((1500, 4000, 9000, 20_000)))
+        async with proxy.listening() as url:
+            assert await cli.run("results", batch["id"], "--follow", url=url) == 0
+        done = await cli.door.batch(batch["id"])
+        assert cli.out.splitlines() == await cli.door.results(done["output_file_id"])
+    assert len(cli.out.splitlines()) == 60
+    assert proxy.num_cut > 3
+    assert "trying again" in cli.err
+
+
+async def test_watching_and_submitting_over_connections_that_break(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(8)
+    path = written(tmp_path, chat_lines(60))
+    async with shell(tmp_path, capsys, slowly, max_in_flight=4) as cli:
+        proxy = CuttingProxy(cli.url, lambda: rng.choice((0, 50, 600, 3000, None)))
+        async with proxy.listening() as url:
+            assert await cli.run("submit", path, "--watch", url=url) == 0
+        listed = (await cli.door.client.get("/v1/batches")).json()["data"]
+    assert len(listed) == 1
+    assert proxy.num_cut
+
+
+async def test_output_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.jsonl"
+    async with shell(tmp_path, capsys) as cli:
+        done = await cli.door.wait_for((await cli.door.submit(chat_lines(30)))["id"])
+        whole = (await cli.door.client.get(f"/v1/files/{done['output_file_id']}/content")).content
+        for num_bytes in (0, len(whole) // 2, whole.index(b"\n") + 1, len(whole) - 1, len(whole)):
+            target.write_bytes(whole[:num_bytes])
+            assert await cli.run("results", done["id"], "--output", str(target)) == 0
+            assert (target.read_bytes(), cli.out) == (whole, "")
+        for foreign in (b"precious", b"precious\n", b"precious\n" * 10_000, b"precious\nhalf"):
+            target.write_bytes(foreign)
+            assert await cli.run("results", done["id"], "--output", str(target)) == 2
+            assert target.read_bytes() == foreign
+
+
+async def test_batches_that_end_badly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alignedserve.gateway.batch_schemas.MIN_WINDOW_S", 1.0)
+    path, bad = written(tmp_path, chat_lines(3)), written(tmp_path, b"{\n", "bad.jsonl")
+    async with shell(tmp_path, capsys, never) as cli:
+        assert await cli.run("submit", path, "--window", "1s", "--watch") == 1
+        assert "expired" in cli.out
+        assert await cli.run("submit", bad, "--no-check", "--watch") == 1
+        assert "line 1: This line is not parseable as valid JSON. (invalid_json_line)" in cli.out
+        assert await cli.run("submit", path) == 0
+        batch_id = cli.out.strip()
+        assert await cli.run("cancel", batch_id) == 0
+        assert await cli.run("watch", batch_id) == 1
+        assert await cli.run("cancel", batch_id) == 0
+        assert await cli.run("results", batch_id, "--follow") == 1
+        assert await cli.run("results", batch_id) == 0
+        assert cli.out == ""
+        assert await cli.run("status", batch_id) == 1
+
+
+async def test_who_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shell(tmp_path, capsys, api_keys=("mine",), is_driven=False) as cli:
+        assert await cli.run("list") == 1
+        assert "set ALIGNEDSERVE_API_KEY" in cli.err
+        monkeypatch.setenv("ALIGNEDSERVE_API_KEY", "mine")
+        assert await cli.json("list") == []
+        assert await cli.run("status", "batch_" + "0" * 24) == 1
+        assert cli.err == "error: No such batch.\n"
+        assert await cli.run("list", url="http://127.0.0.1:1") == 1
+        assert cli.err.startswith("error: nothing answers at http://127.0.0.1:1")

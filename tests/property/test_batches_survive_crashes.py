@@ -1,0 +1,159 @@
+"""Whatever happens to driver, log, disk and store, in whatever order: every line ends once, with its own answer."""
+
+import asyncio
+import errno
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alignedserve.batches import driver as driver_module
+from alignedserve.batches import run as run_module
+from alignedserve.batches.book import BatchSight, Book
+from alignedserve.batches.driver import BatchDriver
+from alignedserve.batches.ports import FleetTotals, LineAnswer, LineBroken, LineCall, LineNotTaken
+from alignedserve.batches.records import BatchRecord, BatchStatus, Progress, ResultKind
+from alignedserve.batches.run import Limits, Rooms
+from alignedserve.batches.storage import disk_log
+from alignedserve.batches.storage.disk import write_all
+from alignedserve.batches.storage.disk_blobs import DiskBlobs
+from alignedserve.batches.storage.disk_log import DiskLogs
+from alignedserve.batches.storage.memory_records import MemoryRecords
+from tests.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
+
+NUM_LINES = 40
+TROUBLES = ("driver", "torn", "store", "disk", "broken", "refused", "nothing")
+Step = tuple[str, int]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LOOK_S", "_SAVE_S", "_FULL_S", "_FEED_S", "_BROKEN_S", "_LOCK_S", "_WRITE_S"):
+        monkeypatch.setattr(driver_module, name, 0.002)
+    for name in ("_LOOK_S", "_STORE_RETRY_S"):
+        monkeypatch.setattr(run_module, name, 0.002)
+    monkeypatch.setattr("alignedserve.batches.line_book._FIRST_PAUSE_S", 0.002)
+    monkeypatch.setattr(os, "fdatasync", lambda _: None)
+
+
+class Echo:
+    """A LineRunner that answers with what was asked, and fails when told to."""
+
+    def __init__(self) -> None:
+        self.trouble: str | None = None
+
+    async def run(self, call: LineCall) -> LineAnswer:
+        await asyncio.sleep(0.001)
+        if self.trouble == "broken":
+            raise LineBroken("broken")
+        if self.trouble == "refused":
+            raise LineNotTaken("refused", retry_after_s=0.002)
+        return LineAnswer(200, json.dumps({"said": call.body["messages"][0]["content"]}).encode(), 3, 2)
+
+    def fleet(self) -> FleetTotals | None:
+        return None
+
+
+class World:
+    """Stores that live on, and a driver that does not."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.records = MemoryRecords()
+        self.runner = Echo()
+        self.logs = DiskLogs(folder / "results")
+        self.rooms = Rooms(Book(self.records), DiskBlobs(folder / "files"), self.logs, self.runner)
+        self.is_full = False
+        self._driving: asyncio.Task[None] | None = None
+
+    async def submit(self) -> None:
+        content = b"".join(chat_line(f"c{number}", content=f"w{number}") + b"\n" for number in range(NUM_LINES))
+        writer = await self.rooms.blobs.begin(INPUT)
+        await writer.write(content)
+        await writer.commit()
+        source = file_record(num_bytes=len(content), num_lines=NUM_LINES)
+        await self.rooms.book.add_file(source, fits=lambda _: True)
+        now = time.time()
+        sizes = {"input_bytes": len(content), "input_lines": NUM_LINES}
+        record = batch_record(created_s=now, expires_s=now + 3600.0, **sizes)
+        assert await self.rooms.book.add_batch(BatchSight(record, Progress()), source, again=None, again_s=0.0)
+
+    def start(self) -> None:
+        limits = Limits(("tiny",), 1000, 1 << 20, max_tries=10_000, assumed_tokens_per_s=500.0, file_lifetime_s=1e6)
+        lock_path = self.folder / "driver.lock"
+        one = BatchDriver(rooms=self.rooms, limits=limits, max_in_flight=6, lock_path=lock_path)
+        self._driving = asyncio.create_task(one.run())
+
+    async def crash(self) -> None:
+        """What had ended and was not written is lost, as with SIGKILL."""
+        assert self._driving is not None
+        self._driving.cancel()
+        await asyncio.gather(self._driving, return_exceptions=True)
+        self._driving = None
+
+    def tear(self, num_bytes: int) -> None:
+        """A record that was being written when its writer died."""
+        for path in (self.folder / "results").glob("*.log"):
+            whole = [b"0123456789abcdef 0 c 1 1 {}\n", *path.read_bytes().splitlines(keepends=True)][-1]
+            with path.open("ab") as file:
+                file.write(whole[: num_bytes % len(whole)])
+
+    async def suffer(self, step: Step) -> None:
+        trouble, amount = step
+        if trouble in ("driver", "torn"):
+            await self.crash()
+            if trouble == "torn":
+                self.tear(amount)
+            self.start()
+        self.records.is_away, self.is_full = trouble == "store", trouble == "disk"
+        self.runner.trouble = trouble
+        await asyncio.sleep(amount / 10_000)
+
+    def write_all(self, file_descriptor: int, content: bytes) -> None:
+        """As on a disk with little room left: part of it is written."""
+        if not self.is_full:
+            write_all(file_descriptor, content)
+            return
+        os.write(file_descriptor, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def end(self) -> BatchRecord:
+        await self.suffer(("nothing", 0))
+        async with asyncio.timeout(20):
+            while True:
+                sight = await self.rooms.book.batch(BATCH)
+                assert sight is not None
+                if sight.record.is_over:
+                    return sight.record
+                await asyncio.sleep(0.002)
+
+    def said(self) -> list[tuple[str, str]]:
+        chunks = self.logs.lines(BATCH, ResultKind.OUTPUT, 1 << 30)
+        lines = [json.loads(line) for line in b"".join(chunks).splitlines()]
+        return [(line["custom_id"], line["response"]["body"]["said"]) for line in lines]
+
+
+async def survive(folder: Path, steps: list[Step]) -> None:
+    world = World(folder)
+    await world.submit()
+    with mock.patch.object(disk_log, "write_all", world.write_all):
+        world.start()
+        for step in steps:
+            await world.suffer(step)
+        record = await world.end()
+        await world.crash()
+    assert record.status is BatchStatus.COMPLETED
+    assert sorted(world.said()) == sorted((f"c{number}", f"w{number}") for number in range(NUM_LINES))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(TROUBLES), st.integers(0, 300)), max_size=8))
+def test_every_line_ends_once(steps: list[Step]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        asyncio.run(survive(Path(name), steps))

@@ -1,0 +1,70 @@
+"""Every policy over random histories: each request ends exactly once, no plan is unsound, nothing is leaked."""
+
+from dataclasses import replace
+
+import pytest
+
+from alignedserve.config.sections import Topology
+from alignedserve.core.request import Slo
+from alignedserve.scheduling.policies import POLICIES, make_policy
+from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Mechanism
+from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
+
+COLOCATED = [name for name, entry in POLICIES.items() if Topology.COLOCATED in entry.topologies]
+_PLENTY = DeviceMemory(2000, 2000, 16)
+_SCARCE = DeviceMemory(30, 30, 16)
+
+
+def _memory(name: str, memory: DeviceMemory) -> DeviceMemory:
+    """With whatever the policy can make use of."""
+    entry = POLICIES[name]
+    mechanisms = entry.needs | entry.uses
+    return replace(
+        memory,
+        num_free_host=300 if Mechanism.SWAP in mechanisms else 0,
+        hidden_ratio=0.5 if Mechanism.HIDDEN_CACHE in mechanisms else None,
+        has_shared_blocks=Mechanism.SHARED_BLOCKS in mechanisms,
+    )
+
+
+def _arrivals(name: str, seed: int) -> list[Arrival]:
+    arrivals = random_arrivals(seed)
+    if Mechanism.KNOWN_LENGTHS in POLICIES[name].needs:
+        arrivals = [Arrival(one.request, one.output_len, float(one.output_len)) for one in arrivals]
+    return arrivals
+
+
+@pytest.mark.parametrize("memory", [_PLENTY, _SCARCE], ids=["plenty", "scarce"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", COLOCATED)
+def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMemory) -> None:
+    arrivals = _arrivals(name, seed)
+    courses = PolicyRun(make_policy(name), _memory(name, memory)).run(arrivals)
+    assert {request_id: len(course.token_times_s) for request_id, course in courses.items()} == {
+        str(one.request.request_id): one.output_len for one in arrivals
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", COLOCATED)
+def test_every_request_without_objectives_ends_exactly_once(name: str, seed: int) -> None:
+    arrivals = [
+        Arrival(replace(one.request, slo=Slo()), one.output_len, float(one.output_len)) for one in _arrivals(name, seed)
+    ]
+    courses = PolicyRun(make_policy(name), _memory(name, _SCARCE)).run(arrivals)
+    assert {request_id: len(course.token_times_s) for request_id, course in courses.items()} == {
+        str(one.request.request_id): one.output_len for one in arrivals
+    }
+
+
+@pytest.mark.parametrize("name", COLOCATED)
+def test_few_places_and_tokens(name: str) -> None:
+    limits = IterationLimits(max_running=2, max_tokens=48)
+    courses = PolicyRun(make_policy(name), _memory(name, _SCARCE), limits).run(_arrivals(name, 7))
+    assert all(course.token_times_s for course in courses.values())
+
+
+@pytest.mark.parametrize("name", COLOCATED)
+def test_the_same_history_gives_the_same_times(name: str) -> None:
+    runs = [PolicyRun(make_policy(name), _memory(name, _SCARCE)) for _ in range(2)]
+    assert runs[0].run(_arrivals(name, 11)) == runs[1].run(_arrivals(name, 11))

@@ -1,0 +1,120 @@
+"""ALISE and FastServe over random histories: every variant is sound, nobody starves past the bound, and who displaced
+somebody is not displaced by them in turn."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from alignedserve.core.ids import RequestId
+from alignedserve.scheduling.policies import make_policy
+from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPlan, WorkerView, int8_width
+from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
+from tests.desks.scheduling import EasyCosts, request_of
+
+_SCARCE = DeviceMemory(30, 30, 16, num_free_host=2000)
+_VARIANTS: list[tuple[str, Mapping[str, Any]]] = [
+    ("alise", {"preemption": "recompute"}),
+    ("alise", {"preemption": "defer"}),
+    ("alise", {"age_threshold_s": 0.05}),
+    ("alise", {"num_levels": 1}),
+    ("alise", {"watermark": 0.2, "runtime": [0.001, 0.00001, 0.01]}),
+    ("fastserve", {"starvation_s": 0.1}),
+    ("fastserve", {"first_quantum_s": 0.2, "preemption": "recompute"}),
+    ("fastserve", {"watermark": 0.2}),
+    ("fcfs", {"preemption": "swap"}),
+    ("fcfs", {"watermark": 0.3}),
+]
+
+
+@pytest.mark.parametrize("limits", [IterationLimits(32, 512), IterationLimits(3, 64)], ids=["many", "few"])
+@pytest.mark.parametrize("host", [2000, 100])
+@pytest.mark.parametrize(("name", "config"), _VARIANTS)
+def test_every_variant_ends_every_request(
+    name: str, config: Mapping[str, Any], host: int, limits: IterationLimits
+) -> None:
+    arrivals = random_arrivals(host + limits.max_running, 30)
+    memory = replace(_SCARCE, num_free_host=host, swap_width=int8_width(16))
+    courses = PolicyRun(make_policy(name, config), memory, limits).run(arrivals)
+    assert [len(courses[str(one.request.request_id)].token_times_s) for one in arrivals] == [
+        one.output_len for one in arrivals
+    ]
+
+
+def _flood(output_len: int, predicted_len: float, seconds: int) -> list[Arrival]:
+    """A long request, and beside it, from the beginning, more short ones than the worker can serve."""
+    long = request_of("long", {"prompt_len": 100, "max_tokens": 1000})
+    short = {"prompt_len": 200, "max_tokens": 20}
+    return [Arrival(long, output_len, predicted_len)] + [
+        Arrival(request_of(f"s{number:04}", {**short, "arrival_s": number / 20 + 0.001}), 10, 10.0)
+        for number in range(20 * seconds)
+    ]
+
+
+def _waited_s(name: str, config: Mapping[str, Any], arrivals: list[Arrival]) -> float:
+    """Time that the long request spent outside iterations."""
+    waited_s, long_id = 0.0, arrivals[0].request.request_id
+
+    class Watched(PolicyRun):
+        def _step(self, view: WorkerView) -> bool:
+            nonlocal waited_s
+            if long_id in view.table:
+                waited_s = view.now - float(view.table.service_s[view.table.row(long_id)])
+            return super()._step(view)
+
+    run = Watched(make_policy(name, config), _SCARCE, IterationLimits(4, 512), EasyCosts(token_s=0.0005))
+    run.run(arrivals)
+    return waited_s
+
+
+def test_alise_starves_nobody_past_its_bound() -> None:
+    """With seven levels to climb and 0.5 s for each, it waits 3.5 s in all, and then goes before all who came later."""
+    arrivals = _flood(300, 300.0, 15)
+    assert _waited_s("alise", {"age_threshold_s": 0.5}, arrivals) <= 7 * 0.5 + 0.3
+    assert _waited_s("alise", {"age_threshold_s": 1000.0}, arrivals) > 10.0
+
+
+def test_fastserve_starves_nobody_past_its_bound() -> None:
+    """About 300 iterations of up to 0.1 s; a promotion, every second of waiting, pays for 15 quanta of 0.1 s."""
+    arrivals = _flood(100, 100.0, 15)
+    config = {"first_quantum_s": 0.1, "starvation_s": 1.0}
+    total_s = 100 * 0.2
+    assert _waited_s("fastserve", config, arrivals) <= 1.0 * (total_s / (15 * 0.1) + 1) + 0.3
+    assert _waited_s("fastserve", {**config, "starvation_s": 1000.0}, arrivals) > 10.0
+
+
+class _NoRevenge:
+    """Watches a policy: nobody enters at the cost of one who displaced them an iteration ago."""
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        self._policy = make_policy(name, config)
+        self._entered: set[RequestId] = set()
+        self._displaced: set[RequestId] = set()
+        self.num_displaced = 0
+
+    def plan(self, view: WorkerView) -> IterationPlan:
+        plan = self._policy.plan(view)
+        ids = view.table.request_ids
+        entered = {ids[share.row] for share in plan.shares if not view.table.num_blocks[share.row]}
+        displaced = {ids[part.row] for part in plan.evictions}
+        assert not (displaced & self._entered and entered & self._displaced)
+        self._entered, self._displaced = entered, displaced
+        self.num_displaced += len(displaced)
+        return plan
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("name", "config"), [("alise", {}), ("alise", {"preemption": "recompute"}), ("fastserve", {})])
+def test_no_ping_pong(name: str, config: Mapping[str, Any], seed: int) -> None:
+    PolicyRun(_NoRevenge(name, config), _SCARCE).run(random_arrivals(seed, 30))
+
+
+@pytest.mark.parametrize("name", ["alise", "fastserve"])
+def test_equals_are_displaced_only_by_growth(name: str) -> None:
+    """Twelve equal requests of four blocks that grow to five: at most one is displaced for each that finishes."""
+    fields = {"prompt_len": 60, "max_tokens": 20}
+    arrivals = [Arrival(request_of(f"e{number:02}", fields), 20, 20.0) for number in range(12)]
+    watched = _NoRevenge(name, {})
+    PolicyRun(watched, _SCARCE).run(arrivals)
+    assert watched.num_displaced <= 12

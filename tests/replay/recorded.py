@@ -1,0 +1,165 @@
+"""Recordings of logics that run without sockets, clocks or tensors."""
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from alignedserve.config.sections import (
+    BatchingConfig,
+    DecodeWorkerConfig,
+    PoolConfig,
+    PrefillWorkerConfig,
+    RecordingConfig,
+    RouterConfig,
+    SchedulingConfig,
+)
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import Request, SamplingParams
+from alignedserve.messages.caches import ArenaOffered
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.replay.rooms import RoomReplay, recordings_in
+from alignedserve.runtime.recording import Recorder, open_recorder
+from alignedserve.sim.config import SimConfig
+from alignedserve.sim.simulation import Simulation
+from alignedserve.workload.requests import Workload
+from decode_worker import assembly as decode_assembly
+from kvpool import assembly as pool_assembly
+from prefill_worker import assembly as prefill_assembly
+from router import assembly as router_assembly
+from tests.desks.token_engine import BLOCK_SIZE, EOS
+from tests.logic_cluster import POOL, ROUTER, LogicCluster, Shape
+
+PROMPT_TOKEN = 48_611  # as no other number of these runs
+STOP_TOKEN = 7
+_EOS_IDS = frozenset({EOS})
+
+
+class Recorded:
+    """A logic whose decisions go into a file."""
+
+    def __init__(self, config: RecordingConfig, room: str, make: "partial[Any]") -> None:
+        self._logic = make()
+        recorder = open_recorder(config, room, make)
+        assert recorder is not None
+        self.recorder: Recorder = recorder
+
+    def on_event(self, event: Any, now: float) -> Any:
+        commands = self._logic.on_event(event, now)
+        self.recorder.note(event, now, commands)
+        self.recorder.write()
+        return commands
+
+
+class RecordedCluster(LogicCluster):
+    """All rooms are made as live ones are, and recorded: each life of one in a file of its own."""
+
+    def __init__(self, shape: Shape, seed: int, config: RecordingConfig) -> None:
+        self._recording = config
+        self._recorders: list[Recorder] = []
+        super().__init__(shape, seed)
+
+    def close(self) -> None:
+        for recorder in self._recorders:
+            recorder.close()
+
+    def _make(self, name: str) -> Any:
+        _, role = super()._make(name)  # also makes the pool's arena
+        recorded = Recorded(self._recording, name, self._maker(name, role))
+        self._recorders.append(recorded.recorder)
+        return recorded, role
+
+    def _maker(self, name: str, role: Role) -> "partial[Any]":
+        shape = self.shape
+        batching = BatchingConfig(policy=shape.policy, min_requests=shape.min_requests, starvation_s=0.3)
+        if name == ROUTER:
+            config = RouterConfig(max_queued_requests=200, max_requeues=50, candidate_requests=4)
+            return partial(router_assembly.make_logic, config=config, batching=batching)
+        if name == POOL:
+            return partial(
+                pool_assembly.make_logic,
+                config=PoolConfig(lease_s=1e9),
+                batching=batching,
+                arena=ArenaOffered(list(self.offered)[-1], shape.pool_blocks, 64, ""),
+                block_size=BLOCK_SIZE,
+                first_lease=self.rng.randrange(1, 1 << 20),
+            )
+        is_prefill = role is Role.PREFILL_WORKER
+        registered = WorkerRegistered(
+            shape.worker_blocks, BLOCK_SIZE, shape.max_running, POOL, is_prefill, not is_prefill
+        )
+        common: dict[str, Any] = {
+            "registered": registered,
+            "scheduling": SchedulingConfig(policy=shape.scheduling),
+            "eos_token_ids": _EOS_IDS,
+        }
+        if is_prefill:
+            prefill = PrefillWorkerConfig(max_running=4, max_tokens_per_iteration=10)
+            return partial(prefill_assembly.make_live_logic, config=prefill, **common)
+        decode = DecodeWorkerConfig(max_running=shape.max_running, max_tokens_per_iteration=12)
+        return partial(decode_assembly.make_live_logic, config=decode, batching=batching, **common)
+
+
+def random_run(config: RecordingConfig, seed: int, num_requests: int = 40, **changes: Any) -> None:
+    """Requests of all kinds, some given up by their clients; prefill and decode workers and pools die meanwhile."""
+    rng = random.Random(seed)
+    cluster = RecordedCluster(Shape(num_prefill=2, num_decode=2, **changes), seed, config)
+    for number in range(num_requests):
+        prompt = tuple(rng.choice((PROMPT_TOKEN, 1, 2)) for _ in range(rng.randrange(1, 30)))
+        stops = (STOP_TOKEN,) if number % 3 == 0 else ()
+        sampling = SamplingParams(max_tokens=rng.randrange(1, 16), stop_token_ids=stops)
+        cluster.submit(Request(RequestId(f"r{number}"), prompt, sampling, "unix:gateway", cluster.now))
+        for _ in range(rng.randrange(30)):
+            cluster.step()
+        if number % 7 == 0:
+            cluster.abort(RequestId(f"r{rng.randrange(number + 1)}"))
+        if number % 11 == 10:
+            name = rng.choice(["prefill-0", "decode-1", "pool-0"])
+            cluster.kill(name)
+            cluster.start(name)
+    cluster.run()
+    cluster.close()
+
+
+def recorded_simulation(folder: Path, config: SimConfig, workload: Workload) -> None:
+    """A simulation whose workers are made as live ones are, and recorded."""
+    simulation = Simulation(config, workload)
+    recorders = []
+    for room in simulation._rooms:
+        make = _worker_maker(config, room.logic, room.role)
+        if make is not None:
+            recorded = Recorded(RecordingConfig(folder=str(folder)), room.name, make)
+            room.logic = recorded
+            recorders.append(recorded.recorder)
+    simulation.run()
+    for recorder in recorders:
+        recorder.close()
+
+
+def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | None":
+    cluster = config.cluster
+    if role is Role.ROUTER:
+        return partial(router_assembly.make_logic, config=cluster.router, batching=cluster.batching)
+    if role is Role.KV_POOL:
+        return None
+    common: dict[str, Any] = {
+        "registered": logic._registered,
+        "scheduling": cluster.scheduling,
+        "eos_token_ids": logic._eos_token_ids,
+    }
+    if role is Role.PREFILL_WORKER:
+        return partial(prefill_assembly.make_live_logic, config=cluster.prefill, **common)
+    if config.is_colocated:
+        make = decode_assembly.make_live_colocated_logic
+        return partial(make, memory=config.colocated_memory, config=cluster.decode, **common)
+    return partial(decode_assembly.make_live_logic, config=cluster.decode, batching=cluster.batching, **common)
+
+
+def replays(folder: Path) -> list[RoomReplay]:
+    """Every file of the folder, replayed to its end."""
+    rooms = [RoomReplay(path) for path in recordings_in(folder)]
+    for room in rooms:
+        for _ in room.decided():
+            pass
+    return rooms

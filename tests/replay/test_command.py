@@ -1,0 +1,85 @@
+"""`alignedserve replay` on recordings of simulated and of real rooms, and what it says of the times in them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from alignedserve.cli.replay import ReplayOptions, parse_outstanding, replay
+from alignedserve.config.sections import RecordingConfig
+from alignedserve.core.errors import ConfigError, RecordingError
+from alignedserve.messages.recording import RUN_FILE, RunFacts
+from alignedserve.sim.config import SimConfig
+from decode_worker.logic import DecodeLogic
+from tests.desks.simulation import colocated, disaggregated, mixed_workload
+from tests.replay.recorded import random_run, recorded_simulation
+
+
+def recorded(folder: Path, config: SimConfig, seed: int) -> Path:
+    recorded_simulation(folder, config, mixed_workload(60, 4.0, seed))
+    facts = RunFacts(config=config.cluster, layout=config.layout)
+    (folder / RUN_FILE).write_bytes(msgspec.json.encode(facts))
+    return folder
+
+
+def run_json(capsys: pytest.CaptureFixture[str], options: ReplayOptions) -> tuple[int, Any]:
+    code = replay(options)
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("config", [colocated(learns_costs=True), disaggregated(learns_costs=True)])
+def test_a_simulation_of_a_simulation_is_that_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: SimConfig
+) -> None:
+    """Costs are fitted to one run, and another one is compared: a machine without jitter is met within 5 %."""
+    other, judged = recorded(tmp_path / "other", config, 1), recorded(tmp_path / "judged", config, 2)
+    code, report = run_json(capsys, ReplayOptions(judged, fit_on=other, json_output=True))
+    assert code == 0
+    assert report["simulation"]["fit"]["decode"]["error"]["median"] < 0.01
+    ratios = {
+        (one["class_name"], one["measure"]): one["simulated"] / one["real"]
+        for one in report["simulation"]["comparisons"]
+    }
+    assert len(ratios) == 30
+    assert {key: ratio for key, ratio in ratios.items() if abs(ratio - 1.0) > 0.05} == {}
+
+
+def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = recorded(tmp_path / "run", colocated(learns_costs=True), 1)
+    assert replay(ReplayOptions(folder, outstanding=("be=4",))) == 0
+    output = capsys.readouterr().out
+    assert "with the room" in output
+    assert "fitted to this very run" in output
+    assert "ttft p90, s" in output
+
+
+def test_a_difference_is_shown_and_makes_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_run(RecordingConfig(folder=str(tmp_path), commands=True), 0, num_requests=5)
+    monkeypatch.setattr(DecodeLogic, "on_event", lambda self, event, now: [])
+    assert replay(ReplayOptions(tmp_path, room="decode-0")) == 1
+    output = capsys.readouterr().out
+    assert "differs after" in output
+    assert "WorkerRegistered" in output
+
+
+def test_an_unknown_room_lists_those_that_there_are(tmp_path: Path) -> None:
+    random_run(RecordingConfig(folder=str(tmp_path)), 0, num_requests=1)
+    with pytest.raises(ConfigError, match="--room gateway-0: recorded are decode-0, decode-1, pool-0"):
+        replay(ReplayOptions(tmp_path, room="gateway-0"))
+
+
+def test_a_run_without_its_file_has_decisions_but_no_simulation(tmp_path: Path) -> None:
+    random_run(RecordingConfig(folder=str(tmp_path)), 0, num_requests=5)
+    assert replay(ReplayOptions(tmp_path, is_simulated=False)) == 0
+    with pytest.raises(RecordingError, match=r"run\.json cannot be read"):
+        replay(ReplayOptions(tmp_path))
+
+
+@pytest.mark.parametrize("value", ["be", "be=", "be=0", "be=-1", "xy=4", "=4"])
+def test_outstanding_is_class_and_number(value: str) -> None:
+    with pytest.raises(ConfigError, match="must be rt=N or be=N"):
+        parse_outstanding([value])

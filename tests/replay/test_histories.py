@@ -1,0 +1,125 @@
+"""What was decided is decided again, whatever happened; another decision is found."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.config.sections import RecordingConfig, Topology
+from alignedserve.core.request import SamplingParams
+from alignedserve.messages.recording import RecordReader
+from alignedserve.replay.rooms import RoomReplay, recordings_in
+from decode_worker.logic import DecodeLogic
+from tests.desks.simulation import colocated, disaggregated, mixed_workload
+from tests.in_process import running, small_config
+from tests.replay.recorded import PROMPT_TOKEN, random_run, recorded_simulation, replays
+
+
+def differing(rooms: list[RoomReplay]) -> list[str]:
+    return [room.path.name for room in rooms if room.difference is not None]
+
+
+@pytest.mark.parametrize(("seed", "tokens"), [(0, False), (1, False), (2, True), (3, False)])
+def test_random_histories_replay(tmp_path: Path, seed: int, tokens: bool) -> None:
+    """With workers and pools that die, clients that leave, and tokens that end answers; redacted or not."""
+    random_run(RecordingConfig(folder=str(tmp_path), tokens=tokens), seed)
+    rooms = replays(tmp_path)
+    assert {room.name for room in rooms} == {"router", "pool-0", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert differing(rooms) == []
+    assert {room.ending for room in rooms} == {"closed"}
+    assert sum(room.num_equal for room in rooms) > 1000
+
+
+@pytest.mark.parametrize("topology", Topology)
+async def test_rooms_that_serve_replay(tmp_path: Path, topology: Topology) -> None:
+    """Real sockets, real iterations."""
+    recording = RecordingConfig(folder=str(tmp_path / "run"))
+    config = small_config(tmp_path / "model", topology=topology, recording=recording)
+    async with running(config, tmp_path) as cluster:
+        for number in range(4):
+            sampling = SamplingParams(max_tokens=5 + number, num_logprobs=1, num_prompt_logprobs=1)
+            await cluster.gateway.generate(list(range(10, 30 + number)), sampling)
+    rooms = replays(tmp_path / "run")
+    assert len(rooms) == (2 if topology is Topology.COLOCATED else 4)
+    assert differing(rooms) == []
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sarathi", "aligned_slo"])
+def test_simulated_colocated_workers_replay(tmp_path: Path, policy: str) -> None:
+    config = colocated(policy=policy, worker_blocks=60, learns_costs=True)
+    recorded_simulation(tmp_path, config, mixed_workload(40, 8.0))
+    rooms = replays(tmp_path)
+    assert [room.name for room in rooms] == ["decode-0", "router"]
+    assert differing(rooms) == []
+
+
+def test_a_simulated_fleet_replays(tmp_path: Path) -> None:
+    recorded_simulation(tmp_path, disaggregated(2, 2), mixed_workload(60, 10.0))
+    rooms = replays(tmp_path)
+    assert {room.name for room in rooms} == {"router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert differing(rooms) == []
+
+
+def test_no_token_is_in_a_redacted_recording(tmp_path: Path) -> None:
+    random_run(RecordingConfig(folder=str(tmp_path / "without"), commands=True), 5, num_requests=12)
+    random_run(RecordingConfig(folder=str(tmp_path / "with"), tokens=True), 5, num_requests=12)
+    token = PROMPT_TOKEN.to_bytes(2, "big")
+    found = {
+        folder: sum(path.read_bytes().count(b"\xcd" + token) for path in recordings_in(tmp_path / folder))
+        for folder in ("without", "with")
+    }
+    assert found["without"] == 0
+    assert found["with"] > 100
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    random_run(RecordingConfig(folder=str(folder)), 0, num_requests=1)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in recordings_in(folder)} == {0o600}
+
+
+def test_a_changed_decision_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code has changed since: a decode worker leaves one command out."""
+    random_run(RecordingConfig(folder=str(tmp_path), commands=True), 0)
+    decide = DecodeLogic.on_event
+    numbers = iter(range(30, 0, -1))
+
+    def changed(self: DecodeLogic, event: Any, now: float) -> list[Any]:
+        commands = decide(self, event, now)
+        return commands[1:] if commands and next(numbers, None) == 1 else commands
+
+    monkeypatch.setattr(DecodeLogic, "on_event", changed)
+    rooms = replays(tmp_path)
+    assert differing(rooms) == ["decode-0.0.recording"]
+    difference = next(room.difference for room in rooms if room.difference is not None)
+    assert difference.number >= 29
+    assert difference.expected[1:] == difference.got
+
+
+def test_a_changed_event_is_found(tmp_path: Path) -> None:
+    """One event of the recording is another one than what was decided upon."""
+    random_run(RecordingConfig(folder=str(tmp_path)), 0)
+    path = tmp_path / "router.0.recording"
+    reader = RecordReader(path)
+    frames = list(reader.decisions())
+    submitted = next(index for index, (_, one) in enumerate(frames) if b"SubmitRequest" in bytes(one.event))
+    start, end = frames[submitted][0], frames[submitted + 1][0]
+    content = path.read_bytes()
+    path.write_bytes(content[:start] + content[end:])
+    room = RoomReplay(path)
+    assert list(room.decided())
+    assert room.difference is not None
+    assert room.difference.number >= submitted
+
+
+def test_a_logic_that_breaks_now_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_run(RecordingConfig(folder=str(tmp_path)), 0, num_requests=3)
+
+    def broken(self: DecodeLogic, event: Any, now: float) -> list[Any]:
+        raise KeyError("r1")
+
+    monkeypatch.setattr(DecodeLogic, "on_event", broken)
+    difference = replays(tmp_path)[0].difference
+    assert difference is not None
+    assert difference.got == "KeyError: 'r1'"

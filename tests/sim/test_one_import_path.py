@@ -1,0 +1,68 @@
+"""What decides in the simulator is what decides live: every logic is made in one place, which both import."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import decode_worker.actor
+import decode_worker.assembly
+import kvpool.assembly
+import kvpool.storage
+import prefill_worker.actor
+import prefill_worker.assembly
+import router.assembly
+import router.service
+from alignedserve.sim import simulation
+from alignedserve.sim.simulation import Simulation
+from decode_worker.colocated import ColocatedLogic
+from decode_worker.logic import DecodeLogic
+from kvpool.logic import PoolLogic
+from prefill_worker.logic import PrefillLogic
+from router.logic import RouterLogic
+from tests.desks.simulation import colocated, disaggregated, workload_of
+
+ROOT = Path(simulation.__file__).parents[2]
+LOGICS = ("RouterLogic", "PoolLogic", "PrefillLogic", "DecodeLogic", "ColocatedLogic")
+ROOMS = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker")
+
+
+def _calls(path: Path) -> list[str]:
+    """Names of what a file calls."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [node.func.id for node in nodes if isinstance(node.func, ast.Name)]
+
+
+CALLS = {
+    path.relative_to(ROOT).as_posix(): _calls(path)
+    for room in ROOMS
+    for path in (ROOT / room).rglob("*.py")
+    if "bench" not in path.parts
+}
+
+
+@pytest.mark.parametrize("logic", LOGICS)
+def test_a_logic_is_made_in_one_file(logic: str) -> None:
+    makers = [path for path, called in CALLS.items() if logic in called]
+    assert len(makers) == 1
+    assert makers[0].endswith("/assembly.py")
+
+
+def test_both_use_that_file() -> None:
+    live = [
+        (router.service, router.assembly, "make_logic"),
+        (kvpool.storage, kvpool.assembly, "make_logic"),
+        (prefill_worker.actor, prefill_worker.assembly, "make_live_logic"),
+        (decode_worker.actor, decode_worker.assembly, "make_live_logic"),
+        (decode_worker.actor, decode_worker.assembly, "make_live_colocated_logic"),
+    ]
+    assert all(vars(user)[name] is vars(assembly)[name] for user, assembly, name in live)
+    assemblies = [vars(simulation)[f"{room}_assembly"] for room in ("router", "pool", "prefill", "decode")]
+    assert assemblies == [router.assembly, kvpool.assembly, prefill_worker.assembly, decode_worker.assembly]
+
+
+def test_the_simulated_rooms_hold_them() -> None:
+    separate = Simulation(disaggregated(), workload_of()).logics()
+    assert [type(logic) for logic in separate.values()] == [RouterLogic, PoolLogic, PrefillLogic, DecodeLogic]
+    together = Simulation(colocated(), workload_of()).logics()
+    assert [type(logic) for logic in together.values()] == [RouterLogic, ColocatedLogic]

@@ -1,0 +1,211 @@
+"""Whole runs: nothing is lost, nothing leaks, and the figures are what they were."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.core.request import RequestClass, Slo
+from alignedserve.sim.config import SimConfig, SimMechanisms
+from alignedserve.sim.result import SimulationResult
+from alignedserve.sim.simulation import Simulation
+from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload
+from tests.desks.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
+
+CONFIGS = {
+    "disaggregated": disaggregated(2, 2),
+    "fcfs": disaggregated(2, 2, policy="fcfs"),
+    "nodes": disaggregated(2, 2, num_pools=2),
+    "short of blocks": disaggregated(2, 1, worker_blocks=40, pool_blocks=80, buffer_blocks=20),
+    "without buffers": disaggregated(2, 1, worker_blocks=40, pool_blocks=60, buffer_blocks=0),
+    "colocated": colocated(2),
+    "chunked": colocated(2, policy="sarathi", worker_blocks=40),
+    "shared blocks": colocated(2, policy="bros", worker_blocks=40, mechanisms=SimMechanisms(has_shared_blocks=True)),
+    "hidden caches": colocated(2, policy="apt_serve", worker_blocks=40, mechanisms=SimMechanisms(hidden_ratio=0.5)),
+    "union": colocated(2, policy="aligned_slo", worker_blocks=40),
+}
+TIGHT = mixed_workload(60, 20.0, longest=80, longest_answer=200)
+
+
+def run(config: SimConfig, workload: Workload) -> SimulationResult:
+    return Simulation(config, workload).run()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_request_ends_once_and_leaves_nothing_behind(config: SimConfig) -> None:
+    result = run(config, TIGHT)
+    everybody = result.classes["all"]
+    assert everybody.num_by_ending == {"completed": 60, "rejected": 0, "failed": 0, "unfinished": 0}
+    assert everybody.tbt_s is not None
+    assert everybody.tbt_s.distribution.count == sum(one.output_len - 1 for one in TIGHT.requests)
+    assert (result.num_pool_blocks_used, result.num_worker_blocks_used) == (0, 0)
+    assert {name: one.num_sent for name, one in result.classes.items()} == {"all": 60, "chat": 30, "documents": 30}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_no_worker_works_more_than_the_time_there_is_nor_less_than_it_must(config: SimConfig) -> None:
+    result = run(config, TIGHT)
+    assert all(0.0 < worker.utilisation <= 1.0 for worker in result.workers)
+    computed = sum(worker.num_prompt_tokens + worker.num_decodes for worker in result.workers)
+    # The last token of an answer is never computed; what was preempted is computed again.
+    needed = sum(one.prompt_len + one.output_len - 1 for one in TIGHT.requests)
+    assert computed >= needed
+    if not (result.num_preemptions or result.num_evictions):
+        assert computed == needed
+
+
+@pytest.mark.parametrize("config", [CONFIGS["disaggregated"], CONFIGS["colocated"]])
+def test_a_busy_cluster_is_still_below_its_limit(config: SimConfig) -> None:
+    result = run(config, mixed_workload(100, 4.0))
+    assert all(worker.utilisation < 0.95 for worker in result.workers)
+    assert result.classes["chat"].attainment is not None
+    assert result.classes["chat"].attainment > 0.95
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("disaggregated", (33.728, 0.9950, 0.6066, 0.0617, 10382)),
+        ("colocated", (34.932, 0.9850, 0.5952, 0.9512, 3122)),
+    ],
+)
+def test_figures_are_what_they_were(name: str, expected: tuple[float, ...]) -> None:
+    """A change of any decision shows here: when it is meant, the figures are pinned anew."""
+    result = run(CONFIGS[name], mixed_workload(200, 6.0))
+    everybody = result.classes["all"]
+    assert everybody.ttft_s is not None
+    assert everybody.tbt_s is not None
+    measured = (
+        result.duration_s,
+        everybody.attainment,
+        everybody.ttft_s.distribution.p90,
+        everybody.tbt_s.distribution.p99,
+        result.num_decisions,
+    )
+    assert measured == pytest.approx(expected, abs=5e-4)
+
+
+def test_memory_that_is_short_makes_evictions_and_memory_elsewhere_takes_them() -> None:
+    workload = mixed_workload(150, 20.0, longest=80, longest_answer=200)
+    with_buffers, without = run(CONFIGS["short of blocks"], workload), run(CONFIGS["without buffers"], workload)
+    assert (with_buffers.num_evictions, without.num_evictions) == (22, 0)
+    assert (with_buffers.num_preemptions, without.num_preemptions) == (1, 15)
+    assert without.num_recomputed_tokens > with_buffers.num_recomputed_tokens > 0
+
+
+# --- the same again
+
+
+@pytest.mark.parametrize("name", ["short of blocks", "chunked"])
+def test_two_runs_are_equal_to_the_last_digit(name: str) -> None:
+    first, second = (run(CONFIGS[name], TIGHT).to_builtins() for _ in range(2))
+    assert json.dumps(first) == json.dumps(second)
+
+
+_PRINT_RUN = """
+import json
+from tests.sim.test_runs import CONFIGS, TIGHT, run
+print(json.dumps([run(CONFIGS[name], TIGHT).to_builtins() for name in ("nodes", "colocated")]))
+"""
+
+
+def test_the_seed_of_hashes_changes_nothing() -> None:
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", _PRINT_RUN],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) > 1000
+
+
+# --- ways to end
+
+
+def test_a_run_that_is_cut_off_says_who_was_not_finished() -> None:
+    result = run(disaggregated(duration_s=1.0), workload_of(timed(), timed(0.5, output_len=500), timed(2.0)))
+    assert result.classes["all"].num_by_ending == {"completed": 1, "rejected": 0, "failed": 0, "unfinished": 1}
+
+
+class _Documents:
+    def __getitem__(self, number: int) -> TimedRequest:
+        kind: dict[str, Any] = {"class_name": "documents", "request_class": RequestClass.BEST_EFFORT, "slo": Slo()}
+        return timed(output_len=5 + number % 7, **kind)
+
+
+@pytest.mark.parametrize("is_wave", [False, True])
+@pytest.mark.parametrize("name", ["disaggregated", "colocated"])
+def test_a_closed_loop_sends_on_until_all_are_sent(name: str, is_wave: bool) -> None:
+    loop = ClosedLoop("documents", 4, is_wave, _Documents())
+    result = run(CONFIGS[name], workload_of(timed(1.0), closed_loops=(loop,), max_closed=30))
+    assert {key: one.num_by_ending["completed"] for key, one in result.classes.items()} == {
+        "all": 31,
+        "chat": 1,
+        "documents": 30,
+    }
+
+
+def test_nothing_to_do_is_done_at_once() -> None:
+    result = run(disaggregated(), workload_of())
+    assert result.classes["all"].attainment is None
+    assert result.duration_s == 0.0
+
+
+def test_what_can_never_fit_is_said_before() -> None:
+    with pytest.raises(ConfigError, match="6401 tokens"):
+        Simulation(disaggregated(), workload_of(timed(), timed(1.0, prompt_len=6000, output_len=1, max_tokens=401)))
+
+
+def test_an_unknown_policy_is_refused_with_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown policy 'luck'; known: .*fcfs"):
+        Simulation(colocated(policy="luck"), workload_of())
+
+
+def test_a_policy_is_refused_by_what_it_needs_and_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="'oracle' needs what these workers do not have: known_lengths"):
+        Simulation(colocated(policy="oracle"), workload_of(timed()))
+    Simulation(colocated(policy="oracle"), workload_of(timed(predicted_len=3)))
+    with pytest.raises(ConfigError, match="'apt_serve' needs what these workers do not have: hidden_cache"):
+        Simulation(colocated(policy="apt_serve"), workload_of())
+    Simulation(colocated(policy="apt_serve", mechanisms=SimMechanisms(hidden_ratio=0.5)), workload_of())
+
+
+def test_progress_is_reported() -> None:
+    seen: list[tuple[float, int]] = []
+    Simulation(disaggregated(), mixed_workload(50, 5.0)).run(lambda seconds, ended: seen.append((seconds, ended)))
+    assert seen[0] == (0.0, 0)
+    assert seen == sorted(seen)
+    assert seen[-1][1] > 30
+
+
+def test_a_timeline_tells_every_iteration_of_one_worker() -> None:
+    result = run(disaggregated(2, 2, timeline_of="decode-1"), mixed_workload(40, 6.0))
+    worker = result.workers[-1]
+    assert worker.name == "decode-1"
+    assert len(result.timeline) == worker.num_iterations
+    assert sum(line.num_decodes for line in result.timeline) == worker.num_decodes
+    assert all(line.ended_s <= after.started_s for line, after in pairwise(result.timeline))
+    assert all(line.num_blocks >= line.num_decodes for line in result.timeline)
+
+
+def test_nodes_must_have_workers_of_both_kinds() -> None:
+    with pytest.raises(ConfigError, match="num_pools must be between 1 and 1"):
+        disaggregated(2, 1, num_pools=2)
+
+
+@pytest.mark.parametrize("name", ["disaggregated", "colocated"])
+def test_a_predicted_length_reaches_the_router_while_the_request_is_served(name: str) -> None:
+    requests = [timed(0.1 * number, output_len=5 + number, max_tokens=50, predicted_len=8) for number in range(6)]
+    lengths = run(CONFIGS[name], workload_of(*requests)).lengths
+    assert (lengths.num_finished, lengths.num_predicted) == (6, 6)
+    assert (lengths.num_tokens, lengths.error_tokens) == (45, 3 + 2 + 1 + 0 + 1 + 2)

@@ -1,0 +1,132 @@
+"""The log of results: what is in it after any kind of end."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from alignedserve.batches.log_format import LineEnd, ResultRecord, decoded, encoded
+from alignedserve.batches.records import BatchKey, ResultKind
+from alignedserve.batches.storage.disk_log import DiskLogs
+from alignedserve.core.errors import StorageDamaged, StorageError
+from tests.batch_samples import BATCH
+
+RECORDS = [
+    ResultRecord(2, LineEnd.COMPLETED, b'{"custom_id":"c"}', 5, 7),
+    ResultRecord(0, LineEnd.FAILED, b'{"custom_id":"a"}'),
+    ResultRecord(1, LineEnd.EXPIRED, b'{"custom_id":"b"}'),
+]
+
+
+def logs(folder: Path) -> DiskLogs:
+    return DiskLogs(folder / "results")
+
+
+def written(folder: Path, records: list[ResultRecord] = RECORDS) -> Path:
+    log, _ = logs(folder).open(BATCH, 3)
+    log.append(records)
+    log.close()
+    return folder / "results" / f"{BATCH}.log"
+
+
+def test_a_record_comes_back_as_it_went() -> None:
+    for record in RECORDS:
+        assert decoded(encoded(record)) == record
+
+
+@pytest.mark.parametrize("place", range(len(encoded(RECORDS[0]))))
+def test_no_changed_byte_goes_unseen(place: int) -> None:
+    raw = bytearray(encoded(RECORDS[0]))
+    raw[place] ^= 1
+    assert decoded(bytes(raw)) is None
+
+
+def test_what_is_reopened_knows_what_is_done(tmp_path: Path) -> None:
+    written(tmp_path)
+    log, recovered = logs(tmp_path).open(BATCH, 3)
+    counts = recovered.totals.counts(3)
+    assert (recovered.settled, recovered.num_dropped) == ([2, 0, 1], 0)
+    assert (counts.completed, counts.failed, counts.expired, counts.num_ended) == (1, 1, 1, 3)
+    assert recovered.totals.usage().input_tokens == 5
+    assert recovered.totals.num_bytes == {ResultKind.OUTPUT: 18, ResultKind.ERROR: 36}
+    log.close()
+
+
+def test_whatever_was_being_written_is_cut_off(tmp_path: Path) -> None:
+    whole = written(tmp_path).read_bytes()
+    last = len(encoded(RECORDS[-1]))
+    for missing in range(1, last + 1):
+        (tmp_path / "results" / f"{BATCH}.log").write_bytes(whole[:-missing])
+        log, recovered = logs(tmp_path).open(BATCH, 3)
+        assert (recovered.settled, recovered.num_dropped) == ([2, 0], 0)
+        log.append([RECORDS[-1]])
+        log.close()
+        assert (tmp_path / "results" / f"{BATCH}.log").read_bytes() == whole
+
+
+def test_a_log_cut_off_within_its_head_begins_anew(tmp_path: Path) -> None:
+    path = written(tmp_path, [])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:10])
+    log, recovered = logs(tmp_path).open(BATCH, 3)
+    log.close()
+    assert (recovered.settled, path.read_bytes()) == ([], whole)
+
+
+def test_damage_in_the_middle_costs_only_what_is_damaged(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b'"a"', b'"q"'))
+    log, recovered = logs(tmp_path).open(BATCH, 3)
+    assert (recovered.settled, recovered.num_dropped) == ([2, 1], 1)
+    log.append([RECORDS[1]])
+    log.close()
+    log, recovered = logs(tmp_path).open(BATCH, 3)
+    log.close()
+    assert (recovered.settled, recovered.num_dropped) == ([2, 1, 0], 0)
+
+
+def test_a_second_record_of_a_line_is_dropped(tmp_path: Path) -> None:
+    written(tmp_path, [RECORDS[0], RECORDS[0]._replace(payload=b"{}"), RECORDS[1]])
+    log, recovered = logs(tmp_path).open(BATCH, 3)
+    log.close()
+    assert (recovered.settled, recovered.num_dropped) == ([2, 0], 1)
+    assert b"".join(logs(tmp_path).lines(BATCH, ResultKind.OUTPUT, 1 << 30)) == RECORDS[0].payload + b"\n"
+
+
+def test_there_is_one_writer(tmp_path: Path) -> None:
+    log, _ = logs(tmp_path).open(BATCH, 3)
+    with pytest.raises(StorageError, match="another process"):
+        logs(tmp_path).open(BATCH, 3)
+    log.close()
+    logs(tmp_path).open(BATCH, 3)[0].close()
+
+
+def test_a_log_of_another_batch_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    other = BatchKey("batch_" + "9" * 24)
+    os.rename(path, path.with_name(f"{other}.log"))
+    with pytest.raises(StorageDamaged):
+        logs(tmp_path).open(other, 3)
+
+
+def test_readers_get_one_side_up_to_what_is_durable(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    size = path.stat().st_size
+    errors = b"".join(logs(tmp_path).lines(BATCH, ResultKind.ERROR, size)).splitlines()
+    assert [json.loads(line)["custom_id"] for line in errors] == ["a", "b"]
+    assert len(b"".join(logs(tmp_path).lines(BATCH, ResultKind.ERROR, size - 1)).splitlines()) == 1
+    assert list(logs(tmp_path).lines(BatchKey("batch_" + "8" * 24), ResultKind.ERROR, 100)) == []
+
+
+def test_a_closed_log_takes_nothing(tmp_path: Path) -> None:
+    log, _ = logs(tmp_path).open(BATCH, 3)
+    log.close()
+    log.close()
+    with pytest.raises(StorageError):
+        log.append(RECORDS)
+
+
+def test_no_path_from_something_that_is_no_id(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        logs(tmp_path).open(BatchKey("../../etc/passwd"), 1)
