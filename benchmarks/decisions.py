@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from alignedserve.config.sections import Topology
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
 from alignedserve.costmodel.hardware import hardware
@@ -56,7 +57,13 @@ def view_of(situation: str, num_requests: int, policy: str) -> WorkerView:
     )
     costs = RooflineModel(model_shape("opt-13b"), hardware("a100-40g"))
     history = IterationHistory(num_iterations=1000, last_s=0.05, mean_s=0.05, max_s=0.2)
-    return WorkerView(table, memory, IterationLimits(MAX_RUNNING, max_tokens=2048), history, costs, NOW)
+    limits = IterationLimits(MAX_RUNNING, max_tokens=2048)
+    return WorkerView(table, memory, limits, history, costs, NOW, can_evict=_is_colocated(policy))
+
+
+def _is_colocated(policy: str) -> bool:
+    """Whether it decides for workers that prefill and decode; elsewhere everybody holds the blocks that it needs."""
+    return Topology.COLOCATED in POLICIES[policy].topologies
 
 
 def _requests(num_requests: int, rng: np.random.Generator) -> RequestTable:
@@ -121,6 +128,8 @@ def main() -> None:
     for policy in given.policy:
         for num_requests in CANDIDATES:
             for situation in SITUATIONS:
+                if situation == "short" and not _is_colocated(policy):
+                    continue
                 rows.append(measure(policy, num_requests, situation, given.rounds))
                 print(rows[-1])
     write_result("decisions", rows)

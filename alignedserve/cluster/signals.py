@@ -1,9 +1,11 @@
 """Ctrl-C and SIGTERM belong to whoever owns the process; Ray takes them for itself when it starts."""
 
 import contextlib
+import os
+import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ray._private import ray_constants
 
@@ -16,12 +18,40 @@ def handlers_kept() -> Iterator[None]:
     # Without this, every SIGTERM prints a stack trace of Ray's native code before any handler runs.
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
     before = {number: signal.getsignal(number) for number in _ENDINGS}
+    with _arrivals() as arrived:
+        try:
+            yield
+        except SystemExit as error:  # what Ray makes of a SIGTERM
+            raise KeyboardInterrupt from error
+        finally:
+            _install(before)
+        # Python drops what a handler raises within a destructor or right after a fork, of which a start has many.
+        if arrived() & set(_ENDINGS):
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _arrivals() -> Iterator[Callable[[], set[int]]]:
+    """The signals that came since, whichever handler took them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield set  # signals are the main thread's affair
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    former = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def arrived() -> set[int]:
+        with contextlib.suppress(BlockingIOError):
+            return set(os.read(reading, select.PIPE_BUF))
+        return set()
+
     try:
-        yield
-    except SystemExit as error:  # what Ray makes of a SIGTERM
-        raise KeyboardInterrupt from error
+        yield arrived
     finally:
-        _install(before)
+        signal.set_wakeup_fd(former)
+        os.close(reading)
+        os.close(writing)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,8 @@ from alignedserve.runtime.transfers.group_transfer import GroupTransfer
 from alignedserve.runtime.transfers.memory import ArenaBuffer
 
 LAYOUT = BlockLayout(block_size=16, num_layers=8, num_kv_heads=8, head_dim=64, dtype="float32")  # 512 KiB
-NUM_BLOCKS = 96
+NUM_BLOCKS = 192
+PER_PEER = 96  # of the owner's blocks
 SECRET = b"p" * 32
 BLOCKS = tuple(BlockId(i) for i in range(NUM_BLOCKS))
 
@@ -51,18 +52,20 @@ class Owner:
 
 
 class Asking:
-    """A storage full of random bytes and a transfer to a block server."""
+    """A storage full of random bytes and a transfer to a block server, where it uses blocks that no other one does."""
 
     def __init__(self, address: str, timeout_s: float, name: str = "decode-0") -> None:
-        self.storage = BlockStorage(LAYOUT, NUM_BLOCKS)
+        index = int(name.rpartition("-")[2])
+        self._far = BLOCKS[index * PER_PEER : (index + 1) * PER_PEER]
+        self.storage = BlockStorage(LAYOUT, PER_PEER)
         self.bytes = self.storage.bytes.numpy()
         self.bytes[:] = np.random.default_rng(3).integers(0, 256, self.bytes.shape, np.uint8)
         self.transfer = GroupTransfer(self.storage, address, identity=identity(name, timeout_s))
 
-    def round(self, generation: int, num_blocks: int = NUM_BLOCKS) -> None:
+    def round(self, generation: int, num_blocks: int = PER_PEER) -> None:
         """Offload and fetch, compared. Raises PeerLost."""
         mine, before = BLOCKS[:num_blocks], self.bytes[:num_blocks].copy()
-        (runs,) = self.transfer.offload([Outgoing(mine, BLOCKS[:num_blocks][::-1], generation)])
+        (runs,) = self.transfer.offload([Outgoing(mine, self._far[:num_blocks][::-1], generation)])
         assert runs is not None
         self.bytes[:num_blocks] = 0
         copy = BlockCopy(generation, num_blocks * LAYOUT.block_size, runs)

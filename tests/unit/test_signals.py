@@ -1,0 +1,50 @@
+"""A Ctrl-C or SIGTERM during the start of Ray is never lost, and the handlers of before are there afterwards."""
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+import pytest
+
+from alignedserve.cluster.signals import handlers_kept
+
+
+def drops(number: int, frame: FrameType | None) -> None:
+    """As where Python drops what a handler raises: within a destructor, or right after a fork."""
+
+
+def exits(number: int, frame: FrameType | None) -> None:
+    sys.exit(number)
+
+
+@pytest.mark.parametrize("handler", [drops, exits])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_within_interrupts(number: signal.Signals, handler: "signal._HANDLER") -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), handlers_kept():
+        signal.signal(number, handler)
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_another_signal_does_not() -> None:
+    before = signal.signal(signal.SIGUSR1, drops)
+    with handlers_kept():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_on_another_thread_it_changes_nothing() -> None:
+    entered = []
+
+    def start() -> None:
+        with handlers_kept():
+            entered.append(True)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert entered == [True]
