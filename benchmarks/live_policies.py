@@ -7,7 +7,8 @@ A model of 125M OPT's shape with random weights in bfloat16. Real-time: Poisson,
 100 tokens, answers around 60; TTFT 0.4 s, TPOT 0.2 s. Best-effort: 64 requests outstanding, prompts 512 to 1 024,
 answers 32 to 128. Per topology first each kind alone, under `aligned_slo`: best-effort alone gives its throughput,
 real-time alone the share of the workers' time that it takes. Target for `aligned_slo`: both objectives held by 98 %,
-best-effort at 85 % or more of what real-time leaves free.
+best-effort at 85 % or more of what real-time leaves free. Beside each run stands what the simulator makes of the same
+traffic (other draws from the same laws), with costs fitted to the recording of the two runs alone.
 """
 
 import argparse
@@ -17,21 +18,34 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from alignedserve.cli.replay import replay_folder
+from alignedserve.config.loading import load_config
+from alignedserve.config.sections import Topology
+from alignedserve.replay.fitting import MachineFit, fit_machine
+from alignedserve.replay.run_file import read_run_facts
+from alignedserve.replay.simulated import SimulatedMachine, fitted_machine, simulate
+from alignedserve.sim.policies import with_policy
+from alignedserve.sim.result import ALL
+from alignedserve.workload.build import build_workload
+from alignedserve.workload.catalogue import Library
 from benchmarks.recording import write_result
 from benchmarks.startup import free_port, wait_ready
 
 ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
 POLICIES = ("fcfs", "round_robin", "bros", "accelgen", "aligned_slo")
 TOPOLOGIES = ("colocated", "disaggregated")
+NUM_SIMULATED = 5  # runs of the simulator, whose means are taken
 REAL_TIME = "rt: prompt=lognormal(100,300), output=lognormal(60,120), rate=2, ttft=0.4, tpot=0.2"
 BEST_EFFORT = "be: prompt=uniform(512,1024), output=uniform(32,128), outstanding=64, tier=flex"
 SHAPE: dict[str, Any] = {
@@ -80,10 +94,11 @@ def make_model(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def served(folder: Path, policy: str, topology: str) -> Iterator[int]:
+def served(folder: Path, policy: str, topology: str, recording: Path | None = None) -> Iterator[int]:
     """A server of this machine's own, for as long as the context lasts; its port."""
     port = free_port()
     command = [ALIGNEDSERVE, "serve", str(folder), "--port", str(port)]
+    command += ["--record", str(recording)] if recording is not None else []
     command += ["--policy", policy, "--set", f"topology={topology}"]
     for setting in SETTINGS:
         command += ["--set", setting]
@@ -132,18 +147,55 @@ def main() -> None:
 
 
 def measure(folder: Path, topology: str, policies: list[str], duration_s: float) -> dict[str, Any]:
-    """Each kind alone, then both under every policy."""
-    with served(folder, "aligned_slo", topology) as port:
+    """Each kind alone, then both under every policy, with the simulator's word beside it."""
+    recording = folder.parent / f"{topology}-alone"
+    with served(folder, "aligned_slo", topology, recording) as port:
         load(port, folder, [REAL_TIME], 10.0)  # so that the workers have learned what iterations cost
         alone = {"rt": load(port, folder, [REAL_TIME], duration_s), "be": load(port, folder, [BEST_EFFORT], duration_s)}
     print(topology, "alone:", {kind: short(report) for kind, report in alone.items()}, flush=True)
+    machine = fitted_machine(read_run_facts(recording), fit_to(recording))
     both: dict[str, Any] = {}
+    simulated: dict[str, Any] = {}
     for policy in policies:
         with served(folder, policy, topology) as port:
             load(port, folder, [REAL_TIME], 10.0)
             both[policy] = load(port, folder, [REAL_TIME, BEST_EFFORT], duration_s)
         print(topology, policy, short(both[policy]), flush=True)
-    return {"alone": alone, "both": both}
+        simulated[policy] = predicted(machine, policy, topology, duration_s)
+        print(topology, policy, "simulated:", simulated[policy], flush=True)
+    return {"alone": alone, "both": both, "simulated": simulated}
+
+
+def fit_to(recording: Path) -> MachineFit:
+    """What iterations and copies of this run cost."""
+    return fit_machine(replay_folder(recording)[1], read_run_facts(recording).layout.block_bytes)
+
+
+def predicted(machine: SimulatedMachine, policy: str, topology: str, duration_s: float) -> dict[str, Any]:
+    """What the simulator makes of both kinds under a policy: means over draws of the traffic, as `short` has them.
+    Best-effort requests that end after the last arrival do not count, as live, where they are cut off."""
+    cluster = load_config(None, [*SETTINGS, f"topology={topology}"])
+    machine = replace(machine, cluster=with_policy(cluster, policy, topology=Topology(topology)))
+    runs = []
+    for seed in range(NUM_SIMULATED):
+        traffic = "; ".join((REAL_TIME, BEST_EFFORT))
+        workload = build_workload(traffic, seed=seed, library=Library(), duration_s=duration_s)
+        runs.append(simulate(workload, machine, seed))
+    return {
+        name: {
+            "completed": round(statistics.fmean(run[name].loaded_requests_per_s for run in runs) * duration_s, 1),
+            "held": _mean([run[name].attainment for run in runs]),
+            "ttft_p50": _mean([one.distribution.p50 for run in runs if (one := run[name].ttft_s)]),
+            "tpot_p50": _mean([one.distribution.p50 for run in runs if (one := run[name].tpot_s)]),
+        }
+        for name in runs[0]
+        if name != ALL
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return round(statistics.fmean(present), 3) if present else None
 
 
 def short(report: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from alignedserve.replay.fitting import MachineFit, WorkerFit, fit_machine
 from alignedserve.replay.observed import ObservedRun
 from alignedserve.replay.rooms import Difference, RoomReplay, recordings_in
 from alignedserve.replay.run_file import read_run_facts
-from alignedserve.replay.simulated import OTHERS, Comparison, SimulatedMachine, WorkerCosts, compare, requests_of
+from alignedserve.replay.simulated import OTHERS, Comparison, WorkerCosts, compare, fitted_machine, requests_of
 
 _MAX_SHOWN = 4000  # characters of one side of a difference
 _MANY_ZEROS = re.compile(r"\b0(, 0){7,}\b")  # a prompt without its tokens
@@ -103,9 +103,7 @@ def simulate_beside(options: ReplayOptions, run: ObservedRun, outstanding: Mappi
     facts = read_run_facts(options.folder)
     source = run if options.fit_on is None else replay_folder(options.fit_on)[1]
     fit = fit_machine(source, facts.layout.block_bytes)
-    prefill = WorkerCosts(fit.prefill.costs, fit.prefill.ratios) if fit.prefill is not None else None
-    decode = WorkerCosts(fit.decode.costs, fit.decode.ratios)
-    machine = SimulatedMachine(facts.config, facts.layout, fit.links, decode, prefill, fit.slowdown)
+    machine = fitted_machine(facts, fit)
     costs_from = "this very run" if options.fit_on is None else str(options.fit_on)
     if options.costs is not None:
         if not options.costs.startswith(FITTED):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.model import CostModel
+from alignedserve.messages.recording import RunFacts
+from alignedserve.replay.fitting import MachineFit
 from alignedserve.replay.jitter import JitteryCosts
 from alignedserve.replay.observed import ObservedRequest, ObservedRun
 from alignedserve.sim.config import SimConfig, SimLinks
@@ -68,6 +70,13 @@ class SimulatedMachine:
     slowdown: float = 0.0  # of iterations by each other worker that computes
 
 
+def fitted_machine(facts: RunFacts, fit: MachineFit) -> SimulatedMachine:
+    """A recorded run's cluster, with what was fitted to one."""
+    decode = WorkerCosts(fit.decode.costs, fit.decode.ratios)
+    prefill = WorkerCosts(fit.prefill.costs, fit.prefill.ratios) if fit.prefill is not None else None
+    return SimulatedMachine(facts.config, facts.layout, fit.links, decode, prefill, fit.slowdown)
+
+
 def requests_of(run: ObservedRun) -> list[Timed]:
     """The requests that got at least one token, by arrival; those times count from the first."""
     seen = [one for one in run.requests.values() if one.token_times_s.get(0) is not None]
@@ -93,7 +102,7 @@ def compare(requests: Sequence[Timed], outstanding: Mapping[str, int], machine: 
     that differ in their jitter alone. Raises ConfigError when it cannot work."""
     workload = workload_of(requests, outstanding)
     real = _measures(real_classes(requests))
-    simulated = [_measures(_simulate(workload, machine, seed)) for seed in range(NUM_RUNS)]
+    simulated = [_measures(simulate(workload, machine, seed)) for seed in range(NUM_RUNS)]
     return [
         Comparison(*key, value, statistics.fmean(values))
         for key, value in real.items()
@@ -101,7 +110,8 @@ def compare(requests: Sequence[Timed], outstanding: Mapping[str, int], machine: 
     ]
 
 
-def _simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[str, ClassResult]:
+def simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[str, ClassResult]:
+    """What becomes of each class. `seed` is the jitter's."""
     config = SimConfig(
         cluster=machine.cluster,
         layout=machine.layout,
