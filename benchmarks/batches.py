@@ -40,7 +40,7 @@ _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _NUM_LINES = 50_000
 _WORK = (128, 64, 64)  # lines, prompt tokens, answer tokens
 _REAL_TIME = "rt: prompt=lognormal(100,300), output=lognormal(60,120), rate=1.5, ttft=0.4, tpot=0.2"
-_CHAT_S = 25.0
+_CHAT_S = 100.0  # some 150 requests: two thirds of a point each
 _ROLES = [target for target in Target if target not in (Target.ALL, Target.COMMAND)]
 
 
