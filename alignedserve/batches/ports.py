@@ -96,8 +96,8 @@ class BlobStore(Protocol):
     async def begin(self, file_id: FileId) -> BlobWriter:
         """A new blob. Raises StorageFull."""
 
-    def chunks(self, file_id: FileId) -> AsyncIterator[bytes]:
-        """Its bytes from the beginning. Raises StorageDamaged where there is no such blob."""
+    def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
+        """Its bytes, from this one on. Raises StorageDamaged where there is no such blob."""
 
     def open(self, file_id: FileId) -> "BlobReader":
         """Random access. Raises StorageDamaged where there is no such blob."""

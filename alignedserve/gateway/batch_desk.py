@@ -1,10 +1,12 @@
 """What a gateway does with files and batches on behalf of one key. Another key's are not there."""
 
+import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -44,7 +46,7 @@ class Content(NamedTuple):
     """What a file holds."""
 
     num_bytes: int
-    chunks: AsyncIterator[bytes]
+    start_at: Callable[[int], AsyncIterator[bytes]]  # from a byte on; raises StorageDamaged where they are not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,12 @@ class BatchDesk:
     async def content(self, record: FileRecord) -> Content:
         """The file's bytes; of a result file those that are there now."""
         if record.view is None:
-            return Content(record.num_bytes, self.stores.blobs.chunks(record.file_id))
+            return Content(record.num_bytes, partial(self.stores.blobs.chunks, record.file_id))
         batch_id, kind = record.view.batch_id, record.view.kind
         sight = await self.book.batch(batch_id)
         progress = Progress() if sight is None else sight.progress
-        lines = self.stores.logs.lines(batch_id, kind, progress.log_bytes)
-        return Content(num_bytes_of(progress, kind), _one_by_one(lines))
+        lines = partial(self.stores.logs.lines, batch_id, kind, progress.log_bytes)
+        return Content(num_bytes_of(progress, kind), lambda start: _in_threads(lines(start)))
 
     async def files(
         self, owner: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None
@@ -250,8 +252,9 @@ def new_file_id() -> FileId:
     return file_id_of(secrets.token_bytes(NUM_ID_BYTES))
 
 
-async def _one_by_one(chunks: Iterable[bytes]) -> AsyncIterator[bytes]:
-    for chunk in chunks:
+async def _in_threads(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Each chunk is as much of a log as holds it, perhaps all of it."""
+    while chunk := await asyncio.to_thread(next, chunks, b""):
         yield chunk
 
 

@@ -1,7 +1,6 @@
 """Part of a file, as `Range: bytes=N-` asks for it: how a download goes on after a lost connection (RFC 9110, 14)."""
 
 import re
-from collections.abc import AsyncIterator
 
 from starlette.requests import Request
 
@@ -12,11 +11,3 @@ def first_byte(http: Request) -> int | None:
     """Where a client wants to begin; None: no range, or one of another form, which may be ignored."""
     asked = _FROM.fullmatch(http.headers.get("range", "").strip())
     return int(asked[1]) if asked else None
-
-
-async def behind(chunks: AsyncIterator[bytes], offset: int) -> AsyncIterator[bytes]:
-    """What follows the first `offset` bytes."""
-    async for chunk in chunks:
-        if offset < len(chunk):
-            yield chunk[offset:]
-        offset = max(0, offset - len(chunk))

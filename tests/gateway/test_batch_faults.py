@@ -21,7 +21,7 @@ async def test_a_validation_that_cannot_read_pauses_and_goes_on(
     async with batch_gateway(tmp_path, is_driven=False) as door:
         whole = door.stores.blobs.chunks
 
-        async def chunks(file_id: FileId) -> AsyncIterator[bytes]:
+        async def chunks(file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
             raise StorageError("the disk does not answer")
             yield b""
 

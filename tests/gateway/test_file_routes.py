@@ -234,6 +234,19 @@ async def test_a_download_goes_on_from_a_byte(tmp_path: Path) -> None:
                 assert (await door.client.get(path, headers={"range": ignored})).status_code == 200
 
 
+async def test_a_download_of_what_is_damaged_or_gone_says_so(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path) as door:
+        done = await door.wait_for((await door.submit())["id"])
+        (log,) = tmp_path.rglob(f"{done['id']}.log")
+        content = bytearray(log.read_bytes())
+        content[content.index(b"custom_id")] ^= 1
+        log.write_bytes(content)
+        path = f"/v1/files/{done['output_file_id']}/content"
+        assert error_of(await door.client.get(path), 503)["code"] == "storage_unavailable"
+        log.unlink()
+        assert error_of(await door.client.get(path), 503)["code"] == "storage_unavailable"
+
+
 async def test_lists_by_purpose_have_no_empty_pages(tmp_path: Path) -> None:
     async with batch_gateway(tmp_path) as door:
         first = await door.submit()

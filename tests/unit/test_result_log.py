@@ -130,3 +130,59 @@ def test_a_closed_log_takes_nothing(tmp_path: Path) -> None:
 def test_no_path_from_something_that_is_no_id(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         logs(tmp_path).open(BatchKey("../../etc/passwd"), 1)
+
+
+# --- reading
+
+
+def test_a_side_may_be_read_from_any_byte_on(tmp_path: Path) -> None:
+    reader = logs(tmp_path)
+    log, _ = reader.open(BATCH, 3000)
+    ends = (LineEnd.COMPLETED, LineEnd.FAILED)
+    log.append([ResultRecord(line, ends[line % 2], b"%04d" % line + b"x" * 2000) for line in range(3000)])
+    log.close()
+    for kind in ResultKind:
+        whole = b"".join(reader.lines(BATCH, kind, log.num_bytes))
+        for start in (len(whole) - 1, 1, len(whole) // 2, len(whole) - 2006, 0, len(whole), 1 << 40):
+            assert b"".join(reader.lines(BATCH, kind, log.num_bytes, start)) == whole[start:]
+
+
+def test_what_was_read_before_is_not_read_again(tmp_path: Path) -> None:
+    """Whoever follows a batch asks for the end of its results again and again."""
+    reader = logs(tmp_path)
+    log, _ = reader.open(BATCH, 3000)
+    log.append([ResultRecord(line, LineEnd.COMPLETED, b"%04d" % line + b"x" * 2000) for line in range(3000)])
+    whole = b"".join(reader.lines(BATCH, ResultKind.OUTPUT, log.num_bytes))
+    damage(tmp_path / "results" / f"{BATCH}.log", place=4000)
+    assert b"".join(reader.lines(BATCH, ResultKind.OUTPUT, log.num_bytes, len(whole) - 10)) == whole[-10:]
+    log.close()
+
+
+def test_damage_ends_a_download_with_an_error(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    size = path.stat().st_size
+    damage(path, place=path.read_bytes().index(b'"b"'))
+    lines = logs(tmp_path).lines(BATCH, ResultKind.ERROR, size)
+    assert next(lines) == RECORDS[1].payload + b"\n"
+    with pytest.raises(StorageDamaged, match=r"cannot be read from byte 18 on"):
+        next(lines)
+
+
+def test_a_repaired_log_is_read_anew(tmp_path: Path) -> None:
+    reader = logs(tmp_path)
+    log, _ = reader.open(BATCH, 3000)
+    log.append([ResultRecord(line, LineEnd.COMPLETED, b"%04d" % line + b"x" * 2000) for line in range(3000)])
+    log.close()
+    assert len(b"".join(reader.lines(BATCH, ResultKind.OUTPUT, log.num_bytes))) == 3000 * 2005
+    damage(tmp_path / "results" / f"{BATCH}.log", place=4000)
+    log, recovered = reader.open(BATCH, 3000)
+    log.close()
+    assert recovered.num_dropped == 1
+    tail = b"".join(reader.lines(BATCH, ResultKind.OUTPUT, log.num_bytes, 2998 * 2005))
+    assert tail == b"2999" + b"x" * 2000 + b"\n"
+
+
+def damage(path: Path, *, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)

@@ -28,11 +28,11 @@ class DiskBlobs:
         """See BlobStore."""
         return _DiskWriter(self._path(file_id))
 
-    async def chunks(self, file_id: FileId) -> AsyncIterator[bytes]:
+    async def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
         """See BlobStore."""
         reader = self.open(file_id)
         try:
-            offset = 0
+            offset = start
             while chunk := await asyncio.to_thread(reader.read_at, offset, CHUNK_BYTES):
                 yield chunk
                 offset += len(chunk)

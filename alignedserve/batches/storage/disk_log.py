@@ -11,16 +11,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import orjson
 
 from alignedserve.batches.log_format import VERSION, LineEnd, LogTotals, ResultRecord, decoded, encoded, head
 from alignedserve.batches.records import BatchKey, ResultKind, parsed_batch_key
 from alignedserve.batches.storage.disk import disk_errors, sync_folder, write_all
+from alignedserve.batches.storage.log_reading import LogSide, Marks, side_of_log
 from alignedserve.core.errors import StorageDamaged, StorageError
 
-_CHUNK_BYTES = 1024 * 1024
 _SUFFIX = ".log"
 
 
@@ -38,6 +37,7 @@ class DiskLogs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._marks = Marks()
         with disk_errors("result logs"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -47,16 +47,17 @@ class DiskLogs:
         with disk_errors("a result log"):
             return _open(self._path(batch_id), batch_id, num_lines)
 
-    def lines(self, batch_id: BatchKey, kind: ResultKind, log_bytes: int) -> Iterator[bytes]:
-        """The lines of one side of the log, in the order in which they ended, of the log's first `log_bytes`. Stops at
-        what does not verify. Chunks of whole lines."""
+    def lines(self, batch_id: BatchKey, kind: ResultKind, log_bytes: int, start: int = 0) -> Iterator[bytes]:
+        """One side of the log's first `log_bytes`, in the order in which lines ended, from its byte `start` on. Raises
+        StorageDamaged at what does not verify, after everything before it. Every chunk is a read: use a thread."""
         with disk_errors("a result log"):
             try:
                 file = self._path(batch_id).open("rb")
             except FileNotFoundError:
                 return
             with file:
-                yield from _payloads(_records(file, log_bytes), kind)
+                side = LogSide(batch_id, kind, os.fstat(file.fileno()).st_ino)
+                yield from side_of_log(file, side, self._marks, start=start, log_bytes=log_bytes)
 
     def remove(self, batch_id: BatchKey) -> None:
         """Forget a batch's results; may be repeated."""
@@ -180,28 +181,3 @@ def _rewritten(path: Path, batch_id: BatchKey, num_lines: int) -> int:
         partial.unlink(missing_ok=True)
         raise
     return file_descriptor
-
-
-def _records(file: BinaryIO, stop: int) -> Iterator[ResultRecord]:
-    offset = 0
-    for raw in file:
-        offset += len(raw)
-        record = decoded(raw)
-        if record is None or offset > stop:
-            return
-        yield record
-
-
-def _payloads(records: Iterator[ResultRecord], kind: ResultKind) -> Iterator[bytes]:
-    chunk: list[bytes] = []
-    num_bytes = 0
-    for record in records:
-        if record.end is LineEnd.HEAD or record.end.kind is not kind:
-            continue
-        chunk += (record.payload, b"\n")
-        num_bytes += len(record.payload)
-        if num_bytes >= _CHUNK_BYTES:
-            yield b"".join(chunk)
-            chunk, num_bytes = [], 0
-    if chunk:
-        yield b"".join(chunk)

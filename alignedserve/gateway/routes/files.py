@@ -1,5 +1,6 @@
 """/v1/files: upload, list, get, content, delete."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
@@ -8,11 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from alignedserve.batches.records import FileRecord
+from alignedserve.core.errors import StorageDamaged
 from alignedserve.gateway.batch_desk import BatchDesk, new_file_id
 from alignedserve.gateway.batch_views import file_view, list_view
 from alignedserve.gateway.errors import JSON_TYPE, RangeNotThere
 from alignedserve.gateway.query import one_of, positive
-from alignedserve.gateway.ranges import behind, first_byte
+from alignedserve.gateway.ranges import first_byte
 from alignedserve.gateway.services import desk_of
 from alignedserve.gateway.uploads import receive_upload
 
@@ -69,9 +71,10 @@ async def get_content(http: Request, file_id: str) -> Response:
         raise RangeNotThere(content.num_bytes)
     if offset is not None:
         headers["content-range"] = f"bytes {offset}-{content.num_bytes - 1}/{content.num_bytes}"
-    headers["content-length"] = str(content.num_bytes - (offset or 0))
+    start = offset or 0
+    headers["content-length"] = str(content.num_bytes - start)
     return StreamingResponse(
-        behind(content.chunks, offset or 0),
+        await _begun(content.start_at(start), content.num_bytes - start),
         status_code=200 if offset is None else 206,
         media_type="application/octet-stream",
         headers=headers,
@@ -84,6 +87,25 @@ async def delete_file(http: Request, file_id: str) -> Response:
     desk, owner = desk_of(http)
     record = await desk.remove(owner, file_id)
     return _json({"id": record.file_id, "object": "file", "deleted": True})
+
+
+async def _begun(chunks: AsyncIterator[bytes], num_bytes: int) -> AsyncIterator[bytes]:
+    """Exactly so many bytes, of which the first have been read: what is not there is an answer of its own where that
+    is still possible. Later it breaks the connection off, so that nobody takes a part for the whole."""
+    first = await anext(chunks, b"")
+    if num_bytes and not first:
+        raise StorageDamaged("the content of this file is not there")
+
+    async def all_of_it() -> AsyncIterator[bytes]:
+        chunk, num_left = first, num_bytes
+        while chunk:
+            yield chunk[:num_left]
+            num_left -= min(num_left, len(chunk))
+            chunk = await anext(chunks, b"") if num_left else b""
+        if num_left:
+            raise StorageDamaged(f"the last {num_left} bytes of a file that is being downloaded are not there")
+
+    return all_of_it()
 
 
 async def _shown(desk: BatchDesk, record: FileRecord) -> dict[str, Any]:
