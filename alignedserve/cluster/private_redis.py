@@ -31,6 +31,7 @@ _SILENCE_S = 15.0  # a server that has answered nothing for this long is ended a
 _LOOK_S = 1.0
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
+_TOLD = 4096  # characters at the end of its log
 _VERSION_FILE = "redis.version"
 _PID_FILE = "redis.pid"
 _SET_PARENT_DEATH_SIGNAL = 1  # Linux's prctl
@@ -91,15 +92,31 @@ class PrivateRedis:
             preexec_fn=_end_with_parent,
         )
         (self._folder / _PID_FILE).write_text(str(self._process.pid))
-        self._wait_until_it_listens(self._process)
+        self._wait_until_it_serves(self._process)
 
-    def _wait_until_it_listens(self, process: "subprocess.Popen[bytes]") -> None:
+    def _wait_until_it_serves(self, process: "subprocess.Popen[bytes]") -> None:
+        """It listens before it has read its file, which may take as long as it likes."""
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while not self._socket_path.exists():
+        while not (answer := _answer(self._socket_path, _LOOK_S)).startswith(b"+"):
             if process.poll() is not None or time.monotonic() > deadline_s:
                 process.kill()
-                raise ResourceError(f"Redis does not start; its log is {self._log_path}")
+                raise ResourceError(self._why_not())
+            if answer:
+                deadline_s = time.monotonic() + _START_TIMEOUT_S
             time.sleep(0.005)
+
+    def _why_not(self) -> str:
+        """What to tell about a server that does not start. A file that is damaged in its middle is nobody's to cut off
+        but the user's: what was written after the damage goes with it."""
+        with contextlib.suppress(OSError):
+            told = self._log_path.read_text(errors="replace")[-_TOLD:]
+            named = re.search(r"Bad file format reading the append only file(?: ([\w.]+))?:", told)
+            if named:
+                name = named[1] or "appendonly.aof"
+                path = next(self._folder.rglob(name), self._folder / name)
+                repair = f"(exec -a redis-check-aof {self._command[0]} --fix {path})"
+                return f"{path} is damaged; docs/batches.md says what to do, after a copy has been made: {repair}"
+        return f"Redis does not start; its log is {self._log_path}"
 
     def _watch(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -126,7 +143,7 @@ class PrivateRedis:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(min(_LOOK_S, _SILENCE_S / 3))
-            if _answers(self._socket_path, min(_LOOK_S, _SILENCE_S / 3)):
+            if _answer(self._socket_path, min(_LOOK_S, _SILENCE_S / 3)):
                 answered_s = time.monotonic()
             elif time.monotonic() - answered_s > _SILENCE_S and not self._is_stopping.is_set():
                 logger.error("Redis has answered nothing for %.0f s and is ended", _SILENCE_S)
@@ -152,16 +169,16 @@ class PrivateRedis:
         return path
 
 
-def _answers(path: Path, timeout_s: float) -> bool:
-    """Anything: a server that still reads its file says so."""
+def _answer(path: Path, timeout_s: float) -> bytes:
+    """What it says to a PING: +PONG, or an error while it still reads its file. Nothing where it says nothing."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout_s)
             connection.connect(str(path))
             connection.sendall(b"PING\r\n")
-            return bool(connection.recv(16))
+            return connection.recv(16)
     except OSError:
-        return False
+        return b""
 
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from alignedserve.batches.ports import Put
 from alignedserve.batches.storage.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
-from alignedserve.core.errors import StoreUnavailable
+from alignedserve.core.errors import ResourceError, StoreUnavailable
 
 
 def private_redis(folder: Path) -> PrivateRedis:
@@ -96,6 +97,28 @@ async def test_a_torn_end_of_the_file_costs_only_what_was_not_acknowledged(tmp_p
     async with stored(tmp_path) as records:
         found = await records.read([f"key-{number}" for number in range(20)])
         assert found[:19] == [b"x" * 100] * 19
+
+
+async def test_damage_in_the_middle_of_the_file_is_refused_and_told_how_to_repair(tmp_path: Path) -> None:
+    async with stored(tmp_path) as records:
+        for number in range(20):
+            await records.commit([Put(f"key-{number}", b"x" * 100)], unchanged={})
+    kept = max((tmp_path / "data").rglob("*appendonly*"), key=lambda path: path.stat().st_size)
+    content = bytearray(kept.read_bytes())
+    place = content.index(b"*", len(content) // 2)
+    content[place : place + 2] = b"??"
+    kept.write_bytes(content)
+    with pytest.raises(ResourceError, match=f"{kept.name} is damaged.*docs/batches.md") as refused:
+        private_redis(tmp_path).start()
+    assert kept.read_bytes() == content
+    repair = str(refused.value).partition("made: ")[2]
+    process = await asyncio.create_subprocess_exec("bash", "-c", repair, stdin=PIPE, stdout=PIPE)
+    await process.communicate(b"y\n")
+    async with stored(tmp_path) as records:
+        found = await records.read([f"key-{number}" for number in range(20)])
+    num_kept = found.index(None)
+    assert 5 <= num_kept < 15
+    assert found[:num_kept] == [b"x" * 100] * num_kept
 
 
 async def test_a_server_that_stays_silent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

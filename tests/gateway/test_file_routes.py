@@ -237,7 +237,7 @@ async def test_a_download_goes_on_from_a_byte(tmp_path: Path) -> None:
 async def test_a_download_of_what_is_damaged_or_gone_says_so(tmp_path: Path) -> None:
     async with batch_gateway(tmp_path) as door:
         done = await door.wait_for((await door.submit())["id"])
-        (log,) = tmp_path.rglob(f"{done['id']}.log")
+        log = tmp_path / "results" / f"{done['id']}.log"
         content = bytearray(log.read_bytes())
         content[content.index(b"custom_id")] ^= 1
         log.write_bytes(content)

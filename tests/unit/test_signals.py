@@ -19,13 +19,17 @@ def exits(number: int, frame: FrameType | None) -> None:
     sys.exit(number)
 
 
+def takes_a_signal(number: signal.Signals, handler: "signal._HANDLER") -> None:
+    signal.signal(number, handler)
+    os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize("handler", [drops, exits])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_within_interrupts(number: signal.Signals, handler: "signal._HANDLER") -> None:
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), handlers_kept():
-        signal.signal(number, handler)
-        os.kill(os.getpid(), number)
+        takes_a_signal(number, handler)
     assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(-1) == -1
 
