@@ -2,7 +2,7 @@
 was leased and never settled is simply not done."""
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -11,7 +11,9 @@ _LONGEST_PAUSE_S = 30.0
 class LineBook:
     """Lines by number from 0. A line is leased at most once at a time, and settled exactly once."""
 
-    def __init__(self, num_lines: int, settled: Iterable[int] = (), *, max_tries: int) -> None:
+    def __init__(
+        self, num_lines: int, settled: Iterable[int] = (), num_tries: Mapping[int, int] | None = None, *, max_tries: int
+    ) -> None:
         self._num_lines = num_lines
         self._is_settled = bytearray(num_lines)
         self.num_settled = 0
@@ -20,7 +22,7 @@ class LineBook:
         self._next = 0
         self._leases: set[int] = set()
         self._later: list[tuple[float, int]] = []  # (when, line) of lines that are to be tried again
-        self._num_tries: dict[int, int] = {}  # of lines that broke before
+        self._num_tries = dict(num_tries or {})  # of lines that broke before
         self._max_tries = max_tries
 
     @property

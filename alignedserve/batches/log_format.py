@@ -1,4 +1,4 @@
-"""The result log: one text line per terminal record, each with its own checksum.
+"""The result log: one text line per terminal record, and per try that came to nothing, each with its own checksum.
 
     <xxh3-64 of the rest, 16 hex digits> <line> <kind> <input tokens> <output tokens> <JSON of the result>
 
@@ -26,16 +26,24 @@ class LineEnd(enum.Enum):
     FAILED = "f"
     EXPIRED = "e"
     CANCELLED = "x"
+    BROKE = "b"  # no end: it was taken, came to nothing, and is tried again
     HEAD = "h"  # no line: the first record
 
     @property
-    def kind(self) -> ResultKind:
-        """In which file its record stands."""
+    def is_terminal(self) -> bool:
+        """Whether the line is done with it."""
+        return self not in (LineEnd.BROKE, LineEnd.HEAD)
+
+    @property
+    def kind(self) -> ResultKind | None:
+        """In which file its record stands, if in any."""
+        if not self.is_terminal:
+            return None
         return ResultKind.OUTPUT if self is LineEnd.COMPLETED else ResultKind.ERROR
 
 
 class ResultRecord(NamedTuple):
-    """The terminal record of one line."""
+    """How one line ended, or a try of it."""
 
     line: int  # from 0
     end: LineEnd
@@ -94,10 +102,11 @@ class LogTotals:
 
     def add(self, record: ResultRecord) -> None:
         """One more record."""
-        if record.end is LineEnd.HEAD:
+        kind = record.end.kind
+        if kind is None:
             return
         self.ends[record.end] += 1
-        self.num_bytes[record.end.kind] += len(record.payload) + 1
+        self.num_bytes[kind] += len(record.payload) + 1
         self.input_tokens += record.input_tokens
         self.output_tokens += record.output_tokens
 

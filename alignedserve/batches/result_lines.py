@@ -27,6 +27,11 @@ def broken(batch_id: BatchKey, line: int, custom_id: str, reason: str) -> Result
     return _without_answer(batch_id, line, custom_id, LineEnd.FAILED, "request_failed", reason)
 
 
+def to_be_tried_again(line: int) -> ResultRecord:
+    """The record of a try that came to nothing: it counts in the driver's next life too."""
+    return ResultRecord(line, LineEnd.BROKE, b"")
+
+
 def expired(batch_id: BatchKey, line: int, custom_id: str) -> ResultRecord:
     """The record of a line whose time was over."""
     return _without_answer(batch_id, line, custom_id, LineEnd.EXPIRED, *_EXPIRED)

@@ -165,7 +165,8 @@ class BatchRun:
         """These records are on disk, and the log has this length."""
         assert self.lines is not None, "records of no batch"
         for record in records:
-            self.lines.settle(record.line)
+            if record.end.is_terminal:
+                self.lines.settle(record.line)
             self._totals.add(record)
         self._log_bytes = log_bytes
         self._is_writing = False
@@ -253,7 +254,8 @@ class BatchRun:
         if recovered.num_dropped:
             logger.error("%s: %d damaged records were dropped", self.record.batch_id, recovered.num_dropped)
         self._totals, self._log_bytes = recovered.totals, self._log.num_bytes
-        self.lines = LineBook(self.record.num_lines, recovered.settled, max_tries=self._limits.max_tries)
+        known = (self.record.num_lines, recovered.settled, recovered.num_tries)
+        self.lines = LineBook(*known, max_tries=self._limits.max_tries)
         self._is_dirty = True
         self.note_pause(None)
         self.on_change()
@@ -345,7 +347,9 @@ class BatchRun:
 
     def _broke(self, line: int, reason: str) -> None:
         assert self.lines is not None, "a line of a batch that is not running"
-        if not self.lines.broke(line, time.monotonic()):
+        if self.lines.broke(line, time.monotonic()):
+            self._pending.append(result_lines.to_be_tried_again(line))
+        else:
             self._pending.append(result_lines.broken(self.record.batch_id, line, self._custom_id(line), reason))
 
     def _deadline_s(self) -> float:

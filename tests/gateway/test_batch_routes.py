@@ -186,6 +186,23 @@ async def test_what_breaks_again_and_again_is_recorded(tmp_path: Path) -> None:
     assert (error["custom_id"], error["response"], error["error"]["code"]) == ("only", None, "request_failed")
 
 
+async def test_tries_count_across_drivers(tmp_path: Path) -> None:
+    script = Failing(*[GenerationFailed("The request failed inside the cluster.")] * 9)
+    async with batch_gateway(tmp_path, script, max_tries=3) as door:
+        batch = await door.submit(chat_line("only"))
+        for num_tries in (1, 2):
+
+            async def are_written(expected: int = num_tries) -> bool:
+                log = tmp_path / "results" / f"{batch['id']}.log"
+                return log.exists() and log.read_bytes().count(b" 0 b 0 0 ") == expected
+
+            await eventually(are_written)
+            await door.stop_driver()
+            door.start_driver()
+        done = await door.wait_for(batch["id"])
+    assert (done["status"], done["request_counts"]["failed"], [*script.calls.values()]) == ("completed", 1, [3])
+
+
 async def test_a_driver_that_dies_is_followed_by_another(tmp_path: Path) -> None:
     async with batch_gateway(tmp_path, slowly, max_in_flight=4) as door:
         batch = await door.submit(chat_lines(60))

@@ -18,7 +18,7 @@ from alignedserve.batches import run as run_module
 from alignedserve.batches.book import BatchSight, Book
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.ports import FleetTotals, LineAnswer, LineBroken, LineCall, LineNotTaken
-from alignedserve.batches.records import BatchRecord, BatchStatus, Progress, ResultKind
+from alignedserve.batches.records import BatchStatus, Progress, ResultKind
 from alignedserve.batches.run import Limits, Rooms
 from alignedserve.batches.storage import disk_log
 from alignedserve.batches.storage.disk import write_all
@@ -123,18 +123,18 @@ class World:
         os.write(file_descriptor, content[: len(content) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def end(self) -> BatchRecord:
+    async def end(self) -> BatchSight:
         await self.suffer(("nothing", 0))
         async with asyncio.timeout(20):
             while True:
                 sight = await self.rooms.book.batch(BATCH)
                 assert sight is not None
                 if sight.record.is_over:
-                    return sight.record
+                    return sight
                 await asyncio.sleep(0.002)
 
-    def said(self) -> list[tuple[str, str]]:
-        chunks = self.logs.lines(BATCH, ResultKind.OUTPUT, 1 << 30)
+    def said(self, log_bytes: int) -> list[tuple[str, str]]:
+        chunks = self.logs.lines(BATCH, ResultKind.OUTPUT, log_bytes)
         lines = [json.loads(line) for line in b"".join(chunks).splitlines()]
         return [(line["custom_id"], line["response"]["body"]["said"]) for line in lines]
 
@@ -146,10 +146,12 @@ async def survive(folder: Path, steps: list[Step]) -> None:
         world.start()
         for step in steps:
             await world.suffer(step)
-        record = await world.end()
+        sight = await world.end()
         await world.crash()
-    assert record.status is BatchStatus.COMPLETED
-    assert sorted(world.said()) == sorted((f"c{number}", f"w{number}") for number in range(NUM_LINES))
+    assert sight.record.status is BatchStatus.COMPLETED
+    assert sorted(world.said(sight.progress.log_bytes)) == sorted(
+        (f"c{number}", f"w{number}") for number in range(NUM_LINES)
+    )
 
 
 @settings(max_examples=30, deadline=None)

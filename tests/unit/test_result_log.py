@@ -186,3 +186,24 @@ def damage(path: Path, *, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
+
+
+# --- tries that came to nothing
+
+
+def test_tries_are_known_and_are_no_results(tmp_path: Path) -> None:
+    tried = ResultRecord(1, LineEnd.BROKE, b"")
+    path = written(tmp_path, [tried, RECORDS[0], tried, tried._replace(line=0)])
+    log, recovered = logs(tmp_path).open(BATCH, 3)
+    log.close()
+    assert (recovered.settled, dict(recovered.num_tries), recovered.num_dropped) == ([2], {1: 2, 0: 1}, 0)
+    assert recovered.totals.counts(3).num_ended == 1
+    for kind, whole in ((ResultKind.OUTPUT, RECORDS[0].payload + b"\n"), (ResultKind.ERROR, b"")):
+        assert b"".join(logs(tmp_path).lines(BATCH, kind, path.stat().st_size)) == whole
+    damage(path, place=path.read_bytes().index(b'"c"'))
+    log, recovered = logs(tmp_path).open(BATCH, 3)
+    log.append([RECORDS[2]])
+    log.close()
+    log, recovered = logs(tmp_path).open(BATCH, 3)
+    log.close()
+    assert (recovered.settled, dict(recovered.num_tries), recovered.num_dropped) == ([1], {1: 2, 0: 1}, 0)

@@ -8,6 +8,7 @@ middle (a bad disk) is left out of a rewritten file, and its line runs again.
 import fcntl
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,8 @@ _SUFFIX = ".log"
 class Recovered:
     """What a log held when it was opened."""
 
-    settled: list[int] = field(default_factory=list)  # lines with a record
+    settled: list[int] = field(default_factory=list)  # lines with a terminal record
+    num_tries: Counter[int] = field(default_factory=Counter)  # by line, that came to nothing
     totals: LogTotals = field(default_factory=LogTotals)
     num_dropped: int = 0  # records that did not verify
 
@@ -142,7 +144,9 @@ def _recover(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[Recovered,
                 num_bad += 1
                 continue
             recovered.num_dropped, num_bad, end = recovered.num_dropped + num_bad, 0, offset
-            if record.end is not LineEnd.HEAD:
+            if record.end is LineEnd.BROKE:
+                recovered.num_tries[record.line] += 1
+            elif record.end.is_terminal:
                 is_settled[record.line] = 1
                 recovered.settled.append(record.line)
                 recovered.totals.add(record)
@@ -150,7 +154,7 @@ def _recover(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[Recovered,
 
 
 def _belongs(record: ResultRecord, batch_id: BatchKey, is_settled: bytearray) -> bool:
-    """Whether this is the first record of a line of the batch, or its head. Raises StorageDamaged for another's log."""
+    """Whether this is of a line of the batch that is not done, or its head. Raises StorageDamaged for another's log."""
     if record.end is LineEnd.HEAD:
         known = orjson.loads(record.payload)
         if known["batch_id"] != batch_id or known["version"] != VERSION:
@@ -171,7 +175,7 @@ def _rewritten(path: Path, batch_id: BatchKey, num_lines: int) -> int:
             for record in map(decoded, file):
                 if record is None or record.end is LineEnd.HEAD or not _belongs(record, batch_id, is_settled):
                     continue
-                is_settled[record.line] = 1
+                is_settled[record.line] = record.end.is_terminal
                 write_all(file_descriptor, encoded(record))
         os.fsync(file_descriptor)
         partial.rename(path)

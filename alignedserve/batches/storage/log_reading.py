@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from alignedserve.batches.log_format import LineEnd, decoded
+from alignedserve.batches.log_format import decoded
 from alignedserve.batches.records import BatchKey, ResultKind
 from alignedserve.core.errors import StorageDamaged
 
@@ -70,7 +70,7 @@ def side_of_log(file: BinaryIO, side: LogSide, marks: Marks, *, start: int, log_
             is_damaged = True
             break
         offset += len(raw)
-        if record.end is not LineEnd.HEAD and record.end.kind is side.kind:
+        if record.end.kind is side.kind:
             line = record.payload + b"\n"
             wanted = line[max(0, start - place) :]
             place += len(line)
