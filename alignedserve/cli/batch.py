@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.batches.records import Endpoint
-from alignedserve.cli.batch_check import Checked, as_text, check_file, endpoint_of_first_line
+from alignedserve.cli.batch_check import Checked, FileLimits, as_text, check_file, endpoint_of_first_line
 from alignedserve.cli.batch_client import PATIENCE_S, BatchClient, Refused
 from alignedserve.cli.batch_watch import ByteBar, view_of
 from alignedserve.cli.batch_watch import watch as watch_until_over
@@ -193,7 +193,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 async def _is_fine(client: BatchClient, path: Path, endpoint: Endpoint, console: Console) -> bool:
     """Whether the file can be run there. Says what is wrong with it."""
-    checked = await asyncio.to_thread(_checked, path, endpoint, await client.models(), console)
+    models, limits = await client.models(), await client.limits()
+    checked = await asyncio.to_thread(_checked, path, endpoint, models, limits, console)
     for problem in checked.problems[:_MAX_SHOWN_PROBLEMS]:
         console.print(f"{path.name}: {printable(as_text(problem))}", markup=False, soft_wrap=True)
     num_hidden = len(checked.problems) - _MAX_SHOWN_PROBLEMS
@@ -204,9 +205,9 @@ async def _is_fine(client: BatchClient, path: Path, endpoint: Endpoint, console:
     return not checked.problems
 
 
-def _checked(path: Path, endpoint: Endpoint, models: tuple[str, ...], console: Console) -> Checked:
+def _checked(path: Path, endpoint: Endpoint, models: tuple[str, ...], limits: FileLimits, console: Console) -> Checked:
     with ByteBar(console, "checking", path.stat().st_size) as bar:
-        return check_file(path, endpoint, models, bar.note)
+        return check_file(path, endpoint, models, bar.note, limits=limits)
 
 
 async def _forget_a_second_copy(client: BatchClient, batch: dict[str, Any], file_id: str, console: Console) -> None:

@@ -13,6 +13,17 @@ from alignedserve.config.sections import BatchesConfig
 _CHUNK_BYTES = 1024 * 1024
 
 
+class FileLimits(NamedTuple):
+    """What a server accepts; the usual ones unless it says otherwise."""
+
+    max_file_bytes: int = BatchesConfig().max_file_bytes
+    max_lines: int = BatchesConfig().max_lines
+    max_line_bytes: int = BatchesConfig().max_line_bytes
+
+
+USUAL = FileLimits()
+
+
 class Checked(NamedTuple):
     """What a file holds."""
 
@@ -21,10 +32,14 @@ class Checked(NamedTuple):
 
 
 def check_file(
-    path: Path, endpoint: Endpoint, models: Collection[str], on_bytes: Callable[[int], None] = lambda _: None
+    path: Path,
+    endpoint: Endpoint,
+    models: Collection[str],
+    on_bytes: Callable[[int], None] = lambda _: None,
+    *,
+    limits: FileLimits = USUAL,
 ) -> Checked:
-    """Read the file as a server with the usual limits would. Raises OSError."""
-    limits = BatchesConfig()
+    """Read the file as a server with these limits would. Raises OSError."""
     num_bytes = path.stat().st_size
     if num_bytes == 0:
         return Checked(0, (LineProblem(code="empty_file", message="The file is empty."),))

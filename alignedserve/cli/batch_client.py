@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from alignedserve.bench.sse import error_message
+from alignedserve.cli.batch_check import USUAL, FileLimits
 from alignedserve.cli.batch_form import upload_form
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
@@ -94,6 +95,19 @@ class BatchClient:
             return tuple(str(model["id"]) for model in listed["data"])
         except (KeyError, TypeError) as error:
             raise ProtocolError(f"{self.url}/v1/models does not list models") from error
+
+    async def limits(self) -> FileLimits:
+        """What a file may be. A server that is not one of ours does not say, and gets the usual ones."""
+        try:
+            told = await self._json("GET", "/v1/batches/limits")
+        except Refused:
+            return USUAL
+        if told.get("object") != "batch.limits":
+            return USUAL
+        try:
+            return FileLimits(*(int(told[name]) for name in FileLimits._fields))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{self.url}/v1/batches/limits does not say what may be sent") from error
 
     async def batch(self, batch_id: str) -> dict[str, Any]:
         """A batch as it is now."""

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from alignedserve.batches.book import BatchSight
-from alignedserve.batches.records import BatchRecord, FileRecord, LineProblem, Progress, Quote
+from alignedserve.batches.records import BatchRecord, Endpoint, FileRecord, LineProblem, Progress, Quote
+from alignedserve.config.sections import BatchesConfig
+from alignedserve.gateway.batch_schemas import MAX_WINDOW_S, MIN_WINDOW_S
 
 _TIMES = (
     "in_progress",
@@ -68,6 +70,21 @@ def list_view(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, A
     if items:
         view |= {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
     return view
+
+
+def limits_view(config: BatchesConfig) -> dict[str, Any]:
+    """What this gateway accepts; an object of ours."""
+    return {
+        "object": "batch.limits",
+        "max_file_bytes": config.max_file_bytes,
+        "max_lines": config.max_lines,
+        "max_line_bytes": config.max_line_bytes,
+        "max_files": config.max_files,
+        "max_files_bytes": config.max_files_bytes,
+        "max_active_batches": config.max_active,
+        "completion_window_s": [MIN_WINDOW_S, MAX_WINDOW_S],
+        "endpoints": [endpoint.value for endpoint in Endpoint],
+    }
 
 
 def _counts(record: BatchRecord, progress: Progress) -> dict[str, int]:

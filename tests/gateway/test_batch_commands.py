@@ -110,6 +110,19 @@ async def test_submit_prints_the_id_alone(tmp_path: Path, capsys: pytest.Capture
         assert "fits, ends" in cli.err
 
 
+async def test_a_file_is_checked_by_the_limits_of_its_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(chat_lines(4))
+    async with shell(tmp_path, capsys, max_lines=3) as cli:
+        assert await cli.run("submit", str(path)) == 1
+        assert "line 4" in cli.err
+        assert (await cli.door.client.get("/v1/files")).json()["data"] == []
+        limits = (await cli.door.client.get("/v1/batches/limits")).json()
+    assert limits.items() >= {"max_lines": 3, "max_file_bytes": 200_000_000, "max_active_batches": 100}.items()
+
+
 async def test_a_file_with_mistakes_is_not_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = b"\n".join([chat_line("a"), b"{", chat_line("a"), *[b"["] * 30])
     async with shell(tmp_path, capsys, is_driven=False) as cli:

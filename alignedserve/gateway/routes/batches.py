@@ -8,7 +8,7 @@ from starlette.responses import Response
 from alignedserve.batches.book import BatchSight
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.batch_schemas import CreateBatchRequest
-from alignedserve.gateway.batch_views import batch_view, list_view
+from alignedserve.gateway.batch_views import batch_view, limits_view, list_view
 from alignedserve.gateway.errors import JSON_TYPE
 from alignedserve.gateway.parsing import parse, read_json
 from alignedserve.gateway.query import positive
@@ -36,6 +36,13 @@ async def list_batches(http: Request) -> Response:
     sights, has_more = await desk.batches(owner, after=http.query_params.get("after"), limit=limit)
     shown = list_view([batch_view(sight) for sight in sights], has_more=has_more)
     return Response(orjson.dumps(shown), media_type=JSON_TYPE)
+
+
+@router.get("/v1/batches/limits", response_model=None)
+async def get_limits(http: Request) -> Response:
+    """What is accepted here, for whoever wants to check a file before sending it. No batch has such an id."""
+    desk, _ = desk_of(http)
+    return Response(orjson.dumps(limits_view(desk.config)), media_type=JSON_TYPE)
 
 
 @router.get("/v1/batches/{batch_id}", response_model=None)
