@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from alignedserve.config.sections import BatchingConfig, ClusterConfig
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.gateways import ClusterStatus
-from tests.in_process import Answer, RoomCluster, running, small_config
+from tests.desks.client_gateway import Answer
+from tests.in_process import RoomCluster, running, small_config
 
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 POLICIES = ("density_first", pytest.param("fcfs", marks=pytest.mark.slow))

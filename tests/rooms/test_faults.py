@@ -12,7 +12,8 @@ from alignedserve.config.sections import ClusterConfig, RouterConfig, Topology
 from alignedserve.core.request import FinishReason, SamplingParams
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.arena import Arena
-from tests.in_process import Answer, RoomCluster, running, small_config
+from tests.desks.client_gateway import Answer
+from tests.in_process import RoomCluster, running, small_config
 
 # Long enough that all are in the middle of it when something happens.
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
