@@ -36,7 +36,7 @@ from alignedserve.replay.fitting import MachineFit, fit_machine
 from alignedserve.replay.run_file import read_run_facts
 from alignedserve.replay.simulated import SimulatedMachine, fitted_machine, simulate
 from alignedserve.sim.policies import with_policy
-from alignedserve.sim.result import ALL
+from alignedserve.sim.result import ALL, ClassResult
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
 from benchmarks.recording import write_result
@@ -183,7 +183,7 @@ def predicted(machine: SimulatedMachine, policy: str, topology: str, duration_s:
         runs.append(simulate(workload, machine, seed))
     return {
         name: {
-            "completed": round(statistics.fmean(run[name].loaded_requests_per_s for run in runs) * duration_s, 1),
+            "completed": round(statistics.fmean(_num_completed(name, run[name], duration_s) for run in runs), 1),
             "held": _mean([run[name].attainment for run in runs]),
             "ttft_p50": _mean([one.distribution.p50 for run in runs if (one := run[name].ttft_s)]),
             "tpot_p50": _mean([one.distribution.p50 for run in runs if (one := run[name].tpot_s)]),
@@ -191,6 +191,11 @@ def predicted(machine: SimulatedMachine, policy: str, topology: str, duration_s:
         for name in runs[0]
         if name != ALL
     }
+
+
+def _num_completed(name: str, of_class: ClassResult, duration_s: float) -> float:
+    is_cut_off = name == "be"
+    return of_class.loaded_requests_per_s * duration_s if is_cut_off else of_class.num_by_ending["completed"]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
