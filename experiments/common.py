@@ -256,7 +256,7 @@ class Options(NamedTuple):
     processes: int
     is_recorded: bool
     policies: tuple[str, ...]  # to run; none: all
-    parts: tuple[str, ...]  # likewise, where cases have that label
+    parts: tuple[str, ...] = ()  # likewise, where cases have that label
 
     def wants(self, labels: Mapping[str, Any]) -> bool:
         """Whether what has these labels is to run."""
