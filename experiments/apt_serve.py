@@ -1,6 +1,6 @@
 """Apt-Serve (Gao et al., SIGMOD 2025), Figures 8 and 9, Tables 4 and 5: effective throughput and bursts on one worker.
 
-    python -m experiments.apt_serve [--quick] [--processes 2] [--policies NAME ...]
+    python -m experiments.apt_serve [--quick] [--processes 2] [--policies NAME ...] [--parts NAME ...]
 
 A request counts when its first token and the 99th percentile of its own gaps hold their objectives; effective
 throughput is the highest rate at which so large a share of the requests counts. docs/experiments/apt_serve.md has the
@@ -56,6 +56,7 @@ KV_ONLY = "apt_serve, keys and values"  # the ablation of Table 4
 LEVELS = (0.9, 0.6)
 BURSTS = (1.0, 5.0, 10.0)  # coefficients of variation
 HELD = "all.p99_attainment"
+FIGURE_8 = "figure 8"
 _LOWEST_RATES: Mapping[str, float] = {"sharegpt": 0.8, "humaneval": 4.0, "longbench": 0.15}
 _STEP, _NUM_RATES = 1.25, 20
 _CONTEXT = 2048
@@ -185,7 +186,7 @@ def find_throughputs(curves: Sequence[Curve], sizes: Sizes) -> list[Row]:
     while asked := [(curve, number) for curve in curves for number in curve.wanted()]:
         cases = [
             Load(curve.dataset, curve.rate(number), sizes.num_requests, model=curve.model).case(
-                "figure 8", curve.policy, sizes.seeds[0]
+                FIGURE_8, curve.policy, sizes.seeds[0]
             )
             for curve, number in asked
         ]
@@ -199,7 +200,7 @@ def find_throughputs(curves: Sequence[Curve], sizes: Sizes) -> list[Row]:
 def curves_in(rows: Iterable[Row]) -> list[Curve]:
     """What the rows of figure 8 come to."""
     curves: dict[tuple[str, str, str], Curve] = {}
-    for row in pick(rows, part="figure 8"):
+    for row in pick(rows, part=FIGURE_8):
         key = (row["dataset"], row["model"], row["policy"])
         curve = curves.setdefault(key, Curve(*key))
         curve.held[round(math.log(row["rate"] / curve.rate(0), _STEP))] = row[HELD]
@@ -292,7 +293,7 @@ def show(rows: Sequence[Row], throughputs: Sequence[Row], compared: Sequence[Row
     """All tables."""
     print_table(throughputs, {name: name for name in _THROUGHPUT}, title="figure 8")
     print_table(compared, {name: name for name in compared[0]}, title="figure 8: by how much higher")
-    for part in dict.fromkeys(row["part"] for row in rows if row["part"] != "figure 8"):
+    for part in dict.fromkeys(row["part"] for row in rows if row["part"] != FIGURE_8):
         means = over_seeds(pick(rows, part=part), ("dataset", "model", "rate", "cv", "costs", "policy"))
         print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
 
@@ -301,7 +302,8 @@ def main() -> None:
     """Simulate, show, record; what is done is recorded after every part."""
     options = read_options(__doc__)
     sizes = Sizes(60 if options.is_quick else 300, (1, 2, 3), options.processes)
-    curves = [one for one in curves_of(is_quick=options.is_quick) if one.policy in (options.policies or POLICIES)]
+    curves = curves_of(is_quick=options.is_quick)
+    curves = [one for one in curves if options.wants({"part": FIGURE_8, "policy": one.policy})]
     rows = with_recorded("apt_serve", [], options) if options.is_recorded else []
     if not options.is_quick:
         for part in (tables_4_and_5(sizes), figure_9(sizes), other_costs(sizes)):

@@ -230,15 +230,15 @@ def _rounded(value: Any) -> Any:
 
 
 def with_recorded(name: str, rows: Sequence[Row], options: "Options") -> list[Row]:
-    """These rows (as `chosen`), and where only some policies were run those of the others from results/NAME.json.
+    """These rows (as `chosen`), and where only some policies or parts were run the others from results/NAME.json.
 
     The record's figures are to have the rows under "runs". Each says of which commit it is.
     """
     path = RESULTS / f"{name}.json"
-    if not options.policies or not path.exists():
+    if not (options.policies or options.parts) or not path.exists():
         return list(rows)
     recorded: list[Row] = json.loads(path.read_text())["figures"]["runs"]
-    return [*rows, *(row for row in recorded if row["policy"] not in options.policies)]
+    return [*rows, *(row for row in recorded if not options.wants(row))]
 
 
 def write_record(name: str, figures: Any) -> Path:
@@ -256,17 +256,24 @@ class Options(NamedTuple):
     processes: int
     is_recorded: bool
     policies: tuple[str, ...]  # to run; none: all
+    parts: tuple[str, ...] = ()  # likewise, where cases have that label
+
+    def wants(self, labels: Mapping[str, Any]) -> bool:
+        """Whether what has these labels is to run."""
+        is_wanted = not self.policies or labels["policy"] in self.policies
+        return is_wanted and (not self.parts or labels.get("part") in self.parts)
 
     def select(self, cases: Iterable[LabelledCase]) -> list[LabelledCase]:
-        """Those of the policies that are to run."""
-        return [case for case in cases if not self.policies or case.labels["policy"] in self.policies]
+        """Those that are to run."""
+        return [case for case in cases if self.wants(case.labels)]
 
 
 def read_options(description: str | None) -> Options:
-    """`--quick` (not recorded), `--processes N`, `--policies NAME ...`."""
+    """`--quick` (not recorded), `--processes N`, `--policies NAME ...`, `--parts NAME ...`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few and short runs, under a minute; nothing is recorded")
     parser.add_argument("--processes", type=int, default=2, help="simulations at a time")
     parser.add_argument("--policies", nargs="+", default=(), help="only these; what is recorded of others stays")
+    parser.add_argument("--parts", nargs="+", default=(), help="only these ('figure 8'); likewise")
     given = parser.parse_args()
-    return Options(given.quick, given.processes, not given.quick, tuple(given.policies))
+    return Options(given.quick, given.processes, not given.quick, tuple(given.policies), tuple(given.parts))

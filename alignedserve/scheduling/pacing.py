@@ -93,21 +93,23 @@ class PolicyPacing:
             self._state.expect_length(request_id, predicted_len)
 
     def is_worth_mixing(self, context_lens: Collection[int]) -> bool:
-        """Whether decodes of these contexts add no more to the iteration of those here than to one of their own.
+        """Whether decodes of these contexts add no more to the iteration of those here than to one among their like.
 
         By the cost model: always, where attention costs the sum of the contexts; where the longest is a straggler, only
-        for contexts that are alike.
+        for contexts that are alike. Among their like is how they would be computed otherwise, not as they came: a batch
+        that has a straggler of its own would cost no more beside another one, and neither would ever be parted from it.
         """
         table = self._state.table
-        here, others = IterationWork(), IterationWork()
+        here, among_like = IterationWork(), IterationWork()
         note_decodes(here, table, np.flatnonzero(table.num_remaining == 1))
-        others.add_decodes(len(context_lens), sum(context_lens), max(context_lens))
+        num_others, sum_others = len(context_lens), sum(context_lens)
+        among_like.add_decodes(num_others, sum_others, -(-sum_others // num_others))
         both = here.copy()
-        both.add_decodes(others.num_decodes, others.decode_context_len, others.max_decode_context_len)
+        both.add_decodes(num_others, sum_others, max(context_lens))
         empty = IterationWork()
         empty.add_decode(0)
         iteration_s = self._scheduler.costs.iteration_s
-        added_s, own_s = iteration_s(both) - iteration_s(here), iteration_s(others) - iteration_s(empty)
+        added_s, own_s = iteration_s(both) - iteration_s(here), iteration_s(among_like) - iteration_s(empty)
         return added_s <= (1.0 + _MIXING_TOLERANCE) * own_s
 
     def choose(self, now: float, *, stalled: Collection[RequestId] = ()) -> Slices:

@@ -90,3 +90,14 @@ def test_only_some_policies_run_again_and_the_record_of_the_others_stays(
         {"policy": "bros", "x": 2},
         {"policy": "fcfs", "x": 1},
     ]
+
+
+def test_only_some_parts_run_again_and_the_record_of_the_others_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    recorded = [{"policy": "bros", "part": part, "x": 1} for part in ("figure 1", "figure 2")]
+    (tmp_path / "some.json").write_text(json.dumps({"figures": {"runs": recorded}}))
+    options = Options(is_quick=False, processes=1, is_recorded=True, policies=(), parts=("figure 1",))
+    assert [options.wants(row) for row in recorded] == [True, False]
+    assert with_recorded("some", [], options) == recorded[1:]

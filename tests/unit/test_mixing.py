@@ -30,3 +30,11 @@ def test_any_length_mixes_where_attention_costs_the_sum(context_len: int) -> Non
 def test_only_like_lengths_mix_where_the_longest_is_a_straggler(context_len: int, *, is_worth: bool) -> None:
     made = pacing(AttentionKernel.ONE_BLOCK_PER_SEQUENCE)
     assert made.is_worth_mixing([context_len] * 40) == is_worth
+
+
+def test_a_batch_with_a_straggler_of_its_own_is_not_added_to_another_one() -> None:
+    made = pacing(AttentionKernel.ONE_BLOCK_PER_SEQUENCE)
+    straggler = request("straggler", prompt_len=5000)
+    made.enter(straggler, 0.0, num_cached=5000, num_generated=1, predicted_len=None)
+    assert not made.is_worth_mixing([500] * 40)
+    assert not made.is_worth_mixing([500] * 39 + [5100])
