@@ -1,4 +1,5 @@
-"""Decode attention of one layer: bytes read per second by every kernel that runs here, beside what reading alone takes.
+"""Attention of one layer by every kernel that runs here. Decode: bytes read per second, beside reading alone.
+Prefill in chunks: arithmetic per second, beside that of a packed matrix product.
 
     python -m benchmarks.attention [seconds]
 
@@ -9,21 +10,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.attention import TORCH, AttentionPlanner
+from alignedserve.runtime.attention import TORCH, AttentionPlanner, StepAttention
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.gathered_attention import GatheredPlanner
 from alignedserve.runtime.paged_attention import PagedPlanner
 from alignedserve.runtime.sequences import NewSequence, SequenceTable
 from benchmarks.recording import write_result
+from kernels.linear import Linear
 from kernels.paged import PagedAttention, supported_levels
 
 BLOCK_SIZE = 16
@@ -36,24 +37,31 @@ BATCHES = {
     "1 x 4096": [4096],
     "64 x 64": [64] * 64,
 }
+# (sequences, new tokens of each, context that the new tokens end)
+CHUNKS = {
+    "64 x 32": (64, 32, 32),
+    "2 x 1024": (2, 1024, 1024),
+    "1 x 512 after 1536": (1, 512, 2048),
+    "32 x 16 after 1008": (32, 16, 1024),
+}
 CEILING_BYTES = 256 << 20
+PRODUCT_WIDTH, PRODUCT_ROWS = 2048, 512
 WORDS = np.zeros(0, np.int64)
 
 
 class Timed:
     """One kernel over one batch."""
 
-    def __init__(self, planner: AttentionPlanner, rows: Any, queries: Tensor) -> None:
-        self._step = planner.plan(rows, WORDS, WORDS)
-        self._queries = queries
-        self._out = torch.empty_like(queries)
+    def __init__(self, turn: Callable[[int], None]) -> None:
+        """`turn` computes one layer."""
+        self._turn = turn
         self.seconds: list[float] = []
 
     def __call__(self) -> None:
         """One turn: all layers once."""
         began = time.perf_counter()
         for layer in range(NUM_LAYERS):
-            self._step.decode(self._queries, self._out, layer, False)
+            self._turn(layer)
         self.seconds.append((time.perf_counter() - began) / NUM_LAYERS)
 
 
@@ -72,8 +80,24 @@ def take_turns(turns: list[Callable[[], None]], seconds: float) -> None:
         count += 1
 
 
-def filled(lengths: list[int], heads: tuple[int, int], dtype: str) -> tuple[SequenceTable, BlockStorage]:
-    """Sequences of these lengths, blocks in no order."""
+class Batch(NamedTuple):
+    """Sequences whose keys and values are in a storage."""
+
+    table: SequenceTable
+    storage: BlockStorage
+    rows: Any  # of the table
+
+    def planners(self, group: int) -> dict[str, AttentionPlanner]:
+        """Every kernel that runs here."""
+        planners: dict[str, AttentionPlanner] = {TORCH: GatheredPlanner(self.table, self.storage, None)}
+        for level in supported_levels():
+            paged = PagedAttention(self.storage.blocks, group=group, level=level)
+            planners[level] = PagedPlanner(self.table, None, paged)
+        return planners
+
+
+def filled(lengths: list[int], num_new: int, heads: tuple[int, int], dtype: str) -> Batch:
+    """Sequences of these lengths, of which the last `num_new` tokens are to be computed, blocks in no order."""
     widths = [-(-length // BLOCK_SIZE) for length in lengths]
     storage = BlockStorage(BlockLayout(BLOCK_SIZE, NUM_LAYERS, heads[0], HEAD_DIM, dtype), sum(widths))
     storage.blocks.normal_()
@@ -82,24 +106,25 @@ def filled(lengths: list[int], heads: tuple[int, int], dtype: str) -> tuple[Sequ
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
     for index, (length, width) in enumerate(zip(lengths, widths, strict=True)):
         blocks = tuple(BlockId(free.pop()) for _ in range(width))
-        table.add(NewSequence(RequestId(str(index)), (0,) * length, length, length - 1, blocks, sampling))
-    return table, storage
+        table.add(NewSequence(RequestId(str(index)), (0,) * length, length, length - num_new, blocks, sampling))
+    return Batch(table, storage, table.rows([RequestId(str(index)) for index in range(len(lengths))]))
 
 
-def measure(name: str, heads: tuple[int, int], dtype: str, seconds: float) -> list[dict[str, Any]]:
+def measure_decode(name: str, heads: tuple[int, int], dtype: str, seconds: float) -> list[dict[str, Any]]:
     """One row of figures for each kernel."""
     lengths = BATCHES[name]
-    table, storage = filled(lengths, heads, dtype)
-    queries = torch.randn(len(lengths), *heads, HEAD_DIM).to(storage.blocks.dtype)
-    rows = table.rows([RequestId(str(index)) for index in range(len(lengths))])
-    planners: dict[str, AttentionPlanner] = {TORCH: GatheredPlanner(table, storage, None)}
-    for level in supported_levels():
-        paged = PagedAttention(storage.blocks, group=heads[1], level=level)
-        planners[level] = PagedPlanner(table, None, paged)
-    timed = {kernel: Timed(planner, rows, queries) for kernel, planner in planners.items()}
+    batch = filled(lengths, 1, heads, dtype)
+    queries = torch.randn(len(lengths), *heads, HEAD_DIM).to(batch.storage.blocks.dtype)
+
+    def turn_of(step: StepAttention) -> Callable[[int], None]:
+        out = torch.empty_like(queries)
+        return lambda layer: step.decode(queries, out, layer, False)
+
+    planners = batch.planners(heads[1])
+    timed = {kernel: Timed(turn_of(planner.plan(batch.rows, WORDS, WORDS))) for kernel, planner in planners.items()}
     reads: list[float] = []
     take_turns([*timed.values(), lambda: reads.append(read_once())], seconds)
-    num_bytes = sum(lengths) * 2 * heads[0] * HEAD_DIM * storage.blocks.element_size()
+    num_bytes = sum(lengths) * 2 * heads[0] * HEAD_DIM * batch.storage.blocks.element_size()
     ceiling = CEILING_BYTES / lower_quartile(reads)
     return [
         {
@@ -113,6 +138,61 @@ def measure(name: str, heads: tuple[int, int], dtype: str, seconds: float) -> li
         }
         for kernel, turn in timed.items()
     ]
+
+
+def measure_prefill(name: str, heads: tuple[int, int], dtype: str, seconds: float) -> list[dict[str, Any]]:
+    """One row of figures for each kernel."""
+    count, num_new, context_len = CHUNKS[name]
+    batch = filled([context_len] * count, num_new, heads, dtype)
+    kind = batch.storage.blocks.dtype
+    queries = torch.randn(count * num_new, *heads, HEAD_DIM).to(kind)
+    # Where nothing was computed before, the gathering kernel takes them from here instead of from blocks.
+    new = (torch.randn(count * num_new, heads[0] * HEAD_DIM).to(kind),) * 2
+
+    def turn_of(step: StepAttention) -> Callable[[int], None]:
+        out = torch.empty_like(queries)
+        return lambda layer: step.chunks(queries, new, out, layer, False)
+
+    counts = np.full(count, num_new)
+    planners = batch.planners(heads[1])
+    timed = {kernel: Timed(turn_of(planner.plan(WORDS, batch.rows, counts))) for kernel, planner in planners.items()}
+    product = PackedProduct(kind)
+    take_turns([*timed.values(), product], seconds)
+    # Both products of a query with the keys up to its own: two operations each per element.
+    num_pairs = count * sum(range(context_len - num_new + 1, context_len + 1))
+    num_operations = 4 * num_pairs * heads[0] * heads[1] * HEAD_DIM
+    ceiling = product.operations_per_s()
+    return [
+        {
+            "batch": name,
+            "dtype": dtype,
+            "kernel": kernel,
+            "ms": round(1e3 * (taken := lower_quartile(turn.seconds)), 3),
+            "GFLOP_per_s": round(num_operations / taken / 1e9, 1),
+            "of_ceiling": round(num_operations / taken / ceiling, 2),
+            "ceiling_GFLOP_per_s": round(ceiling / 1e9, 1),
+        }
+        for kernel, turn in timed.items()
+    ]
+
+
+class PackedProduct:
+    """A linear layer over many rows: the arithmetic that this processor does at its best."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._product = Linear(torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH).to(dtype))
+        self._rows = torch.randn(PRODUCT_ROWS, PRODUCT_WIDTH).to(dtype)
+        self._seconds: list[float] = []
+
+    def __call__(self) -> None:
+        """One turn."""
+        began = time.perf_counter()
+        self._product(self._rows)
+        self._seconds.append(time.perf_counter() - began)
+
+    def operations_per_s(self) -> float:
+        """Of the turns so far."""
+        return 2 * PRODUCT_ROWS * PRODUCT_WIDTH**2 / lower_quartile(self._seconds)
 
 
 MEMORY = torch.ones(CEILING_BYTES // 4)
@@ -129,14 +209,18 @@ def read_once() -> float:
 def main() -> None:
     """Measure, print, record."""
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 4.0
-    figures = []
+    decode, prefill = [], []
     for shape, heads in HEADS.items():
         for dtype in ("bfloat16", "float32"):
             for name in BATCHES:
-                for row in measure(name, heads, dtype, seconds):
-                    figures.append({"heads": shape, **row})
-                    print(figures[-1], flush=True)
-    write_result("attention", {"threads": torch.get_num_threads(), "decode": figures})
+                for row in measure_decode(name, heads, dtype, seconds):
+                    decode.append({"heads": shape, **row})
+                    print(decode[-1], flush=True)
+            for name in CHUNKS:
+                for row in measure_prefill(name, heads, dtype, seconds):
+                    prefill.append({"heads": shape, **row})
+                    print(prefill[-1], flush=True)
+    write_result("attention", {"threads": torch.get_num_threads(), "decode": decode, "prefill": prefill})
 
 
 if __name__ == "__main__":
