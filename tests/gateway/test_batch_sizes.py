@@ -2,16 +2,20 @@
 
 import asyncio
 import os
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from alignedserve.batches.input_file import read_input
+from alignedserve.batches.lines import Inspection
 from alignedserve.batches.records import Endpoint
+from alignedserve.batches.storage.disk_blobs import DiskBlobs
 from alignedserve.cli.batch_check import as_text, check_file
 from alignedserve.config.sections import BatchesConfig
-from tests.batch_samples import chat_line, chat_lines
+from tests.batch_samples import batch_record, chat_line, chat_lines
 from tests.gateway.batch_server import listening
 from tests.gateway.batch_support import batch_gateway, eventually
 from tests.gateway.support import error_of
@@ -49,6 +53,33 @@ def test_the_check_does_not_read_201_megabytes(tmp_path: Path) -> None:
     os.truncate(tmp_path / "in.jsonl", 201_000_000)
     [problem] = check_file(tmp_path / "in.jsonl", Endpoint.CHAT, ("tiny",)).problems
     assert as_text(problem) == "The file is larger than 200000000 bytes. (body_too_large)"
+
+
+@pytest.mark.slow
+async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """Of the same number of lines, at ten times the length."""
+    peaks = [await peak_bytes(tmp_path, "x" * size) for size in (4_000, 40_000)]
+    assert peaks[1] - peaks[0] < 2_000_000
+
+
+async def peak_bytes(folder: Path, content: str) -> int:
+    """What reading and inspecting a file of 2 000 such lines takes at most: 8 and 80 MB."""
+    blobs = DiskBlobs(folder)
+    record = batch_record()
+    writer = await blobs.begin(record.input_file_id)
+    for number in range(2000):
+        await writer.write(chat_line(f"line-{number}", content=content) + b"\n")
+    await writer.commit()
+    inspection = Inspection(Endpoint.CHAT, ("tiny",), LIMITS.max_lines)
+    tracemalloc.start()
+    try:
+        async for _ in read_input(blobs, record, inspection, LIMITS.max_line_bytes):
+            pass
+        assert (len(inspection.index), inspection.end()) == (2000, ())
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        await blobs.remove(record.input_file_id)
 
 
 @pytest.mark.slow
