@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -114,7 +115,7 @@ class PrivateRedis:
             if named:
                 name = named[1] or "appendonly.aof"
                 path = next(self._folder.rglob(name), self._folder / name)
-                repair = f"(exec -a redis-check-aof {self._command[0]} --fix {path})"
+                repair = f"(exec -a redis-check-aof {shlex.quote(self._command[0])} --fix {shlex.quote(str(path))})"
                 return f"{path} is damaged; docs/batches.md says what to do, after a copy has been made: {repair}"
         return f"Redis does not start; its log is {self._log_path}"
 
