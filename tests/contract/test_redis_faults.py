@@ -82,7 +82,7 @@ async def test_a_stopped_server_is_given_up_soon(tmp_path: Path) -> None:
                 await records.read(["a"])
             with pytest.raises(StoreUnavailable):
                 await records.commit([Put("a", b"2")], unchanged={"a": b"1"})
-            assert time.monotonic() - began_s < 8.0
+            assert time.monotonic() - began_s < 15.0
         finally:
             server.resume()
         assert await records.read(["a"]) in ([b"1"], [b"2"])
