@@ -13,6 +13,7 @@ Lists: `files/<owner>`, `batches/<owner>`, `active` and `over` (batches, by crea
 time).
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ from alignedserve.batches.records import (
     parsed_batch_key,
 )
 from alignedserve.core.errors import StorageDamaged, StoreUnavailable
+
+logger = logging.getLogger(__name__)
 
 _CAPACITY, _HARVEST = "capacity", "harvest"
 ACTIVE = "active"
@@ -62,6 +65,7 @@ class Book:
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
+        self._told: set[str] = set()  # damage that is in the log by now
 
     # --- files
 
@@ -152,10 +156,14 @@ class Book:
         return found[0] if found else None
 
     async def batches(self, batch_ids: Sequence[str]) -> list[BatchSight]:
-        """Those of these batches that there are, in order."""
+        """Those of these batches that there are, in order. Raises StorageDamaged where one cannot be read."""
+        return [_sight(record, progress) for _, record, progress in await self._stored(batch_ids)]
+
+    async def _stored(self, batch_ids: Sequence[str]) -> list[tuple[str, bytes, bytes | None]]:
         keys = [f"{kind}/{batch_id}" for batch_id in batch_ids for kind in ("batch", "progress")]
         found = await self._store.read(keys)
-        return [_sight(found[place], found[place + 1]) for place in range(0, len(keys), 2) if found[place] is not None]
+        rows = zip(batch_ids, found[::2], found[1::2], strict=True)
+        return [(batch_id, record, progress) for batch_id, record, progress in rows if record is not None]
 
     async def list_batches(self, owner: str, *, after: str | None, limit: int) -> tuple[list[BatchSight], bool] | None:
         """Batches of an owner, newest first, and whether there are more. None: `after` is none of them."""
@@ -165,10 +173,33 @@ class Book:
         return await self.batches(page.members), page.has_more
 
     async def active_batches(self) -> list[BatchSight]:
-        """Every batch that is not over, oldest first."""
+        """Every batch that is not over, oldest first, but those whose record is damaged."""
         page: Page | None = await self._store.page(ACTIVE, after=None, limit=_MAX_ACTIVE, newest_first=False)
         assert page is not None, "a list without a cursor has a beginning"
-        return await self.batches(page.members)
+        return await self._readable(page.members)
+
+    async def _readable(self, batch_ids: Sequence[str]) -> list[BatchSight]:
+        """For whoever serves all keys: one damaged batch stops no other. Damaged progress counts as none, as the
+        driver adds it up anew from the log."""
+        sights: list[BatchSight] = []
+        for batch_id, record, progress in await self._stored(batch_ids):
+            try:
+                sight = _sight(record, None)
+            except StorageDamaged as error:
+                self._tell(f"{batch_id} is left out: {error}")
+                continue
+            try:
+                sight = _sight(record, progress)
+            except StorageDamaged as error:
+                self._tell(f"{batch_id}: {error}")
+            sights.append(sight)
+        return sights
+
+    def _tell(self, damage: str) -> None:
+        """Once: the driver looks several times a second."""
+        if damage not in self._told:
+            self._told.add(damage)
+            logger.error("%s", damage)
 
     async def change_batch(
         self, batch_id: BatchKey, change: Callable[[BatchRecord], BatchRecord], *, files: Sequence[FileRecord] = ()
@@ -198,10 +229,10 @@ class Book:
         await self._store.commit(changes, unchanged={})
 
     async def oldest_over(self, limit: int) -> list[BatchSight]:
-        """Batches that are over, the first ones first."""
+        """Batches that are over, the first ones first, but those whose record is damaged."""
         page = await self._store.page(OVER, after=None, limit=limit, newest_first=False)
         assert page is not None, "a list without a cursor has a beginning"
-        return await self.batches(page.members)
+        return await self._readable(page.members)
 
     async def remove_batch(self, record: BatchRecord) -> None:
         """Forget a batch that is over: nothing changes it any more."""
@@ -264,6 +295,5 @@ def _grown(stock: Stock, num_files: int, num_bytes: int) -> Stock:
     return Stock(num_files=max(0, stock.num_files + num_files), num_bytes=max(0, stock.num_bytes + num_bytes))
 
 
-def _sight(record: bytes | None, progress: bytes | None) -> BatchSight:
-    assert record is not None, "asked for by the caller"
+def _sight(record: bytes, progress: bytes | None) -> BatchSight:
     return BatchSight(decode(record, BatchRecord), Progress() if progress is None else decode(progress, Progress))

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from alignedserve.batches import driver
-from alignedserve.batches.ports import Change
+from alignedserve.batches.ports import Change, Put
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from tests.batch_samples import chat_lines
-from tests.gateway.batch_support import batch_gateway, eventually
+from tests.gateway.batch_support import BatchGateway, batch_gateway, eventually
+from tests.gateway.support import error_of
 
 
 async def test_a_validation_that_cannot_read_pauses_and_goes_on(
@@ -55,3 +56,37 @@ async def test_an_upload_whose_record_may_be_kept_keeps_its_content(
         monkeypatch.undo()
         listed: dict[str, Any] = (await door.client.get("/v1/files")).json()
         assert [await door.results(file["id"]) for file in listed["data"]] == [chat_lines(1).decode().splitlines()]
+
+
+async def damage(door: BatchGateway, key: str) -> None:
+    """As by a disk: Redis keeps no checksums of values."""
+    [raw] = await door.records.read([key])
+    assert raw is not None
+    await door.records.commit([Put(key, b"?" + raw[1:])], unchanged={})
+
+
+async def test_damaged_progress_is_added_up_anew_from_the_log(tmp_path: Path) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as door:
+        batch = await door.submit(chat_lines(3))
+        await damage(door, f"progress/{batch['id']}")
+        door.start_driver()
+
+        async def is_told() -> bool:
+            return (await door.client.get(f"/v1/batches/{batch['id']}")).status_code == 200
+
+        await eventually(is_told)
+        done = await door.wait_for(batch["id"])
+        assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+        assert len(await door.results(done["output_file_id"])) == 3
+
+
+async def test_a_damaged_batch_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with batch_gateway(tmp_path, is_driven=False) as door:
+        damaged = await door.submit(chat_lines(3))
+        await damage(door, f"batch/{damaged['id']}")
+        other = await door.submit(chat_lines(2))
+        door.start_driver()
+        assert (await door.wait_for(other["id"]))["status"] == "completed"
+        answer = await door.client.get(f"/v1/batches/{damaged['id']}")
+        assert error_of(answer, 503)["code"] == "storage_unavailable"
+    assert caplog.text.count(f"{damaged['id']} is left out: ") == 1

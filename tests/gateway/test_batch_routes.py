@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from alignedserve.batches import run
 from alignedserve.core.request import FinishReason, Request, RequestClass
 from alignedserve.gateway.errors import GenerationFailed, Overloaded, Unavailable
 from alignedserve.gateway.scripted_backend import Script
@@ -140,9 +143,11 @@ async def test_cancel_keeps_what_is_done(tmp_path: Path) -> None:
 
 
 async def test_a_window_that_ends_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignedserve.gateway.batch_schemas.MIN_WINDOW_S", 1.0)
     async with batch_gateway(tmp_path, slowly, max_in_flight=1) as door:
-        batch = await door.submit(chat_lines(200), window="1s")
+        batch = await door.submit(chat_lines(200), window="24h")
+        await door.wait_for_lines(batch["id"], 1)
+        a_day_later = SimpleNamespace(time=lambda: time.time() + 86_400.0, monotonic=time.monotonic)
+        monkeypatch.setattr(run, "time", a_day_later)
         done = await door.wait_for(batch["id"])
         assert done["status"] == "expired"
         kept = await door.results(done["output_file_id"])
