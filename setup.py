@@ -21,9 +21,21 @@ SOURCES = (
     "rows_plain",
     "rows_avx2",
     "rows_avx512",
+    "products_module",
+    "products_avx2",
+    "products_avx512",
     "nanobind",
 )
-HEADERS = ("attention", "attention_level", "attention_tiles", "rows", "rows_level", "vectors")
+HEADERS = (
+    "attention",
+    "attention_level",
+    "attention_tiles",
+    "rows",
+    "rows_level",
+    "products",
+    "products_level",
+    "vectors",
+)
 
 
 def native() -> Extension:

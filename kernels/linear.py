@@ -1,8 +1,8 @@
 """Matrix products with a fixed weight, packed once for the machine where that pays.
 
-On a CPU, oneDNN's packed layout runs float32 1.1 to 3 times and bfloat16 1.05 to 2 times as fast as
-`torch.nn.functional.linear` (most for few rows), and needs no more memory than the plain weight. A nonlinearity that
-follows is applied while the product is in registers.
+Three ways, the first that is here: the native kernels (`kernels.packed_linear`), oneDNN's packed layout, and plain
+PyTorch. None needs more memory than the plain weight. A nonlinearity that follows is applied while the product is in
+registers where a packed one computes it.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.activation import ACTIVATIONS
+from kernels.activation import ACTIVATIONS, Gated
+from kernels.packed_linear import PackedLinear, fits, packed_levels
 
 # oneDNN chooses a layout for an expected number of rows; this one measured well from 1 to 2048 rows.
 _PACKING_ROWS = 64
+
+ONEDNN = "onednn"
 
 
 class _PostOp(NamedTuple):
@@ -45,48 +48,105 @@ class Projection(Protocol):
 
 
 class Linear:
-    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype and device of the weight."""
+    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype and device of the weight.
 
-    __slots__ = ("_activation", "_bias", "_packed", "_post_op", "_weight", "in_width", "out_width")
+    With gates: activation(gate) * up, of a weight whose first half makes the gates.
+    """
+
+    __slots__ = ("_multiply", "in_width", "out_width")
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, allow_packing: bool = True
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: str | None = None,
+        is_gated: bool = False,
+        allow_packing: bool = True,
     ) -> None:
-        """`weight` [out_width, in_width]; `bias` [out_width]; `activation` a name in ACTIVATIONS.
+        """`weight` [columns, in_width]; `bias` [columns]; `activation` a name in ACTIVATIONS, needed with gates.
 
         Keeps no reference to a weight that it packed.
         """
-        self.out_width, self.in_width = weight.shape
-        self._bias = bias
-        self._activation = _function_of(activation)
-        self._post_op = _POST_OPS[activation]
-        self._packed = _pack(weight) if allow_packing else None
-        self._weight = weight if self._packed is None else None
+        columns, self.in_width = weight.shape
+        self.out_width = columns // 2 if is_gated else columns
+        levels = packed_levels(weight.dtype, weight.device) if allow_packing and fits(weight) else ()
+        self._multiply: Callable[[Tensor], Tensor]
+        if levels:
+            self._multiply = PackedLinear(
+                weight, bias, level=levels[0], element=weight.dtype, activation=activation, is_gated=is_gated
+            )
+        elif is_gated:
+            assert activation is not None, "gates without a nonlinearity"
+            self._multiply = _Gates(_product(weight, bias, None, allow_packing), activation, weight)
+        else:
+            self._multiply = _product(weight, bias, activation, allow_packing)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in_width], rows >= 1 -> [rows, out_width]."""
-        if self._packed is None:
-            assert self._weight is not None, "a linear without weight"
-            plain = functional.linear(x, self._weight, self._bias)
-            return plain if self._activation is None else self._activation(plain)
-        name, algorithm = self._post_op
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, name, [], algorithm)
-        return product
+        return self._multiply(x)
 
 
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this dtype are packed on this device and processor."""
+def packing(dtype: torch.dtype, device: torch.device) -> str | None:
+    """How weights of this dtype are packed here: a level of the native kernels, ONEDNN, or not at all."""
+    levels = packed_levels(dtype, device)
+    if levels:
+        return levels[0]
+    return ONEDNN if _has_onednn(dtype, device) else None
+
+
+def _has_onednn(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _pack(weight: Tensor) -> Tensor | None:
-    if not can_pack(weight.dtype, weight.device):
-        return None
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
-    return packed
+def _product(
+    weight: Tensor, bias: Tensor | None, activation: str | None, allow_packing: bool
+) -> Callable[[Tensor], Tensor]:
+    if allow_packing and _has_onednn(weight.dtype, weight.device):
+        return OneDnnLinear(weight, bias, activation)
+    return _PlainLinear(weight, bias, activation)
 
 
-def _function_of(activation: str | None) -> Callable[[Tensor], Tensor] | None:
-    return None if activation is None else ACTIVATIONS[activation]
+class OneDnnLinear:
+    """In oneDNN's packed layout; otherwise as `Linear` without gates. Keeps no reference to the weight."""
+
+    __slots__ = ("_bias", "_post_op", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
+        self._bias = bias
+        self._post_op = _POST_OPS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, in_width] -> [rows, out_width]."""
+        name, algorithm = self._post_op
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, name, [], algorithm)
+        return product
+
+
+class _PlainLinear:
+    __slots__ = ("_activation", "_bias", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._activation = None if activation is None else ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = functional.linear(x, self._weight, self._bias)
+        return product if self._activation is None else self._activation(product)
+
+
+class _Gates:
+    """A product, then activation(gate) * up of its halves."""
+
+    __slots__ = ("_gated", "_product")
+
+    def __init__(self, product: Callable[[Tensor], Tensor], activation: str, weight: Tensor) -> None:
+        self._product = product
+        self._gated = Gated(activation, weight.dtype, weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._gated(self._product(x))

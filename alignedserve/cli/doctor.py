@@ -21,7 +21,8 @@ from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.served_model import pocket_folder
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.transport import here
-from kernels.linear import can_pack
+from kernels.linear import ONEDNN, packing
+from kernels.packed_linear import INT8, packed_levels
 from kernels.paged import supported_levels
 
 _GIB = 1024**3
@@ -103,10 +104,13 @@ def _threads() -> str:
 
 
 def _weights() -> str:
-    forms = [name for name in ("float32", "bfloat16") if can_pack(torch_dtype(name), torch.device("cpu"))]
-    if not forms:
+    cpu = torch.device("cpu")
+    forms = {name: packing(torch_dtype(name), cpu) for name in ("float32", "bfloat16")}
+    int8 = (*packed_levels(INT8, cpu), ONEDNN)[0]
+    named = [f"{name} {form}" for name, form in forms.items() if form is not None]
+    if not named:
         return "plain linear layers"
-    return f"linear layers packed by oneDNN: {', '.join(forms)}, int8 where asked for"
+    return f"linear layers packed once: {', '.join(named)}; int8 {int8} where asked for"
 
 
 def _pocket() -> Finding:

@@ -11,7 +11,6 @@ from alignedserve.runtime.dtypes import dtype_name
 from alignedserve.runtime.forward_batch import ForwardBatch
 from alignedserve.runtime.model_config import ModelConfig, RopeConfig, RopeScaling
 from alignedserve.runtime.weights import DecoderWeights, LayerWeights
-from kernels.activation import Gated
 from kernels.rotary import HeadPlacement, rotary_angles
 
 Rotation = tuple[Tensor, Tensor]
@@ -29,7 +28,6 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._weights = weights
-        self._gated = Gated(config.activation.value, self.dtype, self.device)
         self._place = HeadPlacement(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, self.device)
         self._windowed = frozenset(config.windowed_layers)
         # Seconds that the latest pass spent in attention, of decoding sequences and of chunks; 0 where work is only
@@ -103,12 +101,8 @@ class Decoder:
     def _mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
         num_tiles = -(-x.shape[0] // _TILE_ROWS) if self.device.type == "cpu" else 1
         if num_tiles == 1:
-            return self._mlp_tile(x, weights)
-        return torch.cat([self._mlp_tile(tile, weights) for tile in x.chunk(num_tiles)])
-
-    def _mlp_tile(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        inner = weights.gate_up(x)
-        return weights.down(self._gated(inner) if self.config.is_gated else inner)
+            return weights.down(weights.gate_up(x))
+        return torch.cat([weights.down(weights.gate_up(tile)) for tile in x.chunk(num_tiles)])
 
     def _attention(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
         config, batch, storage = self.config, run.batch, run.storage

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class LayerWeights:
     key_norm: Norm | None
     output: Projection
     mlp_norm: Norm
-    gate_up: Projection  # [2 * intermediate_size, hidden_size], gates first; or up alone, with the nonlinearity
+    gate_up: Projection  # [intermediate_size, hidden_size], the nonlinearity and, in some families, gates applied
     down: Projection
 
 
@@ -66,6 +66,16 @@ def assemble_weights(config: ModelConfig, source: TensorSource, quantization: st
     `quantization`: None, or "int8" for the linear layers. Raises ModelError naming a layer that cannot be packed so.
     """
     return _Assembly(config, source, quantization).weights()
+
+
+class _Nonlinearity(NamedTuple):
+    """What follows a product."""
+
+    activation: str | None = None
+    is_gated: bool = False
+
+
+_NONE = _Nonlinearity()
 
 
 class _Assembly:
@@ -108,7 +118,9 @@ class _Assembly:
             key_norm=self._norm(prefix + names.key_norm, config.head_dim) if has_norms else None,
             output=self._linear([prefix + names.output], [hidden], config.query_width, config.has_output_bias),
             mlp_norm=self._norm(prefix + names.mlp_norm),
-            gate_up=self._linear(gate_up, up_rows, hidden, config.has_mlp_bias, self._up_activation()),
+            gate_up=self._linear(
+                gate_up, up_rows, hidden, config.has_mlp_bias, _Nonlinearity(config.activation.value, config.is_gated)
+            ),
             down=self._linear([prefix + names.down], [hidden], inner, config.has_mlp_bias),
         )
 
@@ -124,34 +136,30 @@ class _Assembly:
         bias = None if bias is None else _heads_to_qkv(bias, config)
         return self._projected(modules[0], _heads_to_qkv(weight, config), bias)
 
-    def _up_activation(self) -> str | None:
-        """What the up product applies itself; with gates it comes between two halves of the result."""
-        return None if self._config.is_gated else self._config.activation.value
-
     def _linear(
         self,
         modules: Sequence[str],
         rows: Sequence[int],
         in_width: int,
         has_bias: bool,
-        activation: str | None = None,
+        then: _Nonlinearity = _NONE,
     ) -> Projection:
         """Modules that read the same input, stacked."""
         weights = [self._tensor(f"{name}.weight", count, in_width) for name, count in zip(modules, rows, strict=True)]
         bias = None
         if has_bias:
             bias = torch.cat([self._tensor(f"{name}.bias", n) for name, n in zip(modules, rows, strict=True)])
-        return self._projected(modules[0], torch.cat(weights) if len(weights) > 1 else weights[0], bias, activation)
+        return self._projected(modules[0], torch.cat(weights) if len(weights) > 1 else weights[0], bias, then)
 
     def _projected(
-        self, name: str, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+        self, name: str, weight: Tensor, bias: Tensor | None = None, then: _Nonlinearity = _NONE
     ) -> Projection:
         if not self._is_int8:
-            return Linear(weight, bias, activation=activation)
+            return Linear(weight, bias, activation=then.activation, is_gated=then.is_gated)
         obstacle = int8_obstacle(weight)
         if obstacle is not None:
             raise ModelError(f"{name} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
-        return Int8Linear(weight, bias, activation=activation)
+        return Int8Linear(weight, bias, activation=then.activation, is_gated=then.is_gated)
 
     def _projection(self, name: str, rows: int) -> Projection:
         columns = self._config.embedding_size + self._config.hidden_size - rows

@@ -20,6 +20,12 @@ void bind(nb::module_& module);  // operations on rows, see rows_module.cpp
 
 }  // namespace rows
 
+namespace products {
+
+void bind(nb::module_& module);  // products with packed weights, see products_module.cpp
+
+}  // namespace products
+
 namespace paged {
 
 extern const Level plain_level;
@@ -320,6 +326,7 @@ NB_MODULE(_native, module) {
     using namespace paged;
     module.def("supported_levels", supported_levels);
     rows::bind(module);
+    products::bind(module);
     nb::class_<Cache>(module, "Cache")
         .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool>());
     nb::class_<DecodePlan>(module, "DecodePlan")

@@ -1,0 +1,70 @@
+// Matrix products x @ weight.T with packed weights: what the levels (instruction sets) have in common.
+//
+// x is [rows, in_width], row-major, rows `..._row_bytes` apart. A weight [columns, in_width] is packed in *panels* of two
+// vectors of columns. A panel is one run of memory: step after step over in_width, and in a step, for each of the two
+// vectors, one word of 4 bytes per column. The word holds 1 float32, 2 bfloat16 or 4 int8 of consecutive inputs, which
+// is what one multiply-add instruction takes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace products {
+
+enum class Element { float32, bfloat16, int8 };  // of the packed weight
+
+enum class Activation { none, relu, silu, gelu, gelu_tanh };
+
+struct Weights {
+    const char* panels;
+    const float* bias;            // one per packed column, 0 where there is none
+    const float* column_scales;   // int8: likewise, of a step of 1
+    const int32_t* column_sums;   // int8: likewise, the sum of the column's weights
+    int64_t num_panels;
+    int64_t num_steps;            // words of an input row
+    int64_t out_width;
+    Element element;
+    Activation activation;
+    bool is_gated;  // the first vector of a panel holds gates, the second their ups: out = activation(gate) * up
+};
+
+// Inputs are of the weight's element; of int8: rounded(input / scale) + 128, unsigned.
+struct Call {
+    const char* x;
+    int64_t x_row_bytes;
+    const float* row_scales;  // int8: [rows]
+    char* out;
+    int64_t out_row_bytes;
+    bool is_out_bfloat16;
+};
+
+// Rows [first, last) by one panel. `next` is read soon after: the panel that this thread is likely to take next.
+struct Part {
+    int64_t first, last;
+    int64_t panel;
+    const char* next;
+};
+
+// x [rows, width] float32 or bfloat16 -> the rounded inputs of int8, with `row_bytes` per row, 128 behind the last.
+struct Rounding {
+    const char* x;
+    int64_t x_row_bytes;
+    int64_t width;
+    bool is_bfloat16;
+    uint8_t* out;
+    int64_t row_bytes;
+    float* row_scales;
+};
+
+constexpr int kVectors = 2;  // of columns in a panel
+
+struct Level {
+    const char* name;
+    bool (*is_supported)(Element);
+    int width;      // columns of a vector
+    int max_rows;   // rows that are multiplied at a time
+    void (*multiply)(const Weights&, const Call&, const Part&);
+    void (*round)(const Rounding&, int64_t first, int64_t last);
+};
+
+}  // namespace products

@@ -1,0 +1,23 @@
+// AVX2 with fused multiply-add: float32 alone.
+#include "products.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <cstring>
+
+#pragma GCC target("avx2,fma")
+#define LEVEL avx2
+#define WIDTH 8
+#define MAX_ROWS 6
+#define HAS_BF16_DOT 0
+#include "products_level.h"
+
+namespace products {
+
+static bool is_supported(Element element) {
+    return element == Element::float32 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+extern const Level avx2_level = {"avx2", is_supported, WIDTH, MAX_ROWS, avx2::multiply, avx2::round};
+
+}  // namespace products
+#endif

@@ -1,0 +1,265 @@
+// The kernels of one level. Included by one source file per level, which sets the target and defines
+//   LEVEL the namespace
+//   WIDTH floats per vector
+//   MAX_ROWS rows whose sums fit in the registers: kVectors * MAX_ROWS, and some more for the operands
+//   HAS_BF16_DOT whether bfloat16 and int8 products are there (AVX-512), and bfloat16 results
+// after all headers: what a header defines must not be compiled for this level's instructions.
+
+namespace products {
+namespace LEVEL {
+namespace {
+
+#include "vectors.h"
+
+constexpr int64_t kStepBytes = kVectors * WIDTH * 4;
+
+// How words of weights and inputs are multiplied and summed, and what the sums are.
+struct Float32 {
+    typedef Floats Sums;
+    static constexpr Element kElement = Element::float32;
+
+    static inline Sums added(Sums sums, const char* weights, const char* input) {
+        float x;
+        std::memcpy(&x, input, sizeof x);
+        return sums + load((const float*)weights) * x;
+    }
+};
+
+#if HAS_BF16_DOT
+struct BFloat16 {
+    typedef Floats Sums;
+    static constexpr Element kElement = Element::bfloat16;
+
+    static inline Sums added(Sums sums, const char* weights, const char* input) {
+        int32_t pair;
+        std::memcpy(&pair, input, sizeof pair);
+        return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_loadu_si512(weights),
+                                      (__m512bh)_mm512_set1_epi32(pair));
+    }
+};
+
+struct Int8 {
+    typedef Ints Sums;
+    static constexpr Element kElement = Element::int8;
+
+    static inline Sums added(Sums sums, const char* weights, const char* inputs) {
+        int32_t four;
+        std::memcpy(&four, inputs, sizeof four);
+        return (Sums)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(four), _mm512_loadu_si512(weights));
+    }
+};
+#endif
+
+inline Floats sigmoid(Floats x) {
+    const Floats e = exponential(x < 0.0f ? x : -x);
+    return (x < 0.0f ? e : same(1.0f)) / (e + 1.0f);
+}
+
+// (1 + erf(x / sqrt(2))) / 2, to 1e-7. Abramowitz and Stegun 7.1.26.
+inline Floats normal_share(Floats x) {
+    const Floats z = (x < 0.0f ? -x : x) * 0.70710678f;
+    const Floats t = same(1.0f) / (z * 0.3275911f + 1.0f);
+    const Floats tail =
+        ((((t * 1.061405429f - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    const Floats outside = tail * exponential(-z * z) * 0.5f;
+    return x < 0.0f ? outside : 1.0f - outside;
+}
+
+inline Floats activated(Floats x, Activation activation) {
+    switch (activation) {
+        case Activation::none: return x;
+        case Activation::relu: return x < 0.0f ? Floats{} : x;  // NaN stays NaN
+        case Activation::silu: return x * sigmoid(x);
+        case Activation::gelu: return x * normal_share(x);
+        // (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+        case Activation::gelu_tanh: return x * sigmoid((x + x * x * x * 0.044715f) * 1.5957691216f);
+    }
+    return x;
+}
+
+// `valid` results, WIDTH at most.
+inline void put(char* to, Floats x, int64_t valid, bool is_bfloat16) {
+#if HAS_BF16_DOT
+    const __mmask16 mask = valid >= WIDTH ? 0xffff : __mmask16((1u << valid) - 1);
+    if (is_bfloat16) return _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+    _mm512_mask_storeu_ps(to, mask, (__m512)x);
+#else
+    (void)is_bfloat16;
+    if (valid >= WIDTH) return store((float*)to, x);
+    std::memcpy(to, &x, valid * sizeof(float));
+#endif
+}
+
+// Vector `j` of a panel's results.
+inline void put_all(char* to, int j, Floats x, bool is_bfloat16) {
+#if HAS_BF16_DOT
+    if (is_bfloat16) return _mm256_storeu_si256((__m256i*)to + j, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    (void)is_bfloat16;
+#endif
+    store((float*)to + j * WIDTH, x);
+}
+
+// What the sums of a vector of columns begin with. `at`: its first packed column.
+template <typename Sums>
+inline Sums first_sums(const Weights&, int64_t) {
+    return Sums{};
+}
+
+template <>
+inline Floats first_sums<Floats>(const Weights& weights, int64_t at) {
+    return load(weights.bias + at);
+}
+
+// The sums of one row and vector as numbers, with the bias.
+inline Floats completed(const Weights&, Floats sums, int64_t, const float*) { return sums; }
+
+#if HAS_BF16_DOT
+inline Floats completed(const Weights& weights, Ints sums, int64_t at, const float* row_scale) {
+    Ints offsets;
+    std::memcpy(&offsets, weights.column_sums + at, sizeof offsets);
+    const Floats exact = __builtin_convertvector(sums - offsets * 128, Floats);
+    return exact * load(weights.column_scales + at) * *row_scale + load(weights.bias + at);
+}
+#endif
+
+// One row by one panel, whatever is to be done with it.
+inline void finish(const Weights& weights, const Call& call, char* out, int64_t panel, const Floats* sums) {
+    const int64_t element_bytes = call.is_out_bfloat16 ? 2 : 4;
+    if (weights.is_gated) {
+        const int64_t column = panel * WIDTH;
+        return put(out + column * element_bytes, activated(sums[0], weights.activation) * sums[1],
+                   weights.out_width - column, call.is_out_bfloat16);
+    }
+    for (int j = 0; j < kVectors; ++j) {
+        const int64_t column = (panel * kVectors + j) * WIDTH;
+        if (column < weights.out_width)
+            put(out + column * element_bytes, activated(sums[j], weights.activation), weights.out_width - column,
+                call.is_out_bfloat16);
+    }
+}
+
+template <int kRows, typename Sums>
+inline void finish(const Weights& weights, const Call& call, int64_t row, int64_t panel, const Sums (&sums)[kRows][kVectors]) {
+    const int64_t at = panel * kVectors * WIDTH;
+    const float* scales = call.row_scales + row;  // of int8 alone
+    char* out = call.out + row * call.out_row_bytes;
+    const bool is_relu = weights.activation == Activation::relu;
+    const bool is_plain = !weights.is_gated && (is_relu || weights.activation == Activation::none);
+    if (!is_plain || at + kVectors * WIDTH > weights.out_width) {
+        Floats numbers[kRows][kVectors];
+        for (int r = 0; r < kRows; ++r)
+            for (int j = 0; j < kVectors; ++j) numbers[r][j] = completed(weights, sums[r][j], at + j * WIDTH, scales + r);
+        for (int r = 0; r < kRows; ++r) finish(weights, call, out + r * call.out_row_bytes, panel, numbers[r]);
+        return;
+    }
+    // Most columns of most products: nothing leaves the registers before it is done.
+    const Floats lowest = same(is_relu ? 0.0f : -__builtin_inff());
+    char* to = out + at * (call.is_out_bfloat16 ? 2 : 4);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+        for (int j = 0; j < kVectors; ++j) {
+            const Floats x = larger(lowest, completed(weights, sums[r][j], at + j * WIDTH, scales + r));
+            put_all(to + r * call.out_row_bytes, j, x, call.is_out_bfloat16);
+        }
+}
+
+// kRows rows from `row` by one panel, the sums in registers all along. Meanwhile `ahead_bytes` per step of what comes
+// next are fetched from memory, so that the products never wait for it.
+template <typename Type, int kRows>
+__attribute__((noinline)) void tile(const Weights& weights, const Call& call, int64_t row, int64_t panel,
+                                    const char* ahead, int64_t ahead_bytes) {
+    typedef typename Type::Sums Sums;
+    Sums sums[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r)
+        for (int j = 0; j < kVectors; ++j) sums[r][j] = first_sums<Sums>(weights, (panel * kVectors + j) * WIDTH);
+    const char* inputs[kRows];
+    for (int r = 0; r < kRows; ++r) inputs[r] = call.x + (row + r) * call.x_row_bytes;
+    const char* words = weights.panels + panel * weights.num_steps * kStepBytes;
+    for (int64_t step = 0; step < weights.num_steps; ++step) {
+        __builtin_prefetch(ahead + step * ahead_bytes, 0, 2);
+        if (kRows <= MAX_ROWS / 2 + 1) __builtin_prefetch(ahead + step * ahead_bytes + 64, 0, 2);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+            for (int j = 0; j < kVectors; ++j)
+                sums[r][j] = Type::added(sums[r][j], words + step * kStepBytes + j * WIDTH * 4, inputs[r] + step * 4);
+    }
+    finish<kRows>(weights, call, row, panel, sums);
+}
+
+typedef void (*Tile)(const Weights&, const Call&, int64_t, int64_t, const char*, int64_t);
+
+template <typename Type>
+inline Tile tile_of(int64_t num_rows) {
+    static const Tile tiles[] = {
+        nullptr,       tile<Type, 1>, tile<Type, 2>,  tile<Type, 3>,  tile<Type, 4>,  tile<Type, 5>,  tile<Type, 6>,
+#if MAX_ROWS == 14
+        tile<Type, 7>, tile<Type, 8>, tile<Type, 9>, tile<Type, 10>, tile<Type, 11>, tile<Type, 12>, tile<Type, 13>,
+        tile<Type, 14>,
+#endif
+    };
+    static_assert(sizeof tiles / sizeof *tiles == MAX_ROWS + 1, "a tile for every number of rows");
+    return tiles[num_rows];
+}
+
+template <typename Type>
+void multiply_typed(const Weights& weights, const Call& call, const Part& part) {
+    const int64_t num_rows = part.last - part.first, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t panel_bytes = weights.num_steps * kStepBytes;
+    const int64_t ahead_bytes = kStepBytes / num_tiles;  // each tile fetches its share of the next panel
+    for (int64_t i = 0; i < num_tiles; ++i) {
+        const int64_t first = part.first + num_rows * i / num_tiles, last = part.first + num_rows * (i + 1) / num_tiles;
+        const char* ahead = part.next + panel_bytes * i / num_tiles;
+        tile_of<Type>(last - first)(weights, call, first, part.panel, ahead, ahead_bytes);
+    }
+}
+
+void multiply(const Weights& weights, const Call& call, const Part& part) {
+    switch (weights.element) {
+        case Element::float32: return multiply_typed<Float32>(weights, call, part);
+#if HAS_BF16_DOT
+        case Element::bfloat16: return multiply_typed<BFloat16>(weights, call, part);
+        case Element::int8: return multiply_typed<Int8>(weights, call, part);
+#endif
+        default: return;
+    }
+}
+
+#if HAS_BF16_DOT
+// Of elements [i, i + WIDTH) of a row, 0 behind its end.
+inline Floats inputs_at(const Rounding& call, const char* row, int64_t i) {
+    const int64_t valid = call.width - i;
+    const __mmask16 mask = valid >= WIDTH ? 0xffff : __mmask16((1u << valid) - 1);
+    if (!call.is_bfloat16) return (Floats)_mm512_maskz_loadu_ps(mask, row + i * 4);
+    const __m256i halves = _mm256_maskz_loadu_epi16(mask, row + i * 2);
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+}
+
+void round(const Rounding& call, int64_t first, int64_t last) {
+    for (int64_t index = first; index < last; ++index) {
+        const char* row = call.x + index * call.x_row_bytes;
+        __m512 largest = _mm512_setzero_ps();
+        for (int64_t i = 0; i < call.width; i += WIDTH)
+            largest = _mm512_max_ps(largest, _mm512_abs_ps((__m512)inputs_at(call, row, i)));
+        const float step = _mm512_reduce_max_ps(largest) / 127.0f, scale = step < 1e-12f ? 1e-12f : step;
+        uint8_t* out = call.out + index * call.row_bytes;
+        for (int64_t i = 0; i < call.row_bytes; i += WIDTH) {
+            Floats x{};
+            if (i < call.width) x = inputs_at(call, row, i) / scale;
+            const __m512i words = _mm512_add_epi32(_mm512_cvtps_epi32((__m512)x), _mm512_set1_epi32(128));
+            const int64_t valid = call.row_bytes - i;
+            const __mmask16 mask = valid >= WIDTH ? 0xffff : __mmask16((1u << valid) - 1);
+            _mm512_mask_cvtepi32_storeu_epi8(out + i, mask, words);
+        }
+        call.row_scales[index] = scale;
+    }
+}
+#else
+void round(const Rounding&, int64_t, int64_t) {}
+#endif
+
+}  // namespace
+}  // namespace LEVEL
+}  // namespace products
