@@ -72,6 +72,7 @@ struct Scratch {
     float* accumulators;  // [rows, padded_dim]
     float* keys;          // [padded_dim, kKeys]: a packed tile
     float* values;        // [kKeys, padded_dim]
+    float* dots;          // [heads, 16, 16]: what is still to be summed of the scores of some tokens
     float* scores;        // [rows, kTile] or [kRows, kKeys]
     float* weights;       // [kRows, kKeys]
     float* maxima;        // [rows]
@@ -83,7 +84,7 @@ struct Scratch {
     }
     static size_t floats(const Shape& shape) {
         const size_t padded = shape.padded_dim();
-        return rows(shape) * (2 * padded + kTile + 2) + 2 * kKeys * padded + 2 * kRows * kKeys + 16;
+        return rows(shape) * (2 * padded + kTile + 2) + 2 * kKeys * padded + 2 * kRows * kKeys + 256 * shape.num_heads() + 16;
     }
     static Scratch in(const Shape& shape, float* memory) {
         const size_t num_rows = rows(shape), padded = shape.padded_dim();
@@ -93,7 +94,8 @@ struct Scratch {
         scratch.keys = scratch.accumulators + num_rows * padded;
         scratch.values = scratch.keys + kKeys * padded;
         scratch.weights = scratch.values + kKeys * padded;
-        scratch.scores = scratch.weights + kRows * kKeys;
+        scratch.dots = scratch.weights + kRows * kKeys;
+        scratch.scores = scratch.dots + size_t(256) * shape.num_heads();
         scratch.maxima = scratch.scores + num_rows * kTile + kRows * kKeys;
         scratch.sums = scratch.maxima + num_rows;
         return scratch;
@@ -103,7 +105,8 @@ struct Scratch {
 struct Level {
     const char* name;
     bool (*is_supported)();
-    void (*decode_piece)(const Shape&, const Call&, const Piece&, const Scratch&, float* partials);
+    // `next`: the piece that this thread takes next, whose first keys are fetched; or null.
+    void (*decode_piece)(const Shape&, const Call&, const Piece&, const Piece* next, const Scratch&, float* partials);
     void (*chunk_piece)(const Shape&, const Call&, const ChunkPiece&, const Scratch&);
     // Merge `count` partial results that lie one after another, and write the row.
     void (*merge)(const Shape&, const Call&, int64_t row, const Scratch&, const float* partials, int64_t count);

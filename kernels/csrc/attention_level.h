@@ -115,6 +115,33 @@ inline void prefetch(const char* from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
+// Slots that will be read, fetched in the order in which they lie in memory: a little with each of the `kTile` tokens of
+// each head that is computed meanwhile, so that all are there when that is done.
+class Ahead {
+   public:
+    Ahead(const Shape& shape, const char* base, const int64_t* offsets)
+        : base_(base), offsets_(offsets), slot_bytes_(shape.slot_bytes()), left_(kTile) {
+        share_ = (slot_bytes_ + shape.num_heads() - 1) / shape.num_heads();
+    }
+
+    inline void fetch() {
+        if (left_ == 0) return;
+        const char* slot = base_ + *offsets_;
+        for (const int64_t last = at_ + share_; at_ < last; at_ += 64) __builtin_prefetch(slot + at_, 0, 3);
+        if (at_ < slot_bytes_) return;
+        at_ = 0;
+        ++offsets_;
+        --left_;
+    }
+
+   private:
+    const char* base_;
+    const int64_t* offsets_;
+    int64_t slot_bytes_, share_;
+    int64_t at_ = 0;
+    int left_;
+};
+
 // One query head against the key at `key`, in `kUnits` units (0: as many as it takes).
 template <typename Type, int kUnits>
 inline __attribute__((always_inline)) Floats dot(const Shape& shape, const float* query, const char* key) {
@@ -137,33 +164,42 @@ inline __attribute__((always_inline)) Floats dot(const Shape& shape, const float
     return dot;
 }
 
-// One query head against `kTile` keys at keys + offsets[t]; touches the memory at upcoming + offsets[t] for later.
-template <typename Type, int kUnits>
-void score_units(const Shape& shape, const float* query, const char* keys, const int64_t* offsets,
-                 const char* upcoming, float* scores) {
+// All query heads against the keys of `WIDTH` tokens at keys + offsets[t], of which `count` count. A few tokens at a time,
+// so that slots are read nearly as they lie in memory.
+template <typename Type, int kUnits, int kTogether>
+void score_units(const Shape& shape, const Scratch& scratch, const char* keys, const int64_t* offsets, int count,
+                 Ahead& ahead, float* scores) {
+    const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = kUnits ? int64_t(kUnits) * Type::kElements * Type::kBytes : shape.head_bytes();
-    for (int first = 0; first < kTile; first += WIDTH) {
-        Floats dots[WIDTH];
-#pragma GCC unroll 4
-        for (int t = 0; t < WIDTH; ++t) {
-            prefetch(upcoming + offsets[first + t], head_bytes);
-            dots[t] = dot<Type, kUnits>(shape, query, keys + offsets[first + t]);
+    for (int t = 0; t < count; t += kTogether)
+        for (int h = 0; h < num_heads; ++h) {
+            const float* query = scratch.queries + size_t(h) * padded;
+            const char* head_keys = keys + h / shape.group * head_bytes;
+            Floats dots[kTogether];
+            for (int i = 0; i < kTogether; ++i) {
+                ahead.fetch();
+                dots[i] = dot<Type, kUnits>(shape, query, head_keys + offsets[t + i]);
+            }
+            for (int i = 0; i < kTogether; ++i) store(scratch.dots + (size_t(h) * WIDTH + t + i) * WIDTH, dots[i]);
         }
-        store(scores + first, sums(dots) * shape.scale);
+    for (int h = 0; h < num_heads; ++h) {
+        Floats dots[WIDTH];
+        std::memcpy(dots, scratch.dots + size_t(h) * WIDTH * WIDTH, sizeof dots);
+        store(scores + size_t(h) * kTile, sums(dots) * shape.scale);
     }
 }
 
 // For head widths of whole units, the number of units is known to the compiler.
-template <typename Type>
-inline void score_tile(const Shape& shape, const float* query, const char* keys, const int64_t* offsets,
-                       const char* upcoming, float* scores) {
+template <typename Type, int kTogether>
+inline void score_tile(const Shape& shape, const Scratch& scratch, const char* keys, const int64_t* offsets, int count,
+                       Ahead& ahead, float* scores) {
     const int units = shape.head_dim % Type::kElements ? 0 : shape.head_dim / Type::kElements;
     switch (units) {
-        case 2: return score_units<Type, 2>(shape, query, keys, offsets, upcoming, scores);
-        case 3: return score_units<Type, 3>(shape, query, keys, offsets, upcoming, scores);
-        case 4: return score_units<Type, 4>(shape, query, keys, offsets, upcoming, scores);
-        case 8: return score_units<Type, 8>(shape, query, keys, offsets, upcoming, scores);
-        default: return score_units<Type, 0>(shape, query, keys, offsets, upcoming, scores);
+        case 2: return score_units<Type, 2, kTogether>(shape, scratch, keys, offsets, count, ahead, scores);
+        case 3: return score_units<Type, 3, kTogether>(shape, scratch, keys, offsets, count, ahead, scores);
+        case 4: return score_units<Type, 4, kTogether>(shape, scratch, keys, offsets, count, ahead, scores);
+        case 8: return score_units<Type, 8, kTogether>(shape, scratch, keys, offsets, count, ahead, scores);
+        default: return score_units<Type, 0, kTogether>(shape, scratch, keys, offsets, count, ahead, scores);
     }
 }
 
@@ -309,8 +345,10 @@ inline void finish_piece(const Shape& shape, const Call& call, const Piece& piec
     }
 }
 
-template <typename Type>
-void decode_typed(const Shape& shape, const Call& call, const Piece& piece, const Scratch& scratch, float* partials) {
+// `next`: the piece that this thread takes next, or null. kTogether tokens are read side by side.
+template <typename Type, int kTogether>
+void decode_typed(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
+                  float* partials) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = shape.head_bytes();
     begin_rows<Type>(shape, scratch, 0, num_heads, call.queries + piece.row * call.query_row_bytes);
@@ -319,22 +357,25 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
     int64_t *offsets = tiles[0], *following = tiles[1];
     int count = slot_offsets<kTile>(shape, call, piece.blocks, piece.first, piece.last, offsets);
     for (int64_t first = piece.first; count; first += kTile) {
-        for (int h = 0; h < num_heads; ++h) {
-            const int64_t head = h / shape.group * head_bytes;
-            float* scores = scratch.scores + size_t(h) * kTile;
-            score_tile<Type>(shape, scratch.queries + size_t(h) * padded, call.keys + head, offsets,
-                             call.values + head, scores);
-            soften(scores, count, &scratch.maxima[h], &scratch.sums[h],
+        Ahead values(shape, call.values, offsets);
+        for (int t = 0; t < count; t += WIDTH)
+            score_tile<Type, kTogether>(shape, scratch, call.keys, offsets + t, count - t < WIDTH ? count - t : WIDTH, values,
+                             scratch.scores + t);
+        for (int h = 0; h < num_heads; ++h)
+            soften(scratch.scores + size_t(h) * kTile, count, &scratch.maxima[h], &scratch.sums[h],
                    scratch.accumulators + size_t(h) * padded, padded);
-        }
         const int following_count = slot_offsets<kTile>(shape, call, piece.blocks, first + kTile, piece.last, following);
-        for (int h = 0; h < num_heads; ++h) {
-            const int64_t head = h / shape.group * head_bytes;
-            if (following_count && h % shape.group == 0)
-                for (int t = 0; t < kTile; ++t) prefetch(call.keys + head + following[t], head_bytes);
-            add_all_values<Type>(shape, scratch.scores + size_t(h) * kTile, call.values + head, offsets, count,
-                                 scratch.accumulators + size_t(h) * padded);
-        }
+        const bool has_more = following_count || (next && slot_offsets<kTile>(shape, call, next->blocks, next->first,
+                                                                              next->last, following));
+        Ahead keys(shape, call.keys, has_more ? following : offsets);
+        for (int t = 0; t < count; t += kTogether)
+            for (int h = 0; h < num_heads; ++h) {
+                for (int i = 0; has_more && i < kTogether; ++i) keys.fetch();
+                add_all_values<Type>(shape, scratch.scores + size_t(h) * kTile + t,
+                                     call.values + h / shape.group * head_bytes, offsets + t,
+                                     count - t < kTogether ? count - t : kTogether,
+                                     scratch.accumulators + size_t(h) * padded);
+            }
         int64_t* done = offsets;
         offsets = following;
         following = done;

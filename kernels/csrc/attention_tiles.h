@@ -339,11 +339,14 @@ void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, 
                          call.out + (piece.row + i) * call.out_row_bytes + query);
 }
 
-void decode_piece(const Shape& shape, const Call& call, const Piece& piece, const Scratch& scratch, float* partials) {
-    if (shape.is_bfloat16)
-        decode_typed<BFloat16>(shape, call, piece, scratch, partials);
-    else
-        decode_typed<Float32>(shape, call, piece, scratch, partials);
+void decode_piece(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
+                  float* partials) {
+    // Where slots are large, memory is the limit, and few of them at a time are read most evenly; where query heads
+    // share keys, arithmetic is, and each query is loaded less often.
+    constexpr int kMore = WIDTH < 8 ? WIDTH : 8;
+    const auto decode = shape.is_bfloat16 ? shape.group == 1 ? decode_typed<BFloat16, 4> : decode_typed<BFloat16, kMore>
+                        : shape.group == 1 ? decode_typed<Float32, 4> : decode_typed<Float32, kMore>;
+    decode(shape, call, piece, next, scratch, partials);
 }
 
 void chunk_piece(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -209,12 +210,19 @@ class DecodePlan {
         partials_.resize(size_t(division.num_partials) * partial_floats);
         const int64_t num_pieces = division.pieces.size(), num_merges = division.merges.size();
         const int num_threads = int(std::min<int64_t>(num_threads_, num_pieces));
+        std::atomic<int64_t> taken{0};
+        const auto take = [&]() -> const Piece* {
+            const int64_t index = taken.fetch_add(1, std::memory_order_relaxed);
+            return index < num_pieces ? &division.pieces[index] : nullptr;
+        };
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
         {
             const Scratch scratch = scratch_of(shape);
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < num_pieces; ++i)
-                cache_.level().decode_piece(shape, call, division.pieces[i], scratch, partials_.data());
+            for (const Piece *piece = take(), *next; piece; piece = next) {
+                next = take();
+                cache_.level().decode_piece(shape, call, *piece, next, scratch, partials_.data());
+            }
+#pragma omp barrier
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < num_merges; ++i) {
                 const Merge& merge = division.merges[i];
