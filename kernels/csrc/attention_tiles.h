@@ -341,11 +341,11 @@ void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, 
 
 void decode_piece(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
                   float* partials) {
-    // Where slots are large, memory is the limit, and few of them at a time are read most evenly; where query heads
-    // share keys, arithmetic is, and each query is loaded less often.
+    // Where every query head has keys of its own, memory is the limit, and slots are read one after another; where heads
+    // share keys, arithmetic is, and each query is loaded once for several tokens.
     constexpr int kMore = WIDTH < 8 ? WIDTH : 8;
-    const auto decode = shape.is_bfloat16 ? shape.group == 1 ? decode_typed<BFloat16, 4> : decode_typed<BFloat16, kMore>
-                        : shape.group == 1 ? decode_typed<Float32, 4> : decode_typed<Float32, kMore>;
+    const auto decode = shape.is_bfloat16 ? shape.group == 1 ? decode_typed<BFloat16, 1> : decode_typed<BFloat16, kMore>
+                        : shape.group == 1 ? decode_typed<Float32, 1> : decode_typed<Float32, kMore>;
     decode(shape, call, piece, next, scratch, partials);
 }
 

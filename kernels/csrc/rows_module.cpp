@@ -22,7 +22,7 @@ extern const Level avx2_level, avx512_level;
 namespace {
 
 // With fewer elements than this, waking another thread takes longer than the work.
-constexpr int64_t kSerialElements = 1 << 18;
+constexpr int64_t kSerialElements = 1 << 14;
 
 const Level& level_named(const std::string& name) {
     static const std::vector<Level> all = {
