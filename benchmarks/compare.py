@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from alignedserve.bench.engine_workloads import W4, parse_workload
+from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
 from benchmarks.compare_shapes import TRANSFORMERS_CONFIGS
 from benchmarks.recording import write_result
 
@@ -47,7 +48,7 @@ class Contender:
 
     def __init__(self, command: list[str]) -> None:
         # Threads wait as those of `alignedserve serve` do; OpenVINO brings threads of another kind, that do so anyway.
-        environment = {"GOMP_SPINCOUNT": "0", **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        environment = {SPIN_VARIABLE: SHORT_SPINS, **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         )

@@ -13,6 +13,9 @@ DATA_VARIABLE = "ALIGNEDSERVE_DATA"
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 WAIT_POLICY_VARIABLE = "OMP_WAIT_POLICY"
 
+# About ten microseconds: longer than from one product to the next, shorter than anyone else notices.
+SHORT_SPINS = "1000"
+
 
 def api_keys() -> tuple[str, ...]:
     """Keys that clients must present, comma-separated in ALIGNEDSERVE_API_KEYS; none: the gateway is open."""
@@ -59,14 +62,16 @@ def redis_url() -> str | None:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Threads of one product that wait for each other sleep at once, instead of spinning, in this process and in those
-    that it starts. To be called before PyTorch is loaded. What the environment says already is left as it is.
+    """Threads of one product that wait for each other spin for some microseconds and then sleep, in this process and in
+    those that it starts. To be called before PyTorch is loaded. What the environment says already is left as it is.
 
     By default they spin for milliseconds. Where another process has one of the cores, as gateway and router do on a
-    small machine, each of some hundred waits per pass then lasts until the kernel takes the spinner's core away.
+    small machine, each of some hundred waits per pass then lasts until the kernel takes the spinner's core away. Not
+    spinning at all costs a system call per wait: 2.18 s where it is 1.86 s (64 prompts of 32 tokens, 64 answered each,
+    bfloat16, the 125M shape, two cores).
     """
     if WAIT_POLICY_VARIABLE not in os.environ:
-        os.environ.setdefault(SPIN_VARIABLE, "0")
+        os.environ.setdefault(SPIN_VARIABLE, SHORT_SPINS)
 
 
 def thread_waiting() -> str:
