@@ -30,7 +30,7 @@ extern const Level avx512_level, avx2_level;
 namespace {
 
 // Inputs that are multiplied by all panels before the next rows are: they stay in the core's second cache.
-constexpr int64_t kInputBytes = 8 << 20;
+constexpr int64_t kInputBytes = 512 << 10;
 constexpr size_t kHugePage = 2 << 20;
 
 const std::vector<Level>& levels() {
