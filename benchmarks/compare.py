@@ -2,8 +2,9 @@
 
 Every contender is a process of its own that sleeps while the others run; rounds alternate, medians count. OpenVINO
 GenAI gets an environment of its own (.venv-compare), made on the first run from the package registry, and its own
-defaults but for precision, cache size and the 2048 tokens that a step may have; transformers gets static batches of
-equal prompts, so it is left out where every length differs.
+defaults but for precision, cache size and the 2048 tokens that a step may have. One of these defaults is a cache of 8
+bits, whatever the precision: `openvino_exact` keeps keys and values in the dtype, as AlignedServe does. transformers
+gets static batches of equal prompts, so it is left out where every length differs.
 
     python -m benchmarks.compare [--shape opt-125m] [--workload w1 ...] [--dtype float32 ...] [--rounds 3]
 """
@@ -27,6 +28,7 @@ ENVIRONMENT = ROOT / ".venv-compare"
 PACKAGES = ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
 DTYPES = ("float32", "bfloat16")
 WORKLOADS = ("w1", "w2", "w3", W4)
+OPENVINO = frozenset({"openvino", "openvino_exact"})
 
 
 class Case(NamedTuple):
@@ -85,7 +87,7 @@ def main() -> None:
     parser.add_argument("--environment", type=Path, default=ENVIRONMENT)
     parser.add_argument("--name", default="compare", help="of the file under benchmarks/results")
     arguments = parser.parse_args()
-    if "openvino" in arguments.contenders:
+    if OPENVINO.intersection(arguments.contenders):
         make_environment(arguments.environment)
     rows = []
     for shape in arguments.shape:
@@ -128,14 +130,15 @@ def compare(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
 def command_of(name: str, case: Case, environment: Path) -> list[str]:
     """What starts this contender."""
     workload = json.dumps(case.lengths)
-    if name != "openvino":
+    if name not in OPENVINO:
         module = ["-m", "benchmarks.compare_contenders", name]
         return [sys.executable, *module, case.shape, case.dtype, workload]
     folder = environment / "models"
     folder.mkdir(exist_ok=True)
     (folder / f"{case.shape}.json").write_text(json.dumps(TRANSFORMERS_CONFIGS[case.shape]))
     script = str(ROOT / "benchmarks" / "openvino_contender.py")
-    return [str(environment / "bin" / "python"), script, str(folder), case.shape, case.dtype, workload]
+    kind = ["exact"] if name == "openvino_exact" else []
+    return [str(environment / "bin" / "python"), script, str(folder), case.shape, case.dtype, workload, *kind]
 
 
 def line_of(row: dict[str, Any]) -> str:

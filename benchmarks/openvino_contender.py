@@ -1,9 +1,10 @@
 """OpenVINO GenAI's side of `benchmarks.compare`. Runs in an environment of its own, without AlignedServe.
 
-    python openvino_contender.py FOLDER SHAPE DTYPE WORKLOAD
+    python openvino_contender.py FOLDER SHAPE DTYPE WORKLOAD [exact]
 
 Exports the shape with random weights into FOLDER where it is not there yet, then plays the workload (JSON: a list of
-[prompt_len, output_len]) once for every line on stdin, and answers each with a line of JSON.
+[prompt_len, output_len]) once for every line on stdin, and answers each with a line of JSON. `exact`: keys and values
+are kept in DTYPE; by default OpenVINO rounds them to 8 bits.
 """
 
 import json
@@ -18,12 +19,12 @@ CACHE_TOKENS_ROOM = 1.1
 
 def main() -> None:
     """Export, load, then one run per line."""
-    folder, shape, dtype, workload = sys.argv[1:]
+    folder, shape, dtype, workload, *kind = sys.argv[1:]
     exported = Path(folder) / shape.replace("/", "_")
     if not (exported / "openvino_model.xml").exists():
         export(json.loads(shape_file(folder, shape).read_text()), exported)
     lengths = json.loads(workload)
-    pipeline = make_pipeline(exported, dtype, lengths)
+    pipeline = make_pipeline(exported, dtype, lengths, is_exact=kind == ["exact"])
     play(pipeline, [(8, 2)])
     print(json.dumps({"ready": True}), flush=True)
     for _ in sys.stdin:
@@ -51,7 +52,7 @@ def export(config: dict[str, Any], target: Path) -> None:
     ).save_pretrained(target)
 
 
-def make_pipeline(folder: Path, dtype: str, lengths: list[tuple[int, int]]) -> Any:
+def make_pipeline(folder: Path, dtype: str, lengths: list[tuple[int, int]], *, is_exact: bool) -> Any:
     """Continuous batching with room for everything at once; all else as OpenVINO has it."""
     import openvino_genai
 
@@ -61,6 +62,8 @@ def make_pipeline(folder: Path, dtype: str, lengths: list[tuple[int, int]]) -> A
     scheduler.enable_prefix_caching = False
     scheduler.num_kv_blocks = int(CACHE_TOKENS_ROOM * sum(prompt + output + 32 for prompt, output in lengths) / 32) + 16
     properties = {"INFERENCE_PRECISION_HINT": PRECISIONS[dtype]}
+    if is_exact:
+        properties["KV_CACHE_PRECISION"] = PRECISIONS[dtype]
     return openvino_genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
 
 
