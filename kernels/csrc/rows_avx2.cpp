@@ -7,6 +7,7 @@
 #pragma GCC target("avx2,fma")
 #define LEVEL avx2
 #define WIDTH 8
+#define HAS_BF16_DOT 0
 #include "rows_level.h"
 
 namespace rows {

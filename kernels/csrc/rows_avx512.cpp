@@ -2,11 +2,14 @@
 #include "rows.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+
 #include <cstring>
 
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prefer-vector-width=512")
 #define LEVEL avx512
 #define WIDTH 16
+#define HAS_BF16_DOT 1
 #include "rows_level.h"
 
 namespace rows {

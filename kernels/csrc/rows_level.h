@@ -1,6 +1,7 @@
 // The kernels of one level. Included by one source file per level, which sets the target and defines
 //   LEVEL the namespace
 //   WIDTH floats per vector
+//   HAS_BF16_DOT whether the level rounds to bfloat16 in one instruction (AVX-512)
 // after all headers: what a header defines must not be compiled for this level's instructions.
 
 namespace rows {
@@ -27,7 +28,11 @@ struct BFloat16 {
 
     // To the nearest, to even between two; NaN stays NaN.
     static inline Stored narrowed(Floats x) {
+#if HAS_BF16_DOT
+        return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
         return __builtin_convertvector(rounded(x) >> 16, Halves);
+#endif
     }
 };
 
@@ -155,9 +160,13 @@ inline int first_true(Ints is_true) {
 }
 
 inline bool any(Ints is_true) {
+#if HAS_BF16_DOT
+    return _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true) != 0;
+#else
     int32_t joined = 0;
     for (int i = 0; i < WIDTH; ++i) joined |= is_true[i];
     return joined != 0;
+#endif
 }
 
 constexpr float kLowest = -__builtin_inff();

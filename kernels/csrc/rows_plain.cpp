@@ -5,6 +5,7 @@
 
 #define LEVEL plain
 #define WIDTH 4
+#define HAS_BF16_DOT 0
 #include "rows_level.h"
 
 namespace rows {
