@@ -44,9 +44,10 @@ def run_served(folder: Path, trace: Path, topology: str, num_tokens: int) -> flo
         command = [ALIGNEDSERVE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", "--tokenizer", str(folder)]
         command += ["--endpoint", "completions", "--ignore-eos", "--trace", str(trace), "--json", "-"]
         answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    report: dict[str, Any] = json.loads(answer.stdout)
+    report: dict[str, Any] = json.loads(answer.stdout)["report"]
     total = report["total"]
     assert total["num_completed"] == total["num_sent"], "a request failed"
+    assert total["output_tokens"] == num_tokens, "an answer of another length"
     return num_tokens / float(report["duration_s"])
 
 
