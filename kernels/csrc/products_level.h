@@ -12,6 +12,8 @@ namespace {
 #include "vectors.h"
 
 constexpr int64_t kStepBytes = kVectors * WIDTH * 4;
+// Up to so many rows there is time to fetch both lines of a step of the next panel.
+constexpr int64_t kRowsAlone = (MAX_ROWS + 2) / 2;
 
 // How words of weights and inputs are multiplied and summed, and what the sums are.
 struct Float32 {
@@ -142,7 +144,7 @@ inline void finish(const Weights& weights, const Call& call, char* out, int64_t 
 template <int kRows, typename Sums>
 inline void finish(const Weights& weights, const Call& call, int64_t row, int64_t panel, const Sums (&sums)[kRows][kVectors]) {
     const int64_t at = panel * kVectors * WIDTH;
-    const float* scales = call.row_scales + row;  // of int8 alone
+    const float* scales = call.row_scales ? call.row_scales + row : nullptr;  // of int8 alone
     char* out = call.out + row * call.out_row_bytes;
     const bool is_relu = weights.activation == Activation::relu;
     const bool is_plain = !weights.is_gated && (is_relu || weights.activation == Activation::none);
@@ -179,7 +181,7 @@ __attribute__((noinline)) void tile(const Weights& weights, const Call& call, in
     const char* words = weights.panels + panel * weights.num_steps * kStepBytes;
     for (int64_t step = 0; step < weights.num_steps; ++step) {
         __builtin_prefetch(ahead + step * ahead_bytes, 0, 2);
-        if (kRows <= MAX_ROWS / 2 + 1) __builtin_prefetch(ahead + step * ahead_bytes + 64, 0, 2);
+        if (kRows <= kRowsAlone) __builtin_prefetch(ahead + step * ahead_bytes + 64, 0, 2);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
@@ -206,7 +208,10 @@ inline Tile tile_of(int64_t num_rows) {
 
 template <typename Type>
 void multiply_typed(const Weights& weights, const Call& call, const Part& part) {
-    const int64_t num_rows = part.last - part.first, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    // Two tiles at least, where there are enough rows: one could fetch no more than a line per step, and of a panel that
+    // few rows are multiplied by there are two to fetch.
+    const int64_t num_rows = part.last - part.first, needed = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t num_tiles = needed == 1 && num_rows > kRowsAlone ? 2 : needed;
     const int64_t panel_bytes = weights.num_steps * kStepBytes;
     const int64_t ahead_bytes = kStepBytes / num_tiles;  // each tile fetches its share of the next panel
     for (int64_t i = 0; i < num_tiles; ++i) {
@@ -241,9 +246,14 @@ void round(const Rounding& call, int64_t first, int64_t last) {
     for (int64_t index = first; index < last; ++index) {
         const char* row = call.x + index * call.x_row_bytes;
         __m512 largest = _mm512_setzero_ps();
-        for (int64_t i = 0; i < call.width; i += WIDTH)
-            largest = _mm512_max_ps(largest, _mm512_abs_ps((__m512)inputs_at(call, row, i)));
-        const float step = _mm512_reduce_max_ps(largest) / 127.0f, scale = step < 1e-12f ? 1e-12f : step;
+        __mmask16 is_wrong = 0;  // neither NaN nor an infinity can be rounded: the whole row becomes NaN
+        for (int64_t i = 0; i < call.width; i += WIDTH) {
+            const __m512 size = _mm512_abs_ps((__m512)inputs_at(call, row, i));
+            largest = _mm512_max_ps(largest, size);
+            is_wrong |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(__FLT_MAX__), _CMP_NLE_UQ);
+        }
+        const float step = _mm512_reduce_max_ps(largest) / 127.0f;
+        const float scale = is_wrong ? __builtin_nanf("") : step < 1e-12f ? 1e-12f : step;
         uint8_t* out = call.out + index * call.row_bytes;
         for (int64_t i = 0; i < call.row_bytes; i += WIDTH) {
             Floats x{};

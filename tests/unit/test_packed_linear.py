@@ -149,6 +149,20 @@ def test_the_same_8_bits_as_onednn(
     assert torch.allclose(forms[0].double(), forms[1].double(), rtol=0.0, atol=4 * ROUNDING[dtype] * largest)
 
 
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_what_8_bits_cannot_hold_makes_its_row_not_a_number(wrong: float, dtype: torch.dtype) -> None:
+    if not packed_levels(INT8, CPU):
+        pytest.skip("not built, or no such processor")
+    linear = Int8Linear(randoms(0, 40, 33, dtype=dtype), activation="relu")
+    for place in (0, 16, 32):
+        x = randoms(1, 4, 33, dtype=dtype)
+        x[2, place] = wrong
+        result = linear(x)
+        assert result[2].isnan().all()
+        assert result[[0, 1, 3]].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_all_ways_of_a_linear_agree(is_gated: bool, dtype: torch.dtype) -> None:
