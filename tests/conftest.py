@@ -1,6 +1,13 @@
 """What holds for every test."""
 
+import os
+from pathlib import Path
+
 from hypothesis import settings
+
+# Without a GPU the kernels for it run in Triton's interpreter, which reads its switch when a kernel is defined.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("alignedserve", deadline=None)

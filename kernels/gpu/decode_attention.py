@@ -1,0 +1,224 @@
+"""Decode attention over paged blocks on a GPU, its work divided evenly over the batch (`kernels.gpu.division`).
+
+Two kernels. The first computes parts of contexts, one program per run of tiles and key head: all query heads of the key
+head at once, scores, softmax and sums in one pass. The second merges the parts of each context by their maxima and
+sums. FlashDecoding splits every context into equally many pieces; here the pieces are equally long.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.blocks import BlockView
+from kernels.gpu.division import Division
+from kernels.gpu.launching import padded, upcast
+
+TILE = 64  # tokens
+
+
+class DecodeBatch(NamedTuple):
+    """What a step's decode attention reads besides queries and blocks, on the device, the same for every layer."""
+
+    tables: Tensor  # [rows, blocks] int32
+    lengths: Tensor  # [rows] int32, tokens of each context
+    is_reversed: Tensor  # [rows] int8: 1 where slots of a block are taken from its end (the direction table)
+    part_rows: Tensor  # as Division, int32
+    part_firsts: Tensor
+    part_lasts: Tensor
+    program_parts: Tensor
+    row_parts: Tensor
+    sums: Tensor  # [parts, kv_heads, group, head_dim] float32: scratch
+    weights: Tensor  # [parts, kv_heads, group, 2] float32: scratch, maxima and sums of weights
+
+
+def decode_batch(
+    tables: Tensor, lengths: Tensor, is_reversed: Tensor, division: Division, heads: tuple[int, int, int]
+) -> DecodeBatch:
+    """`heads`: kv_heads, group, head_dim. Copies the division to the device of `tables`."""
+    device = tables.device
+    arrays = (torch.from_numpy(array).to(device) for array in division)
+    part_rows, part_firsts, part_lasts, program_parts, row_parts = arrays
+    num_parts, (kv_heads, group, head_dim) = len(division.part_rows), heads
+    sums = torch.empty((num_parts, kv_heads, group, head_dim), dtype=torch.float32, device=device)
+    weights = torch.empty((num_parts, kv_heads, group, 2), dtype=torch.float32, device=device)
+    return DecodeBatch(
+        tables,
+        lengths,
+        is_reversed,
+        part_rows,
+        part_firsts,
+        part_lasts,
+        program_parts,
+        row_parts,
+        sums,
+        weights,
+    )
+
+
+def paged_decode(
+    queries: Tensor, out: Tensor, view: BlockView, batch: DecodeBatch, *, window: int | None = None
+) -> None:
+    """One query token per context over its keys and values, in the blocks already.
+
+    queries, out   [rows, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided
+    window         how many of the last tokens are read; None: all
+
+    Slots outside a context are not read.
+    """
+    num_rows, kv_heads, group, head_dim = queries.shape
+    block_size = view.blocks.shape[3]
+    stride, keys_at, values_at = view.offsets
+    padded_group, padded_dim = padded(group), padded(head_dim)
+    num_programs = batch.program_parts.shape[0] - 1
+    _decode_parts[(num_programs, kv_heads)](
+        queries,
+        view.blocks,
+        batch.tables,
+        batch.lengths,
+        batch.is_reversed,
+        batch.part_rows,
+        batch.part_firsts,
+        batch.part_lasts,
+        batch.program_parts,
+        batch.sums,
+        batch.weights,
+        queries.stride(0),
+        batch.tables.stride(0),
+        stride,
+        keys_at,
+        values_at,
+        window or 0,
+        1.0 / math.sqrt(head_dim),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        PADDED_GROUP=padded_group,
+        PADDED_DIM=padded_dim,
+        TOKENS=TILE,
+        UPCAST=upcast(view.blocks.dtype),
+    )
+    _merge_parts[(num_rows, kv_heads)](
+        out,
+        batch.row_parts,
+        batch.sums,
+        batch.weights,
+        out.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED_GROUP=padded_group,
+        PADDED_DIM=padded_dim,
+    )
+
+
+@triton.jit
+def _decode_parts(
+    queries,
+    blocks,
+    tables,
+    lengths,
+    is_reversed,
+    part_rows,
+    part_firsts,
+    part_lasts,
+    program_parts,
+    sums,
+    weights,
+    query_stride,
+    table_stride,
+    block_stride,
+    keys_at,
+    values_at,
+    window,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    members, dims, places = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, TOKENS)
+    is_member = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    for part in range(tl.load(program_parts + program), tl.load(program_parts + program + 1)):
+        row = tl.load(part_rows + part)
+        length, backwards = tl.load(lengths + row), tl.load(is_reversed + row).to(tl.int32)
+        earliest = tl.where(window > 0, length - window, 0)
+        at = row.to(tl.int64) * query_stride + head * GROUP * HEAD_DIM
+        query = tl.load(queries + at + members[:, None] * HEAD_DIM + dims[None, :], mask=is_member, other=0.0)
+        if UPCAST:
+            query = query.to(tl.float32)
+        most = tl.full((PADDED_GROUP,), -float("inf"), tl.float32)
+        total = tl.zeros((PADDED_GROUP,), tl.float32)
+        result = tl.zeros((PADDED_GROUP, PADDED_DIM), tl.float32)
+        for tile in range(tl.load(part_firsts + part), tl.load(part_lasts + part)):
+            tokens = tile * TOKENS + places
+            is_read = (tokens < length) & (tokens >= earliest)
+            block = tl.load(tables + row.to(tl.int64) * table_stride + tokens // BLOCK_SIZE, mask=is_read, other=0)
+            slot = tokens % BLOCK_SIZE
+            slot = tl.where(backwards > 0, BLOCK_SIZE - 1 - slot, slot)
+            elements = block.to(tl.int64) * block_stride + (slot * KV_HEADS + head) * HEAD_DIM
+            where = elements[:, None] + dims[None, :]
+            is_element = is_read[:, None] & (dims < HEAD_DIM)[None, :]
+            keys = tl.load(blocks + keys_at + where, mask=is_element, other=0.0)
+            if UPCAST:
+                keys = keys.to(tl.float32)
+            scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.where(is_read[None, :], scores, -float("inf"))
+            higher = tl.maximum(most, tl.max(scores, axis=1))
+            # The first tile that is read holds a token at least, so the maximum is a number from then on.
+            correction = tl.where(most == -float("inf"), 0.0, tl.exp(most - higher))
+            shares = tl.where(is_read[None, :], tl.exp(scores - higher[:, None]), 0.0)
+            total = total * correction + tl.sum(shares, axis=1)
+            values = tl.load(blocks + values_at + where, mask=is_element, other=0.0)
+            if UPCAST:
+                values = values.to(tl.float32)
+            result = result * correction[:, None] + tl.dot(shares.to(values.dtype), values, input_precision="ieee")
+            most = higher
+        heads = (part * KV_HEADS + head) * GROUP + members
+        tl.store(sums + heads[:, None] * HEAD_DIM + dims[None, :], result, mask=is_member)
+        tl.store(weights + heads * 2, most, mask=members < GROUP)
+        tl.store(weights + heads * 2 + 1, total, mask=members < GROUP)
+
+
+@triton.jit
+def _merge_parts(
+    out,
+    row_parts,
+    sums,
+    weights,
+    out_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    members, dims = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM)
+    is_member = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    most = tl.full((PADDED_GROUP,), -float("inf"), tl.float32)
+    total = tl.zeros((PADDED_GROUP,), tl.float32)
+    result = tl.zeros((PADDED_GROUP, PADDED_DIM), tl.float32)
+    for part in range(tl.load(row_parts + row), tl.load(row_parts + row + 1)):
+        heads = (part * KV_HEADS + head) * GROUP + members
+        own_most = tl.load(weights + heads * 2, mask=members < GROUP, other=0.0)
+        own_total = tl.load(weights + heads * 2 + 1, mask=members < GROUP, other=1.0)
+        own = tl.load(sums + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_member, other=0.0)
+        higher = tl.maximum(most, own_most)
+        before = tl.where(most == -float("inf"), 0.0, tl.exp(most - higher))
+        share = tl.where(own_most == -float("inf"), 0.0, tl.exp(own_most - higher))
+        total = total * before + own_total * share
+        result = result * before[:, None] + own * share[:, None]
+        most = higher
+    at = row.to(tl.int64) * out_stride + head * GROUP * HEAD_DIM
+    where = at + members[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + where, (result / total[:, None]).to(out.dtype.element_ty), mask=is_member)

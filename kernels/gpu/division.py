@@ -1,0 +1,63 @@
+"""How the contexts of a decode batch are divided over the programs of a GPU: evenly by tokens, whoever they belong to.
+
+A context is a run of tiles; the tiles of all contexts, one after another, are cut into as many equal runs as there are
+programs. A run may end in the middle of one context and go on with the next, so one long context among many short ones
+holds nobody up. Each piece of a context within a run is a *part*, whose result is merged with those of its context.
+
+Worked example: contexts of 5, 1 and 2 tiles and 4 programs: runs of 2 tiles; parts (context, tiles) are (0, 0-2),
+(0, 2-4), (0, 4-5), (1, 0-1), (2, 0-2): program 2 has two of them.
+
+The arrays have the same shapes for every batch of so many rows, so that a captured graph can be replayed with new ones.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class Division(NamedTuple):
+    """Who computes what. Parts lie in the order of their contexts, and within one of its tiles."""
+
+    part_rows: Int32Array  # [num_programs + rows] the context of a part; 0 behind the last part
+    part_firsts: Int32Array  # likewise, its first tile
+    part_lasts: Int32Array  # likewise, behind its last tile
+    program_parts: Int32Array  # [num_programs + 1] program p computes parts [program_parts[p], program_parts[p + 1])
+    row_parts: Int32Array  # [rows + 1] the parts of a context, likewise
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that are there."""
+        return int(self.row_parts[-1])
+
+
+def divide(lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None) -> Division:
+    """lengths [rows] tokens, each 1 at least; the last `window` of them are read, in whole tiles."""
+    num_rows = len(lengths)
+    assert num_rows, "nothing to divide"
+    assert lengths.min() >= 1, "an empty context"
+    ends = -(-lengths // tile)
+    begins = np.zeros_like(ends) if window is None else np.maximum(lengths - window, 0) // tile
+    row_ends = np.cumsum(ends - begins)
+    runs = row_ends[-1] * np.arange(num_programs + 1) // num_programs
+    cuts = np.unique(np.concatenate((runs, row_ends)))
+    starts, stops = cuts[:-1], cuts[1:]
+    rows = np.searchsorted(row_ends, starts, side="right")
+    shift = begins[rows] - np.concatenate(([0], row_ends))[rows]  # from a place among all tiles to one in the context
+    capacity = num_programs + num_rows
+    return Division(
+        part_rows=_padded(rows, capacity),
+        part_firsts=_padded(starts + shift, capacity),
+        part_lasts=_padded(stops + shift, capacity),
+        program_parts=np.searchsorted(starts, runs).astype(np.int32),
+        row_parts=np.searchsorted(starts, np.concatenate(([0], row_ends))).astype(np.int32),
+    )
+
+
+def _padded(values: Int64Array, capacity: int) -> Int32Array:
+    padded = np.zeros(capacity, np.int32)
+    padded[: len(values)] = values
+    return padded

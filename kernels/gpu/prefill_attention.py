@@ -1,0 +1,169 @@
+"""Attention of prefill chunks over paged blocks on a GPU: queries in chunks, keys and values cached already.
+
+One program per tile of query tokens and key head; the query heads of the key head are rows of the same tile, so that a
+tile of keys is read once for all of them. Longest contexts first: what is left at the end is short.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.blocks import BlockView
+from kernels.gpu.division import Int64Array
+from kernels.gpu.launching import padded, upcast
+
+QUERY_ROWS = 64  # tokens x group of a tile
+TOKENS = 64  # keys of a tile
+
+
+class ChunkBatch(NamedTuple):
+    """What a step's chunks read besides queries and blocks, on the device, the same for every layer."""
+
+    tables: Tensor  # [sequences, blocks] int32
+    is_reversed: Tensor  # [sequences] int8: 1 where slots of a block are taken from its end (the direction table)
+    tile_sequences: Tensor  # [tiles] int32
+    tile_rows: Tensor  # [tiles] int32, query row of the tile's first token
+    tile_positions: Tensor  # [tiles] int32, its position
+    tile_counts: Tensor  # [tiles] int32, tokens of the tile
+
+
+def chunk_batch(
+    tables: Tensor, is_reversed: Tensor, lengths: Int64Array, counts: Int64Array, *, group: int
+) -> ChunkBatch:
+    """Of sequence i, the last counts[i] of the first lengths[i] tokens are queries, whose rows follow one another."""
+    tokens = max(1, QUERY_ROWS // triton.next_power_of_2(group))
+    num_tiles = -(-counts // tokens)
+    sequences = np.repeat(np.arange(len(counts)), num_tiles)
+    within = np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    rows = (np.cumsum(counts) - counts)[sequences] + within * tokens
+    positions = (lengths - counts)[sequences] + within * tokens
+    taken = np.minimum(counts[sequences] - within * tokens, tokens)
+    order = np.argsort(-(positions + taken), kind="stable")
+    arrays = [array[order].astype(np.int32) for array in (sequences, rows, positions, taken)]
+    return ChunkBatch(tables, is_reversed, *(torch.from_numpy(array).to(tables.device) for array in arrays))
+
+
+def paged_prefill(
+    queries: Tensor, out: Tensor, view: BlockView, batch: ChunkBatch, *, window: int | None = None
+) -> None:
+    """Every query token over the keys and values up to its own, in the blocks already.
+
+    queries, out   [tokens, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided
+    window         how many of the last tokens up to its own a token reads; None: all
+
+    Slots behind a token's position are not read.
+    """
+    _, kv_heads, group, head_dim = queries.shape
+    stride, keys_at, values_at = view.offsets
+    padded_group = triton.next_power_of_2(group)
+    _prefill[(batch.tile_rows.shape[0], kv_heads)](
+        queries,
+        out,
+        view.blocks,
+        batch.tables,
+        batch.is_reversed,
+        batch.tile_sequences,
+        batch.tile_rows,
+        batch.tile_positions,
+        batch.tile_counts,
+        queries.stride(0),
+        out.stride(0),
+        batch.tables.stride(0),
+        stride,
+        keys_at,
+        values_at,
+        window or 0,
+        1.0 / math.sqrt(head_dim),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=view.blocks.shape[3],
+        PADDED_GROUP=padded_group,
+        ROWS=max(1, QUERY_ROWS // padded_group) * padded_group,
+        PADDED_DIM=padded(head_dim),
+        TOKENS=TOKENS,
+        UPCAST=upcast(view.blocks.dtype),
+    )
+
+
+@triton.jit
+def _prefill(
+    queries,
+    out,
+    blocks,
+    tables,
+    is_reversed,
+    tile_sequences,
+    tile_rows,
+    tile_positions,
+    tile_counts,
+    query_stride,
+    out_stride,
+    table_stride,
+    block_stride,
+    keys_at,
+    values_at,
+    window,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    sequence = tl.load(tile_sequences + tile).to(tl.int64)
+    first_row, position, count = tl.load(tile_rows + tile), tl.load(tile_positions + tile), tl.load(tile_counts + tile)
+    backwards = tl.load(is_reversed + sequence).to(tl.int32)
+    rows, dims, places = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, TOKENS)
+    token, member = rows // PADDED_GROUP, rows % PADDED_GROUP
+    is_query = (token < count) & (member < GROUP)
+    is_element = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    within = (head * GROUP + member)[:, None] * HEAD_DIM + dims[None, :]
+    own_rows = (first_row + token).to(tl.int64)[:, None]
+    query = tl.load(queries + own_rows * query_stride + within, mask=is_element, other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    own = position + token
+    most = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    earliest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    for first in range(earliest // TOKENS * TOKENS, position + count, TOKENS):
+        others = first + places
+        is_read = (others < position + count) & (others >= earliest)
+        block = tl.load(tables + sequence * table_stride + others // BLOCK_SIZE, mask=is_read, other=0)
+        slot = others % BLOCK_SIZE
+        slot = tl.where(backwards > 0, BLOCK_SIZE - 1 - slot, slot)
+        elements = block.to(tl.int64) * block_stride + (slot * KV_HEADS + head) * HEAD_DIM
+        where = elements[:, None] + dims[None, :]
+        is_cached = is_read[:, None] & (dims < HEAD_DIM)[None, :]
+        keys = tl.load(blocks + keys_at + where, mask=is_cached, other=0.0)
+        if UPCAST:
+            keys = keys.to(tl.float32)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        is_seen = is_read[None, :] & (others[None, :] <= own[:, None])
+        is_seen = is_seen & ((window == 0) | (others[None, :] > own[:, None] - window))
+        scores = tl.where(is_seen, scores, -float("inf"))
+        higher = tl.maximum(most, tl.max(scores, axis=1))
+        # A row may have seen nothing yet: its window begins in a later tile.
+        reference = tl.where(higher == -float("inf"), 0.0, higher)
+        correction = tl.where(most == -float("inf"), 0.0, tl.exp(most - reference))
+        shares = tl.where(is_seen, tl.exp(scores - reference[:, None]), 0.0)
+        total = total * correction + tl.sum(shares, axis=1)
+        values = tl.load(blocks + values_at + where, mask=is_cached, other=0.0)
+        if UPCAST:
+            values = values.to(tl.float32)
+        result = result * correction[:, None] + tl.dot(shares.to(values.dtype), values, input_precision="ieee")
+        most = higher
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + own_rows * out_stride + within, (result / total[:, None]).to(out.dtype.element_ty), mask=is_element)

@@ -1,0 +1,109 @@
+"""Paged attention of the GPU kernels against float64: head sizes, groups, odd lengths, both directions, windows."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.reference import attention_of_chunk
+from tests.gpu_kernels.paged import contexts
+
+pytest.importorskip("triton")
+
+from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
+from kernels.gpu.division import divide
+from kernels.gpu.prefill_attention import chunk_batch, paged_prefill
+
+TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+HEAD_DIMS = (64, 80, 96, 128)
+
+
+def poisoned(x: Tensor) -> Tensor:
+    return torch.full_like(x, float("nan"))
+
+
+def check_decode(
+    seed: int, lengths: list[int], window: int | None, device: torch.device, num_programs: int = 4
+) -> None:
+    rng = np.random.default_rng(seed)
+    kv_heads, group, head_dim = int(rng.integers(1, 4)), seed % 8 + 1, HEAD_DIMS[seed % 4]
+    dtype = list(TOLERANCES)[seed % 3]
+    there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device)
+    queries = torch.randn(len(lengths), kv_heads, group, head_dim).to(device, dtype)
+    out = poisoned(queries)
+    division = divide(there.lengths, tile=TILE, num_programs=num_programs, window=window)
+    on_device = torch.from_numpy(there.lengths.astype(np.int32)).to(device)
+    batch = decode_batch(there.tables, on_device, there.is_reversed, division, (kv_heads, group, head_dim))
+    paged_decode(queries, out, there.view, batch, window=window)
+    for row in range(len(lengths)):
+        own = queries[row].reshape(1, -1, head_dim)
+        expected = attention_of_chunk(own.cpu(), there.keys[row].cpu(), there.values[row].cpu(), window)[0]
+        actual = out[row].reshape(-1, head_dim).double().cpu()
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_decode(seed: int, device: torch.device) -> None:
+    rng = np.random.default_rng(seed)
+    check_decode(seed, rng.integers(1, 200, 5).tolist(), None if seed % 2 else int(rng.integers(1, 150)), device)
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [TILE], [TILE + 1, 1], [3 * TILE, 1, 1, 1, 1]])
+def test_decode_at_the_edges_of_tiles(lengths: list[int], device: torch.device) -> None:
+    for num_programs in (1, 2, 7):
+        check_decode(0, lengths, None, device, num_programs)
+
+
+def check_prefill(seed: int, lengths: list[int], counts: list[int], window: int | None, device: torch.device) -> None:
+    rng = np.random.default_rng(seed)
+    kv_heads, group, head_dim = int(rng.integers(1, 4)), seed % 8 + 1, HEAD_DIMS[seed % 4]
+    dtype = list(TOLERANCES)[seed % 3]
+    there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device)
+    queries = torch.randn(sum(counts), kv_heads, group, head_dim).to(device, dtype)
+    out = poisoned(queries)
+    batch = chunk_batch(there.tables, there.is_reversed, there.lengths, np.array(counts), group=group)
+    paged_prefill(queries, out, there.view, batch, window=window)
+    first = 0
+    for row, count in enumerate(counts):
+        own = queries[first : first + count].reshape(count, -1, head_dim).cpu()
+        expected = attention_of_chunk(own, there.keys[row].cpu(), there.values[row].cpu(), window)
+        actual = out[first : first + count].reshape(count, -1, head_dim).double().cpu()
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=TOLERANCES[dtype])
+        first += count
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_prefill(seed: int, device: torch.device) -> None:
+    rng = np.random.default_rng(100 + seed)
+    lengths = rng.integers(1, 120, 3).tolist()
+    counts = [int(rng.integers(1, length + 1)) for length in lengths]
+    check_prefill(seed, lengths, counts, None if seed % 2 else int(rng.integers(1, 90)), device)
+
+
+@pytest.mark.parametrize("lengths", [[1], [64], [65], [128, 1]])
+def test_whole_prompts(lengths: list[int], device: torch.device) -> None:
+    check_prefill(3, lengths, lengths, None, device)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_division_computes_every_tile_once_and_evenly(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths, num_programs = rng.integers(1, 3000, int(rng.integers(1, 40))), int(rng.integers(1, 60))
+    window = int(rng.integers(1, 2000)) if seed % 3 == 0 else None
+    parts = divide(lengths, tile=TILE, num_programs=num_programs, window=window)
+    seen: list[tuple[int, int]] = []
+    loads = []
+    for program in range(num_programs):
+        load = 0
+        for part in range(parts.program_parts[program], parts.program_parts[program + 1]):
+            row, first, last = (int(array[part]) for array in (parts.part_rows, parts.part_firsts, parts.part_lasts))
+            assert first < last
+            assert parts.row_parts[row] <= part < parts.row_parts[row + 1]
+            seen += [(row, tile) for tile in range(first, last)]
+            load += last - first
+        loads.append(load)
+    begins = [0 if window is None else max(0, length - window) // TILE for length in lengths.tolist()]
+    ends = [-(-length // TILE) for length in lengths.tolist()]
+    assert seen == [(row, tile) for row in range(len(lengths)) for tile in range(begins[row], ends[row])]
+    assert max(loads) - min(loads) <= 1
+    assert len(parts.part_rows) == num_programs + len(lengths) >= parts.num_parts
