@@ -7,10 +7,11 @@ from torch import Tensor
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.sequences import IntArray
+from kernels.gpu_choice import gpu_kernels_run
 from kernels.paged import LEVELS, supported_levels
 
-AUTO, TORCH = "auto", "torch"
-CHOICES = (AUTO, *LEVELS, TORCH)
+AUTO, TORCH, TRITON = "auto", "torch", "triton"
+CHOICES = (AUTO, *LEVELS, TRITON, TORCH)
 
 
 class StepAttention(Protocol):
@@ -42,13 +43,16 @@ class AttentionPlanner(Protocol):
 
 
 def attention_level(choice: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The level that `choice` means here: one of LEVELS, or TORCH. Raises ConfigError for one that cannot be had."""
+    """The level that `choice` means here: one of LEVELS, TRITON, or TORCH. Raises ConfigError for one that cannot be
+    had."""
     if choice not in CHOICES:
         raise ConfigError(f"attention must be one of {', '.join(CHOICES)}, not {choice!r}.")
     fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     available = supported_levels() if fits else ()
     if choice == AUTO:
         return available[0] if available else TORCH
+    if choice == TRITON and gpu_kernels_run(device):
+        return TRITON  # on request only, until it has been measured on a GPU
     if choice != TORCH and choice not in available:
         has = ", ".join((*available, TORCH))
         raise ConfigError(f"attention {choice!r} is not available for {dtype} on {device}; available: {has}.")

@@ -1,6 +1,8 @@
 """Chooses how attention is computed for one engine."""
 
-from alignedserve.runtime.attention import TORCH, AttentionPlanner, attention_level
+import importlib
+
+from alignedserve.runtime.attention import TORCH, TRITON, AttentionPlanner, attention_level
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.gathered_attention import GatheredPlanner
@@ -17,5 +19,9 @@ def attention_planner(
     level = attention_level(choice, storage.device, torch_dtype(storage.layout.dtype))
     if level == TORCH:
         return GatheredPlanner(table, storage, config.sliding_window)
+    if level == TRITON:
+        module = importlib.import_module("alignedserve.runtime.gpu_attention")  # loads Triton
+        planner: AttentionPlanner = module.GpuPlanner(table, storage, config.sliding_window, config.group_size)
+        return planner
     paged = PagedAttention(storage.blocks, group=config.group_size, level=level)
     return PagedPlanner(table, config.sliding_window, paged)

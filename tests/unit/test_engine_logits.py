@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.attention import AUTO, TORCH
+from alignedserve.runtime.attention import AUTO, TORCH, TRITON
+from kernels.gpu_choice import gpu_kernels_run
 from kernels.paged import supported_levels
 from tests.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.tiny_models import TINY_MODELS, make_tiny_model
 
-KERNELS = (TORCH, *supported_levels())
+# The GPU's kernels in Triton's interpreter, which takes milliseconds for each launch.
+GPU_KERNELS = (TRITON,) if gpu_kernels_run(torch.device("cpu")) else ()
+KERNELS = (TORCH, *supported_levels(), *(pytest.param(name, marks=pytest.mark.slow) for name in GPU_KERNELS))
 
 
 class Case(NamedTuple):
