@@ -4,25 +4,16 @@ Panels of 32 columns are read from memory once and multiplied by up to 14 rows a
 meanwhile the next panel is fetched. Bias, nonlinearity and gates are applied before a result is written.
 """
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from kernels.native import load_native
 
 _ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 INT8 = "int8"
 
 
-def _load() -> Any:
-    try:
-        native = importlib.import_module("kernels._native")
-    except ImportError:
-        return None
-    return native if hasattr(native, "PackedWeight") else None  # one built from older sources
-
-
-_native = _load()
+_native = load_native("PackedWeight")
 
 
 def packed_levels(element: torch.dtype | str, device: torch.device) -> tuple[str, ...]:

@@ -10,13 +10,14 @@ computed in one place); an int8 block another way to load a unit of elements; a 
 layer's key and value weights before its tokens are scored.
 """
 
-import importlib
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from kernels.native import load_native
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -33,14 +34,7 @@ class PagedPlan(Protocol):
         """Addresses and row strides (in elements) of [rows, num_heads, head_dim] tensors."""
 
 
-def _load() -> Any:
-    try:
-        return importlib.import_module("kernels._native")
-    except ImportError:
-        return None
-
-
-_native = _load()
+_native = load_native("Cache")
 
 
 def supported_levels() -> tuple[str, ...]:

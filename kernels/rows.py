@@ -4,26 +4,16 @@
 `kernels.activation`, `kernels.rotary`, `kernels.sampling`). Elements are float32 or bfloat16; arithmetic is float32.
 """
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from kernels.native import load_native
 from kernels.paged import supported_levels
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def _load() -> Any:
-    try:
-        native = importlib.import_module("kernels._native")
-    except ImportError:
-        return None
-    return native if hasattr(native, "Normaliser") else None  # one built from older sources
-
-
-_native = _load()
+_native = load_native("Normaliser")
 
 
 def native_level(dtype: torch.dtype, device: torch.device) -> str | None:

@@ -52,11 +52,6 @@ struct Int8 {
 };
 #endif
 
-inline Floats sigmoid(Floats x) {
-    const Floats e = exponential(x < 0.0f ? x : -x);
-    return (x < 0.0f ? e : same(1.0f)) / (e + 1.0f);
-}
-
 // (1 + erf(x / sqrt(2))) / 2, to 1e-7. Abramowitz and Stegun 7.1.26.
 inline Floats normal_share(Floats x) {
     const Floats z = (x < 0.0f ? -x : x) * 0.70710678f;

@@ -103,11 +103,6 @@ void normalise_typed(const Norm& norm, const NormRows& call, float* scratch, int
     }
 }
 
-inline Floats sigmoid(Floats x) {
-    const Floats e = exponential(x < 0.0f ? x : -x);
-    return (x < 0.0f ? e : same(1.0f)) / (e + 1.0f);
-}
-
 template <typename Type, Gate kGate>
 void gate_typed(const GateRows& call, int64_t first, int64_t last) {
     const int64_t half_bytes = call.width * Type::kBytes;

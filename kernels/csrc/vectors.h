@@ -65,6 +65,11 @@ inline Floats exponential(Floats x) {
     return (Floats)(((Ints)y + power) & is_normal);
 }
 
+inline Floats sigmoid(Floats x) {
+    const Floats e = exponential(x < 0.0f ? x : -x);
+    return (x < 0.0f ? e : same(1.0f)) / (e + 1.0f);
+}
+
 // Nearest bfloat16 (to even), in the upper half of each word. NaN stays NaN.
 inline Words rounded(Floats x) {
     const Words bits = (Words)x;

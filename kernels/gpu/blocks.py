@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
 
@@ -17,3 +19,23 @@ class BlockView(NamedTuple):
         _, num_layers, _, block_size, kv_heads, head_dim = self.blocks.shape
         run = block_size * kv_heads * head_dim
         return 2 * num_layers * run, 2 * self.layer * run, (2 * self.layer + 1) * run
+
+
+@triton.jit
+def cached_elements(
+    table,
+    tokens,
+    is_read,
+    backwards,
+    head,
+    block_stride,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Of each token, where its head begins within the keys, or the values, of a layer. `backwards`: slots of a block
+    are taken from its end (the direction table)."""
+    block = tl.load(table + tokens // BLOCK_SIZE, mask=is_read, other=0)
+    slot = tokens % BLOCK_SIZE
+    slot = tl.where(backwards > 0, BLOCK_SIZE - 1 - slot, slot)
+    return block.to(tl.int64) * block_stride + (slot * KV_HEADS + head) * HEAD_DIM

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.blocks import BlockView
+from kernels.gpu.blocks import BlockView, cached_elements
 from kernels.gpu.division import Division
 from kernels.gpu.launching import padded, upcast
 
@@ -162,10 +162,17 @@ def _decode_parts(
         for tile in range(tl.load(part_firsts + part), tl.load(part_lasts + part)):
             tokens = tile * TOKENS + places
             is_read = (tokens < length) & (tokens >= earliest)
-            block = tl.load(tables + row.to(tl.int64) * table_stride + tokens // BLOCK_SIZE, mask=is_read, other=0)
-            slot = tokens % BLOCK_SIZE
-            slot = tl.where(backwards > 0, BLOCK_SIZE - 1 - slot, slot)
-            elements = block.to(tl.int64) * block_stride + (slot * KV_HEADS + head) * HEAD_DIM
+            elements = cached_elements(
+                tables + row.to(tl.int64) * table_stride,
+                tokens,
+                is_read,
+                backwards,
+                head,
+                block_stride,
+                KV_HEADS,
+                HEAD_DIM,
+                BLOCK_SIZE,
+            )
             where = elements[:, None] + dims[None, :]
             is_element = is_read[:, None] & (dims < HEAD_DIM)[None, :]
             keys = tl.load(blocks + keys_at + where, mask=is_element, other=0.0)

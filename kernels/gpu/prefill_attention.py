@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.blocks import BlockView
+from kernels.gpu.blocks import BlockView, cached_elements
 from kernels.gpu.division import Int64Array
 from kernels.gpu.launching import padded, upcast
 
@@ -141,10 +141,17 @@ def _prefill(
     for first in range(earliest // TOKENS * TOKENS, position + count, TOKENS):
         others = first + places
         is_read = (others < position + count) & (others >= earliest)
-        block = tl.load(tables + sequence * table_stride + others // BLOCK_SIZE, mask=is_read, other=0)
-        slot = others % BLOCK_SIZE
-        slot = tl.where(backwards > 0, BLOCK_SIZE - 1 - slot, slot)
-        elements = block.to(tl.int64) * block_stride + (slot * KV_HEADS + head) * HEAD_DIM
+        elements = cached_elements(
+            tables + sequence * table_stride,
+            others,
+            is_read,
+            backwards,
+            head,
+            block_stride,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_SIZE,
+        )
         where = elements[:, None] + dims[None, :]
         is_cached = is_read[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(blocks + keys_at + where, mask=is_cached, other=0.0)
