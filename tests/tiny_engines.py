@@ -33,14 +33,16 @@ MAX_CONTEXT_LEN = 200
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
 
 
-def tiny_decoder(folder: Path, dtype: str = "float32", quantization: str | None = None) -> Decoder:
+def tiny_decoder(
+    folder: Path, dtype: str = "float32", quantization: str | None = None, device: torch.device | str = "cpu"
+) -> Decoder:
     config = read_model_config(folder)
-    return Decoder(config, load_weights(folder, config, torch_dtype(dtype), quantization=quantization))
+    return Decoder(config, load_weights(folder, config, torch_dtype(dtype), device, quantization))
 
 
 def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE, *, has_scratch: bool = False) -> BlockStorage:
     layout = decoder.config.block_layout(block_size, decoder.dtype_name)
-    storage = BlockStorage(layout, NUM_BLOCKS, has_scratch=has_scratch)
+    storage = BlockStorage(layout, NUM_BLOCKS, decoder.device, has_scratch=has_scratch)
     for layer in range(decoder.config.num_layers):
         storage.layer_keys(layer).fill_(float("nan"))
         storage.layer_values(layer).fill_(float("nan"))
@@ -60,7 +62,7 @@ class TinyEngine:
         queues: DeviceQueues | None = None,
         capture: Capture | None = None,
     ) -> None:
-        self.storage = poisoned_storage(decoder, has_scratch=capture is not None)
+        self.storage = poisoned_storage(decoder, has_scratch=capture is not None or decoder.device.type != "cpu")
         self.engine = Engine(
             model=decoder,
             storage=self.storage,

@@ -1,0 +1,100 @@
+"""Blocks of a device to and from host memory, by queues: lists of blocks are gathered there into one run of bytes, so
+that the link is crossed in few large copies, and the host's end is page-locked."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.device_arrays import to_device
+from alignedserve.runtime.device_queues import Event, Queue
+from kernels.gpu_choice import block_kernels
+
+Rows = npt.NDArray[np.uint8]
+IntArray = npt.NDArray[np.int64]
+
+_STAGED_BYTES = 32 << 20  # large enough for a link's full speed, small beside a cache
+_NUM_STAGES = 2  # one is filled while the other is emptied
+
+
+class StagedCopies:
+    """Copies on one queue. The memory on the device is taken once."""
+
+    def __init__(self, blocks: Tensor, queue: Queue, *, staged_bytes: int = _STAGED_BYTES) -> None:
+        """`blocks`: uint8 [num_blocks, block_bytes], on the queue's device."""
+        self._blocks = blocks
+        self._queue = queue
+        num_blocks, self._block_bytes = blocks.shape
+        self._piece = max(1, min(num_blocks, staged_bytes // self._block_bytes))
+        self._is_cuda = blocks.device.type == "cuda"
+        self._staging = torch.empty((self._piece, self._block_bytes), dtype=torch.uint8, device=blocks.device)
+        self._gather, self._scatter = block_kernels(blocks.device)
+
+    def pinned(self, num_rows: int) -> Tensor:
+        """Host memory for so many blocks: uint8 [num_rows, block_bytes]."""
+        return torch.empty((num_rows, self._block_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
+
+    def copy_out(self, block_ids: IntArray, rows: Tensor) -> None:
+        """Put on the queue: rows[i] = block_ids[i]. `rows` from `pinned`, left alone until an event behind it."""
+        for first in range(0, len(block_ids), self._piece):
+            part = block_ids[first : first + self._piece]
+            staging = self._staging[: len(part)]
+            self._queue.run(partial(self._gather_into, part, staging))
+            self._queue.copy_out(staging, rows[first : first + len(part)])
+
+    def copy_in(self, rows: Tensor, block_ids: IntArray) -> None:
+        """Put on the queue: block_ids[i] = rows[i], as `copy_out`; no block twice."""
+        for first in range(0, len(block_ids), self._piece):
+            part = block_ids[first : first + self._piece]
+            staging = self._staging[: len(part)]
+            self._queue.copy_in(rows[first : first + len(part)], staging)
+            self._queue.run(partial(self._scatter_from, staging, part))
+
+    def rows_to_read(self, block_ids: IntArray) -> Iterator[Rows]:
+        """The bytes of the blocks, one after the other, while the next ones are on their way. A row is valid until the
+        next one is asked for."""
+        pieces = self._pieces(block_ids)
+        stages = [self.pinned(self._piece) for _ in range(min(_NUM_STAGES, len(pieces)))]
+        events: list[Event] = []
+
+        def start(index: int) -> None:
+            self.copy_out(pieces[index], stages[index % _NUM_STAGES][: len(pieces[index])])
+            events.append(self._queue.record())
+
+        for index in range(len(stages)):
+            start(index)
+        for index, piece in enumerate(pieces):
+            events[index].wait_on_host()
+            yield from stages[index % _NUM_STAGES][: len(piece)].numpy()
+            if index + _NUM_STAGES < len(pieces):
+                start(index + _NUM_STAGES)
+
+    def rows_to_write(self, block_ids: IntArray) -> Iterator[Rows]:
+        """Rows to fill, one for each of the blocks. A row is taken over when the next one, or the end, is asked for; at
+        the end all of them have arrived."""
+        pieces = self._pieces(block_ids)
+        stages = [self.pinned(self._piece) for _ in range(min(_NUM_STAGES, len(pieces)))]
+        events: list[Event] = []
+        for index, piece in enumerate(pieces):
+            if index >= _NUM_STAGES:
+                events[index - _NUM_STAGES].wait_on_host()
+            stage = stages[index % _NUM_STAGES][: len(piece)]
+            yield from stage.numpy()
+            self.copy_in(stage, piece)
+            events.append(self._queue.record())
+        for event in events[-_NUM_STAGES:]:
+            event.wait_on_host()
+
+    def _pieces(self, block_ids: IntArray) -> list[IntArray]:
+        bounds = [*range(0, len(block_ids), self._piece), len(block_ids)]
+        return [block_ids[first:last] for first, last in pairwise(bounds)]
+
+    def _gather_into(self, block_ids: IntArray, staging: Tensor) -> None:
+        self._gather(self._blocks, *to_device([block_ids], staging.device), staging)
+
+    def _scatter_from(self, staging: Tensor, block_ids: IntArray) -> None:
+        self._scatter(staging, self._blocks, *to_device([block_ids], staging.device))
