@@ -78,7 +78,7 @@ def logits_of(decoder: Decoder, token_ids: list[int]) -> Tensor:
     greedy = SamplingParams(temperature=0.0, max_tokens=1)
     table.add(NewSequence(RequestId("text"), tuple(token_ids), len(token_ids), 0, blocks, greedy))
     step = builder.build([RequestId("text")], [len(token_ids)])
-    return decoder.logits(decoder.forward(step.batch, storage)).float()
+    return decoder.logits(decoder.forward(step.forward_batch(decoder.device), storage)).float()
 
 
 def distance(exact: Tensor, rounded: Tensor) -> LogitDistance:

@@ -14,7 +14,9 @@ from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention import AUTO
 from alignedserve.runtime.attention_choice import attention_planner
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.decode_graphs import Capture
 from alignedserve.runtime.decoder import Decoder
+from alignedserve.runtime.device_queues import DeviceQueues
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.model_config_reader import read_model_config
@@ -36,8 +38,9 @@ def tiny_decoder(folder: Path, dtype: str = "float32", quantization: str | None 
     return Decoder(config, load_weights(folder, config, torch_dtype(dtype), quantization=quantization))
 
 
-def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE) -> BlockStorage:
-    storage = BlockStorage(decoder.config.block_layout(block_size, decoder.dtype_name), NUM_BLOCKS)
+def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE, *, has_scratch: bool = False) -> BlockStorage:
+    layout = decoder.config.block_layout(block_size, decoder.dtype_name)
+    storage = BlockStorage(layout, NUM_BLOCKS, has_scratch=has_scratch)
     for layer in range(decoder.config.num_layers):
         storage.layer_keys(layer).fill_(float("nan"))
         storage.layer_values(layer).fill_(float("nan"))
@@ -47,14 +50,25 @@ def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE) -> BlockSto
 class TinyEngine:
     """An engine and the owner of its blocks."""
 
-    def __init__(self, decoder: Decoder, *, seed: int = 0, max_sequences: int = 16, attention: str = AUTO) -> None:
-        self.storage = poisoned_storage(decoder)
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        seed: int = 0,
+        max_sequences: int = 16,
+        attention: str = AUTO,
+        queues: DeviceQueues | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        self.storage = poisoned_storage(decoder, has_scratch=capture is not None)
         self.engine = Engine(
             model=decoder,
             storage=self.storage,
             max_sequences=max_sequences,
             max_context_len=MAX_CONTEXT_LEN,
             attention=attention,
+            queues=queues,
+            capture=capture,
         )
         self.free_blocks = shuffled_blocks(seed)
         self.blocks: dict[str, tuple[BlockId, ...]] = {}
@@ -110,7 +124,7 @@ class LogitsProbe:
 
     def step(self, **slices: int) -> None:
         step = self._builder.build([RequestId(name) for name in slices], list(slices.values()))
-        hidden = self._decoder.forward(step.batch, self._storage)
+        hidden = self._decoder.forward(step.forward_batch(self._decoder.device), self._storage)
         for row, first, count in zip(step.rows.tolist(), step.first_rows.tolist(), step.counts.tolist(), strict=True):
             self._parts[row].append(self._decoder.logits(hidden[first : first + count]))
         self._table.num_computed[step.rows] += step.counts

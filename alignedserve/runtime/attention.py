@@ -1,11 +1,13 @@
 """How the tokens of a step read their contexts: planned once per step, then performed on every layer."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.device_arrays import Array
 from alignedserve.runtime.sequences import IntArray
 from kernels.gpu_choice import gpu_kernels_run
 from kernels.paged import LEVELS, supported_levels
@@ -25,6 +27,17 @@ class StepAttention(Protocol):
     def padded_share(self) -> float:
         """Of the time of `decode`: what goes into slots that are read only because another sequence is longer."""
 
+    @property
+    def host_arrays(self) -> Sequence[Array]:
+        """What must be on the device before a layer is computed."""
+
+    def place(self, tensors: Sequence[Tensor]) -> None:
+        """The same arrays, on the device."""
+
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        """The block of each decode's own token, where the planner plans ahead of their being given out; before
+        `place`."""
+
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
         """Fill the rows of `out` that decode. Both [tokens, kv_heads, group, head_dim]; the new keys and values of
         this layer are already in the storage."""
@@ -37,9 +50,14 @@ class AttentionPlanner(Protocol):
     """Plans steps over one storage; keeps what the next step can use."""
 
     reads_unused_slots: bool  # then every slot of a block in use must hold finite numbers
+    plans_ahead: bool  # a step may be planned before the one before it is computed
 
-    def plan(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> StepAttention:
-        """Rows of the sequence table that decode one token, and those that compute `chunk_counts` tokens."""
+    def plan(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
+    ) -> StepAttention:
+        """Rows of the sequence table that decode one token, and those that compute `chunk_counts` tokens.
+
+        `num_padding` rows behind those that decode are nobody's: asked for by DecodeGraphs alone."""
 
 
 def attention_level(choice: str, device: torch.device, dtype: torch.dtype) -> str:

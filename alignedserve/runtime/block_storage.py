@@ -33,20 +33,36 @@ class BlockStorage:
     Raises NotEnoughMemory saying how many bytes are needed.
     """
 
-    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        *,
+        has_scratch: bool | None = None,
+    ) -> None:
+        """`has_scratch`: one more block for what is computed and means nothing; by default not on a CPU."""
         assert num_blocks >= 1, "a storage needs at least one block"
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
-        self._blocks = _allocate(layout, num_blocks, self.device)
+        self.has_scratch = self.device.type != "cpu" if has_scratch is None else has_scratch
+        with_scratch = _allocate(layout, num_blocks + self.has_scratch, self.device)
+        self._blocks = with_scratch[:num_blocks]
         self._bytes = self._blocks.view(torch.uint8)
         self._host: npt.NDArray[np.uint8] | None = self._bytes.numpy() if self.device.type == "cpu" else None
-        flat = self._blocks.view(-1)
+        flat = with_scratch.view(-1)
         starts = range(0, layout.block_elements, layout.run_elements)
         runs = [flat[start:].view(-1, layout.run_elements) for start in starts]
         slots = [flat[start:].view(-1, layout.kv_width) for start in starts]
         self._key_runs, self._value_runs = runs[::2], runs[1::2]
         self._key_slots, self._value_slots = slots[::2], slots[1::2]
+
+    @property
+    def scratch_block(self) -> BlockId:
+        """The block that is nobody's, right behind the others."""
+        assert self.has_scratch, "a storage without a scratch block"
+        return BlockId(self.num_blocks)
 
     @property
     def bytes(self) -> Tensor:

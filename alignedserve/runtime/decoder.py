@@ -51,6 +51,8 @@ class Decoder:
         """
         if len(batch.fresh_blocks):
             storage.zero_blocks(batch.fresh_blocks)
+        for block_id, first_slot in batch.unclean_tails:
+            storage.zero_tail(block_id, first_slot)
         hidden = self._embed(batch)
         rotation = None
         if self._frequencies is not None:

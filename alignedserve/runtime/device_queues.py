@@ -3,8 +3,9 @@
 Within a queue, work happens in the order in which it was put there. Between queues there is no order at all but the one
 that `wait` makes: whoever uses memory that another queue used last waits for an event recorded behind that use.
 
-`CudaQueues` are CUDA streams. `CheckedQueues` run the same calls on a CPU, in an order drawn at random among all that
-the waits allow: there a wait that is missing soon shows as wrong bytes, where a device may hide it for days.
+`CudaQueues` are CUDA streams; `HostQueues`, of a CPU, do everything at once. `CheckedQueues` run the same calls on a
+CPU, in an order drawn at random among all that the waits allow: there a wait that is missing soon shows as wrong bytes,
+where a device may hide it for days.
 """
 
 import random
@@ -32,7 +33,7 @@ class Event(Protocol):
 class Queue(Protocol):
     """Work in order. Nothing here waits for the device; all calls come from one thread."""
 
-    def run(self, operation: Callable[[], None]) -> None:
+    def run(self, operation: Callable[[], object]) -> None:
         """Put the operation behind all that is here. It is called at once or later, so nothing that it reads on the
         host may change in between; tensors that it uses stay alive until an event behind it is done."""
 
@@ -55,6 +56,56 @@ class DeviceQueues(Protocol):
 
     def queue(self, name: str) -> Queue:
         """The queue of this name, made when it is first asked for."""
+
+
+# --- the host itself
+
+
+class HostEvent:
+    """Everything is done when it is asked for, so this is."""
+
+    def is_done(self) -> bool:
+        """See Event."""
+        return True
+
+    def wait_on_host(self) -> None:
+        """See Event."""
+
+
+class HostQueue:
+    """Does what it is asked for at once."""
+
+    _EVENT = HostEvent()
+
+    def run(self, operation: Callable[[], object]) -> None:
+        """See Queue."""
+        operation()
+
+    def record(self) -> HostEvent:
+        """See Queue."""
+        return self._EVENT
+
+    def wait(self, event: Event) -> None:
+        """See Queue."""
+
+    def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
+        """See Queue. Need not be page-locked."""
+        pinned.copy_(rows)
+
+    def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
+        """See Queue. Need not be page-locked."""
+        rows.copy_(pinned)
+
+
+class HostQueues:
+    """Of a CPU: one queue, which does everything at once."""
+
+    def __init__(self) -> None:
+        self._queue = HostQueue()
+
+    def queue(self, name: str) -> HostQueue:
+        """See DeviceQueues."""
+        return self._queue
 
 
 # --- CUDA
@@ -89,7 +140,7 @@ class CudaQueue:
         self._stream.wait_stream(_CUDA.current_stream(device))
         self._held: deque[tuple[CudaEvent, Tensor]] = deque()
 
-    def run(self, operation: Callable[[], None]) -> None:
+    def run(self, operation: Callable[[], object]) -> None:
         """See Queue. Called at once; memory that it allocates on the device belongs to this stream."""
         with _CUDA.stream(self._stream):
             operation()
@@ -196,7 +247,7 @@ class CheckedQueue:
         self._queues = queues
         self._steps: deque[Callable[[], object] | CheckedEvent] = deque()
 
-    def run(self, operation: Callable[[], None]) -> None:
+    def run(self, operation: Callable[[], object]) -> None:
         """See Queue. Called later."""
         self._steps.append(operation)
 
@@ -239,6 +290,11 @@ class CheckedQueue:
         _check_copy(source, target)
         for source_row, target_row in zip(source, target, strict=True):
             self._steps.append(partial(target_row.copy_, source_row))
+
+
+def queues_of(device: torch.device) -> DeviceQueues:
+    """The real ones of this device."""
+    return CudaQueues(device) if device.type == "cuda" else HostQueues()
 
 
 def _check_copy(source: Tensor, target: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,15 +15,23 @@ from alignedserve.core.request import SampledToken, TokenLogprob
 from alignedserve.runtime.attention import AUTO
 from alignedserve.runtime.attention_choice import attention_planner
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.decode_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
 from alignedserve.runtime.decoder import Decoder
-from alignedserve.runtime.sampling import Sampler, logprob_entries
-from alignedserve.runtime.sequences import NewSequence, SequenceTable
+from alignedserve.runtime.device_arrays import to_device
+from alignedserve.runtime.device_queues import DeviceQueues, Event, HostEvent, queues_of
+from alignedserve.runtime.sampling import Draw, Sampler, logprob_entries
+from alignedserve.runtime.sequences import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.step_batch import BatchBuilder, StepBatch
 
 __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice", "StepTimes"]
 
 # Logits of this many prompt tokens are held at a time for prompt logprobs.
 _PROMPT_LOGPROB_ROWS = 64
+
+
+COMPUTE = "compute"  # the queue of what an engine computes
+# Stands for a token where logits were not numbers.
+_NO_TOKEN = -1
 
 
 class StepSlice(NamedTuple):
@@ -63,6 +72,18 @@ class StepOutput:
     times: StepTimes
 
 
+@dataclass(slots=True)
+class _Launch:
+    """A step on the compute queue."""
+
+    step: StepBatch
+    num_tokens: IntArray  # of each sampled row, before the step
+    computed: Event = field(default_factory=HostEvent)  # with its tokens on the host
+    draw: Draw | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    forwarded: float = 0.0  # when the forward pass had been computed, or queued
+
+
 class Engine:
     """One model, its block storage and the sequences being computed.
 
@@ -82,8 +103,12 @@ class Engine:
         max_sequences: int,
         max_context_len: int,
         attention: str = AUTO,
+        queues: DeviceQueues | None = None,
+        capture: Capture | None = None,
     ) -> None:
-        """`attention`: one of CHOICES of runtime.attention. Raises ConfigError for one that cannot be had here."""
+        """`attention`: one of CHOICES of runtime.attention. `queues`, `capture`: where work is done and how decode
+        steps are recorded, in place of what the storage's device has. Raises ConfigError for what cannot be had here.
+        """
         layout, config = storage.layout, model.config
         assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
             "more context than positions"
@@ -94,10 +119,22 @@ class Engine:
         self._table = SequenceTable(
             max_sequences=max_sequences, max_context_len=max_context_len, block_size=layout.block_size
         )
-        self._builder = BatchBuilder(self._table, storage, attention_planner(attention, self._table, storage, config))
+        planner = attention_planner(attention, self._table, storage, config)
+        if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
+            capture = CudaCapture()
+        sizes = graph_sizes(max_sequences)
+        self._graphs = None if capture is None else DecodeGraphs(model, storage, capture, sizes)
+        self._builder = BatchBuilder(self._table, storage, planner, decode_sizes=() if capture is None else sizes)
         self._sampler = Sampler(
             max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
         )
+        self._compute = (queues or queues_of(storage.device)).queue(COMPUTE)
+        is_cuda = storage.device.type == "cuda"
+        self._chosen = torch.zeros(max_sequences, dtype=torch.int64, device=storage.device)
+        self._chosen_on_host = torch.zeros(max_sequences, dtype=torch.int64, pin_memory=is_cuda)
+        self._anticipates = planner.plans_ahead
+        self._next_step: StepBatch | None = None
+        self._next_version = 0
 
     @property
     def num_sequences(self) -> int:
@@ -146,58 +183,132 @@ class Engine:
         return int(self._table.num_tokens[self._table.row(request_id)])
 
     @torch.inference_mode()
+    def record_graphs(self) -> None:
+        """Record the decode steps of every batch size, if they are recorded at all: none does it while it serves."""
+        if self._graphs is not None:
+            for size in reversed(self._graphs.sizes):  # the largest takes the memory that all use
+                self._compute.run(partial(self._forward, self._builder.build_padding(size)))
+            self._compute.record().wait_on_host()
+
+    @torch.inference_mode()
     def execute(self, slices: Sequence[tuple[RequestId, int]]) -> StepOutput:
         """One step over one slice per sequence: at least one slice, each within its sequence's tokens and blocks.
 
-        A slice is a StepSlice, or a plain pair of the same.
+        A slice is a StepSlice, or a plain pair of the same. On a GPU the step after this one is prepared while this one
+        is computed, as if all of its sequences would decode on.
         """
         started = time.perf_counter()
-        step = self._builder.build([part[0] for part in slices], [part[1] for part in slices])
+        step = self._anticipated(slices) or self._builder.build(
+            [part[0] for part in slices], [part[1] for part in slices]
+        )
         prepared = time.perf_counter()
-        hidden = self.model.forward(step.batch, self.storage)
-        logits = self.model.logits(hidden[step.sampled_at]) if len(step.sampled_rows) else None
-        forwarded = time.perf_counter()
-        self._table.num_computed[step.rows] += step.counts
-        prompt_logprobs = [self._prompt_logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
-        sampled, failed = self._sample(step, logits) if logits is not None else ([], [])
-        del hidden, logits  # giving a megabyte back takes time as well, and belongs to the step
+        launch = self._launch(step)
+        self._anticipate(step)
+        launch.computed.wait_on_host()
+        output = self._collect(launch)
+        del launch.draw  # giving a megabyte back takes time as well, and belongs to the step
+        forwarded = launch.forwarded if self.storage.device.type == "cpu" else time.perf_counter()
         times = StepTimes(
             prepare_s=prepared - started,
             forward_s=forwarded - prepared,
             sampling_s=time.perf_counter() - forwarded,
             attention_s=self.model.attention_s,
             chunk_attention_s=self.model.chunk_attention_s,
-            padded_share=step.padded_share,
+            padded_share=step.attention.padded_share,
         )
-        return StepOutput(sampled, failed, prompt_logprobs, times)
+        return StepOutput(*output, launch.prompt_logprobs, times)
 
-    def _sample(self, step: StepBatch, logits: Tensor) -> tuple[list[SampledToken], list[RequestId]]:
+    # --- the parts of a step
+
+    def _launch(self, step: StepBatch) -> "_Launch":
+        """Put it on the compute queue; the table then holds its sequences as they will be, but for the tokens."""
         table, rows = self._table, step.sampled_rows
         num_tokens = table.num_tokens[rows]
-        choice = self._sampler.choose(rows, num_tokens, logits)
+        launch = _Launch(step, num_tokens)
+        self._compute.run(lambda: self._compute_step(launch))
+        self._compute.copy_out(self._chosen[: len(rows)], self._chosen_on_host[: len(rows)])
+        launch.computed = self._compute.record()
+        table.num_computed[step.rows] += step.counts
+        table.num_tokens[rows] = num_tokens + 1
+        return launch
+
+    def _compute_step(self, launch: "_Launch") -> None:
+        step, rows = launch.step, launch.step.sampled_rows
+        hidden, logits = self._forward(step)
+        launch.forwarded = time.perf_counter()
+        if len(rows):
+            draw = self._sampler.start(rows, launch.num_tokens, logits)
+            self._chosen[: len(rows)] = draw.token_ids.masked_fill(~draw.is_usable, _NO_TOKEN)
+            launch.draw = draw
+        launch.prompt_logprobs = [self._prompt_logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
+
+    def _forward(self, step: StepBatch) -> tuple[Tensor, Tensor]:
+        """Last hidden vectors of all tokens, and the logits of those that are sampled."""
+        if self._graphs is not None and step.is_decode and not step.wants_prompt_logprobs:
+            logits = self._graphs.run(step)
+            if logits is not None:
+                return logits[:0], logits[: len(step.rows)]
+        hidden = self.model.forward(step.forward_batch(self.storage.device), self.storage)
+        if not len(step.sampled_at):
+            return hidden, hidden[:0]
+        (sampled_at,) = to_device([step.sampled_at], self.storage.device)
+        return hidden, self.model.logits(hidden[sampled_at])
+
+    def _collect(self, launch: "_Launch") -> tuple[list[SampledToken], list[RequestId]]:
+        """Once it is computed: the tokens, put into the table; the sequences whose logits were not numbers."""
+        if launch.draw is None:
+            return [], []
+        table, rows, places = self._table, launch.step.sampled_rows, launch.num_tokens
+        token_ids = self._chosen_on_host[: len(rows)].numpy().copy()
+        is_usable = token_ids != _NO_TOKEN
+        choice = self._sampler.finish(launch.draw, token_ids, is_usable)
         request_ids = table.request_ids
         ids = [request_ids[row] for row in rows.tolist()]
         logprobs = choice.logprobs
         sampled = [
             SampledToken(request_id, token_id, logprobs.get(index))
-            for index, (request_id, token_id) in enumerate(zip(ids, choice.token_ids.tolist(), strict=True))
+            for index, (request_id, token_id) in enumerate(zip(ids, token_ids.tolist(), strict=True))
         ]
-        is_usable = choice.is_usable
         if is_usable.all():
-            table.tokens[rows, num_tokens] = choice.token_ids
-            table.num_tokens[rows] = num_tokens + 1
+            table.tokens[rows, places] = token_ids
             return sampled, []
-        table.tokens[rows[is_usable], num_tokens[is_usable]] = choice.token_ids[is_usable]
-        table.num_tokens[rows[is_usable]] += 1
+        table.tokens[rows[is_usable], places[is_usable]] = token_ids[is_usable]
+        table.num_tokens[rows[~is_usable]] -= 1
+        self._next_step = None
         good, bad = np.flatnonzero(is_usable).tolist(), np.flatnonzero(~is_usable).tolist()
         return [sampled[index] for index in good], [ids[index] for index in bad]
+
+    # --- the step after this one
+
+    def _anticipate(self, step: StepBatch) -> None:
+        """Plan one more token of every sequence of the step. Which it was, and blocks given out until then, are filled
+        in by `_anticipated`."""
+        self._next_step = None
+        table, rows = self._table, step.rows
+        all_decode_on = len(step.sampled_rows) == len(rows)
+        if self._anticipates and all_decode_on and (table.num_computed[rows] < table.max_context_len).all():
+            self._next_step = self._builder.build_decodes(rows)
+            self._next_version = table.version
+
+    def _anticipated(self, slices: Sequence[tuple[RequestId, int]]) -> StepBatch | None:
+        """The planned step, if it is of these slices; else None."""
+        step, table = self._next_step, self._table
+        if step is None or self._next_version != table.version or len(slices) != len(step.rows):
+            return None
+        if any(part[1] != 1 for part in slices):
+            return None
+        rows = table.rows([part[0] for part in slices])
+        if not np.array_equal(np.sort(rows), np.sort(step.rows)):
+            return None
+        self._builder.complete(step)
+        return step
 
     def _prompt_logprobs(self, step: StepBatch, index: int, hidden: Tensor) -> PromptLogprobs:
         """Entries for the prompt tokens that follow the tokens of slice `index`."""
         row, first_row = int(step.rows[index]), int(step.first_rows[index])
         sequence = self._table.sequence(row)
-        last_computed = int(self._table.num_computed[row])
-        first = last_computed - int(step.counts[index]) + 1
+        first = int(step.positions[first_row]) + 1
+        last_computed = first + int(step.counts[index]) - 1
         count = min(last_computed + 1, sequence.prompt_len) - first
         targets = torch.from_numpy(self._table.tokens[row, first : first + count].astype(np.int64)).to(hidden.device)
         num_top = sequence.sampling.num_prompt_logprobs or 0

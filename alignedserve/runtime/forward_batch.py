@@ -1,11 +1,13 @@
 """What one forward pass computes: a few tensors, the same whichever sequences they came from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention import StepAttention
 
 
@@ -16,5 +18,7 @@ class ForwardBatch:
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     slots: Tensor  # [tokens] int64: rows of BlockStorage.key_slots that take the new keys and values
-    fresh_blocks: npt.NDArray[np.int64]  # to be zeroed before the pass writes their first slots
+    # Where attention reads every slot of a block, zeroed before the pass writes:
+    fresh_blocks: npt.NDArray[np.int64]
+    unclean_tails: Sequence[tuple[BlockId, int]]  # of these blocks, the slots from this one on
     attention: StepAttention

@@ -1,11 +1,13 @@
 """Attention in plain PyTorch: contexts are gathered into buffers, similar lengths together, padded and masked."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from alignedserve.runtime.attention_plan import ChunkPlan, DecodeBucket, DecodePlan, plan_chunk
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.device_arrays import Array
 from alignedserve.runtime.sequences import IntArray, SequenceTable
 from kernels.attention import GatherBuffers, attend_chunk, attend_decode, gather_context
 
@@ -19,6 +21,14 @@ class GatheredStep(NamedTuple):
     padded_share: float
     buckets: tuple[DecodeBucket, ...]
     chunk_plans: tuple[ChunkPlan, ...]
+    host_arrays: Sequence[Array] = ()
+
+    def place(self, tensors: Sequence[Tensor]) -> None:
+        """See StepAttention: everything is where it is needed."""
+
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        """See StepAttention."""
+        raise AssertionError("planned ahead by a planner that does not")
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
@@ -51,6 +61,7 @@ class GatheredPlanner:
     """An AttentionPlanner. Keeps the buckets from step to step."""
 
     reads_unused_slots = True
+    plans_ahead = False
 
     def __init__(self, table: SequenceTable, storage: BlockStorage, window: int | None) -> None:
         self._table = table
@@ -59,8 +70,11 @@ class GatheredPlanner:
         self._plan: DecodePlan | None = None
         self._buffers = GatherBuffers(storage.device)
 
-    def plan(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> GatheredStep:
+    def plan(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
+    ) -> GatheredStep:
         """See AttentionPlanner."""
+        assert not num_padding, "only the GPU kernels read padding"
         step = self.plan_chunks(chunk_rows, chunk_counts, len(decode_rows))
         plan = self._decode_plan(decode_rows)
         if plan is None:

@@ -1,8 +1,11 @@
 """Attention by the native kernels: straight from the blocks."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.device_arrays import Array
 from alignedserve.runtime.sequences import IntArray, SequenceTable
 from kernels.paged import PagedAttention, PagedPlan
 
@@ -11,6 +14,7 @@ class PagedStep:
     """A StepAttention that reads blocks."""
 
     padded_share = 0.0
+    host_arrays: Sequence[Array] = ()
 
     def __init__(
         self, paged: PagedAttention, rows: IntArray, decodes: PagedPlan | None, chunks: PagedPlan | None
@@ -19,6 +23,13 @@ class PagedStep:
         self._paged = paged
         self._decodes = decodes
         self._chunks = chunks
+
+    def place(self, tensors: Sequence[Tensor]) -> None:
+        """See StepAttention: everything is where it is needed."""
+
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        """See StepAttention."""
+        raise AssertionError("planned ahead by a planner that does not")
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
@@ -37,14 +48,18 @@ class PagedPlanner:
     """An AttentionPlanner. The plan of a step is made anew: it is a few integers per sequence."""
 
     reads_unused_slots = False
+    plans_ahead = False
 
     def __init__(self, table: SequenceTable, window: int | None, paged: PagedAttention) -> None:
         self._table = table
         self._window = window
         self._paged = paged
 
-    def plan(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> PagedStep:
+    def plan(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
+    ) -> PagedStep:
         """See AttentionPlanner."""
+        assert not num_padding, "only the GPU kernels read padding"
         table, num_threads = self._table, torch.get_num_threads()
         decodes = chunks = None
         if len(decode_rows):

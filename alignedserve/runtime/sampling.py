@@ -1,6 +1,8 @@
 """Applies each sequence's sampling parameters to its logits. Rows that need nothing special cost one argmax."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -8,10 +10,12 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.request import TokenLogprob
+from alignedserve.runtime.device_arrays import to_device
 from alignedserve.runtime.sequences import IntArray, NewSequence
 from kernels.sampling import Filters, greedy, penalise_, sample, top_logprobs, uniforms
 
-FloatArray = npt.NDArray[np.float32]
+# Logits [rows, vocab_size] and five columns (`Sampler._parameters`) -> token ids int64, whether the row is usable.
+SampleTokens = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,15 @@ class Choice:
     token_ids: IntArray
     is_usable: npt.NDArray[np.bool_]  # False: the model's logits were not numbers, the token means nothing
     logprobs: dict[int, TokenLogprob]  # by position among the rows; only of those that asked
+
+
+class Draw(NamedTuple):
+    """Chosen on the device, in the order of `rows`; see Choice."""
+
+    rows: IntArray
+    logits: Tensor
+    token_ids: Tensor  # int64
+    is_usable: Tensor  # bool
 
 
 class _SeenTokens:
@@ -54,7 +67,16 @@ class _SeenTokens:
 class Sampler:
     """Sampling state of the engine's rows. A row is added before it is sampled and removed when it is freed."""
 
-    def __init__(self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        *,
+        max_sequences: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        sample_tokens: SampleTokens | None = None,
+    ) -> None:
+        """`sample_tokens`: the kernel of a GPU, which draws for all rows at once."""
+        self._sample_tokens = sample_tokens
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._sequences: list[NewSequence | None] = [None] * max_sequences
@@ -91,11 +113,19 @@ class Sampler:
         self._seen.pop(row, None)
 
     def choose(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Choice:
-        """The next token of each row.
+        """`start` and `finish`, with the host waiting in between."""
+        draw = self.start(rows, num_tokens, logits)
+        return self.finish(draw, draw.token_ids.cpu().numpy(), draw.is_usable.cpu().numpy())
+
+    def start(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Draw:
+        """The next token of each row, on the device of the logits.
 
         rows [n]; num_tokens [n]: tokens that each has so far; logits [n, vocab_size] of any dtype, left as they are.
         """
         adjusted = self._adjust(rows, num_tokens, logits)
+        if self._sample_tokens is not None:
+            token_ids, is_usable = self._sample_tokens(adjusted, self._parameters(rows, num_tokens, logits.device))
+            return Draw(rows, logits, token_ids, is_usable)
         random_at = np.flatnonzero(self._temperatures[rows] > 0.0)
         if not len(random_at):
             token_ids, is_usable = greedy(adjusted)
@@ -105,10 +135,13 @@ class Sampler:
             token_ids, is_usable = greedy(adjusted)
             at = torch.from_numpy(random_at).to(logits.device)
             token_ids[at], is_usable[at] = self._sample(rows[random_at], num_tokens[random_at], adjusted[at].float())
-        chosen: IntArray = token_ids.cpu().numpy()
+        return Draw(rows, logits, token_ids, is_usable)
+
+    def finish(self, draw: Draw, token_ids: IntArray, is_usable: npt.NDArray[np.bool_]) -> Choice:
+        """What `start` drew, once it is on the host: noted for the penalties to come, with log-probabilities."""
         if self._seen:
-            self._note(rows, chosen)
-        return Choice(chosen, is_usable.cpu().numpy(), self._logprobs(rows, logits, token_ids))
+            self._note(draw.rows, token_ids)
+        return Choice(token_ids, is_usable, self._logprobs(draw))
 
     def _note(self, rows: IntArray, chosen: IntArray) -> None:
         for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
@@ -116,15 +149,14 @@ class Sampler:
                 self._seen[row].note(token_id)
 
     def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
-        device = logits.device
-        filters = Filters(
-            torch.from_numpy(self._top_ks[rows]).to(device),
-            torch.from_numpy(self._top_ps[rows]).to(device),
-            torch.from_numpy(self._min_ps[rows]).to(device),
-        )
-        draws = torch.from_numpy(uniforms(self._seeds[rows], num_tokens - self._prompt_lens[rows])).to(device)
-        temperatures = torch.from_numpy(self._temperatures[rows]).to(device)
-        return sample(logits / temperatures[:, None], filters, draws)
+        temperatures, *filters, draws = self._parameters(rows, num_tokens, logits.device)
+        return sample(logits / temperatures[:, None], Filters(*filters), draws)
+
+    def _parameters(self, rows: IntArray, num_tokens: IntArray, device: torch.device) -> list[Tensor]:
+        """Temperatures, the columns of Filters, and draws, of each row."""
+        columns = (self._temperatures, self._top_ks, self._top_ps, self._min_ps)
+        draws = uniforms(self._seeds[rows], num_tokens - self._prompt_lens[rows])
+        return to_device([*(column[rows] for column in columns), draws], device)
 
     def _adjust(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
         """The logits after bias, minimum length and penalties; the same tensor when nothing applies."""
@@ -152,13 +184,14 @@ class Sampler:
             stops = (() if params.ignore_eos else self._eos_token_ids) + params.stop_token_ids
             logits[[stop for stop in stops if 0 <= stop < self._vocab_size]] = -float("inf")
 
-    def _logprobs(self, rows: IntArray, logits: Tensor, token_ids: Tensor) -> dict[int, TokenLogprob]:
+    def _logprobs(self, draw: Draw) -> dict[int, TokenLogprob]:
+        rows, logits = draw.rows, draw.logits
         positions = np.flatnonzero(self._wants_logprobs[rows])
         if not len(positions):
             return {}
         at = torch.from_numpy(positions).to(logits.device)
         counts = [self._num_logprobs(int(rows[position])) for position in positions.tolist()]
-        entries = logprob_entries(logits[at].float(), token_ids[at], counts)
+        entries = logprob_entries(logits[at].float(), draw.token_ids[at], counts)
         return dict(zip(positions.tolist(), entries, strict=True))
 
     def _num_logprobs(self, row: int) -> int:

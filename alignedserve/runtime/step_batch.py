@@ -1,4 +1,4 @@
-"""Builds the forward batch of one step from the sequence table."""
+"""Builds the forward batch of one step from the sequence table: on the host, then brought to the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,31 +10,64 @@ from torch import Tensor
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.runtime.attention import AttentionPlanner, StepAttention
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.device_arrays import Array, to_device
 from alignedserve.runtime.forward_batch import ForwardBatch
 from alignedserve.runtime.sequences import IntArray, SequenceTable
+
+_NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A forward batch and how to read its result. Slices are in batch order: decodes, then chunks."""
+    """A forward batch, still on the host, and how to read its result. Slices are in batch order: decodes, then chunks.
+    Behind the token rows of a batch of decodes there may be padding, up to a size that graphs have."""
 
-    batch: ForwardBatch
+    token_ids: IntArray  # [token rows]
+    positions: IntArray  # [token rows]
+    slots: IntArray  # [token rows], see ForwardBatch
+    fresh_blocks: IntArray  # see ForwardBatch
+    unclean_tails: tuple[tuple[BlockId, int], ...]  # see ForwardBatch
+    attention: StepAttention
     rows: IntArray  # [slices] rows of the sequence table
     counts: IntArray  # [slices] tokens of each
     first_rows: IntArray  # [slices] first token row of each
     sampled_rows: IntArray  # rows of the sequence table that reach their last known token
-    sampled_at: Tensor  # int64: the token rows whose logits they need, in the same order
+    sampled_at: IntArray  # the token rows whose logits they need, in the same order
     wants_prompt_logprobs: tuple[int, ...]  # slices that compute prompt tokens of sequences that asked
-    padded_share: float  # of the time of decode attention, see StepAttention
+    is_decode: bool  # one token of each slice, each the last known one
+
+    @property
+    def host_arrays(self) -> tuple[Array, ...]:
+        """What the forward pass reads."""
+        return (self.token_ids, self.positions, self.slots, *self.attention.host_arrays)
+
+    def placed(self, tensors: Sequence[Tensor]) -> ForwardBatch:
+        """`tensors`: the host arrays on the device."""
+        token_ids, positions, slots, *others = tensors
+        self.attention.place(others)
+        return ForwardBatch(token_ids, positions, slots, self.fresh_blocks, self.unclean_tails, self.attention)
+
+    def forward_batch(self, device: torch.device) -> ForwardBatch:
+        """Brought to the device."""
+        return self.placed(to_device(self.host_arrays, device))
 
 
 class BatchBuilder:
     """Reads the table; changes nothing in it but the mark of an unclean tail."""
 
-    def __init__(self, table: SequenceTable, storage: BlockStorage, planner: AttentionPlanner) -> None:
+    def __init__(
+        self,
+        table: SequenceTable,
+        storage: BlockStorage,
+        planner: AttentionPlanner,
+        *,
+        decode_sizes: Sequence[int] = (),
+    ) -> None:
+        """`decode_sizes`, ascending: a batch of decodes is padded to the next of them."""
         self._table = table
         self._storage = storage
         self._planner = planner
+        self._decode_sizes = decode_sizes
 
     def build(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
         """The batch that computes the next `num_tokens[i]` tokens of each request."""
@@ -43,11 +76,27 @@ class BatchBuilder:
         self._check(rows, counts)
         is_decode = counts == 1
         if is_decode.all():
-            decode_rows, chunk_rows, chunk_counts = rows, rows[:0], counts[:0]
-        else:
-            decode_rows, chunk_rows, chunk_counts = rows[is_decode], rows[~is_decode], counts[~is_decode]
-        attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts)
-        return self._assemble(attention, np.concatenate([attention.decode_rows, chunk_rows]), chunk_counts)
+            return self.build_decodes(rows)
+        return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode])
+
+    def build_decodes(self, rows: IntArray) -> StepBatch:
+        """The batch that computes the next token of each of these rows of the table, unchecked."""
+        return self._build(rows, rows[:0], _NO_ROWS)
+
+    def build_padding(self, size: int) -> StepBatch:
+        """A batch of so many decodes that are nobody's."""
+        return self._build(_NO_ROWS, _NO_ROWS, _NO_ROWS, size)
+
+    def complete(self, step: StepBatch) -> None:
+        """Fill in what may not have been known when a step of decodes was planned: its tokens, and their blocks."""
+        table, count = self._table, len(step.rows)
+        positions = step.positions[:count]
+        assert (positions < table.num_blocks[step.rows] * table.block_size).all(), "too few blocks for the slice"
+        columns, offsets = np.divmod(positions, table.block_size)
+        blocks = table.block_tables[step.rows, columns]
+        step.token_ids[:count] = table.tokens[step.rows, positions]
+        step.slots[:count] = blocks * self._storage.slot_stride + offsets
+        step.attention.set_last_blocks(blocks)
 
     def _check(self, rows: IntArray, counts: IntArray) -> None:
         table = self._table
@@ -57,21 +106,32 @@ class BatchBuilder:
         assert counts.min() >= 1, "a slice computes at least one token"
         assert (after <= table.num_tokens[rows]).all(), "a slice goes beyond the known tokens"
         assert (after <= table.num_blocks[rows] * table.block_size).all(), "too few blocks for the slice"
-        if self._planner.reads_unused_slots and table.has_unclean_tail[rows].any():
-            for row in rows[table.has_unclean_tail[rows]].tolist():
-                self._clean_tail(row)
 
-    def _clean_tail(self, row: int) -> None:
-        """The slots after the cached tokens are read as well: they must hold finite numbers."""
+    def _unclean_tails(self, rows: IntArray) -> tuple[tuple[BlockId, int], ...]:
+        """The slots after the cached tokens of sequences that came with some are read as well."""
         table = self._table
-        block, slot = divmod(int(table.num_computed[row]), table.block_size)
-        if slot:
-            self._storage.zero_tail(BlockId(int(table.block_tables[row, block])), slot)
-        table.has_unclean_tail[row] = False
+        rows = rows[table.has_unclean_tail[rows]]
+        table.has_unclean_tail[rows] = False
+        places = [divmod(computed, table.block_size) for computed in table.num_computed[rows].tolist()]
+        return tuple(
+            (BlockId(int(table.block_tables[row, block])), slot)
+            for row, (block, slot) in zip(rows.tolist(), places, strict=True)
+            if slot
+        )
 
-    def _assemble(self, attention: StepAttention, rows: IntArray, chunk_counts: IntArray) -> StepBatch:
+    def _num_padding(self, num_decodes: int) -> int:
+        at = int(np.searchsorted(self._decode_sizes, num_decodes))
+        return self._decode_sizes[at] - num_decodes if at < len(self._decode_sizes) else 0
+
+    def _build(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int | None = None
+    ) -> StepBatch:
         table, block_size = self._table, self._table.block_size
-        num_decodes = len(rows) - len(chunk_counts)
+        if num_padding is None:
+            num_padding = 0 if len(chunk_rows) else self._num_padding(len(decode_rows))
+        attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts, num_padding)
+        num_decodes = len(decode_rows)
+        rows = np.concatenate([attention.decode_rows, chunk_rows])
         counts = np.ones(len(rows), np.int64)
         counts[num_decodes:] = chunk_counts
         token_rows, positions = rows, table.num_computed[rows]
@@ -82,30 +142,33 @@ class BatchBuilder:
             positions = np.concatenate([positions[:num_decodes], *chunks])
         columns, offsets = np.divmod(positions, block_size)
         blocks = table.block_tables[token_rows, columns]
+        token_ids = table.tokens[token_rows, positions].astype(np.int64)
+        slots = blocks * self._storage.slot_stride + offsets
+        if num_padding:
+            nothing = np.zeros(num_padding, np.int64)
+            token_ids, positions = np.concatenate((token_ids, nothing)), np.concatenate((positions, nothing))
+            scratch_slot = self._storage.scratch_block * self._storage.slot_stride
+            slots = np.concatenate((slots, nothing + scratch_slot))
         last_rows = np.cumsum(counts) - 1
+        reads_unused = self._planner.reads_unused_slots
         is_sampled = table.num_computed[rows] + counts == table.num_tokens[rows]
-        batch = ForwardBatch(
-            token_ids=self._tensor(table.tokens[token_rows, positions].astype(np.int64)),
-            positions=self._tensor(positions),
-            slots=self._tensor(blocks * self._storage.slot_stride + offsets),
-            fresh_blocks=blocks[offsets == 0] if self._planner.reads_unused_slots else blocks[:0],
-            attention=attention,
-        )
         return StepBatch(
-            batch=batch,
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            fresh_blocks=blocks[offsets == 0] if reads_unused else _NO_ROWS,
+            unclean_tails=self._unclean_tails(rows) if reads_unused else (),
+            attention=attention,
             rows=rows,
             counts=counts,
             first_rows=last_rows - counts + 1,
             sampled_rows=rows[is_sampled],
-            sampled_at=self._tensor(last_rows[is_sampled]),
+            sampled_at=last_rows[is_sampled],
             wants_prompt_logprobs=self._prompt_logprob_slices(rows),
-            padded_share=attention.padded_share,
+            is_decode=not len(chunk_rows) and bool(is_sampled.all()),
         )
 
     def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:
         table = self._table
         asks = table.wants_prompt_logprobs[rows] & (table.num_computed[rows] + 1 < table.prompt_lens[rows])
         return tuple(np.flatnonzero(asks).tolist())
-
-    def _tensor(self, array: IntArray) -> Tensor:
-        return torch.from_numpy(array).to(self._storage.device)

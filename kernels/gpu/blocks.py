@@ -21,6 +21,14 @@ class BlockView(NamedTuple):
         return 2 * num_layers * run, 2 * self.layer * run, (2 * self.layer + 1) * run
 
 
+class BlockTables(NamedTuple):
+    """The blocks of some contexts, on the device."""
+
+    entries: Tensor  # int32, the block tables one after another
+    starts: Tensor  # [contexts] int32, where each begins
+    is_reversed: Tensor  # [contexts] int8: 1 where slots of a block are taken from its end (the direction table)
+
+
 @triton.jit
 def cached_elements(
     table,
@@ -33,8 +41,8 @@ def cached_elements(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Of each token, where its head begins within the keys, or the values, of a layer. `backwards`: slots of a block
-    are taken from its end (the direction table)."""
+    """Of each token, where its head begins within the keys, or the values, of a layer. `table`: the context's entries
+    of a BlockTables; `backwards`: its is_reversed."""
     block = tl.load(table + tokens // BLOCK_SIZE, mask=is_read, other=0)
     slot = tokens % BLOCK_SIZE
     slot = tl.where(backwards > 0, BLOCK_SIZE - 1 - slot, slot)

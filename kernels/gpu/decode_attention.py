@@ -6,6 +6,7 @@ sums. FlashDecoding splits every context into equally many pieces; here the piec
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.blocks import BlockView, cached_elements
-from kernels.gpu.division import Division
+from kernels.gpu.blocks import BlockTables, BlockView, cached_elements
 from kernels.gpu.launching import padded, upcast
 
 TILE = 64  # tokens
@@ -23,40 +23,21 @@ TILE = 64  # tokens
 class DecodeBatch(NamedTuple):
     """What a step's decode attention reads besides queries and blocks, on the device, the same for every layer."""
 
-    tables: Tensor  # [rows, blocks] int32
+    tables: BlockTables
     lengths: Tensor  # [rows] int32, tokens of each context
-    is_reversed: Tensor  # [rows] int8: 1 where slots of a block are taken from its end (the direction table)
-    part_rows: Tensor  # as Division, int32
-    part_firsts: Tensor
-    part_lasts: Tensor
-    program_parts: Tensor
-    row_parts: Tensor
+    division: Sequence[Tensor]  # the arrays of a Division
     sums: Tensor  # [parts, kv_heads, group, head_dim] float32: scratch
     weights: Tensor  # [parts, kv_heads, group, 2] float32: scratch, maxima and sums of weights
 
 
 def decode_batch(
-    tables: Tensor, lengths: Tensor, is_reversed: Tensor, division: Division, heads: tuple[int, int, int]
+    tables: BlockTables, lengths: Tensor, division: Sequence[Tensor], heads: tuple[int, int, int]
 ) -> DecodeBatch:
-    """`heads`: kv_heads, group, head_dim. Copies the division to the device of `tables`."""
-    device = tables.device
-    arrays = (torch.from_numpy(array).to(device) for array in division)
-    part_rows, part_firsts, part_lasts, program_parts, row_parts = arrays
-    num_parts, (kv_heads, group, head_dim) = len(division.part_rows), heads
-    sums = torch.empty((num_parts, kv_heads, group, head_dim), dtype=torch.float32, device=device)
-    weights = torch.empty((num_parts, kv_heads, group, 2), dtype=torch.float32, device=device)
-    return DecodeBatch(
-        tables,
-        lengths,
-        is_reversed,
-        part_rows,
-        part_firsts,
-        part_lasts,
-        program_parts,
-        row_parts,
-        sums,
-        weights,
-    )
+    """`heads`: kv_heads, group, head_dim. Makes the scratch memory."""
+    shape, device = (len(division[0]), *heads), lengths.device
+    sums = torch.empty(shape, dtype=torch.float32, device=device)
+    weights = torch.empty((*shape[:3], 2), dtype=torch.float32, device=device)
+    return DecodeBatch(tables, lengths, division, sums, weights)
 
 
 def paged_decode(
@@ -73,21 +54,20 @@ def paged_decode(
     block_size = view.blocks.shape[3]
     stride, keys_at, values_at = view.offsets
     padded_group, padded_dim = padded(group), padded(head_dim)
-    num_programs = batch.program_parts.shape[0] - 1
+    part_rows, part_firsts, part_lasts, program_parts, row_parts = batch.division
+    num_programs = program_parts.shape[0] - 1
     _decode_parts[(num_programs, kv_heads)](
         queries,
         view.blocks,
-        batch.tables,
+        *batch.tables,
         batch.lengths,
-        batch.is_reversed,
-        batch.part_rows,
-        batch.part_firsts,
-        batch.part_lasts,
-        batch.program_parts,
+        part_rows,
+        part_firsts,
+        part_lasts,
+        program_parts,
         batch.sums,
         batch.weights,
         queries.stride(0),
-        batch.tables.stride(0),
         stride,
         keys_at,
         values_at,
@@ -104,7 +84,7 @@ def paged_decode(
     )
     _merge_parts[(num_rows, kv_heads)](
         out,
-        batch.row_parts,
+        row_parts,
         batch.sums,
         batch.weights,
         out.stride(0),
@@ -120,9 +100,10 @@ def paged_decode(
 def _decode_parts(
     queries,
     blocks,
-    tables,
-    lengths,
+    entries,
+    starts,
     is_reversed,
+    lengths,
     part_rows,
     part_firsts,
     part_lasts,
@@ -130,7 +111,6 @@ def _decode_parts(
     sums,
     weights,
     query_stride,
-    table_stride,
     block_stride,
     keys_at,
     values_at,
@@ -163,7 +143,7 @@ def _decode_parts(
             tokens = tile * TOKENS + places
             is_read = (tokens < length) & (tokens >= earliest)
             elements = cached_elements(
-                tables + row.to(tl.int64) * table_stride,
+                entries + tl.load(starts + row),
                 tokens,
                 is_read,
                 backwards,

@@ -5,36 +5,39 @@ tile of keys is read once for all of them. Longest contexts first: what is left 
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.blocks import BlockView, cached_elements
-from kernels.gpu.division import Int64Array
+from kernels.gpu.blocks import BlockTables, BlockView, cached_elements
+from kernels.gpu.division import Int32Array, Int64Array
 from kernels.gpu.launching import padded, upcast
 
 QUERY_ROWS = 64  # tokens x group of a tile
 TOKENS = 64  # keys of a tile
 
 
+class ChunkTiles(NamedTuple):
+    """The query tokens of a step's chunks in tiles, longest context first."""
+
+    sequences: Int32Array  # [tiles] whose tokens
+    rows: Int32Array  # [tiles] query row of the tile's first token
+    positions: Int32Array  # [tiles] its position
+    counts: Int32Array  # [tiles] tokens of the tile
+
+
 class ChunkBatch(NamedTuple):
     """What a step's chunks read besides queries and blocks, on the device, the same for every layer."""
 
-    tables: Tensor  # [sequences, blocks] int32
-    is_reversed: Tensor  # [sequences] int8: 1 where slots of a block are taken from its end (the direction table)
-    tile_sequences: Tensor  # [tiles] int32
-    tile_rows: Tensor  # [tiles] int32, query row of the tile's first token
-    tile_positions: Tensor  # [tiles] int32, its position
-    tile_counts: Tensor  # [tiles] int32, tokens of the tile
+    tables: BlockTables
+    tiles: Sequence[Tensor]  # the arrays of a ChunkTiles
 
 
-def chunk_batch(
-    tables: Tensor, is_reversed: Tensor, lengths: Int64Array, counts: Int64Array, *, group: int
-) -> ChunkBatch:
+def chunk_tiles(lengths: Int64Array, counts: Int64Array, *, group: int) -> ChunkTiles:
     """Of sequence i, the last counts[i] of the first lengths[i] tokens are queries, whose rows follow one another."""
     tokens = max(1, QUERY_ROWS // triton.next_power_of_2(group))
     num_tiles = -(-counts // tokens)
@@ -44,8 +47,7 @@ def chunk_batch(
     positions = (lengths - counts)[sequences] + within * tokens
     taken = np.minimum(counts[sequences] - within * tokens, tokens)
     order = np.argsort(-(positions + taken), kind="stable")
-    arrays = [array[order].astype(np.int32) for array in (sequences, rows, positions, taken)]
-    return ChunkBatch(tables, is_reversed, *(torch.from_numpy(array).to(tables.device) for array in arrays))
+    return ChunkTiles(*(array[order].astype(np.int32) for array in (sequences, rows, positions, taken)))
 
 
 def paged_prefill(
@@ -61,19 +63,14 @@ def paged_prefill(
     _, kv_heads, group, head_dim = queries.shape
     stride, keys_at, values_at = view.offsets
     padded_group = triton.next_power_of_2(group)
-    _prefill[(batch.tile_rows.shape[0], kv_heads)](
+    _prefill[(batch.tiles[0].shape[0], kv_heads)](
         queries,
         out,
         view.blocks,
-        batch.tables,
-        batch.is_reversed,
-        batch.tile_sequences,
-        batch.tile_rows,
-        batch.tile_positions,
-        batch.tile_counts,
+        *batch.tables,
+        *batch.tiles,
         queries.stride(0),
         out.stride(0),
-        batch.tables.stride(0),
         stride,
         keys_at,
         values_at,
@@ -96,7 +93,8 @@ def _prefill(
     queries,
     out,
     blocks,
-    tables,
+    entries,
+    starts,
     is_reversed,
     tile_sequences,
     tile_rows,
@@ -104,7 +102,6 @@ def _prefill(
     tile_counts,
     query_stride,
     out_stride,
-    table_stride,
     block_stride,
     keys_at,
     values_at,
@@ -142,7 +139,7 @@ def _prefill(
         others = first + places
         is_read = (others < position + count) & (others >= earliest)
         elements = cached_elements(
-            tables + sequence * table_stride,
+            entries + tl.load(starts + sequence),
             others,
             is_read,
             backwards,

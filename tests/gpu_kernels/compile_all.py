@@ -24,11 +24,12 @@ from kernels.gpu import (
 
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 HEADS = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
-PLACES = {"query_stride": "i64", "table_stride": "i64", "block_stride": "i64", "keys_at": "i64", "values_at": "i64"}
+PLACES = {"query_stride": "i64", "block_stride": "i64", "keys_at": "i64", "values_at": "i64"}
 ATTENTION = {
     "queries": HALF,
     "blocks": HALF,
-    "tables": INT,
+    "entries": INT,
+    "starts": INT,
     "is_reversed": "*i8",
     "window": "i32",
     "scale": "fp32",

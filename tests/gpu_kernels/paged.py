@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.gpu.blocks import BlockView
+from kernels.gpu.blocks import BlockTables, BlockView
 
 NUM_LAYERS, LAYER = 2, 1
 
@@ -18,8 +18,7 @@ class Contexts(NamedTuple):
     values: list[Tensor]
     lengths: np.ndarray
     view: BlockView
-    tables: Tensor  # [sequences, blocks] int32
-    is_reversed: Tensor  # [sequences] int8
+    tables: BlockTables
 
 
 def contexts(
@@ -37,20 +36,22 @@ def contexts(
         (sum(widths) + 2, NUM_LAYERS, 2, block_size, kv_heads, head_dim), float("nan"), dtype=dtype, device=device
     )
     free = rng.permutation(len(blocks)).tolist()
-    tables = np.full((len(lengths), max(widths)), free[-1], np.int32)
+    table_starts = np.cumsum(widths) - widths
+    entries = np.zeros(sum(widths), np.int32)
     is_reversed = rng.integers(0, 2, len(lengths)).astype(np.int8)
     generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
     all_keys, all_values = [], []
     for row, (length, width) in enumerate(zip(lengths, widths, strict=True)):
-        tables[row, :width] = [free.pop() for _ in range(width)]
+        entries[table_starts[row] : table_starts[row] + width] = [free.pop() for _ in range(width)]
         keys, values = (torch.randn(length, *heads, generator=generator).to(device, dtype) for _ in range(2))
         tokens = np.arange(length)
         slots = tokens % block_size
         slots = block_size - 1 - slots if is_reversed[row] else slots
-        where = (torch.from_numpy(tables[row, tokens // block_size].astype(np.int64)), LAYER)
-        blocks[where[0], LAYER, 0, torch.from_numpy(slots)] = keys
-        blocks[where[0], LAYER, 1, torch.from_numpy(slots)] = values
+        own_blocks = torch.from_numpy(entries[table_starts[row] + tokens // block_size].astype(np.int64))
+        blocks[own_blocks, LAYER, 0, torch.from_numpy(slots)] = keys
+        blocks[own_blocks, LAYER, 1, torch.from_numpy(slots)] = values
         all_keys.append(keys)
         all_values.append(values)
-    on_device = (torch.from_numpy(tables).to(device), torch.from_numpy(is_reversed).to(device))
-    return Contexts(all_keys, all_values, np.array(lengths), BlockView(blocks, LAYER), *on_device)
+    arrays = (entries, table_starts.astype(np.int32), is_reversed)
+    tables = BlockTables(*(torch.from_numpy(array).to(device) for array in arrays))
+    return Contexts(all_keys, all_values, np.array(lengths), BlockView(blocks, LAYER), tables)

@@ -1,5 +1,8 @@
 """Paged attention of the GPU kernels against float64: head sizes, groups, odd lengths, both directions, windows."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,7 @@ pytest.importorskip("triton")
 
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
 from kernels.gpu.division import divide
-from kernels.gpu.prefill_attention import chunk_batch, paged_prefill
+from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 HEAD_DIMS = (64, 80, 96, 128)
@@ -20,6 +23,10 @@ HEAD_DIMS = (64, 80, 96, 128)
 
 def poisoned(x: Tensor) -> Tensor:
     return torch.full_like(x, float("nan"))
+
+
+def on_device(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
+    return [torch.from_numpy(array).to(device) for array in arrays]
 
 
 def check_decode(
@@ -32,8 +39,8 @@ def check_decode(
     queries = torch.randn(len(lengths), kv_heads, group, head_dim).to(device, dtype)
     out = poisoned(queries)
     division = divide(there.lengths, tile=TILE, num_programs=num_programs, window=window)
-    on_device = torch.from_numpy(there.lengths.astype(np.int32)).to(device)
-    batch = decode_batch(there.tables, on_device, there.is_reversed, division, (kv_heads, group, head_dim))
+    lengths_there, *arrays = on_device([there.lengths.astype(np.int32), *division], device)
+    batch = decode_batch(there.tables, lengths_there, arrays, (kv_heads, group, head_dim))
     paged_decode(queries, out, there.view, batch, window=window)
     for row in range(len(lengths)):
         own = queries[row].reshape(1, -1, head_dim)
@@ -61,7 +68,8 @@ def check_prefill(seed: int, lengths: list[int], counts: list[int], window: int 
     there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device)
     queries = torch.randn(sum(counts), kv_heads, group, head_dim).to(device, dtype)
     out = poisoned(queries)
-    batch = chunk_batch(there.tables, there.is_reversed, there.lengths, np.array(counts), group=group)
+    tiles = chunk_tiles(there.lengths, np.array(counts), group=group)
+    batch = ChunkBatch(there.tables, on_device(tiles, device))
     paged_prefill(queries, out, there.view, batch, window=window)
     first = 0
     for row, count in enumerate(counts):
