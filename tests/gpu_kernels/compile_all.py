@@ -11,7 +11,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.gpu import block_copies, decode_attention, hidden_cache, int8_blocks, prefill_attention
+from kernels.gpu import (
+    block_copies,
+    decode_attention,
+    gating,
+    head_placement,
+    hidden_cache,
+    int8_blocks,
+    prefill_attention,
+    row_norm,
+)
 
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 HEADS = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
@@ -65,6 +74,30 @@ HIDDEN = {
     "block_stride": "i64",
     **LAYER,
 }
+NORM = {
+    "x": HALF,
+    "residual": HALF,
+    "weight": HALF,
+    "bias": HALF,
+    "out": HALF,
+    "x_stride": "i64",
+    "residual_stride": "i64",
+    "width": "i32",
+    "eps": "fp32",
+}
+PLACED = {
+    "fused": HALF,
+    "query_weight": HALF,
+    "key_weight": HALF,
+    "cos": FLOAT,
+    "sin": FLOAT,
+    "slots": LONG,
+    "keys": HALF,
+    "values": HALF,
+    "fused_stride": "i64",
+    "eps": "fp32",
+}
+GATED = {"x": HALF, "out": HALF, "stride": "i64", "width": "i32"}
 TILE = {"BLOCK_SIZE": 16, "PADDED_DIM": 128, "TOKENS": 64, "UPCAST": False, **HEADS}
 SLOTS = {"SLOTS": 16, "PADDED": 16, "CHANNELS": 128}
 
@@ -85,6 +118,24 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         )
         for half, is_rms in ((64, True), (0, False))
     ),
+    *(
+        (
+            row_norm._normalise,
+            NORM,
+            {"HAS_RESIDUAL": is_rms, "HAS_BIAS": not is_rms, "IS_RMS": is_rms, "PADDED_WIDTH": 4096},
+        )
+        for is_rms in (True, False)
+    ),
+    *(
+        (
+            head_placement._place,
+            PLACED,
+            {"NUM_HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "FIRST": 64, "HALF": half, "HAS_NORM": half > 0}
+            | {"PART": 64, "HEADS": 8},
+        )
+        for half in (64, 0)
+    ),
+    *((gating._gate, GATED, {"ACTIVATION": name, "COLUMNS": 1024}) for name in gating.NAMES),
 ]
 
 

@@ -1,0 +1,92 @@
+"""Normalisation of rows on a GPU, a residual added on the way: one program per row, which is read once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.launching import row_warps
+
+
+class RowNorm:
+    """Layer normalisation over rows, or the root mean square form of it. Sums are float32."""
+
+    __slots__ = ("_bias", "_eps", "_is_rms", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool) -> None:
+        """`weight` [width], `bias` [width] or None: kept, contiguous, on the GPU, of one dtype."""
+        self._weight = weight.contiguous()
+        self._bias = None if bias is None else bias.contiguous()
+        self._eps = eps
+        self._is_rms = is_rms
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [rows, width] -> normalised [rows, width], dtype of x. With `residual` of the same shape, residual += x
+        first, in place, and the result is the normalised residual. Rows may be strided."""
+        num_rows, width = x.shape
+        out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+        if not num_rows:
+            return out
+        padded_width = triton.next_power_of_2(width)
+        _normalise[(num_rows,)](
+            x,
+            x if residual is None else residual,
+            self._weight,
+            self._weight if self._bias is None else self._bias,
+            out,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            width,
+            self._eps,
+            HAS_RESIDUAL=residual is not None,
+            HAS_BIAS=self._bias is not None,
+            IS_RMS=self._is_rms,
+            PADDED_WIDTH=padded_width,
+            num_warps=row_warps(padded_width),
+        )
+        return out
+
+
+def try_out(device: torch.device) -> None:
+    """Launch each form once, on next to nothing. Raises what keeps the kernel from running."""
+    weight = torch.ones(16, device=device)
+    for is_rms in (True, False):
+        norm = RowNorm(weight, None if is_rms else weight, 1e-5, is_rms=is_rms)
+        norm(weight[None], torch.ones((1, 16), device=device))
+
+
+@triton.jit
+def _normalise(
+    x,
+    residual,
+    weight,
+    bias,
+    out,
+    x_stride,
+    residual_stride,
+    width,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED_WIDTH)
+    is_there = columns < width
+    own = tl.load(x + row * x_stride + columns, mask=is_there, other=0.0)
+    if HAS_RESIDUAL:
+        there = residual + row * residual_stride + columns
+        # Rounded as the residual is kept, so that the norm is of what later layers read.
+        own = (own.to(tl.float32) + tl.load(there, mask=is_there, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(there, own, mask=is_there)
+    own = own.to(tl.float32)
+    if not IS_RMS:
+        own = tl.where(is_there, own - tl.sum(own, axis=0) / width, 0.0)
+    own = own / tl.sqrt(tl.sum(own * own, axis=0) / width + eps)
+    if IS_RMS:
+        own = own.to(out.dtype.element_ty).to(tl.float32)
+    own = own * tl.load(weight + columns, mask=is_there, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        own += tl.load(bias + columns, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, own.to(out.dtype.element_ty), mask=is_there)
