@@ -18,12 +18,14 @@ from torch import Tensor
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.core.ids import BlockId
+from alignedserve.runtime.block_uses import BlockUses
+from alignedserve.runtime.device_queues import queues_of
 from alignedserve.runtime.dtypes import torch_dtype
+from alignedserve.runtime.staged_copies import StagedCopies
 
 BlockIds = Sequence[BlockId] | npt.NDArray[np.int64]
 ByteRows = memoryview | npt.NDArray[np.uint8]
 
-_STAGED_BYTES = 8 * 1024 * 1024
 _MADV_POPULATE_WRITE = 23  # of Linux; Python has no name for it yet
 
 
@@ -47,6 +49,7 @@ class BlockStorage:
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         self.has_scratch = self.device.type != "cpu" if has_scratch is None else has_scratch
+        self.uses = BlockUses(num_blocks)
         with_scratch = _allocate(layout, num_blocks + self.has_scratch, self.device)
         self._blocks = with_scratch[:num_blocks]
         self._bytes = self._blocks.view(torch.uint8)
@@ -110,52 +113,43 @@ class BlockStorage:
         """Like `key_slots`, for values."""
         return self._value_slots[layer]
 
+    # On the host, once no copy is at work on the blocks any more. From any thread.
+
     def read_blocks(self, block_ids: BlockIds, out: ByteRows) -> None:
         """Copy whole blocks out, one per row of `out`: uint8 [len(block_ids), block_bytes], writable."""
         ids = self._checked(block_ids)
         rows = self._byte_rows(out, len(ids))
         assert rows.flags.writeable, "the target of read_blocks is read-only"
-        if self._host is None:
-            rows[:] = self._bytes[torch.from_numpy(ids).to(self.device)].cpu().numpy()
+        self.uses.settle(ids)
+        if self._host is not None:
+            np.take(self._host, ids, axis=0, out=rows, mode="clip")
             return
-        np.take(self._host, ids, axis=0, out=rows, mode="clip")
+        for target, source in zip(rows, self.rows_to_read(block_ids), strict=True):
+            target[:] = source
 
     def write_blocks(self, block_ids: BlockIds, source: ByteRows) -> None:
         """Overwrite whole blocks, one per row of `source`: uint8 [len(block_ids), block_bytes]. Ids are distinct."""
-        ids = self._checked(block_ids)
-        rows = self._byte_rows(source, len(ids))
-        if self._host is None:
-            self._bytes[torch.from_numpy(ids).to(self.device)] = torch.from_numpy(rows.copy()).to(self.device)
-            return
-        for row, block_id in enumerate(ids.tolist()):
-            self._host[block_id] = rows[row]
+        rows = self._byte_rows(source, len(block_ids))
+        # Targets first: asked for one more at the end, staged rows are taken over.
+        for target, row in zip(self.rows_to_write(block_ids), rows, strict=True):
+            target[:] = row
 
     def rows_to_read(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
         """The bytes of these blocks, one after the other. A row is valid until the next one is asked for."""
+        ids = self._checked(block_ids)
+        self.uses.settle(ids)
         if self._host is not None:
-            yield from map(self._host.__getitem__, self._checked(block_ids).tolist())
-            return
-        for chunk in self._chunks(block_ids):
-            staged = np.empty((len(chunk), self.layout.block_bytes), np.uint8)
-            self.read_blocks(chunk, staged)
-            yield from staged
+            return map(self._host.__getitem__, ids.tolist())
+        return StagedCopies(self._bytes, queues_of(self.device).queue("read")).rows_to_read(ids)
 
     def rows_to_write(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
         """Rows to fill, one for each of these blocks. A row is taken over when the next one, or the end, is asked for;
         to leave early is to leave the blocks undefined."""
-        if self._host is not None:
-            yield from map(self._host.__getitem__, self._checked(block_ids).tolist())
-            return
-        for chunk in self._chunks(block_ids):
-            staged = np.empty((len(chunk), self.layout.block_bytes), np.uint8)
-            yield from staged
-            self.write_blocks(chunk, staged)
-
-    def _chunks(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.int64]]:
-        """Some MiB at a time, to be staged in this memory."""
         ids = self._checked(block_ids)
-        size = max(1, _STAGED_BYTES // self.layout.block_bytes)
-        return (ids[start : start + size] for start in range(0, len(ids), size))
+        self.uses.settle(ids)
+        if self._host is not None:
+            return map(self._host.__getitem__, ids.tolist())
+        return StagedCopies(self._bytes, queues_of(self.device).queue("write")).rows_to_write(ids)
 
     def zero_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Fill whole blocks with zeros."""

@@ -225,6 +225,8 @@ class Engine:
         table, rows = self._table, step.sampled_rows
         num_tokens = table.num_tokens[rows]
         launch = _Launch(step, num_tokens)
+        if not self.storage.uses.is_idle:
+            self.storage.uses.begin(self._compute, table.blocks_of(step.rows))
         self._compute.run(lambda: self._compute_step(launch))
         self._compute.copy_out(self._chosen[: len(rows)], self._chosen_on_host[: len(rows)])
         launch.computed = self._compute.record()

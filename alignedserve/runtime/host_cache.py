@@ -1,19 +1,30 @@
-"""Caches of preempted requests in host memory: what an iteration swaps out and in, on the thread that computes."""
+"""Caches of preempted requests in host memory: what an iteration swaps out and in.
+
+Driven by the thread that computes. On a GPU the copies are only put on queues, one for each direction, and go on beside
+what is computed; whoever uses the same blocks next waits for them (`BlockUses`).
+"""
 
 import numpy as np
-import numpy.typing as npt
+from torch import Tensor
 
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.device_queues import DeviceQueues, Event
+from alignedserve.runtime.staged_copies import StagedCopies
+
+OFFLOAD, PREFETCH = "offload", "prefetch"
 
 
 class HostCache:
     """Whole caches by request. How much there may be is the worker's logic's to decide."""
 
-    def __init__(self, storage: BlockStorage) -> None:
+    def __init__(self, storage: BlockStorage, queues: DeviceQueues) -> None:
         self._storage = storage
-        self._copies: dict[RequestId, npt.NDArray[np.uint8]] = {}
+        self._offload, self._prefetch = queues.queue(OFFLOAD), queues.queue(PREFETCH)
+        self._outwards = StagedCopies(storage.bytes, self._offload)
+        self._inwards = StagedCopies(storage.bytes, self._prefetch)
+        self._copies: dict[RequestId, tuple[Tensor, Event]] = {}
 
     def perform(self, swaps: Swaps) -> None:
         """Forget, copy out, copy in; blocks that one request leaves may be entered by another."""
@@ -22,11 +33,21 @@ class HostCache:
         for swap in swaps.outs:
             self._copy_out(swap)
         for swap in swaps.ins:
-            rows = self._copies.pop(swap.request_id)
-            self._storage.write_blocks(swap.block_ids[: len(rows)], rows)
+            self._copy_in(swap)
 
     def _copy_out(self, swap: Swap) -> None:
         assert swap.request_id not in self._copies, "a cache swapped out twice"
-        rows = np.empty((len(swap.block_ids), self._storage.layout.block_bytes), np.uint8)
-        self._storage.read_blocks(swap.block_ids, rows)
-        self._copies[swap.request_id] = rows
+        block_ids = np.array(swap.block_ids, np.int64)
+        rows = self._outwards.pinned(len(block_ids))
+        self._storage.uses.begin(self._offload, block_ids)
+        self._outwards.copy_out(block_ids, rows)
+        self._storage.uses.end(self._offload, block_ids)
+        self._copies[swap.request_id] = rows, self._offload.record()
+
+    def _copy_in(self, swap: Swap) -> None:
+        rows, is_out = self._copies.pop(swap.request_id)
+        block_ids = np.array(swap.block_ids[: len(rows)], np.int64)
+        self._prefetch.wait(is_out)
+        self._storage.uses.begin(self._prefetch, block_ids)
+        self._inwards.copy_in(rows, block_ids)
+        self._storage.uses.end(self._prefetch, block_ids)

@@ -97,6 +97,11 @@ class SequenceTable:
         self.block_tables[row, first:last] = block_ids
         self.num_blocks[row] = last
 
+    def blocks_of(self, rows: IntArray) -> IntArray:
+        """All blocks of the sequences in these rows."""
+        counts = zip(rows.tolist(), self.num_blocks[rows].tolist(), strict=True)
+        return np.concatenate([self.block_tables[row, :count] for row, count in counts])
+
     def remove(self, request_id: RequestId) -> int:
         """Free the row and return it."""
         row = self.row(request_id)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device_arrays import to_device
 from alignedserve.runtime.device_queues import Event, Queue
-from kernels.gpu_choice import block_kernels
+from kernels.block_lists import gather_blocks, scatter_blocks
 
 Rows = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int64]
@@ -22,17 +22,21 @@ _NUM_STAGES = 2  # one is filled while the other is emptied
 
 
 class StagedCopies:
-    """Copies on one queue. The memory on the device is taken once."""
+    """Copies on one queue. Blocks are made of words of 8 bytes."""
 
-    def __init__(self, blocks: Tensor, queue: Queue, *, staged_bytes: int = _STAGED_BYTES) -> None:
-        """`blocks`: uint8 [num_blocks, block_bytes], on the queue's device."""
+    def __init__(
+        self, blocks: Tensor, queue: Queue, *, staged_bytes: int = _STAGED_BYTES, is_staged: bool | None = None
+    ) -> None:
+        """`blocks`: uint8 [num_blocks, block_bytes], on the queue's device; memory to gather in (`is_staged`) is taken
+        there now, but on a CPU, where blocks go straight to and from the host's rows."""
         self._blocks = blocks
         self._queue = queue
         num_blocks, self._block_bytes = blocks.shape
         self._piece = max(1, min(num_blocks, staged_bytes // self._block_bytes))
         self._is_cuda = blocks.device.type == "cuda"
-        self._staging = torch.empty((self._piece, self._block_bytes), dtype=torch.uint8, device=blocks.device)
-        self._gather, self._scatter = block_kernels(blocks.device)
+        self._staging: Tensor | None = None
+        if is_staged or (is_staged is None and self._is_cuda):
+            self._staging = torch.empty((self._piece, self._block_bytes), dtype=torch.uint8, device=blocks.device)
 
     def pinned(self, num_rows: int) -> Tensor:
         """Host memory for so many blocks: uint8 [num_rows, block_bytes]."""
@@ -42,17 +46,21 @@ class StagedCopies:
         """Put on the queue: rows[i] = block_ids[i]. `rows` from `pinned`, left alone until an event behind it."""
         for first in range(0, len(block_ids), self._piece):
             part = block_ids[first : first + self._piece]
-            staging = self._staging[: len(part)]
-            self._queue.run(partial(self._gather_into, part, staging))
-            self._queue.copy_out(staging, rows[first : first + len(part)])
+            there = rows[first : first + len(part)]
+            staging = there if self._staging is None else self._staging[: len(part)]
+            self._queue.run(partial(self._gather, part, staging))
+            if staging is not there:
+                self._queue.copy_out(staging, there)
 
     def copy_in(self, rows: Tensor, block_ids: IntArray) -> None:
         """Put on the queue: block_ids[i] = rows[i], as `copy_out`; no block twice."""
         for first in range(0, len(block_ids), self._piece):
             part = block_ids[first : first + self._piece]
-            staging = self._staging[: len(part)]
-            self._queue.copy_in(rows[first : first + len(part)], staging)
-            self._queue.run(partial(self._scatter_from, staging, part))
+            there = rows[first : first + len(part)]
+            staging = there if self._staging is None else self._staging[: len(part)]
+            if staging is not there:
+                self._queue.copy_in(there, staging)
+            self._queue.run(partial(self._scatter, staging, part))
 
     def rows_to_read(self, block_ids: IntArray) -> Iterator[Rows]:
         """The bytes of the blocks, one after the other, while the next ones are on their way. A row is valid until the
@@ -93,8 +101,8 @@ class StagedCopies:
         bounds = [*range(0, len(block_ids), self._piece), len(block_ids)]
         return [block_ids[first:last] for first, last in pairwise(bounds)]
 
-    def _gather_into(self, block_ids: IntArray, staging: Tensor) -> None:
-        self._gather(self._blocks, *to_device([block_ids], staging.device), staging)
+    def _gather(self, block_ids: IntArray, staging: Tensor) -> None:
+        gather_blocks(self._blocks, *to_device([block_ids], staging.device), staging)
 
-    def _scatter_from(self, staging: Tensor, block_ids: IntArray) -> None:
-        self._scatter(staging, self._blocks, *to_device([block_ids], staging.device))
+    def _scatter(self, staging: Tensor, block_ids: IntArray) -> None:
+        scatter_blocks(staging, self._blocks, *to_device([block_ids], staging.device))

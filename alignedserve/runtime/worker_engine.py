@@ -25,6 +25,7 @@ from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.calibration import measure_iterations
 from alignedserve.runtime.cores import num_cores
 from alignedserve.runtime.decoder import Decoder
+from alignedserve.runtime.device_queues import queues_of
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.host_cache import HostCache
@@ -69,13 +70,15 @@ class WorkerEngine:
         self.layout = layout
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
         self._storage = BlockStorage(layout, self.num_blocks)
-        self._host_cache = HostCache(self._storage)
+        queues = queues_of(self._storage.device)
+        self._host_cache = HostCache(self._storage, queues)
         self._engine = Engine(
             model=_load_decoder(served),
             storage=self._storage,
             max_sequences=sizes.max_sequences,
             max_context_len=served.max_context_len,
             attention=sizes.attention,
+            queues=queues,
         )
         self._threads = WorkerThreads()
         self._sizes, self._max_context_len = sizes, served.max_context_len

@@ -23,6 +23,14 @@ def scatter_blocks(staging: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
     _copy(blocks, block_ids, staging, is_gather=False)
 
 
+def try_out(device: torch.device, dtype: torch.dtype) -> None:
+    """A launch of each kernel on next to nothing."""
+    blocks, rows = torch.zeros((1, 8), dtype=dtype, device=device), torch.zeros((1, 8), dtype=dtype, device=device)
+    block_ids = torch.zeros(1, dtype=torch.int64, device=device)
+    gather_blocks(blocks, block_ids, rows)
+    scatter_blocks(rows, blocks, block_ids)
+
+
 def _copy(blocks: Tensor, block_ids: Tensor, staging: Tensor, *, is_gather: bool) -> None:
     count, block_bytes = staging.shape
     assert block_bytes % 8 == 0, "blocks are whole words of 8 bytes"

@@ -9,6 +9,7 @@ import pytest
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.device_queues import HostQueues
 from alignedserve.runtime.host_cache import HostCache
 from tests.samples import R1, R2, blocks
 
@@ -22,7 +23,7 @@ class Desk:
         self.storage = BlockStorage(LAYOUT, 6)
         self.before = np.random.default_rng(0).integers(0, 256, (6, LAYOUT.block_bytes), dtype=np.uint8)
         self.storage.write_blocks(blocks(*range(6)), self.before)
-        self.cache = HostCache(self.storage)
+        self.cache = HostCache(self.storage, HostQueues())
 
     def read(self, *numbers: int) -> npt.NDArray[np.uint8]:
         rows = np.zeros((len(numbers), LAYOUT.block_bytes), np.uint8)

@@ -28,7 +28,9 @@ from alignedserve.runtime.block_sums import (
     placed,
     summed_runs,
 )
+from alignedserve.runtime.device_arrays import to_device
 from alignedserve.runtime.transfers.device_sums import WORD_BYTES, DeviceRunSums
+from kernels.block_lists import gather_blocks, scatter_blocks
 
 _STAGED_BYTES = 16 * 1024 * 1024
 
@@ -38,7 +40,7 @@ class DevicePieces:
 
     def __init__(self, blocks: Tensor) -> None:
         self.device = blocks.device
-        self.words = blocks.view(torch.int64)  # copied eight bytes at a time
+        self._blocks = blocks
         self._block_bytes = blocks.shape[1]
 
     def sums(self, runs: Sequence[PlacedRun]) -> DeviceRunSums:
@@ -47,18 +49,18 @@ class DevicePieces:
 
     def gather(self, block_ids: Sequence[BlockId], rows: Tensor, *sums: DeviceRunSums) -> None:
         """Copy blocks into rows: uint8 [len(block_ids), block_bytes], on this device."""
-        torch.index_select(self.words, 0, self._ids(block_ids), out=rows.view(torch.int64))
+        gather_blocks(self._blocks, self._ids(block_ids), rows)
         for one in sums:
             one.update(rows)
 
     def scatter(self, block_ids: Sequence[BlockId], rows: Tensor, *sums: DeviceRunSums) -> None:
         """Copy rows into blocks."""
-        self.words.index_copy_(0, self._ids(block_ids), rows.view(torch.int64))
+        scatter_blocks(rows, self._blocks, self._ids(block_ids))
         for one in sums:
             one.update(rows)
 
     def _ids(self, block_ids: Sequence[BlockId]) -> Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64).to(self.device)
+        return to_device([np.array(block_ids, np.int64)], self.device)[0]
 
 
 class DeviceBuffer:

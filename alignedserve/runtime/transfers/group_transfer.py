@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from alignedserve.core.errors import PeerError
@@ -97,6 +98,7 @@ class GroupTransfer:
 
     def _offload(self, planned: Sequence[Planned]) -> list[tuple[BlockRun, ...] | None]:
         sources = blocks_in_order(planned)
+        self._storage.uses.settle(np.array(sources, np.int64))
         sums = self._memory.sums(runs_in_order(planned))
 
         def fill(first: int, rows: Tensor) -> None:
@@ -114,6 +116,7 @@ class GroupTransfer:
         self._control.send(ReadBlocks(tuple(one.named for one in planned)))
         on_the_way = [one for one, held in zip(planned, answers(self._control, planned), strict=True) if held]
         targets = blocks_in_order(on_the_way)
+        self._storage.uses.settle(np.array(targets, np.int64))
         sums = self._memory.sums(runs_in_order(on_the_way))
 
         def take(first: int, rows: Tensor) -> None:

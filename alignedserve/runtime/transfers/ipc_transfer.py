@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,7 @@ class IpcTransfer:
     def __init__(
         self, storage: BlockStorage, address: str, *, identity: Identity, map_blocks: MapBlocks = map_device_memory
     ) -> None:
+        self._storage = storage
         self._layout = storage.layout
         self._own = DevicePieces(storage.bytes)
         self._piece_blocks = max(1, _PIECE_BYTES // storage.layout.block_bytes)
@@ -66,6 +68,7 @@ class IpcTransfer:
         done: list[tuple[BlockRun, ...] | None] = [None] * len(outgoing)
         if not planned:
             return done
+        self._settle(planned)
         with closing_when_broken(self._control):
             self._control.send(WriteBlocks(tuple(one.named for one in planned)))
             granted = self._granted(planned)
@@ -82,6 +85,7 @@ class IpcTransfer:
         done = [False] * len(incoming)
         if not planned:
             return done
+        self._settle(planned)
         with closing_when_broken(self._control):
             self._control.send(ReadBlocks(tuple(one.named for one in planned)))
             granted = self._granted(planned)
@@ -96,6 +100,9 @@ class IpcTransfer:
     def close(self) -> None:
         """See KVTransfer."""
         self._control.close()
+
+    def _settle(self, planned: Sequence[Planned]) -> None:
+        self._storage.uses.settle(np.array(blocks_in_order(planned), np.int64))
 
     def _granted(self, planned: Sequence[Planned]) -> list[Planned]:
         return [one for one, held in zip(planned, answers(self._control, planned), strict=True) if held]
@@ -131,11 +138,11 @@ class IpcTransfer:
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[None]:
-        """After all that was begun on this device before; nothing is left running when it ends."""
+        """Nothing is left running when it ends. What the engine computed needs no waiting for: it was done before
+        anybody heard of it."""
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._own.device))
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()

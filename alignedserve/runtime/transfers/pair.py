@@ -97,12 +97,12 @@ class Pair:
 
     @contextlib.contextmanager
     def _exchange(self, problem: str) -> Iterator[None]:
-        """On a device: on a stream of its own, after all that was begun there before, and done when it ends."""
+        """On a device: on a stream of its own, and done when it ends. What an engine computed was done before anybody
+        heard of it."""
         try:
             if self._stream is None:
                 yield
                 return
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 yield
             self._stream.synchronize()

@@ -1,0 +1,34 @@
+"""Lists of blocks into one contiguous run of rows, and out of one."""
+
+import torch
+from torch import Tensor
+
+from kernels.gpu_choice import fused_kernels
+
+
+def gather_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
+    """rows[i] = blocks[block_ids[i]].
+
+    blocks      [num_blocks, block_bytes] uint8, contiguous, block_bytes a multiple of 8
+    block_ids   [count] int64, on the same device
+    rows        [count, block_bytes] uint8, contiguous, on the same device
+    """
+    kernels = fused_kernels("block_copies", blocks.device, blocks.dtype)
+    if kernels is not None:
+        kernels.gather_blocks(blocks, block_ids, rows)
+    else:
+        torch.index_select(_words(blocks), 0, block_ids, out=_words(rows))
+
+
+def scatter_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
+    """blocks[block_ids[i]] = rows[i]; as `gather_blocks`, and no block twice."""
+    kernels = fused_kernels("block_copies", blocks.device, blocks.dtype)
+    if kernels is not None:
+        kernels.scatter_blocks(rows, blocks, block_ids)
+    else:
+        _words(blocks).index_copy_(0, block_ids, _words(rows))
+
+
+def _words(rows: Tensor) -> Tensor:
+    """Copied eight bytes at a time."""
+    return rows.view(torch.int64)
