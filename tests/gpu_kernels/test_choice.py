@@ -69,7 +69,6 @@ def test_a_cpu_never_uses_them() -> None:
     assert not gpu_choice._known
 
 
-@triton.jit
 def _does_not_compile(x: Any) -> None:
     tl.store(x, tl.there_is_no_such_thing(x))
 
@@ -78,7 +77,7 @@ class Broken:
     """Launched as any kernel is."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda x, *others, **options: _does_not_compile[grid](x)
+        return lambda x, *others, **options: triton.jit(_does_not_compile)[grid](x)
 
 
 def check_results() -> None:
