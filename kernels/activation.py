@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.gpu_choice import fused_kernels
 from kernels.rows import GateRows, native_level
 
 
@@ -30,8 +31,7 @@ class Gated:
     def __init__(self, activation: str, dtype: torch.dtype, device: torch.device) -> None:
         """`activation`: a name in ACTIVATIONS."""
         self._activation = ACTIVATIONS[activation]
-        level = native_level(dtype, device) if activation in GateRows.ACTIVATIONS else None
-        self._rows = None if level is None else GateRows(activation, dtype, level=level)
+        self._rows = _gate_rows(activation, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """May overwrite x."""
@@ -42,3 +42,13 @@ def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """The same in plain PyTorch."""
     gate, up = x.chunk(2, dim=-1)
     return activation(gate).mul_(up)
+
+
+def _gate_rows(activation: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor] | None:
+    """What does so in one pass here."""
+    fused = fused_kernels("gating", device, dtype)
+    if fused is not None:
+        on_gpu: Callable[[Tensor], Tensor] = fused.Gates(activation)
+        return on_gpu
+    level = native_level(dtype, device) if activation in GateRows.ACTIVATIONS else None
+    return None if level is None else GateRows(activation, dtype, level=level)

@@ -1,11 +1,13 @@
-"""Normalisation of layer inputs, in one pass with the residual added where the native kernels run."""
+"""Normalisation of layer inputs, in one pass with the residual added where the native or the GPU kernels run."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.gpu_choice import fused_kernels
 from kernels.rows import NormRows, native_level
 
 
@@ -29,8 +31,7 @@ class LayerNorm:
         self._bias = bias
         self._eps = eps
         self._shape = tuple(weight.shape)
-        level = native_level(weight.dtype, weight.device)
-        self._rows = None if level is None else NormRows(weight, bias, eps, is_rms=False, level=level)
+        self._rows = _row_norm(weight, bias, eps, is_rms=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Norm."""
@@ -46,24 +47,37 @@ class LayerNorm:
 class RmsNorm:
     """x / root mean square * weight, statistics in float32."""
 
-    __slots__ = ("_eps", "_rows", "_shape", "_weight")
+    __slots__ = ("_eps", "_rows", "_weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._weight = weight
         self._eps = eps
-        self._shape = tuple(weight.shape)
-        level = native_level(weight.dtype, weight.device)
-        self._rows = None if level is None else NormRows(weight, None, eps, is_rms=True, level=level)
+        self._rows = _row_norm(weight, None, eps, is_rms=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Norm."""
         if self._rows is not None and x.ndim == 2:
             return self._rows(x)
-        if x.dtype == torch.float32:
-            return functional.rms_norm(x, self._shape, self._weight, self._eps)
-        scaled = functional.rms_norm(x.float(), self._shape, None, self._eps)
-        return scaled.to(x.dtype) * self._weight
+        return rms_norm(x, self._weight, self._eps)
 
     def after_adding_(self, residual: Tensor, x: Tensor) -> Tensor:
         """See Norm."""
         return self._rows(x, residual) if self._rows is not None else self(residual.add_(x))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same in plain PyTorch, x of any shape [..., width]."""
+    shape = tuple(weight.shape)
+    if x.dtype == torch.float32:
+        return functional.rms_norm(x, shape, weight, eps)
+    return functional.rms_norm(x.float(), shape, None, eps).to(x.dtype) * weight
+
+
+def _row_norm(weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool) -> Callable[..., Tensor] | None:
+    """What normalises rows in one pass here: of x, or of the residual given with it, after x is added to it."""
+    fused = fused_kernels("row_norm", weight.device, weight.dtype)
+    if fused is not None:
+        on_gpu: Callable[..., Tensor] = fused.RowNorm(weight, bias, eps, is_rms=is_rms)
+        return on_gpu
+    level = native_level(weight.dtype, weight.device)
+    return None if level is None else NormRows(weight, bias, eps, is_rms=is_rms, level=level)

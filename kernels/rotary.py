@@ -1,8 +1,12 @@
 """Rotary position embedding: pairs (i, i + rotary_dim / 2) of each head are rotated by position * frequency."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from kernels.gpu_choice import fused_kernels
+from kernels.norm import rms_norm
 from kernels.rows import HeadRows, native_level
 
 
@@ -23,33 +27,59 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     second.copy_(rotated_second)
 
 
+class HeadNorms(NamedTuple):
+    """Of the root mean square norm that some families give every query and key head."""
+
+    queries: Tensor  # [head_dim]
+    keys: Tensor  # [head_dim]
+    eps: float
+
+
 class HeadPlacement:
     """Brings queries and keys to their positions, and keys and values into the cache."""
 
-    __slots__ = ("_head_dim", "_query_width", "_rotated_heads", "_rotated_width", "_rows", "angle_dtype")
+    __slots__ = ("_fused", "_head_dim", "_kv_heads", "_num_heads", "_rows", "angle_dtype")
 
     def __init__(self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._head_dim = head_dim
-        self._rotated_heads = num_heads + kv_heads
-        self._query_width, self._rotated_width = num_heads * head_dim, self._rotated_heads * head_dim
+        self._num_heads, self._kv_heads, self._head_dim = num_heads, kv_heads, head_dim
+        kernels = fused_kernels("head_placement", device, dtype)
+        self._fused = None if kernels is None else kernels.HeadRows(num_heads, kv_heads, head_dim)
         level = native_level(dtype, device)
         self._rows = None if level is None else HeadRows(num_heads, kv_heads, head_dim, dtype, level=level)
-        self.angle_dtype = dtype if level is None else torch.float32
+        is_plain = self._fused is None and self._rows is None
+        self.angle_dtype = dtype if is_plain else torch.float32
 
     def __call__(
-        self, fused: Tensor, rotation: tuple[Tensor, Tensor] | None, slots: Tensor, keys: Tensor, values: Tensor
+        self,
+        fused: Tensor,
+        norms: HeadNorms | None,
+        rotation: tuple[Tensor, Tensor] | None,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> None:
-        """fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: its queries and keys are rotated in place.
+        """fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: queries and keys are normalised and rotated in place.
 
+        norms      None: heads are rotated as they are
         rotation   cos, sin [tokens, 1, rotary_dim / 2] in `angle_dtype`; None: nothing is rotated
         slots      [tokens] int64, all different: the rows of keys and values that are overwritten
         keys       [slots, kv_heads * head_dim] contiguous; values alike
         """
+        if self._fused is not None:
+            self._fused(fused, norms, rotation, slots, keys, values)
+            return
+        heads = fused.view(fused.shape[0], self._num_heads + 2 * self._kv_heads, self._head_dim)
+        first_value = self._num_heads + self._kv_heads
+        if norms is not None:
+            for own, weight in (
+                (heads[:, : self._num_heads], norms.queries),
+                (heads[:, self._num_heads : first_value], norms.keys),
+            ):
+                own.copy_(rms_norm(own, weight, norms.eps))
         if self._rows is not None:
             self._rows(fused, rotation, slots, keys, values)
             return
         if rotation is not None:
-            heads = fused.view(fused.shape[0], -1, self._head_dim)
-            rotate_(heads[:, : self._rotated_heads], *rotation)
-        keys.index_copy_(0, slots, fused[:, self._query_width : self._rotated_width])
-        values.index_copy_(0, slots, fused[:, self._rotated_width :])
+            rotate_(heads[:, :first_value], *rotation)
+        keys.index_copy_(0, slots, heads[:, self._num_heads : first_value].flatten(1))
+        values.index_copy_(0, slots, heads[:, first_value:].flatten(1))

@@ -112,8 +112,8 @@ class Decoder:
         query_width, kv_width = config.query_width, config.kv_width
         queries = fused[:, :query_width]
         keys, values = fused[:, query_width : query_width + kv_width], fused[:, query_width + kv_width :]
-        self._normalise_heads(fused, weights)
-        self._place(fused, run.rotation, batch.slots, storage.key_slots(layer), storage.value_slots(layer))
+        cached = (storage.key_slots(layer), storage.value_slots(layer))
+        self._place(fused, weights.head_norms, run.rotation, batch.slots, *cached)
         queries = _split_heads(queries, config.num_kv_heads, config.group_size, config.head_dim)
         attended = torch.empty(queries.shape, dtype=x.dtype, device=x.device)
         is_windowed = layer in self._windowed
@@ -124,17 +124,6 @@ class Decoder:
         batch.attention.chunks(queries, (keys, values), attended, layer, is_windowed)
         run.chunk_attention_s += time.perf_counter() - decoded
         return weights.output(attended.view(-1, query_width))
-
-    def _normalise_heads(self, fused: Tensor, weights: LayerWeights) -> None:
-        """Queries and keys in place, head by head. fused [tokens, query_width + 2 * kv_width]."""
-        if weights.query_norm is None or weights.key_norm is None:
-            return
-        config = self.config
-        heads = _split_heads(fused, -1, config.head_dim)
-        queries = heads[:, : config.num_heads]
-        keys = heads[:, config.num_heads : config.num_heads + config.num_kv_heads]
-        queries.copy_(weights.query_norm(queries))
-        keys.copy_(weights.key_norm(keys))
 
 
 class _Pass:

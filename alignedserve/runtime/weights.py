@@ -14,6 +14,7 @@ from alignedserve.runtime.model_config import ModelConfig, NormKind
 from kernels.int8_linear import Int8Linear, int8_obstacle
 from kernels.linear import Linear, Projection
 from kernels.norm import LayerNorm, Norm, RmsNorm
+from kernels.rotary import HeadNorms
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,7 @@ class LayerWeights:
 
     attention_norm: Norm
     qkv: Projection  # [query_width + 2 * kv_width, hidden_size]
-    query_norm: Norm | None
-    key_norm: Norm | None
+    head_norms: HeadNorms | None
     output: Projection
     mlp_norm: Norm
     gate_up: Projection  # [intermediate_size, hidden_size], the nonlinearity and, in some families, gates applied
@@ -108,14 +108,12 @@ class _Assembly:
         config, names = self._config, self._names
         prefix = self._prefix + names.layer.format(layer=layer)
         hidden, inner = config.hidden_size, config.intermediate_size
-        has_norms = config.has_qk_norm
         up_rows = [inner] * (2 if config.is_gated else 1)
         gate_up = [prefix + name for name in names.gate_up]
         return LayerWeights(
             attention_norm=self._norm(prefix + names.attention_norm),
             qkv=self._qkv(prefix),
-            query_norm=self._norm(prefix + names.query_norm, config.head_dim) if has_norms else None,
-            key_norm=self._norm(prefix + names.key_norm, config.head_dim) if has_norms else None,
+            head_norms=self._head_norms(prefix) if config.has_qk_norm else None,
             output=self._linear([prefix + names.output], [hidden], config.query_width, config.has_output_bias),
             mlp_norm=self._norm(prefix + names.mlp_norm),
             gate_up=self._linear(
@@ -170,8 +168,15 @@ class _Assembly:
         found = next((name for name in names if self._source.has(f"{name}.weight")), names[0])
         return self._tensor(f"{found}.weight", self._config.vocab_size, self._config.embedding_size)
 
-    def _norm(self, module: str, width: int | None = None) -> Norm:
-        width = width or self._config.hidden_size
+    def _head_norms(self, prefix: str) -> HeadNorms:
+        config, names = self._config, self._names
+        queries, keys = (
+            self._tensor(f"{prefix}{module}.weight", config.head_dim) for module in (names.query_norm, names.key_norm)
+        )
+        return HeadNorms(queries, keys, config.norm_eps)
+
+    def _norm(self, module: str) -> Norm:
+        width = self._config.hidden_size
         weight = self._tensor(f"{module}.weight", width)
         if self._config.norm is NormKind.RMS:
             return RmsNorm(weight, self._config.norm_eps)

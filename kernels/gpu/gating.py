@@ -29,10 +29,10 @@ class Gates:
         return out
 
 
-def try_out(device: torch.device) -> None:
+def try_out(device: torch.device, dtype: torch.dtype) -> None:
     """Launch each form once, on next to nothing. Raises what keeps the kernel from running."""
     for name in NAMES:
-        Gates(name)(torch.ones((1, 2), device=device))
+        Gates(name)(torch.ones((1, 2), dtype=dtype, device=device))
 
 
 @triton.jit

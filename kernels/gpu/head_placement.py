@@ -1,21 +1,13 @@
 """Queries and keys normalised head by head and rotated, keys and values put into the cache, on a GPU in one pass."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.rotary import HeadNorms
+
 _HEADS = 8  # of one program
-
-
-class HeadWeights(NamedTuple):
-    """Of the root mean square norm of every query and key head."""
-
-    queries: Tensor  # [head_dim]
-    keys: Tensor  # [head_dim]
-    eps: float
 
 
 class HeadRows:
@@ -31,7 +23,7 @@ class HeadRows:
     def __call__(
         self,
         fused: Tensor,
-        norm: HeadWeights | None,
+        norm: HeadNorms | None,
         rotation: tuple[Tensor, Tensor] | None,
         slots: Tensor,
         keys: Tensor,
@@ -77,13 +69,13 @@ class HeadRows:
         )
 
 
-def try_out(device: torch.device) -> None:
+def try_out(device: torch.device, dtype: torch.dtype) -> None:
     """Launch once, on next to nothing. Raises what keeps the kernel from running."""
     angles = torch.ones((1, 1, 8), device=device)
-    weight, cached = torch.ones(16, device=device), torch.empty((1, 16), device=device)
+    weight = torch.ones(16, dtype=dtype, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
-    fused = torch.ones((1, 48), device=device)
-    HeadRows(1, 1, 16)(fused, HeadWeights(weight, weight, 1e-6), (angles, angles), slots, cached, cached.clone())
+    fused, cached = weight.repeat(3)[None], weight.clone()[None]
+    HeadRows(1, 1, 16)(fused, HeadNorms(weight, weight, 1e-6), (angles, angles), slots, cached, cached.clone())
 
 
 @triton.jit

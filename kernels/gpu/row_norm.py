@@ -47,12 +47,12 @@ class RowNorm:
         return out
 
 
-def try_out(device: torch.device) -> None:
+def try_out(device: torch.device, dtype: torch.dtype) -> None:
     """Launch each form once, on next to nothing. Raises what keeps the kernel from running."""
-    weight = torch.ones(16, device=device)
+    weight = torch.ones(16, dtype=dtype, device=device)
     for is_rms in (True, False):
         norm = RowNorm(weight, None if is_rms else weight, 1e-5, is_rms=is_rms)
-        norm(weight[None], torch.ones((1, 16), device=device))
+        norm(weight[None], weight[None].clone())
 
 
 @triton.jit

@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.activation import ACTIVATIONS, gated
-from kernels.rotary import rotary_angles, rotate_
+from kernels.rotary import HeadNorms, rotary_angles, rotate_
 
 pytest.importorskip("triton")
 
 from kernels.gpu.gating import NAMES, Gates
-from kernels.gpu.head_placement import HeadRows, HeadWeights
+from kernels.gpu.head_placement import HeadRows
 from kernels.gpu.row_norm import RowNorm
 
 # Of one rounding, relative; Triton's interpreter cuts bfloat16 off where a GPU rounds.
@@ -107,7 +107,7 @@ def test_heads_are_placed(
     norm = rotation = None
     if has_norm:
         weights = [randoms(head_dim, dtype=dtype, device=device, seed=seed) for seed in (3, 4)]
-        norm = HeadWeights(weights[0], weights[1], 1e-5)
+        norm = HeadNorms(weights[0], weights[1], 1e-5)
         queries, new_keys = (
             expected_norm(heads, weight, None, is_rms=True)
             for heads, weight in zip((queries, new_keys), weights, strict=True)

@@ -153,7 +153,7 @@ def test_plain_forms_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         keys, values = torch.zeros(10, 8), torch.zeros(10, 8)
         place = HeadPlacement(4, 1, 8, x.dtype, CPU)
         rotation = rotary_angles(torch.arange(6), torch.linspace(0.1, 1.0, 4), place.angle_dtype)
-        place(x, rotation, torch.tensor([3, 1, 9, 0, 4, 7]), keys, values)
+        place(x, None, rotation, torch.tensor([3, 1, 9, 0, 4, 7]), keys, values)
         token_ids, is_usable = sampling.greedy(residual)
         return [*results, x, keys, values, token_ids, is_usable]
 

@@ -1,0 +1,138 @@
+"""Where GPU kernels are used: a decoder with all of them against the same one without, and what keeps them out."""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import gpu_choice
+from kernels.activation import ACTIVATIONS, Gated, gated
+from kernels.norm import RmsNorm, rms_norm
+from tests.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.tiny_models import make_tiny_model
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled take no tensors of a CPU")
+# Llama; norms of heads; learned positions, layer norms and no gates; rotated in part, layers side by side.
+FAMILIES = ("llama", "qwen3", "opt", "opt_post_norm", "gpt_neox")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_choice, "_known", {})
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+
+
+def logits(folder: Path, tokens: dict[str, list[int]]) -> dict[str, Tensor]:
+    """Of a prompt in two chunks, with another that decodes beside it."""
+    probe = LogitsProbe(tiny_decoder(folder))
+    for name, own in tokens.items():
+        probe.add(name, own)
+    probe.step(a=4, b=2)
+    probe.step(b=1, a=5)
+    return {name: probe.logits(name) for name in tokens}
+
+
+@interpreted
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_computes_the_same_by_the_kernels(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_tiny_model(tmp_path, family)
+    tokens = {"a": random_tokens(1, 9), "b": random_tokens(2, 3)}
+    expected = logits(tmp_path, tokens)
+    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    monkeypatch.setattr("kernels.linear.packed_levels", lambda dtype, device: ())  # which apply gates themselves
+    actual = logits(tmp_path, tokens)
+    assert not caplog.records
+    gates = {"gating"} if family in ("llama", "qwen3") else set()
+    assert {name.split()[0] for name in gpu_choice._known} == {"row_norm", "head_placement"} | gates
+    for name in tokens:
+        tolerance = 1e-5 * float(expected[name].abs().max())
+        torch.testing.assert_close(actual[name], expected[name], rtol=0.0, atol=tolerance)
+
+
+def test_a_cpu_never_uses_them() -> None:
+    assert gpu_choice.fused_kernels("row_norm", CPU, torch.float32) is None
+    assert not gpu_choice._known
+
+
+def _does_not_compile(x: Any) -> None:
+    tl.store(x, tl.there_is_no_such_thing(x))
+
+
+class Broken:
+    """Launched as any kernel is."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda x, *others, **options: triton.jit(_does_not_compile)[grid](x)
+
+
+def check_results() -> None:
+    x, weight = torch.randn(3, 64), torch.randn(64)
+    torch.testing.assert_close(RmsNorm(weight, 1e-5)(x), rms_norm(x, weight, 1e-5))
+    torch.testing.assert_close(Gated("gelu", x.dtype, CPU)(x), gated(x, ACTIVATIONS["gelu"]))
+
+
+@interpreted
+@pytest.mark.usefixtures("wanted")
+def test_a_kernel_that_does_not_compile_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kernels.gpu.row_norm._normalise", Broken())
+    monkeypatch.setattr("kernels.norm.native_level", lambda dtype, device: None)
+    for _ in range(2):
+        check_results()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "row_norm (torch.float32)" in record.getMessage()
+    assert gpu_choice._known == {"row_norm (torch.float32)": False, "gating (torch.float32)": True}
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Failed to find C compiler.\nPlease specify it by CC"), OSError(), ImportError("none")]
+)
+def test_the_reason_is_in_the_log(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    def trial() -> None:
+        raise error
+
+    assert not gpu_choice.works("attention", trial)
+    assert not gpu_choice.works("attention", trial)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "attention" in message
+    assert type(error).__name__ in message
+    assert (str(error).splitlines() or ["no more is known"])[-1] in message
+
+
+@pytest.mark.usefixtures("wanted")
+def test_without_triton_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name))
+    monkeypatch.setattr("kernels.norm.native_level", lambda dtype, device: None)
+    for _ in range(2):
+        check_results()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert all("Triton is not installed" in message for message in messages)
+
+
+def test_a_mistake_of_ours_is_no_reason() -> None:
+    """An assertion says that the kernel was called wrongly, which plain PyTorch must not hide."""
+
+    def trial() -> None:
+        raise AssertionError("of ours")
+
+    with pytest.raises(AssertionError):
+        gpu_choice.works("attention", trial)
