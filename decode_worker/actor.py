@@ -9,7 +9,7 @@ from alignedserve.runtime.addresses import ROUTER
 from alignedserve.runtime.hosting import RoomHost
 from alignedserve.runtime.membership import POOL, Membership
 from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
+from alignedserve.runtime.worker_engine import WorkerEngine, engine_sizes
 from alignedserve.scheduling.assembly import calibration_s
 from decode_worker.assembly import (
     colocated_registration_of,
@@ -38,9 +38,8 @@ class DecodeWorkerActor(RoomHost):
         membership: Membership,
     ) -> None:
         """`prefillers`: names of the prefill workers."""
-        block_size, threads = engine_config.block_size, engine_config.threads_per_worker
-        layout = served.block_layout(block_size)
-        sizes = EngineSizes(config.memory_bytes, config.max_running, block_size, threads, engine_config.attention)
+        layout = served.block_layout(engine_config.block_size)
+        sizes = engine_sizes(engine_config, config.memory_bytes, config.max_running)
 
         async def build() -> DecodeWorker:
             engine = WorkerEngine(served, sizes)
@@ -84,9 +83,8 @@ class ColocatedWorkerActor(RoomHost):
         served: ServedModel,
         membership: Membership,
     ) -> None:
-        block_size, threads = engine_config.block_size, engine_config.threads_per_worker
-        layout = served.block_layout(block_size)
-        sizes = EngineSizes(config.memory_bytes, max_held(config), block_size, threads, engine_config.attention)
+        layout = served.block_layout(engine_config.block_size)
+        sizes = engine_sizes(engine_config, config.memory_bytes, max_held(config))
 
         async def build() -> ColocatedWorker:
             engine = WorkerEngine(served, sizes)

@@ -4,6 +4,7 @@ Tests compare against them; nothing else uses them.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -79,3 +80,24 @@ def kept_tokens(probabilities: list[float], top_k: int, top_p: float, min_p: flo
         chosen.add(token_id)
         mass += probabilities[token_id]
     return chosen
+
+
+def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One token of each row and whether it is usable; see `kernels.gpu.token_sampling.sample_tokens`."""
+    token_ids = torch.zeros(len(logits), dtype=torch.int64)
+    is_usable = torch.zeros(len(logits), dtype=torch.bool)
+    for row, own in enumerate(logits.double().cpu()):
+        temperature, top_k, top_p, min_p, draw = (column[row].item() for column in parameters)
+        most = float(own.max())  # NaN where the row holds one
+        is_usable[row] = math.isfinite(most)
+        if not is_usable[row]:
+            continue
+        if temperature == 0.0:
+            token_ids[row] = own.tolist().index(most)
+            continue
+        probabilities = torch.softmax(own / temperature, dim=0)
+        is_dropped = torch.ones(len(own), dtype=torch.bool)
+        is_dropped[list(kept_tokens(probabilities.tolist(), int(top_k), top_p, min_p))] = False
+        cumulative = probabilities.masked_fill(is_dropped, 0.0).cumsum(0)
+        token_ids[row] = int((cumulative > draw * cumulative[-1]).int().argmax())
+    return token_ids, is_usable

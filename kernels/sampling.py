@@ -23,6 +23,16 @@ class Filters(NamedTuple):
     min_p: Tensor  # [rows] float32, 0: no limit
 
 
+class RowParameters(NamedTuple):
+    """Per row; the columns that a GPU's sampling takes, which draws for greedy and other rows alike."""
+
+    temperatures: Tensor  # [rows] float32, 0: the likeliest token
+    top_k: Tensor  # as Filters
+    top_p: Tensor
+    min_p: Tensor
+    draws: Tensor  # [rows] float64 in [0, 1)
+
+
 def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per (seed, position): a hash (splitmix64 twice), so there is no state to lose or share."""
     with np.errstate(over="ignore"):

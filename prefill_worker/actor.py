@@ -10,7 +10,7 @@ from alignedserve.runtime.candidate_memory import BufferSizes, CandidateMemory
 from alignedserve.runtime.hosting import RoomHost
 from alignedserve.runtime.membership import POOL, Membership
 from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
+from alignedserve.runtime.worker_engine import WorkerEngine, engine_sizes
 from alignedserve.scheduling.assembly import calibration_s
 from prefill_worker.assembly import buffer_blocks_of, make_live_logic, registration_of
 from prefill_worker.runner import PrefillWorker
@@ -29,9 +29,8 @@ class PrefillWorkerActor(RoomHost):
         served: ServedModel,
         membership: Membership,
     ) -> None:
-        block_size, threads = engine_config.block_size, engine_config.threads_per_worker
-        sizes = EngineSizes(config.memory_bytes, config.max_running, block_size, threads, engine_config.attention)
-        layout = served.block_layout(block_size)
+        sizes = engine_sizes(engine_config, config.memory_bytes, config.max_running)
+        layout = served.block_layout(engine_config.block_size)
         buffer_blocks = buffer_blocks_of(config, layout, num_decode_workers)
 
         async def build() -> PrefillWorker:

@@ -33,6 +33,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.runtime.addresses import ROUTER, AddressBook
 from alignedserve.runtime.arena import ARENA_PREFIX, arena_folder, remove_stale_arenas
 from alignedserve.runtime.cores import threads_per_worker
+from alignedserve.runtime.devices import worker_devices
 from alignedserve.runtime.membership import POOL, Membership
 from alignedserve.runtime.served_model import ServedModel, resolve_model
 from alignedserve.scheduling.assembly import resolve_policy
@@ -152,22 +153,22 @@ class RunningCluster:
 
     def _create_actors(self) -> None:
         config, served, block_size = self.config, self.served, self.config.engine.block_size
-        engine = _with_threads(config)
+        engines = iter(_engines(config))
         self._create(RouterActor, Role.ROUTER, ROUTER, config.router, config.batching, served)
         if config.topology is Topology.DISAGGREGATED:
             self._create(KvPoolActor, Role.KV_POOL, POOL, config.pool, config.batching, served.block_layout(block_size))
             for index in range(config.prefill.count):
                 name = f"prefill-{index}"
-                prefill = (config.prefill, config.scheduling, engine, config.decode.count, served)
+                prefill = (config.prefill, config.scheduling, next(engines), config.decode.count, served)
                 self._create(PrefillWorkerActor, Role.PREFILL_WORKER, name, *prefill)
         prefillers = tuple(f"prefill-{index}" for index in range(config.prefill.count))
         for index in range(config.decode.count):
             name = f"decode-{index}"
             if config.topology is Topology.COLOCATED:
-                colocated = (config.decode, config.scheduling, engine, served)
+                colocated = (config.decode, config.scheduling, next(engines), served)
                 self._create(ColocatedWorkerActor, Role.DECODE_WORKER, name, *colocated)
             else:
-                decode = (config.decode, config.batching, config.scheduling, engine, prefillers, served)
+                decode = (config.decode, config.batching, config.scheduling, next(engines), prefillers, served)
                 self._create(DecodeWorkerActor, Role.DECODE_WORKER, name, *decode)
         for index in range(config.gateway.count):
             gateway = (config.gateway, config.gateway.port + index, served, api_keys(), self._place)
@@ -198,7 +199,7 @@ def launch_cluster(config: ClusterConfig, doors: Doors) -> RunningCluster:
     Raises an error of the tree, with nothing left running, when it cannot.
     """
     config = resolve_policy(config)
-    served = resolve_model(config.model)
+    served = resolve_model(config.model, config.engine.device)
     preflight.check(config, served)
     config = prepare_recording(config, served)
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
@@ -216,13 +217,15 @@ def _max_lines_in_flight(config: ClusterConfig) -> int:
     return config.batches.max_in_flight or 2 * config.decode.count * config.decode.max_running
 
 
-def _with_threads(config: ClusterConfig) -> EngineConfig:
-    """The engine section with its threads decided."""
-    if config.engine.threads_per_worker is not None:
-        return config.engine
+def _engines(config: ClusterConfig) -> list[EngineConfig]:
+    """Each worker's engine section with its threads and its device decided: those that prefill, then the others."""
     is_disaggregated = config.topology is Topology.DISAGGREGATED
     num_workers = config.decode.count + (config.prefill.count if is_disaggregated else 0)
-    return msgspec.structs.replace(config.engine, threads_per_worker=threads_per_worker(num_workers))
+    threads = config.engine.threads_per_worker or threads_per_worker(num_workers)
+    return [
+        msgspec.structs.replace(config.engine, threads_per_worker=threads, device=device)
+        for device in worker_devices(config.engine.device, num_workers)
+    ]
 
 
 def _end_survivors(processes: list[psutil.Process]) -> None:

@@ -8,6 +8,7 @@ import psutil
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.runtime.arena import arena_folder
+from alignedserve.runtime.devices import CUDA, worker_devices
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.weight_index import WeightIndex
@@ -24,6 +25,7 @@ _MIB = 1024 * 1024
 def check(config: ClusterConfig, served: ServedModel) -> None:
     """Raises ConfigError, ModelError, NotEnoughMemory or AddressInUse saying what to change."""
     config = resolve_policy(config)
+    worker_devices(config.engine.device, 1)
     make_prefill_order(config.router.prefill_order or "")
     make_length_predictor(config.router, served)
     make_batch_former(
@@ -70,9 +72,11 @@ def _check_blocks(config: ClusterConfig, served: ServedModel) -> None:
 def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
     is_disaggregated = config.topology is Topology.DISAGGREGATED
     weights = served.weight_bytes
-    workers = config.decode.count * (weights + config.decode.memory_bytes)
     pool = config.pool.memory_bytes if is_disaggregated else 0
-    workers += config.prefill.count * (weights + config.prefill.memory_bytes) if is_disaggregated else 0
+    workers = 0
+    if not config.engine.device.startswith(CUDA):  # there each looks at its GPU's memory
+        workers = config.decode.count * (weights + config.decode.memory_bytes)
+        workers += config.prefill.count * (weights + config.prefill.memory_bytes) if is_disaggregated else 0
     if is_disaggregated:
         folder = arena_folder()
         stats = os.statvfs(folder)

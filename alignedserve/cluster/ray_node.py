@@ -26,6 +26,8 @@ RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     # Two workers share the cores: a thread that waits must sleep, not spin.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # Every worker sees every GPU of its host and is told its own: memory of another's can then be mapped.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
 }
 
 

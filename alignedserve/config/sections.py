@@ -186,10 +186,8 @@ class EngineConfig(Section, frozen=True):
 
     block_size: int = 16  # token slots per block
     threads_per_worker: int | None = None  # CPU threads; when unset the workers of a machine share its cores
-    device: str = "auto"  # auto, cpu
-    attention: str = (
-        "auto"  # native kernels of an instruction set (avx512bf16, avx2, plain) or torch; auto: the best here
-    )
+    device: str = "auto"  # auto (the CPU so far), cpu, cuda (a GPU per worker, shared where they are fewer), cuda:N
+    attention: str = "auto"  # native kernels (avx512bf16, avx2, plain), triton on a GPU, or torch; auto: the best here
     calibration_s: float = 2.0  # of measuring what iterations cost, at a worker's start; 0: it learns while it serves
     kv_transport: str = "auto"  # how blocks go between prefill and decode workers: auto, shm, gloo, cuda_ipc, nccl
 
@@ -198,12 +196,13 @@ class EngineConfig(Section, frozen=True):
         self._require(
             self.threads_per_worker is None or self.threads_per_worker > 0, "threads_per_worker", "must be above 0"
         )
-        levels = ("auto", "avx512bf16", "avx2", "plain", "torch")
+        levels = ("auto", "avx512bf16", "avx2", "plain", "triton", "torch")
         self._require(self.attention in levels, "attention", f"must be one of {', '.join(levels)}")
         self._require(0.0 <= self.calibration_s <= 600.0, "calibration_s", "must be between 0 and 600")
         known = ("auto", "shm", "gloo", "cuda_ipc", "nccl")
         self._require(self.kv_transport in known, "kv_transport", f"must be one of {', '.join(known)}")
-        self._require(self.device in ("auto", "cpu"), "device", "must be auto or cpu: CUDA is not built yet")
+        is_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None
+        self._require(is_device, "device", "must be auto, cpu, cuda or cuda:N")
 
 
 class LinksConfig(Section, frozen=True):

@@ -67,10 +67,12 @@ def attention_level(choice: str, device: torch.device, dtype: torch.dtype) -> st
         raise ConfigError(f"attention must be one of {', '.join(CHOICES)}, not {choice!r}.")
     fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     available = supported_levels() if fits else ()
+    if choice == AUTO and device.type == "cuda" and gpu_kernels_run(device):
+        return TRITON
     if choice == AUTO:
         return available[0] if available else TORCH
     if choice == TRITON and gpu_kernels_run(device):
-        return TRITON  # on request only, until it has been measured on a GPU
+        return TRITON
     if choice != TORCH and choice not in available:
         has = ", ".join((*available, TORCH))
         raise ConfigError(f"attention {choice!r} is not available for {dtype} on {device}; available: {has}.")

@@ -1,6 +1,8 @@
 """Chooses how attention is computed for one engine."""
 
 import importlib
+import logging
+from typing import cast
 
 from alignedserve.runtime.attention import TORCH, TRITON, AttentionPlanner, attention_level
 from alignedserve.runtime.block_storage import BlockStorage
@@ -11,17 +13,24 @@ from alignedserve.runtime.paged_attention import PagedPlanner
 from alignedserve.runtime.sequences import SequenceTable
 from kernels.paged import PagedAttention
 
+logger = logging.getLogger(__name__)
+
 
 def attention_planner(
     choice: str, table: SequenceTable, storage: BlockStorage, config: ModelConfig
 ) -> AttentionPlanner:
-    """The planner that `choice` means here. Raises ConfigError for one that cannot be had."""
+    """The planner that `choice` means here; plain PyTorch, with a warning, where the GPU kernels turn out not to run.
+    Raises ConfigError for one that cannot be had."""
     level = attention_level(choice, storage.device, torch_dtype(storage.layout.dtype))
-    if level == TORCH:
-        return GatheredPlanner(table, storage, config.sliding_window)
     if level == TRITON:
-        module = importlib.import_module("alignedserve.runtime.gpu_attention")  # loads Triton
-        planner: AttentionPlanner = module.GpuPlanner(table, storage, config.sliding_window, config.group_size)
-        return planner
+        gpu_attention = importlib.import_module("alignedserve.runtime.gpu_attention")  # loads Triton
+        if gpu_attention.gpu_attention_works(storage.layout, config.group_size, storage.device):
+            planner = gpu_attention.GpuPlanner(table, storage, config.sliding_window, config.group_size)
+            choice_of_prompts = gpu_attention.choose_prompt_attention(planner)
+            if choice_of_prompts is not None:
+                logger.info("whole prompts are computed by %s", choice_of_prompts)
+            return cast(AttentionPlanner, planner)
+    if level in (TORCH, TRITON):
+        return GatheredPlanner(table, storage, config.sliding_window)
     paged = PagedAttention(storage.blocks, group=config.group_size, level=level)
     return PagedPlanner(table, config.sliding_window, paged)

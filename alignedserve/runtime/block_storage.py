@@ -49,8 +49,8 @@ class BlockStorage:
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         self.has_scratch = self.device.type != "cpu" if has_scratch is None else has_scratch
-        self.uses = BlockUses(num_blocks)
         with_scratch = _allocate(layout, num_blocks + self.has_scratch, self.device)
+        self.uses = BlockUses(num_blocks)
         self._blocks = with_scratch[:num_blocks]
         self._bytes = self._blocks.view(torch.uint8)
         self._host: npt.NDArray[np.uint8] | None = self._bytes.numpy() if self.device.type == "cpu" else None

@@ -35,8 +35,9 @@ class ServedModel:
         return self.config.block_layout(block_size, self.dtype)
 
 
-def resolve_model(section: ModelSectionConfig) -> ServedModel:
-    """Read the model's config. Raises ModelError or ConfigError saying what is missing, unknown or too large."""
+def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedModel:
+    """Read the model's config; `device` as engine.device. Raises ModelError or ConfigError saying what is missing,
+    unknown or too large."""
     folder = pocket_folder() if section.path == POCKET else Path(section.path)
     config = read_model_config(folder)
     longest = config.max_position_embeddings
@@ -46,12 +47,16 @@ def resolve_model(section: ModelSectionConfig) -> ServedModel:
         name=section.served_name or folder.resolve().name if section.path != POCKET else section.served_name or POCKET,
         folder=folder,
         config=config,
-        # float32 unless asked otherwise: on a CPU it is the exact and, without native bfloat16, the fast choice.
-        dtype="float32" if section.dtype == "auto" else section.dtype,
+        dtype=_default_dtype(device) if section.dtype == "auto" else section.dtype,
         max_context_len=section.max_context_len or longest,
         has_random_weights=section.random_weights,
         quantization=section.quantization,
     )
+
+
+def _default_dtype(device: str) -> str:
+    """On a CPU float32 is the exact and, without native bfloat16, the fast choice; on a GPU it is neither's."""
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def pocket_folder() -> Path:

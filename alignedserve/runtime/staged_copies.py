@@ -102,7 +102,9 @@ class StagedCopies:
         return [block_ids[first:last] for first, last in pairwise(bounds)]
 
     def _gather(self, block_ids: IntArray, staging: Tensor) -> None:
-        gather_blocks(self._blocks, *to_device([block_ids], staging.device), staging)
+        (on_device,) = to_device([block_ids], staging.device)
+        gather_blocks(self._blocks, on_device, staging)
 
     def _scatter(self, staging: Tensor, block_ids: IntArray) -> None:
-        scatter_blocks(staging, self._blocks, *to_device([block_ids], staging.device))
+        (on_device,) = to_device([block_ids], staging.device)
+        scatter_blocks(staging, self._blocks, on_device)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 
+from alignedserve.config.sections import EngineConfig
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import (
@@ -26,6 +26,7 @@ from alignedserve.runtime.calibration import measure_iterations
 from alignedserve.runtime.cores import num_cores
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.device_queues import queues_of
+from alignedserve.runtime.devices import CPU, free_bytes
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.host_cache import HostCache
@@ -38,6 +39,7 @@ from alignedserve.runtime.worker_threads import WorkerThreads
 from alignedserve.scheduling.policy import Mechanism
 
 _COMPUTE = "compute"
+_MIB = 1024 * 1024
 
 # What a scheduling policy can count on beyond chunks and pauses.
 ENGINE_MECHANISMS = frozenset({Mechanism.SWAP})
@@ -52,6 +54,14 @@ class EngineSizes:
     block_size: int
     num_threads: int | None = None  # CPU threads of one forward pass; all cores when None
     attention: str = AUTO  # one of CHOICES of runtime.attention
+    device: str = CPU  # as torch spells it
+
+
+def engine_sizes(config: EngineConfig, memory_bytes: int, max_sequences: int) -> EngineSizes:
+    """Of a worker whose device and threads are decided."""
+    return EngineSizes(
+        memory_bytes, max_sequences, config.block_size, config.threads_per_worker, config.attention, config.device
+    )
 
 
 class WorkerEngine:
@@ -62,24 +72,26 @@ class WorkerEngine:
 
     def __init__(self, served: ServedModel, sizes: EngineSizes) -> None:
         torch.set_num_threads(sizes.num_threads or num_cores())
-        _check_memory(served, sizes)
+        device = torch.device(sizes.device)
+        _check_memory(served, sizes, device)
         layout = served.block_layout(sizes.block_size)
         self.num_blocks = layout.blocks_in(sizes.memory_bytes)
         if self.num_blocks < 1:
             raise NotEnoughMemory(f"memory_bytes is {sizes.memory_bytes}, less than one block of {layout.block_bytes}")
         self.layout = layout
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
-        self._storage = BlockStorage(layout, self.num_blocks)
-        queues = queues_of(self._storage.device)
+        self._storage = BlockStorage(layout, self.num_blocks, device)
+        queues = queues_of(device)
         self._host_cache = HostCache(self._storage, queues)
         self._engine = Engine(
-            model=_load_decoder(served),
+            model=_load_decoder(served, device),
             storage=self._storage,
             max_sequences=sizes.max_sequences,
             max_context_len=served.max_context_len,
             attention=sizes.attention,
             queues=queues,
         )
+        self._engine.record_graphs()
         self._threads = WorkerThreads()
         self._sizes, self._max_context_len = sizes, served.max_context_len
 
@@ -155,20 +167,28 @@ def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes
     )
 
 
-def _load_decoder(served: ServedModel) -> Decoder:
-    dtype = torch_dtype(served.dtype)
+def _load_decoder(served: ServedModel, device: torch.device) -> Decoder:
+    config, dtype, quantization = served.config, torch_dtype(served.dtype), served.quantization
     if served.has_random_weights:
-        return Decoder(served.config, random_weights(served.config, 0, dtype, quantization=served.quantization))
-    return Decoder(served.config, load_weights(served.folder, served.config, dtype, quantization=served.quantization))
+        return Decoder(config, random_weights(config, 0, dtype, device, quantization))
+    return Decoder(config, load_weights(served.folder, config, dtype, device, quantization))
 
 
-def _check_memory(served: ServedModel, sizes: EngineSizes) -> None:
-    needed = served.weight_bytes + sizes.memory_bytes
-    available = psutil.virtual_memory().available
-    if needed > available:
-        mib = 1024 * 1024
-        raise NotEnoughMemory(
-            f"a worker needs {needed // mib} MiB (packed weights {served.weight_bytes // mib}, "
-            f"blocks {sizes.memory_bytes // mib}), {available // mib} MiB are available; "
-            "set prefill.memory_bytes and decode.memory_bytes lower or choose a smaller model"
-        )
+def _check_memory(served: ServedModel, sizes: EngineSizes, device: torch.device) -> None:
+    available = free_bytes(device)
+    if device.type == "cuda":  # what a forward pass works with, graphs and libraries
+        available -= max(available // 10, 256 * _MIB)
+    if served.weight_bytes + sizes.memory_bytes <= available:
+        return
+    left = available - served.weight_bytes
+    fits = (
+        f"at most {left // _MIB} MiB of blocks would fit: set prefill.memory_bytes and decode.memory_bytes lower, or "
+        "choose a smaller model"
+        if left > 0
+        else "the weights alone do not fit: choose a smaller model"
+    )
+    raise NotEnoughMemory(
+        f"a worker on {device} needs {(served.weight_bytes + sizes.memory_bytes) // _MIB} MiB (packed weights "
+        f"{served.weight_bytes // _MIB}, blocks {sizes.memory_bytes // _MIB}), {max(available, 0) // _MIB} MiB are "
+        f"available; {fits}"
+    )

@@ -20,6 +20,7 @@ from kernels.gpu import (
     int8_blocks,
     prefill_attention,
     row_norm,
+    token_sampling,
 )
 
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
@@ -98,6 +99,17 @@ PLACED = {
     "eps": "fp32",
 }
 GATED = {"x": HALF, "out": HALF, "stride": "i64", "width": "i32"}
+SAMPLED = {
+    "temperatures": FLOAT,
+    "top_ks": LONG,
+    "top_ps": FLOAT,
+    "min_ps": FLOAT,
+    "draws": "*fp64",
+    "token_ids": LONG,
+    "is_usable": "*u8",
+    "logits_stride": "i64",
+    "vocabulary": "i32",
+}
 TILE = {"BLOCK_SIZE": 16, "PADDED_DIM": 128, "TOKENS": 64, "UPCAST": False, **HEADS}
 SLOTS = {"SLOTS": 16, "PADDED": 16, "CHANNELS": 128}
 
@@ -136,6 +148,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         for half in (64, 0)
     ),
     *((gating._gate, GATED, {"ACTIVATION": name, "COLUMNS": 1024}) for name in gating.NAMES),
+    *((token_sampling._sample, {**SAMPLED, "logits": kind}, {"TILE": 4096}) for kind in (HALF, FLOAT)),
 ]
 
 

@@ -1,0 +1,30 @@
+"""Decode attention with one program per context and key head, however long the context: for comparison in benchmarks.
+
+The same kernel as `kernels.gpu.decode_attention`, its work not divided: the longest context of a batch decides when all
+are done, as in the kernels that the papers measured.
+"""
+
+import numpy as np
+import torch
+
+from kernels.gpu.blocks import BlockTables
+from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch
+from kernels.gpu.division import Division, Int64Array
+
+
+def naive_batch(
+    tables: BlockTables, lengths: Int64Array, heads: tuple[int, int, int], *, window: int | None = None
+) -> DecodeBatch:
+    """For `paged_decode`, with the same window. `lengths` [rows] on the host; `heads`: kv_heads, group, head_dim."""
+    arrays = [
+        torch.from_numpy(array).to(tables.starts.device)
+        for array in (lengths.astype(np.int32), *whole(lengths, window))
+    ]
+    return decode_batch(tables, arrays[0], arrays[1:], heads)
+
+
+def whole(lengths: Int64Array, window: int | None = None) -> Division:
+    """Each context is one part, and each part has a program of its own."""
+    begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // TILE
+    bounds = np.arange(len(lengths) + 1, dtype=np.int32)
+    return Division(bounds[:-1].copy(), begins.astype(np.int32), (-(-lengths // TILE)).astype(np.int32), bounds, bounds)

@@ -1,0 +1,105 @@
+"""Requests that are offloaded, moved, evicted and resumed at random generate what they generate undisturbed, whatever
+order a device's queues choose; and an order that nobody ensures shows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alignedserve.runtime.block_uses import BlockUses
+from alignedserve.runtime.decoder import Decoder
+from alignedserve.runtime.device_queues import CheckedQueue, CheckedQueues, CudaQueues, DeviceQueues
+from tests.desks.engine_histories import EngineHistory, generated_alone, undisturbed
+from tests.tiny_engines import tiny_decoder
+from tests.tiny_models import make_tiny_model
+
+NUM_HISTORIES, NUM_SLOW_HISTORIES = 150, 10_000
+MAX_HISTORIES_TO_SHOW = 400
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_tiny_model(folder, "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def decoder(folder: Path) -> Decoder:
+    return tiny_decoder(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(decoder: Decoder) -> list[list[int]]:
+    return generated_alone(decoder, CheckedQueues)
+
+
+def is_undisturbed(
+    decoder: Decoder, alone: list[list[int]], seed: int, folder: Path, make_queues: Callable[[int], DeviceQueues]
+) -> tuple[bool, int]:
+    history = EngineHistory(decoder, make_queues, seed, folder)
+    try:
+        history.run()
+    finally:
+        history.close()
+    generated = sum(len(request.tokens) - request.prompt_len for request in history.requests)
+    return undisturbed(history.requests, alone), generated
+
+
+def check(decoder: Decoder, alone: list[list[int]], seeds: range, folder: Path) -> None:
+    num_generated = 0
+    for seed in seeds:
+        holds, generated = is_undisturbed(decoder, alone, seed, folder, CheckedQueues)
+        assert holds, f"seed {seed}"
+        num_generated += generated
+    assert num_generated > 10 * len(seeds)
+
+
+def test_whatever_happens_to_a_request_its_tokens_are_the_same(
+    decoder: Decoder, alone: list[list[int]], tmp_path: Path
+) -> None:
+    check(decoder, alone, range(NUM_HISTORIES), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_histories(decoder: Decoder, alone: list[list[int]], tmp_path: Path) -> None:
+    check(decoder, alone, range(NUM_SLOW_HISTORIES), tmp_path)
+
+
+@pytest.mark.gpu
+def test_streams_of_a_gpu_keep_the_order_too(folder: Path, tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    decoder = tiny_decoder(folder, device=device)
+    alone = generated_alone(decoder, lambda _: CudaQueues(device))
+    for seed in range(300):
+        holds, _ = is_undisturbed(decoder, alone, seed, tmp_path, lambda _: CudaQueues(device))
+        assert holds, f"seed {seed}"
+
+
+def _nothing(*_: Any) -> None:
+    """In place of a wait."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "wait"),
+    [
+        (BlockUses, "begin"),  # of a queue for what other queues do with the same blocks
+        (BlockUses, "settle"),  # of the host, before a transfer
+        (CheckedQueue, "wait"),  # of a prefetch for its own offload, as well
+    ],
+)
+def test_a_wait_that_is_left_out_shows(
+    owner: Any, wait: str, decoder: Decoder, alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, wait, _nothing)
+    for seed in range(MAX_HISTORIES_TO_SHOW):
+        try:
+            holds, _ = is_undisturbed(decoder, alone, seed, tmp_path, CheckedQueues)
+        except AssertionError:
+            return
+        if not holds:
+            return
+    pytest.fail(f"{MAX_HISTORIES_TO_SHOW} histories without a wait, and nothing was wrong")
