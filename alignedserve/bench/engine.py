@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from alignedserve.bench.engine_ceilings import Ceilings, ProductClock, measure_ceilings
+from alignedserve.bench.engine_result import EngineBenchmarkResult
 from alignedserve.bench.engine_workloads import RequestGroup, parse_workload
 from alignedserve.bench.shapes import SHAPES
 from alignedserve.core.blocks import BlockAllocator, blocks_for
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.attention import AUTO
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.dtypes import torch_dtype
@@ -49,6 +51,7 @@ class EngineBenchmarkSpec:
     dtype: str = "float32"
     quantization: str | None = None  # int8: the linear layers
     device: str = "cpu"
+    attention: str = AUTO  # one of CHOICES of runtime.attention
     max_sequences: int = 128
     max_step_tokens: int = 2048  # prefill tokens of one step
     block_size: int = 16
@@ -69,43 +72,6 @@ class EngineBenchmarkSpec:
         return max(group.prompt_len + group.output_len for group in self.groups)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineBenchmarkResult:
-    """What was measured; times in seconds. Every field is plain JSON."""
-
-    model: str
-    dtype: str
-    quantization: str | None
-    threads: int
-    num_requests: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_steps: int
-    wall_s: float
-    output_tokens_per_s: float
-    total_tokens_per_s: float
-    prefill_s: float  # forward passes with prompt tokens in them
-    decode_s: float  # forward passes with nothing but decodes
-    # Where the wall time went. These five and `waiting_s` are all of it.
-    linear_s: float
-    attention_s: float
-    other_forward_s: float  # norms, rotation, embeddings, residuals, writing the cache
-    sampling_s: float
-    prepare_s: float
-    waiting_s: float  # outside the engine: admission and bookkeeping of this loop
-    # Ceilings measured after the run, on the same weights.
-    gemm_floor_s: float
-    share_of_gemm_floor: float  # floor / wall: 1 would be products and nothing else
-    weight_reading_s: float
-    share_of_weight_reading: float  # the same for reading the weights once per step; above it only with few rows
-    read_gb_per_s: float
-    outside_forward_share: float  # of the wall time
-    weight_bytes: int
-    kv_token_bytes: int
-    kv_bytes: int  # block storage asked for
-    peak_rss_bytes: int  # of loading, packing and running, before the ceilings
-
-
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
     """A named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
     return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, None, device, seed=seed)))
@@ -124,21 +90,37 @@ def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
 
 
 def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
-    """Load the model and run the workload once, after one short run that warms caches up; then measure the ceilings."""
+    """Load the model and run the workload once, after one short run that warms caches up; then measure the ceilings of
+    a CPU."""
     config, weights = _load(spec)
     _check_context(config, spec)
+    is_cpu = torch.device(spec.device).type == "cpu"
     clock = ProductClock()
-    engine = make_engine(Decoder(config, clock.watch(weights)), spec)
-    warm_up = RequestGroup(min(4, spec.max_sequences), min(8, spec.max_context_len - 1), 2)
-    if warm_up.prompt_len >= 1 and spec.max_context_len > warm_up.prompt_len + 2:
-        WorkloadRun(engine, spec, (warm_up,)).run()
+    engine = make_engine(Decoder(config, clock.watch(weights) if is_cpu else weights), spec)
+    _warm_up(engine, spec)
     clock.reset()
     run = WorkloadRun(engine, spec, spec.groups)
     started = time.perf_counter()
     run.run()
-    measured = _Measured(run.times, clock.seconds, time.perf_counter() - started, peak_rss_bytes())
-    bytes_per_step = config.num_projected * (1 if spec.quantization == "int8" else torch_dtype(spec.dtype).itemsize)
+    wall_s = time.perf_counter() - started
+    if not is_cpu:
+        peaks = (peak_rss_bytes(), int(torch.cuda.max_memory_allocated()))
+        return _result(spec, engine, _Measured(run.times, None, wall_s, *peaks), None)
+    measured = _Measured(run.times, clock.seconds, wall_s, peak_rss_bytes(), None)
+    bytes_per_step = step_weight_bytes(config, spec.dtype, spec.quantization)
     return _result(spec, engine, measured, measure_ceilings(weights, clock, bytes_per_step, run.times.num_steps))
+
+
+def step_weight_bytes(config: ModelConfig, dtype: str, quantization: str | None) -> int:
+    """Weights that every step reads whole, whatever its tokens."""
+    return config.num_projected * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
+
+
+def _warm_up(engine: Engine, spec: EngineBenchmarkSpec) -> None:
+    warm_up = RequestGroup(min(4, spec.max_sequences), min(8, spec.max_context_len - 1), 2)
+    if warm_up.prompt_len >= 1 and spec.max_context_len > warm_up.prompt_len + 2:
+        WorkloadRun(engine, spec, (warm_up,)).run()
+    engine.record_graphs()
 
 
 def peak_rss_bytes() -> int:
@@ -154,7 +136,11 @@ def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
     num_blocks = int(np.sort(np.repeat(blocks, counts))[-spec.max_sequences :].sum())
     storage = BlockStorage(layout, num_blocks, spec.device)
     return Engine(
-        model=decoder, storage=storage, max_sequences=spec.max_sequences, max_context_len=spec.max_context_len
+        model=decoder,
+        storage=storage,
+        max_sequences=spec.max_sequences,
+        max_context_len=spec.max_context_len,
+        attention=spec.attention,
     )
 
 
@@ -182,9 +168,10 @@ class WorkloadTimes:
 @dataclass(frozen=True, slots=True)
 class _Measured:
     times: WorkloadTimes
-    linear_s: float
+    linear_s: float | None  # None on a GPU, as the ceilings
     wall_s: float
     peak_rss_bytes: int
+    peak_device_bytes: int | None
 
 
 @dataclass(slots=True)
@@ -275,9 +262,10 @@ def _check_context(config: ModelConfig, spec: EngineBenchmarkSpec) -> None:
 
 
 def _result(
-    spec: EngineBenchmarkSpec, engine: Engine, measured: _Measured, ceilings: Ceilings
+    spec: EngineBenchmarkSpec, engine: Engine, measured: _Measured, ceilings: Ceilings | None
 ) -> EngineBenchmarkResult:
     config, times, wall_s = engine.model.config, measured.times, measured.wall_s
+    linear_s = measured.linear_s
     num_prompt_tokens = sum(group.num_requests * group.prompt_len for group in spec.groups)
     num_output_tokens = sum(group.num_requests * group.output_len for group in spec.groups)
     forward_s = times.prefill_s + times.decode_s
@@ -285,6 +273,8 @@ def _result(
         model=spec.model,
         dtype=spec.dtype,
         quantization=spec.quantization,
+        device=spec.device,
+        attention=spec.attention,
         threads=torch.get_num_threads(),
         num_requests=sum(group.num_requests for group in spec.groups),
         num_prompt_tokens=num_prompt_tokens,
@@ -295,20 +285,21 @@ def _result(
         total_tokens_per_s=(num_prompt_tokens + num_output_tokens) / wall_s,
         prefill_s=times.prefill_s,
         decode_s=times.decode_s,
-        linear_s=measured.linear_s,
-        attention_s=times.attention_s,
-        other_forward_s=forward_s - measured.linear_s - times.attention_s,
+        linear_s=linear_s,
+        attention_s=None if linear_s is None else times.attention_s,
+        other_forward_s=None if linear_s is None else forward_s - linear_s - times.attention_s,
         sampling_s=times.sampling_s,
         prepare_s=times.prepare_s,
         waiting_s=wall_s - forward_s - times.sampling_s - times.prepare_s,
-        gemm_floor_s=ceilings.gemm_floor_s,
-        share_of_gemm_floor=ceilings.gemm_floor_s / wall_s,
-        weight_reading_s=ceilings.weight_reading_s,
-        share_of_weight_reading=ceilings.weight_reading_s / wall_s,
-        read_gb_per_s=ceilings.read_bytes_per_s / 1e9,
+        gemm_floor_s=ceilings and ceilings.gemm_floor_s,
+        share_of_gemm_floor=ceilings and ceilings.gemm_floor_s / wall_s,
+        weight_reading_s=ceilings and ceilings.weight_reading_s,
+        share_of_weight_reading=ceilings and ceilings.weight_reading_s / wall_s,
+        read_gb_per_s=ceilings and ceilings.read_bytes_per_s / 1e9,
         outside_forward_share=1.0 - forward_s / wall_s,
         weight_bytes=config.loaded_weight_bytes(spec.dtype, spec.quantization),
         kv_token_bytes=config.kv_token_bytes(spec.dtype),
         kv_bytes=engine.storage.num_blocks * engine.storage.layout.block_bytes,
         peak_rss_bytes=measured.peak_rss_bytes,
+        peak_device_bytes=measured.peak_device_bytes,
     )

@@ -1,12 +1,9 @@
-"""Reports as tables for a person."""
-
-from collections.abc import Mapping, Sequence
+"""What clients saw, as tables for a person."""
 
 from rich.console import Console
 from rich.table import Table
 
 from alignedserve.bench.summary import ClassReport, GeneratorReport, LoadReport
-from alignedserve.bench.transfer_result import TransferResult
 from alignedserve.core.metrics import Distribution
 from alignedserve.core.request import Slo
 
@@ -114,42 +111,3 @@ def _share(value: float | None) -> str:
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def print_transfers(console: Console, rows: Sequence[TransferResult]) -> None:
-    """Speeds of block transfers, one row for each."""
-    table = Table(title="block transfers, GB/s", title_justify="left", header_style="bold")
-    table.add_column("blocks")
-    for heading in ("MiB", "by", "what", "moved", "plain copy", "share"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        size = f"{row.num_blocks * row.block_bytes / 2**20:.0f}"
-        speeds = (f"{row.gb_per_s:.2f}", f"{row.plain_gb_per_s:.2f}", f"{row.share:.0%}")
-        blocks = f"{row.shape}, {row.block_bytes // 1024} KiB"
-        table.add_row(blocks, size, row.transport, row.operation, *speeds)
-    console.print(table)
-
-
-def print_fields(console: Console, fields: Mapping[str, object], *, title: str) -> None:
-    """A flat record as a table with one row per field."""
-    table = Table(title=title, title_justify="left", show_header=False)
-    for name, value in fields.items():
-        table.add_row(name.replace("_", " "), _shown_value(value))
-    console.print(table)
-
-
-def print_records(console: Console, records: Sequence[Mapping[str, object]], *, title: str) -> None:
-    """Flat records of the same fields as a table with one row per record."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for name, value in records[0].items():
-        is_name = isinstance(value, str)  # the headings break into lines, names and numbers do not
-        table.add_column(name.replace("_", " "), justify="left" if is_name else "right", no_wrap=is_name)
-    for record in records:
-        table.add_row(*map(_shown_value, record.values()))
-    console.print(table)
-
-
-def _shown_value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

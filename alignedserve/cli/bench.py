@@ -1,4 +1,4 @@
-"""`alignedserve bench`: load on a running server, the engine, scheduling and block transfers alone."""
+"""`alignedserve bench`: load on a running server, and the parts of a server that compute on no device."""
 
 import asyncio
 from dataclasses import asdict, dataclass, field, replace
@@ -9,8 +9,9 @@ from rich.progress import Progress
 from alignedserve.bench.client import Endpoint, OpenAiClient, Outcome
 from alignedserve.bench.load import LoadGenerator, Run, Sent
 from alignedserve.bench.prompts import CallMaker, load_tokenizer, to_json
-from alignedserve.bench.report import print_fields, print_load_report, print_records, print_transfers
+from alignedserve.bench.report import print_load_report
 from alignedserve.bench.summary import summarise
+from alignedserve.bench.tables import print_records
 from alignedserve.bench.workload import Plan, PlannedRequest, TrafficClass, plan_synthetic, plan_trace
 from alignedserve.cli.console import FAILURE, notes, progress, results, write_json
 from alignedserve.config.environment import client_api_key, data_dir
@@ -153,42 +154,6 @@ async def _send_all(plan: Plan, maker: CallMaker, client: OpenAiClient, bar: Pro
     return await LoadGenerator(plan=plan, send=send, on_done=on_done, cuts_off=cuts_off).run()
 
 
-# --- bench engine -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What the command line says."""
-
-    model: str
-    workload: str
-    dtype: str
-    quantization: str | None
-    seed: int
-    json_output: bool
-
-
-def bench_engine(options: EngineOptions) -> int:
-    """Run the command; returns its exit code."""
-    # Here and not above: it loads PyTorch, which bench serve does not need.
-    from alignedserve.bench.engine import EngineBenchmarkSpec, parse_workload, run_engine_benchmark
-
-    spec = EngineBenchmarkSpec(
-        model=options.model,
-        groups=parse_workload(options.workload, options.seed),
-        dtype=options.dtype,
-        quantization=options.quantization,
-        seed=options.seed,
-    )
-    with notes().status(f"{options.model}, {options.workload}"):
-        result = run_engine_benchmark(spec)
-    if options.json_output:
-        write_json(to_json(result), "-")
-    else:
-        print_fields(results(), asdict(result), title="engine")
-    return 0
-
-
 # --- bench schedule ---------------------------------------------------------------------------------------------------
 
 
@@ -225,34 +190,6 @@ def bench_schedule(options: ScheduleOptions) -> int:
     print_records(results(), [asdict(row) for row in result.forming], title=f"batch formers, lengths {result.lengths}")
     print_records(results(), [asdict(row) for row in result.moving], title="quad-tree, a pooled request grows")
     print_records(results(), [asdict(row) for row in result.iterations], title="one decode iteration, lengths azure")
-    return 0
-
-
-# --- bench transfer ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TransferOptions:
-    """What the command line says."""
-
-    shapes: tuple[str, ...]
-    mebibytes: tuple[int, ...]
-    num_rounds: int
-    json_output: bool
-
-
-def bench_transfer(options: TransferOptions) -> int:
-    """Run the command; returns its exit code."""
-    # Here and not above: it loads PyTorch, which bench serve does not need.
-    from alignedserve.bench.transfer import TransferBenchmarkSpec, run_transfer_benchmark
-
-    spec = TransferBenchmarkSpec(options.shapes, options.mebibytes, options.num_rounds)
-    with notes().status(f"blocks of {', '.join(options.shapes)}"):
-        rows = run_transfer_benchmark(spec)
-    if options.json_output:
-        write_json(to_json(rows), "-")
-    else:
-        print_transfers(results(), rows)
     return 0
 
 

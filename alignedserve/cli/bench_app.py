@@ -13,7 +13,7 @@ from alignedserve.cli.options import JsonFlag, ModelOption, SeedOption, UrlOptio
 from alignedserve.core.errors import ConfigError
 
 bench_app = typer.Typer(
-    help="Measure a running server, or the engine, scheduling or block transfers alone.", no_args_is_help=True
+    help="Measure a running server, or kernels, engine, scheduling or block transfers alone.", no_args_is_help=True
 )
 
 TraceOption = Annotated[
@@ -51,6 +51,7 @@ TokenizerOption = Annotated[
     Path | None, typer.Option(help="Folder with a tokenizer.json: prompts of exact length.", file_okay=False)
 ]
 TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.001, help="Give a request up after this long.")]
+DeviceOption = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")]
 JsonTarget = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the report as JSON.")]
 
 
@@ -123,25 +124,51 @@ def bench_serve(
 @bench_app.command("engine")
 def bench_engine(
     shape: Annotated[
-        str | None, typer.Option("--shape", help="Named shape with random weights.", show_default="opt-125m")
+        str | None,
+        typer.Option("--shape", help="Named shape with random weights.", show_default="opt-125m; GPU: llama-3-8b"),
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Model folder, in place of a shape.")] = None,
     workload: Annotated[
-        str,
-        typer.Option(help="Requests x prompt tokens : output tokens, a comma between groups; or w1, w2, w3, w4, one."),
-    ] = "w1",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+        str | None,
+        typer.Option(
+            help="Requests x prompt tokens : output tokens, a comma between groups; or w1, w2, w3, w4, one; or "
+            "iterations: single ones, against what the device can do.",
+            show_default="w1; GPU: iterations",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16.", show_default="float32; GPU: bfloat16"),
+    ] = None,
     quantization: Annotated[str | None, typer.Option(help="int8: linear layers with weights of 8 bits.")] = None,
+    device: DeviceOption = "auto",
+    attention: Annotated[str, typer.Option(help="auto, triton, torch or an instruction set of the CPU.")] = "auto",
     seed: SeedOption = 0,
     json_output: JsonFlag = False,
 ) -> None:
     """Measure the engine alone, offline: no gateway, no router, no pool."""
-    from alignedserve.cli.bench import EngineOptions
-    from alignedserve.cli.bench import bench_engine as run
+    from alignedserve.cli.bench_device import EngineOptions
+    from alignedserve.cli.bench_device import bench_engine as run
 
     if shape is not None and model is not None:
         raise ConfigError("give either --shape or --model")
-    raise typer.Exit(run(EngineOptions(model or shape or "opt-125m", workload, dtype, quantization, seed, json_output)))
+    options = EngineOptions(model or shape, workload, dtype, quantization, device, attention, seed, json_output)
+    raise typer.Exit(run(options))
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    device: DeviceOption = "auto",
+    shape: Annotated[str, typer.Option(help="Named shape whose heads and widths are used.")] = "llama-3-8b",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    is_toy: Annotated[bool, typer.Option("--toy", help="Sizes that show only whether everything runs.")] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Measure attention and the other kernels alone, by every implementation that runs here."""
+    from alignedserve.cli.bench_device import KernelOptions
+    from alignedserve.cli.bench_device import bench_kernels as run
+
+    raise typer.Exit(run(KernelOptions(device, shape, dtype, is_toy, json_output)))
 
 
 @bench_app.command("schedule")
@@ -192,8 +219,8 @@ def bench_transfer(
     json_output: JsonFlag = False,
 ) -> None:
     """Measure how fast KV blocks move by every transport of this machine, against a plain copy of the same bytes."""
-    from alignedserve.cli.bench import TransferOptions
-    from alignedserve.cli.bench import bench_transfer as run
+    from alignedserve.cli.bench_device import TransferOptions
+    from alignedserve.cli.bench_device import bench_transfer as run
 
     mebibytes = tuple(int(size) if size.isascii() and size.isdigit() else 0 for size in sizes.split(","))
     raise typer.Exit(run(TransferOptions(tuple(shapes.split(",")), mebibytes, rounds, json_output)))

@@ -21,7 +21,7 @@ from kernels.sampling import RowParameters
 
 _TILE = 4096  # tokens that are held at a time
 _WARPS = 16
-_MOST_TOKENS = 1 << 18  # whose weights together fit an integer of 64 bits
+MOST_TOKENS = 1 << 18  # whose weights together fit an integer of 64 bits
 _UNITS = tl.constexpr(float(1 << 44))  # of the likeliest token's weight
 _LEAST_TEMPERATURE = tl.constexpr(1e-30)  # whose inverse is finite; near it only the likeliest have any weight
 # Distances as integers: where a search begins, 2, 5 and 10, between which most filters end, and infinity.
@@ -42,7 +42,7 @@ def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor,
     """
     num_rows, vocabulary = logits.shape
     temperature, top_k, top_p, min_p, draws = RowParameters(*parameters)
-    assert 0 < vocabulary <= _MOST_TOKENS, f"a vocabulary of {vocabulary}"
+    assert 0 < vocabulary <= MOST_TOKENS, f"a vocabulary of {vocabulary}"
     assert logits.stride(1) == 1 or vocabulary == 1, "not rows of contiguous logits"
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_usable = torch.empty(num_rows, dtype=torch.bool, device=logits.device)

@@ -1,0 +1,91 @@
+"""What the benchmark of the kernels measures: pieces of work by whatever computes them here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from alignedserve.bench.device_result import KernelRow
+from alignedserve.bench.device_timing import synchronise
+from alignedserve.runtime.dtypes import dtype_name
+from alignedserve.runtime.model_config import ModelConfig
+from kernels.gpu_choice import gpu_kernels_run, works
+
+TORCH, TRITON = "torch", "triton"
+
+
+class KernelWork(NamedTuple):
+    """One kernel over one batch, by one implementation."""
+
+    kernel: str
+    case: str
+    by: str
+    run: Callable[[], object]
+    num_bytes: int  # that must be read, and written where `is_copy`
+    num_operations: int = 0
+    is_copy: bool = True
+
+
+@dataclass(slots=True)
+class KernelBench:
+    """Where and for which model; which work does not run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    config: ModelConfig
+    is_toy: bool
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def runs_triton(self) -> bool:
+        """Its interpreter takes seconds for what is not a toy."""
+        return gpu_kernels_run(self.device) and (self.device.type == "cuda" or self.is_toy)
+
+    def that_runs(self, works_of_group: list[KernelWork]) -> list[KernelWork]:
+        """Those whose first call, which also compiles and warms up, goes through."""
+        return [work for work in works_of_group if self._runs(work)]
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Normally distributed numbers in the dtype and on the device of the benchmark."""
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def _runs(self, work: KernelWork) -> bool:
+        def trial() -> None:
+            work.run()
+            synchronise(self.device)
+
+        if work.by == TORCH or self.device.type == "cpu":
+            trial()
+            return True
+        runs = works(f"{work.kernel}, {work.case}, {dtype_name(self.dtype)}, {work.by}", trial)
+        if not runs:
+            self.left_out.append(f"{work.kernel}, {work.case}, by {work.by}: its launch fails, the log says why")
+        return runs
+
+
+def one_by_triton(kernel: str) -> str:
+    """The line for a kernel that only Triton has, where it does not run."""
+    return f"{kernel}: needs an NVIDIA GPU and Triton"
+
+
+def rows_of(
+    works_of_group: list[KernelWork], seconds: list[float], bound_of: Callable[[KernelWork], tuple[str, float]]
+) -> list[KernelRow]:
+    """Figures of works and their times; `bound_of` gives the name and seconds of what a work cannot be faster than."""
+    rows = []
+    for work, taken in zip(works_of_group, seconds, strict=True):
+        bound, bound_s = bound_of(work)
+        rows.append(
+            KernelRow(
+                kernel=work.kernel,
+                case=work.case,
+                by=work.by,
+                microseconds=taken * 1e6,
+                gb_per_s=work.num_bytes / taken / 1e9,
+                tflop_per_s=work.num_operations / taken / 1e12,
+                bound=bound,
+                share=bound_s / taken,
+            )
+        )
+    return rows

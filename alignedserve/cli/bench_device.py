@@ -1,0 +1,144 @@
+"""`alignedserve bench`: kernels, the engine and block transfers alone, on the device that computes.
+
+Loads nothing that a server needs (Ray, msgspec, an HTTP client), so that it runs on a bare machine with a GPU; what
+loads PyTorch is imported inside the functions, as in main.py.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+from alignedserve.bench.tables import print_fields, print_iterations, print_kernels, print_transfers
+from alignedserve.cli.console import notes, progress, results, write_json
+
+_ITERATIONS = "iterations"
+
+
+def _print_json(report: object) -> None:
+    write_json(json.dumps(report, indent=2).encode() + b"\n", "-")
+
+
+# --- bench engine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the command line says; None: what suits the device."""
+
+    model: str | None
+    workload: str | None
+    dtype: str | None
+    quantization: str | None
+    device: str
+    attention: str
+    seed: int
+    json_output: bool
+
+
+def bench_engine(options: EngineOptions) -> int:
+    """Run the command; returns its exit code."""
+    from alignedserve.bench.device_timing import chosen_device
+
+    is_cuda = chosen_device(options.device).type == "cuda"
+    if (options.workload or (_ITERATIONS if is_cuda else "w1")) == _ITERATIONS:
+        return _bench_iterations(options, is_cuda=is_cuda)
+    return _bench_workload(options, is_cuda=is_cuda)
+
+
+def _bench_workload(options: EngineOptions, *, is_cuda: bool) -> int:
+    from alignedserve.bench.engine import EngineBenchmarkSpec, parse_workload, run_engine_benchmark
+
+    workload = options.workload or "w1"
+    spec = EngineBenchmarkSpec(
+        model=options.model or ("llama-3-8b" if is_cuda else "opt-125m"),
+        groups=parse_workload(workload, options.seed),
+        dtype=options.dtype or ("bfloat16" if is_cuda else "float32"),
+        quantization=options.quantization,
+        device="cuda" if is_cuda else "cpu",
+        attention=options.attention,
+        seed=options.seed,
+    )
+    with notes().status(f"{spec.model}, {workload}"):
+        result = asdict(run_engine_benchmark(spec))
+    if options.json_output:
+        _print_json(result)
+    else:
+        known = {name: value for name, value in result.items() if value is not None or name == "quantization"}
+        print_fields(results(), known, title="engine")
+    return 0
+
+
+def _bench_iterations(options: EngineOptions, *, is_cuda: bool) -> int:
+    from alignedserve.bench.engine_iterations import IterationSpec, run_iteration_benchmark
+
+    spec = IterationSpec(
+        model=options.model or ("llama-3-8b" if is_cuda else "opt-125m"),
+        dtype=options.dtype or ("bfloat16" if is_cuda else "float32"),
+        quantization=options.quantization,
+        device="cuda" if is_cuda else "cpu",
+        attention=options.attention,
+        is_toy=options.model == "toy",
+        seed=options.seed,
+    )
+    with notes().status(f"{spec.model}, single iterations"):
+        report = run_iteration_benchmark(spec)
+    if options.json_output:
+        _print_json(asdict(report))
+    else:
+        print_iterations(results(), report)
+    return 0
+
+
+# --- bench kernels ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """What the command line says."""
+
+    device: str
+    shape: str
+    dtype: str
+    is_toy: bool
+    json_output: bool
+
+
+def bench_kernels(options: KernelOptions) -> int:
+    """Run the command; returns its exit code."""
+    from alignedserve.bench.kernels import KernelBenchmarkSpec, run_kernel_benchmark
+
+    spec = KernelBenchmarkSpec(options.device, options.shape, options.dtype, options.is_toy)
+    with progress() as bar:
+        task = bar.add_task("kernels", total=None, status="")
+        report = run_kernel_benchmark(spec, lambda row: bar.update(task, advance=1, status=f"{row.kernel}, {row.by}"))
+    if options.json_output:
+        _print_json(asdict(report))
+    else:
+        print_kernels(results(), report)
+    return 0
+
+
+# --- bench transfer ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """What the command line says."""
+
+    shapes: tuple[str, ...]
+    mebibytes: tuple[int, ...]
+    num_rounds: int
+    json_output: bool
+
+
+def bench_transfer(options: TransferOptions) -> int:
+    """Run the command; returns its exit code."""
+    from alignedserve.bench.transfer import TransferBenchmarkSpec, run_transfer_benchmark
+
+    spec = TransferBenchmarkSpec(options.shapes, options.mebibytes, options.num_rounds)
+    with notes().status(f"blocks of {', '.join(options.shapes)}"):
+        rows = run_transfer_benchmark(spec)
+    if options.json_output:
+        _print_json([asdict(row) for row in rows])
+    else:
+        print_transfers(results(), rows)
+    return 0
