@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from alignedserve.config.sections import DecodeWorkerConfig, ModelSectionConfig, SchedulingConfig
+from alignedserve.config.sections import DecodeWorkerConfig, EngineConfig, ModelSectionConfig, SchedulingConfig
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
@@ -21,6 +21,7 @@ from alignedserve.messages.gateways import TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import PrefillRequest, WorkerRegistered
+from alignedserve.runtime.devices import worker_devices
 from alignedserve.runtime.served_model import resolve_model
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
@@ -56,11 +57,14 @@ class LLM:
         quantization: str | None = None,
         max_running: int = 64,
         memory_bytes: int = 256 * 2**20,
+        device: str = "auto",
     ) -> None:
-        served = resolve_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization))
+        """`device`: as engine.device."""
+        (on,) = worker_devices(EngineConfig(device=device).device, 1)
+        served = resolve_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization), on)
         self._tokenizer = Tokenizer.load(served.folder)
         self._max_context_len = served.max_context_len
-        self._engine = WorkerEngine(served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE))
+        self._engine = WorkerEngine(served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=on))
         registered = WorkerRegistered(
             num_blocks=self._engine.num_blocks,
             block_size=_BLOCK_SIZE,

@@ -26,10 +26,13 @@ from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.device_queues import queues_of
+from alignedserve.runtime.devices import CUDA, worker_devices
 from alignedserve.runtime.engine import Engine
 from alignedserve.runtime.engine_visits import EngineVisits, Point
 from alignedserve.runtime.model_shape import shape_of
 from alignedserve.runtime.served_model import POCKET, pocket_folder
+from alignedserve.runtime.staged_copies import StagedCopies
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -48,11 +51,14 @@ class ProfileSpec:
     duration_s: float = 90.0  # of measuring; loading comes on top
     num_threads: int | None = None  # torch's own choice when None
     cache_bytes: int = 1 << 30
+    device: str = "cpu"  # as engine.device; cuda: the first GPU
     is_cpu_time: bool = False  # of the computing thread, in place of the clock: what others do counts less
 
     def __post_init__(self) -> None:
         if self.is_cpu_time and self.num_threads != 1:
             raise ConfigError("processor time needs threads to be 1: of several, it would count those that wait.")
+        if self.is_cpu_time and self.device.startswith(CUDA):
+            raise ConfigError("processor time says nothing of a GPU.")
         if self.duration_s <= 0.0:
             raise ConfigError("duration must be above 0.")
         if self.num_threads is not None and self.num_threads < 1:
@@ -119,16 +125,17 @@ class _Profiler:
     """An engine whose blocks are dealt out anew for each point."""
 
     def __init__(self, spec: ProfileSpec) -> None:
-        decoder = load_decoder(spec.where, spec.dtype)
+        decoder = load_decoder(spec.where, spec.dtype, worker_devices(spec.device, 1)[0])
         config = decoder.config
         layout = config.block_layout(_BLOCK_SIZE, spec.dtype)
         self.shape: ModelShape = shape_of(spec.model, config, spec.dtype)
         self._duration_s = spec.duration_s
         self._clock = time.thread_time if spec.is_cpu_time else time.perf_counter
-        self._storage = BlockStorage(layout, max(1, spec.cache_bytes // layout.block_bytes))
+        self._storage = BlockStorage(layout, max(1, spec.cache_bytes // layout.block_bytes), decoder.device)
         self._storage.bytes.zero_()  # attention reads them before anything was computed
         self._max_context_len = config.max_position_embeddings
         engine = Engine(model=decoder, storage=self._storage, max_sequences=64, max_context_len=self._max_context_len)
+        engine.record_graphs()
         # In no order, as the blocks of a worker that has served for a while.
         self._block_ids: list[int] = np.random.default_rng(0).permutation(self._storage.num_blocks).tolist()
         self._visits = EngineVisits(engine, block_ids=self._block_ids, clock=self._clock)
@@ -157,17 +164,32 @@ class _Profiler:
 
     def memory_link(self) -> LinkModel:
         """Copies of whole blocks, one after the other, to another place in host memory and in another order."""
-        stored = self._storage.bytes.numpy()
-        counts = [count for count in _COPY_BLOCKS if count * _NUM_COPIES <= len(stored)]
-        target = np.zeros((counts[-1], stored.shape[1]), np.uint8)
+        num_blocks, block_bytes = self._storage.bytes.shape
+        counts = [count for count in _COPY_BLOCKS if count * _NUM_COPIES <= num_blocks]
+        copy = self._copier(counts[-1])
         rows = []
         for count in counts:
             # Other blocks each time: those just copied would come from the processor's caches.
             visits = [self._block_ids[index * count :][:count] for index in range(_NUM_COPIES)]
-            seconds = statistics.median(self._timed(partial(_copy, stored, blocks, target)) for blocks in visits)
-            rows.append((1.0 / seconds, count * stored.shape[1] / seconds))
+            seconds = statistics.median(self._timed(partial(copy, blocks)) for blocks in visits)
+            rows.append((1.0 / seconds, count * block_bytes / seconds))
         latency_s, byte_s = nonnegative_least_squares(np.array(rows), np.ones(len(rows))).tolist()
         return LinkModel(latency_s, 1.0 / byte_s)
+
+    def _copier(self, max_blocks: int) -> Callable[[Sequence[int]], object]:
+        """Copies blocks to host memory; from a GPU as an engine does, until they are there."""
+        if self._storage.device.type == "cpu":
+            target = np.zeros((max_blocks, self._storage.layout.block_bytes), np.uint8)
+            return partial(_copy, self._storage.bytes.numpy(), target)
+        queue = queues_of(self._storage.device).queue("offload")
+        copies = StagedCopies(self._storage.bytes, queue)
+        rows = copies.pinned(max_blocks)
+
+        def copy(blocks: Sequence[int]) -> None:
+            copies.copy_out(np.array(blocks, np.int64), rows[: len(blocks)])
+            queue.record().wait_on_host()
+
+        return copy
 
     def _timed(self, work: Callable[[], object]) -> float:
         started = self._clock()
@@ -175,6 +197,6 @@ class _Profiler:
         return self._clock() - started
 
 
-def _copy(source: ByteArray, blocks: Sequence[int], target: ByteArray) -> None:
+def _copy(source: ByteArray, target: ByteArray, blocks: Sequence[int]) -> None:
     for place, block in enumerate(blocks):
         target[place] = source[block]

@@ -16,7 +16,9 @@ from alignedserve.config.environment import thread_waiting
 from alignedserve.core.errors import AlignedServeError
 from alignedserve.runtime.arena import arena_folder
 from alignedserve.runtime.attention import TORCH
+from alignedserve.runtime.attention_choice import measure_gpu_attention
 from alignedserve.runtime.cores import threads_per_worker
+from alignedserve.runtime.devices import cuda_obstacle, describe_gpus
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.served_model import pocket_folder
 from alignedserve.runtime.tokenizer import Tokenizer
@@ -75,17 +77,33 @@ def _instruction_sets() -> str:
 
 
 def _engine() -> list[Finding]:
-    has_cuda = torch.cuda.is_available()
-    device = f"{torch.cuda.get_device_name(0)} found, but this version computes on the CPU" if has_cuda else "CPU"
-    flash = "installed" if importlib.util.find_spec("flash_attn") else "not installed (not needed on a CPU)"
     return [
         Finding("PyTorch", torch.__version__),
-        Finding("Device", device),
+        Finding("Device", _device()),
         Finding("Threads", _threads()),
         Finding("Weights", _weights()),
         Finding("Attention", _attention()),
-        Finding("flash-attn", flash),
+        *_gpu(),
         _pocket(),
+    ]
+
+
+def _device() -> str:
+    obstacle = cuda_obstacle()
+    if obstacle is not None:
+        return f"CPU ({obstacle})"
+    return f"CPU; with engine.device=cuda {'; '.join(describe_gpus())}"
+
+
+def _gpu() -> list[Finding]:
+    """How attention would be computed on a GPU; measured where there is one."""
+    flash = "installed" if importlib.util.find_spec("flash_attn") else "not installed"
+    if cuda_obstacle() is not None:
+        return [Finding("flash-attn", f"{flash} (not needed on a CPU)")]
+    choice = measure_gpu_attention(torch.device("cuda"))
+    return [
+        Finding("GPU attention", choice.decodes),
+        Finding("Prompts on a GPU", f"{choice.prompts}; flash-attn is {flash}"),
     ]
 
 

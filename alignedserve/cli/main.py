@@ -261,6 +261,7 @@ def profile(
         str, typer.Argument(help='Model folder, "pocket", or a named shape with random weights (opt-125m, ...).')
     ],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda (the first GPU) or cuda:N.")] = "cpu",
     num_threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads of a pass.", show_default="all cores")
     ] = None,
@@ -281,6 +282,7 @@ def profile(
     options = ProfileOptions(
         model=model,
         dtype=dtype,
+        device=device,
         num_threads=num_threads,
         duration_s=15.0 if is_quick else duration_s,
         is_cpu_time=is_cpu_time,

@@ -34,6 +34,7 @@ class ProfileOptions:
 
     model: str
     dtype: str = "float32"
+    device: str = "cpu"
     num_threads: int | None = None
     duration_s: float = 90.0
     is_cpu_time: bool = False
@@ -46,6 +47,7 @@ def profile(options: ProfileOptions) -> int:
     spec = ProfileSpec(
         model=options.model,
         dtype=options.dtype,
+        device=options.device,
         duration_s=options.duration_s,
         num_threads=options.num_threads,
         is_cpu_time=options.is_cpu_time,

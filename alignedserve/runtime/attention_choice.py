@@ -2,8 +2,11 @@
 
 import importlib
 import logging
-from typing import cast
+from typing import NamedTuple, cast
 
+import torch
+
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.attention import TORCH, TRITON, AttentionPlanner, attention_level
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.dtypes import torch_dtype
@@ -11,8 +14,10 @@ from alignedserve.runtime.gathered_attention import GatheredPlanner
 from alignedserve.runtime.model_config import ModelConfig
 from alignedserve.runtime.paged_attention import PagedPlanner
 from alignedserve.runtime.sequences import SequenceTable
+from kernels.gpu_choice import gpu_kernels_run
 from kernels.paged import PagedAttention
 
+_GROUP = 4  # query heads per key head of the model that doctor measures with
 logger = logging.getLogger(__name__)
 
 
@@ -34,3 +39,23 @@ def attention_planner(
         return GatheredPlanner(table, storage, config.sliding_window)
     paged = PagedAttention(storage.blocks, group=config.group_size, level=level)
     return PagedPlanner(table, config.sliding_window, paged)
+
+
+class GpuAttention(NamedTuple):
+    """What computes attention on a GPU, in words."""
+
+    decodes: str
+    prompts: str
+
+
+def measure_gpu_attention(device: torch.device) -> GpuAttention:
+    """Of a model with the heads of an 8B Llama, in bfloat16."""
+    layout = BlockLayout(block_size=16, num_layers=1, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    if not gpu_kernels_run(device):
+        return GpuAttention("plain PyTorch: Triton is not installed", "plain PyTorch")
+    gpu_attention = importlib.import_module("alignedserve.runtime.gpu_attention")
+    if not gpu_attention.gpu_attention_works(layout, _GROUP, device):
+        return GpuAttention("plain PyTorch: the Triton kernels do not run here, see the warning", "plain PyTorch")
+    table = SequenceTable(max_sequences=1, max_context_len=layout.block_size, block_size=layout.block_size)
+    planner = gpu_attention.GpuPlanner(table, BlockStorage(layout, 1, device), None, _GROUP)
+    return GpuAttention("Triton, straight from blocks", str(gpu_attention.choose_prompt_attention(planner) or "Triton"))

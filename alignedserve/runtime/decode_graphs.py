@@ -59,7 +59,7 @@ class CudaCapture:
 def graph_sizes(max_sequences: int) -> list[int]:
     """Batch sizes that are recorded, ascending: the padding of a batch costs little, a size some memory and time."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16)]
-    return [*(size for size in sizes if size < max_sequences), min(max_sequences, sizes[-1])]
+    return sorted({min(size, max_sequences) for size in sizes})
 
 
 class DecodeGraphs:

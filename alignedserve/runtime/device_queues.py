@@ -141,7 +141,9 @@ class CudaQueue:
         self._held: deque[tuple[CudaEvent, Tensor]] = deque()
 
     def run(self, operation: Callable[[], object]) -> None:
-        """See Queue. Called at once; memory that it allocates on the device belongs to this stream."""
+        """See Queue. Called at once; memory that it allocates on the device belongs to this stream. Comes after what
+        this thread has begun on the device by itself, such as bringing over what the operation reads."""
+        self._stream.wait_stream(_CUDA.current_stream(self._stream.device))
         with _CUDA.stream(self._stream):
             operation()
 

@@ -228,7 +228,8 @@ class Engine:
         if not self.storage.uses.is_idle:
             self.storage.uses.begin(self._compute, table.blocks_of(step.rows))
         self._compute.run(lambda: self._compute_step(launch))
-        self._compute.copy_out(self._chosen[: len(rows)], self._chosen_on_host[: len(rows)])
+        if len(rows):
+            self._compute.copy_out(self._chosen[: len(rows)], self._chosen_on_host[: len(rows)])
         launch.computed = self._compute.record()
         table.num_computed[step.rows] += step.counts
         table.num_tokens[rows] = num_tokens + 1

@@ -69,7 +69,7 @@ def flash_prompts() -> WholePrompts | None:
 
 
 def choose_prompts(
-    flash: WholePrompts, own: Callable[[Tensor, Tensor], None], heads: tuple[int, int, int], like: Tensor
+    flash: WholePrompts, own: Callable[[Tensor, Tensor], object], heads: tuple[int, int, int], like: Tensor
 ) -> PromptChoice:
     """Measure. `own` fills its second argument from queries [tokens, kv_heads, group, head_dim] of one whole prompt;
     `heads`: kv_heads, group, head_dim; `like`: dtype and device."""

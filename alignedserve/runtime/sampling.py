@@ -1,6 +1,5 @@
 """Applies each sequence's sampling parameters to its logits. Rows that need nothing special cost one argmax."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,10 +11,8 @@ from torch import Tensor
 from alignedserve.core.request import TokenLogprob
 from alignedserve.runtime.device_arrays import to_device
 from alignedserve.runtime.sequences import IntArray, NewSequence
-from kernels.sampling import Filters, greedy, penalise_, sample, top_logprobs, uniforms
-
-# Logits [rows, vocab_size] and five columns (`Sampler._parameters`) -> token ids int64, whether the row is usable.
-SampleTokens = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
+from kernels.gpu_choice import fused_kernels
+from kernels.sampling import Filters, RowParameters, greedy, penalise_, sample, top_logprobs, uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +64,7 @@ class _SeenTokens:
 class Sampler:
     """Sampling state of the engine's rows. A row is added before it is sampled and removed when it is freed."""
 
-    def __init__(
-        self,
-        *,
-        max_sequences: int,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        sample_tokens: SampleTokens | None = None,
-    ) -> None:
-        """`sample_tokens`: the kernel of a GPU, which draws for all rows at once."""
-        self._sample_tokens = sample_tokens
+    def __init__(self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._sequences: list[NewSequence | None] = [None] * max_sequences
@@ -123,9 +111,10 @@ class Sampler:
         rows [n]; num_tokens [n]: tokens that each has so far; logits [n, vocab_size] of any dtype, left as they are.
         """
         adjusted = self._adjust(rows, num_tokens, logits)
-        if self._sample_tokens is not None:
-            token_ids, is_usable = self._sample_tokens(adjusted, self._parameters(rows, num_tokens, logits.device))
-            return Draw(rows, logits, token_ids, is_usable)
+        kernels = fused_kernels("token_sampling", adjusted.device, adjusted.dtype)
+        if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
+            parameters = self._parameters(rows, num_tokens, logits.device)
+            return Draw(rows, logits, *kernels.sample_tokens(adjusted, parameters))
         random_at = np.flatnonzero(self._temperatures[rows] > 0.0)
         if not len(random_at):
             token_ids, is_usable = greedy(adjusted)
@@ -149,14 +138,13 @@ class Sampler:
                 self._seen[row].note(token_id)
 
     def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
-        temperatures, *filters, draws = self._parameters(rows, num_tokens, logits.device)
-        return sample(logits / temperatures[:, None], Filters(*filters), draws)
+        own = self._parameters(rows, num_tokens, logits.device)
+        return sample(logits / own.temperatures[:, None], Filters(own.top_k, own.top_p, own.min_p), own.draws)
 
-    def _parameters(self, rows: IntArray, num_tokens: IntArray, device: torch.device) -> list[Tensor]:
-        """Temperatures, the columns of Filters, and draws, of each row."""
+    def _parameters(self, rows: IntArray, num_tokens: IntArray, device: torch.device) -> RowParameters:
         columns = (self._temperatures, self._top_ks, self._top_ps, self._min_ps)
         draws = uniforms(self._seeds[rows], num_tokens - self._prompt_lens[rows])
-        return to_device([*(column[rows] for column in columns), draws], device)
+        return RowParameters(*to_device([*(column[rows] for column in columns), draws], device))
 
     def _adjust(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
         """The logits after bias, minimum length and penalties; the same tensor when nothing applies."""

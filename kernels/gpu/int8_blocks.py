@@ -5,6 +5,8 @@ sit in few channels. x is kept as round((x - lowest) / step), step = (highest - 
 shrinks to (block_size + 8) / (2 * block_size) of its bytes, ranges in float32 included: 0.75 at 16 slots.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,26 +30,18 @@ def quantise_blocks(blocks: Tensor, block_ids: Tensor, rounded: Tensor, ranges: 
 
     Slots that hold no token count as they are: clear them first.
     """
-    count, runs, block_size, width = rounded.shape
-    if count:
-        _quantise[(count * runs, triton.cdiv(width, _CHANNELS))](
-            blocks,
-            block_ids,
-            rounded,
-            ranges,
-            runs,
-            width,
-            SLOTS=block_size,
-            PADDED=padded(block_size),
-            CHANNELS=_CHANNELS,
-        )
+    _launch(_quantise, blocks, block_ids, rounded, ranges)
 
 
 def dequantise_blocks(rounded: Tensor, ranges: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
     """Write listed blocks on their way in; as `quantise_blocks`, and no block twice."""
+    _launch(_dequantise, blocks, block_ids, rounded, ranges)
+
+
+def _launch(kernel: Any, blocks: Tensor, block_ids: Tensor, rounded: Tensor, ranges: Tensor) -> None:
     count, runs, block_size, width = rounded.shape
     if count:
-        _dequantise[(count * runs, triton.cdiv(width, _CHANNELS))](
+        kernel[(count * runs, triton.cdiv(width, _CHANNELS))](
             blocks,
             block_ids,
             rounded,

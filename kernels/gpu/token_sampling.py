@@ -21,9 +21,11 @@ from kernels.sampling import RowParameters
 
 _TILE = 4096  # tokens that are held at a time
 _WARPS = 16
-_MOST_TOKENS = 1 << 18  # whose weights together fit an integer of 64 bits
+MOST_TOKENS = 1 << 18  # whose weights together fit an integer of 64 bits
 _UNITS = tl.constexpr(float(1 << 44))  # of the likeliest token's weight
 _LEAST_TEMPERATURE = tl.constexpr(1e-30)  # whose inverse is finite; near it only the likeliest have any weight
+# Distances as integers: where a search begins, 2, 5 and 10, between which most filters end, and infinity.
+_NEAR, _FAR, _FARTHER = tl.constexpr(0x40000000), tl.constexpr(0x40A00000), tl.constexpr(0x41200000)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -40,7 +42,7 @@ def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor,
     """
     num_rows, vocabulary = logits.shape
     temperature, top_k, top_p, min_p, draws = RowParameters(*parameters)
-    assert 0 < vocabulary <= _MOST_TOKENS, f"a vocabulary of {vocabulary}"
+    assert 0 < vocabulary <= MOST_TOKENS, f"a vocabulary of {vocabulary}"
     assert logits.stride(1) == 1 or vocabulary == 1, "not rows of contiguous logits"
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_usable = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
@@ -140,11 +142,10 @@ def _cut(
     IS_COUNT: tl.constexpr,
 ):
     """Where the shortest run of the kept tokens ends that adds up to `target`, 1 at least and no more than all do: the
-    distance and the column of its last token."""
+    distance and the column of its last token, and what it adds up to."""
     low, high = last_key * 0, last_key
+    lower, middle, upper = low + _NEAR, low + _FAR, low + _FARTHER
     while low < high:
-        middle = low + (high - low) // 2
-        lower, upper = low + (middle - low) // 2, middle + (high - middle) // 2
         up_to_lower = tl.zeros((TILE,), tl.int64)
         up_to_middle = tl.zeros((TILE,), tl.int64)
         up_to_upper = tl.zeros((TILE,), tl.int64)
@@ -160,13 +161,14 @@ def _cut(
         is_lower = tl.sum(up_to_lower, axis=0) >= target
         is_middle = tl.sum(up_to_middle, axis=0) >= target
         is_upper = tl.sum(up_to_upper, axis=0) >= target
-        # The range that remains, and no wider than from one token's distance to another's: few are there in the end.
-        low = tl.maximum(tl.min(nearest, axis=0), low)
-        high = tl.minimum(tl.max(farthest, axis=0), high)
-        first_low = tl.where(is_middle, lower + 1, tl.where(is_upper, middle + 1, upper + 1))
-        last_high = tl.where(is_middle, middle, tl.where(is_upper, upper, high))
-        low = tl.maximum(low, tl.where(is_lower, low, first_low))
-        high = tl.minimum(high, tl.where(is_lower, lower, last_high))
+        # The quarter that remains, and no more of it than from one token's distance to another's.
+        low = tl.maximum(low, tl.min(nearest, axis=0))
+        high = tl.minimum(high, tl.max(farthest, axis=0))
+        above = tl.where(is_middle, lower, tl.where(is_upper, middle, upper))
+        low = tl.where(is_lower, low, tl.maximum(low, above + 1))
+        high = tl.where(is_upper, tl.minimum(high, tl.where(is_lower, lower, tl.where(is_middle, middle, upper))), high)
+        middle = low + (high - low) // 2
+        lower, upper = low + (middle - low) // 2, middle + (high - middle) // 2
     # Of the tokens at that distance, all of one weight, the first so many.
     nearer = tl.zeros((TILE,), tl.int64)
     each = tl.zeros((TILE,), tl.int64)
@@ -175,7 +177,8 @@ def _cut(
         nearer += tl.where(key < low, amount, 0)
         each = tl.maximum(each, tl.where(key == low, amount, 0))
     weight = tl.max(each, axis=0)
-    needed = (target - tl.sum(nearer, axis=0) + weight - 1) // weight
+    before = tl.sum(nearer, axis=0)
+    needed = (target - before + weight - 1) // weight
     seen = needed * 0
     column = last_column * 0
     for first in range(0, vocabulary, TILE):
@@ -184,7 +187,7 @@ def _cut(
         is_last = (is_equal > 0) & (seen + tl.cumsum(is_equal, axis=0) == needed)
         column = tl.maximum(column, tl.max(tl.where(is_last, columns, 0), axis=0))
         seen += tl.sum(is_equal, axis=0)
-    return low, column
+    return low, column, before + needed * weight
 
 
 @triton.jit
@@ -228,18 +231,20 @@ def _sample(
         top_k, top_p, min_p = tl.load(top_ks + program), tl.load(top_ps + program), tl.load(min_ps + program)
         last_key = tl.full((), _INFINITY_BITS, tl.int32)
         last_column = tl.full((), 0, tl.int32) + vocabulary
+        count = last_column.to(tl.int64)
         if min_p > 0.0:
             last_key = _last_above(row, vocabulary, most, scale, min_p, TILE)
-        if (top_k > 0) & (top_k < vocabulary):
             count = _total(row, vocabulary, most, scale, last_key, last_column, TILE, True)
+        if (top_k > 0) & (top_k < vocabulary):
             target = tl.minimum(top_k, count)
-            last_key, last_column = _cut(row, vocabulary, most, scale, last_key, last_column, target, TILE, True)
+            last_key, last_column, _ = _cut(row, vocabulary, most, scale, last_key, last_column, target, TILE, True)
         total = _total(row, vocabulary, most, scale, last_key, last_column, TILE, False)
         if top_p < 1.0:
             share = top_p.to(tl.float64) * total.to(tl.float64)
             target = tl.minimum(tl.maximum(tl.ceil(share).to(tl.int64), 1), total)
-            last_key, last_column = _cut(row, vocabulary, most, scale, last_key, last_column, target, TILE, False)
-            total = _total(row, vocabulary, most, scale, last_key, last_column, TILE, False)
+            last_key, last_column, total = _cut(
+                row, vocabulary, most, scale, last_key, last_column, target, TILE, False
+            )
         # The first token at which the sum exceeds a share of the total that is below it.
         target = tl.minimum((tl.load(draws + program) * total.to(tl.float64)).to(tl.int64), total - 1)
         passed, before = total * 0, total * 0

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from alignedserve.core.request import SamplingParams
 from kernels import gpu_choice
 from kernels.activation import ACTIVATIONS, Gated, gated
 from kernels.norm import RmsNorm, rms_norm
-from tests.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.tiny_models import make_tiny_model
 
 triton = pytest.importorskip("triton")
@@ -62,6 +63,30 @@ def test_a_decoder_computes_the_same_by_the_kernels(
     for name in tokens:
         tolerance = 1e-5 * float(expected[name].abs().max())
         torch.testing.assert_close(actual[name], expected[name], rtol=0.0, atol=tolerance)
+
+
+@interpreted
+def test_an_engine_draws_the_same_tokens_by_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and seeded sequences, and one whose penalties make the batch's logits float32."""
+    make_tiny_model(tmp_path, "llama")
+    kinds = {
+        "greedy": GREEDY,
+        "seeded": SamplingParams(temperature=0.8, seed=5, max_tokens=100),
+        "penalised": SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=100),
+    }
+
+    def generated() -> list[list[int]]:
+        tiny = TinyEngine(tiny_decoder(tmp_path))
+        for seed, (name, sampling) in enumerate(kinds.items()):
+            tiny.add(name, random_tokens(seed, 5), sampling)
+        for count in (5, 1, 1, 1, 1):
+            tiny.step(**dict.fromkeys(kinds, count))
+        return [tiny.tokens(name) for name in kinds]
+
+    expected = generated()
+    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    assert generated() == expected
+    assert gpu_choice._known["token_sampling (torch.float32)"]
 
 
 def test_a_cpu_never_uses_them() -> None:

@@ -1,23 +1,30 @@
 """The engine as a GPU runs it: kernels that read blocks, decode steps recorded by batch size, each planned ahead."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention import TORCH, TRITON
 from alignedserve.runtime.decode_graphs import graph_sizes, repeat
 from alignedserve.runtime.decoder import Decoder
+from alignedserve.runtime.device_queues import CheckedEvent, CheckedQueue, CheckedQueues
+from kernels import gpu_choice
 from tests.tiny_engines import GREEDY, TinyEngine, random_tokens, reference_generation, tiny_decoder
 from tests.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do")
+
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=100)
+FILTERED = SamplingParams(temperature=0.7, top_k=5, min_p=0.01, seed=4, max_tokens=100)
 PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.3, num_logprobs=2, max_tokens=100)
 
 
@@ -132,3 +139,80 @@ def test_logits_that_are_not_numbers_fail_their_sequence_alone(decoder: Decoder)
     assert [token.request_id for token in output.sampled] == [RequestId("good")]
     tiny.engine.remove_sequence(RequestId("bad"))
     assert len(tiny.step(good=1).sampled) == 1
+
+
+class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what would make the host wait for a GPU: reading a value, and results whose size depends on values."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        assert name not in self.REFUSED, f"{name} waits for the device"
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        assert not by_mask, "an index of booleans waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class CountedQueues(CheckedQueues):
+    """Operations see no value of any tensor, and waits of the host are counted."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.num_waits = 0
+
+    def queue(self, name: str) -> CheckedQueue:
+        queue = super().queue(name)
+        if not isinstance(queue, CountedQueue):
+            queue = self._queues[name] = CountedQueue(self)
+        return queue
+
+
+class CountedQueue(CheckedQueue):
+    def __init__(self, queues: CountedQueues) -> None:
+        super().__init__(queues)
+        self._counted = queues
+
+    def run(self, operation: Callable[[], object]) -> None:
+        def watched() -> None:
+            with NoHostReads():  # type: ignore[no-untyped-call]
+                operation()
+
+        super().run(watched)
+
+    def record(self) -> CheckedEvent:
+        event, wait = super().record(), CheckedEvent.wait_on_host
+
+        def counted() -> None:
+            self._counted.num_waits += 1
+            wait(event)
+
+        event.wait_on_host = counted  # type: ignore[method-assign]
+        return event
+
+
+@interpreted
+def test_the_host_waits_once_in_a_step_and_reads_nothing_before(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    queues = CountedQueues()
+    tiny = TinyEngine(decoder, attention=TRITON, capture=repeat, queues=queues)
+    for name, sampling in (("a", GREEDY), ("b", SEEDED), ("c", FILTERED)):
+        tiny.add(name, random_tokens(3, 5), sampling)
+    for slices in ({"a": 3, "b": 5, "c": 5}, {"a": 2, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"c": 1, "a": 1}):
+        before = queues.num_waits
+        tiny.step(**slices)
+        assert queues.num_waits == before + 1
+    monkeypatch.undo()
+    plain = TinyEngine(decoder, attention=TORCH)
+    plain.add("a", random_tokens(3, 5))
+    assert tiny.tokens("a")[5:] == [token.token_id for token in plain.generate("a", 3)]
+
+
+@pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], torch.unique])
+def test_a_read_of_the_host_is_noticed(read: Callable[[torch.Tensor], object]) -> None:
+    with NoHostReads(), pytest.raises(AssertionError, match="waits for the device"):  # type: ignore[no-untyped-call]
+        read(torch.ones(3))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.block_sums import PlacedRun
+from alignedserve.runtime.device_arrays import to_device
 
 WORD_BYTES = 8
 _G, _S, _C1, _C2 = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
@@ -48,11 +49,11 @@ class DeviceRunSums:
         device = self._totals.device
         of = self._of[self._num_seen : self._num_seen + len(rows)]
         self._num_seen += len(rows)
-        runs, seeds, places = (torch.tensor(column, dtype=torch.int64) for column in zip(*of, strict=True))
+        runs, seeds, places = to_device([np.array(column, np.int64) for column in zip(*of, strict=True)], device)
         first = places * _signed(self._words * _G & _MASK) + seeds * _signed(_S)
-        keys = self._places + first.to(device)[:, None]
+        keys = self._places + first[:, None]
         mixed = _mix(rows.view(torch.int64) ^ _mix(keys))
-        self._totals.index_add_(0, runs.to(device), mixed.sum(dim=1))
+        self._totals.index_add_(0, runs, mixed.sum(dim=1))
 
 
 def run_sum(run: npt.NDArray[np.uint8], num_before: int) -> int:

@@ -1,0 +1,127 @@
+"""The engine where a GPU kernel does not run: the same tokens by PyTorch's own operations, and one line that says so;
+and flash-attn where there is one and it is faster."""
+
+import logging
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.runtime import device_timing, flash_attention
+from alignedserve.runtime.attention import TORCH, TRITON
+from alignedserve.runtime.decoder import Decoder
+from kernels import gpu_choice
+from kernels.reference import attention_of_chunk
+from tests.tiny_engines import TinyEngine, random_tokens, tiny_decoder
+from tests.tiny_models import make_tiny_model
+
+pytest.importorskip("triton")
+
+import triton
+
+from alignedserve.runtime import gpu_attention
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_choice, "_known", {})
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = tmp_path_factory.mktemp("mistral")
+    make_tiny_model(folder, "mistral_window")
+    return tiny_decoder(folder)
+
+
+def generated(decoder: Decoder, attention: str) -> list[int]:
+    tiny = TinyEngine(decoder, attention=attention)
+    for name, length in (("a", 9), ("b", 12)):
+        tiny.add(name, random_tokens(length, length))
+    tiny.step(a=9, b=12)
+    for _ in range(4):
+        tiny.step(a=1, b=1)
+    return tiny.tokens("a") + tiny.tokens("b")
+
+
+@interpreted
+def test_a_kernel_that_does_not_compile_is_named_once(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise triton.CompilationError("x = tl.dot(query, keys)", None, "no such instruction")
+
+    monkeypatch.setattr(gpu_attention, "paged_decode", broken)
+    with caplog.at_level(logging.WARNING):
+        first = generated(decoder, TRITON)
+        second = generated(decoder, TRITON)
+    assert first == second == generated(decoder, TORCH)
+    (warning,) = caplog.records
+    assert "attention (float32, 2 query heads of 16 per key head) does not run here" in warning.getMessage()
+    assert "CompilationError" in warning.getMessage()
+
+
+def test_heads_that_no_kernel_is_for(caplog: pytest.LogCaptureFixture, device: torch.device) -> None:
+    layout = BlockLayout(block_size=16, num_layers=1, num_kv_heads=1, head_dim=320, dtype="float32")
+    assert not gpu_attention.gpu_attention_works(layout, 1, device)
+    assert "no kernel for heads of 320 elements, only up to 256" in caplog.text
+    assert gpu_attention.gpu_attention_works(
+        BlockLayout(block_size=16, num_layers=1, num_kv_heads=1, head_dim=24, dtype="float32"), 1, device
+    )
+
+
+def plain_prompts(
+    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int, window: int | None
+) -> Tensor:
+    """What flash-attn computes."""
+    bounds = starts.tolist()
+    assert longest == max(last - first for first, last in pairwise(bounds))
+    parts = [
+        attention_of_chunk(queries[first:last], keys[first:last], values[first:last], window)
+        for first, last in pairwise(bounds)
+    ]
+    return torch.cat(parts).to(queries.dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("flash_is_faster", [True, False])
+def test_prompts_go_to_flash_attn_where_it_is_faster(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, flash_is_faster: bool
+) -> None:
+    calls: list[int] = []
+
+    def flash(queries: Tensor, *others: Any) -> Tensor:
+        calls.append(len(queries))
+        return plain_prompts(queries, *others)
+
+    times = iter((2.0, 1.0) if flash_is_faster else (1.0, 2.0))  # the own kernel is measured first
+    monkeypatch.setattr(flash_attention, "median_seconds", lambda work, device: next(times))
+    made: list[gpu_attention.GpuPlanner] = []
+
+    def choose(planner: gpu_attention.GpuPlanner) -> None:
+        choice = flash_attention.choose_prompts(flash, torch.Tensor.copy_, planner.heads, planner.storage.blocks)
+        assert (choice.chosen == flash_attention.FLASH) == flash_is_faster
+        assert str(choice).startswith(choice.chosen)
+        if flash_is_faster:
+            planner.use_flash(flash)
+        made.append(planner)
+
+    monkeypatch.setattr(gpu_attention, "choose_prompt_attention", choose)
+    assert generated(decoder, TRITON) == generated(decoder, TORCH)
+    assert len(made) == 1
+    assert calls == ([21] * decoder.config.num_layers if flash_is_faster else [])  # prompts alone, not decodes
+
+
+def test_without_flash_attn_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert flash_attention.flash_prompts() is None
+
+
+def test_work_is_timed_by_the_device(device: torch.device) -> None:
+    x = torch.ones(1000, device=device)
+    assert 0.0 < device_timing.median_seconds(lambda: x.sum(), device) < 1.0
