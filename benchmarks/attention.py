@@ -10,22 +10,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 
+from alignedserve.bench.attention_batches import AttentionBatch, attention_batch, num_blocks_of
+from alignedserve.bench.shapes import LLAMA_0_5B
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.attention import TORCH, AttentionPlanner, StepAttention
+from alignedserve.runtime.attention import StepAttention
 from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.gathered_attention import GatheredPlanner
-from alignedserve.runtime.paged_attention import PagedPlanner
-from alignedserve.runtime.sequences import NewSequence, SequenceTable
+from alignedserve.runtime.model_config import ModelConfig
 from benchmarks.recording import write_result
 from kernels.linear import Linear
-from kernels.paged import PagedAttention, supported_levels
 
 BLOCK_SIZE = 16
 NUM_LAYERS = 2
@@ -46,7 +43,6 @@ CHUNKS = {
 }
 CEILING_BYTES = 256 << 20
 PRODUCT_WIDTH, PRODUCT_ROWS = 2048, 512
-WORDS = np.zeros(0, np.int64)
 
 
 class Timed:
@@ -80,34 +76,17 @@ def take_turns(turns: list[Callable[[], None]], seconds: float) -> None:
         count += 1
 
 
-class Batch(NamedTuple):
-    """Sequences whose keys and values are in a storage."""
-
-    table: SequenceTable
-    storage: BlockStorage
-    rows: Any  # of the table
-
-    def planners(self, group: int) -> dict[str, AttentionPlanner]:
-        """Every kernel that runs here."""
-        planners: dict[str, AttentionPlanner] = {TORCH: GatheredPlanner(self.table, self.storage, None)}
-        for level in supported_levels():
-            paged = PagedAttention(self.storage.blocks, group=group, level=level)
-            planners[level] = PagedPlanner(self.table, None, paged)
-        return planners
-
-
-def filled(lengths: list[int], num_new: int, heads: tuple[int, int], dtype: str) -> Batch:
-    """Sequences of these lengths, of which the last `num_new` tokens are to be computed, blocks in no order."""
-    widths = [-(-length // BLOCK_SIZE) for length in lengths]
-    storage = BlockStorage(BlockLayout(BLOCK_SIZE, NUM_LAYERS, heads[0], HEAD_DIM, dtype), sum(widths))
+def filled(lengths: list[int], num_new: int, heads: tuple[int, int], dtype: str) -> AttentionBatch:
+    """Sequences of these lengths, of which the last `num_new` tokens are to be computed."""
+    layout = BlockLayout(BLOCK_SIZE, NUM_LAYERS, heads[0], HEAD_DIM, dtype)
+    storage = BlockStorage(layout, num_blocks_of(lengths, BLOCK_SIZE))
     storage.blocks.normal_()
-    table = SequenceTable(max_sequences=len(lengths), max_context_len=max(lengths), block_size=BLOCK_SIZE)
-    free = np.random.default_rng(0).permutation(sum(widths)).tolist()
-    sampling = SamplingParams(temperature=0.0, max_tokens=1)
-    for index, (length, width) in enumerate(zip(lengths, widths, strict=True)):
-        blocks = tuple(BlockId(free.pop()) for _ in range(width))
-        table.add(NewSequence(RequestId(str(index)), (0,) * length, length, length - num_new, blocks, sampling))
-    return Batch(table, storage, table.rows([RequestId(str(index)) for index in range(len(lengths))]))
+    return attention_batch(storage, lengths, num_new)
+
+
+def shape_of(heads: tuple[int, int]) -> ModelConfig:
+    """A model with these key heads and query heads per key head."""
+    return replace(LLAMA_0_5B, num_kv_heads=heads[0], num_heads=heads[0] * heads[1], head_dim=HEAD_DIM)
 
 
 def measure_decode(name: str, heads: tuple[int, int], dtype: str, seconds: float) -> list[dict[str, Any]]:
@@ -120,8 +99,8 @@ def measure_decode(name: str, heads: tuple[int, int], dtype: str, seconds: float
         out = torch.empty_like(queries)
         return lambda layer: step.decode(queries, out, layer, False)
 
-    planners = batch.planners(heads[1])
-    timed = {kernel: Timed(turn_of(planner.plan(batch.rows, WORDS, WORDS))) for kernel, planner in planners.items()}
+    planners = batch.planners(shape_of(heads))
+    timed = {kernel: Timed(turn_of(batch.decodes(planner))) for kernel, planner in planners.items()}
     reads: list[float] = []
     take_turns([*timed.values(), lambda: reads.append(read_once())], seconds)
     num_bytes = sum(lengths) * 2 * heads[0] * HEAD_DIM * batch.storage.blocks.element_size()
@@ -153,9 +132,8 @@ def measure_prefill(name: str, heads: tuple[int, int], dtype: str, seconds: floa
         out = torch.empty_like(queries)
         return lambda layer: step.chunks(queries, new, out, layer, False)
 
-    counts = np.full(count, num_new)
-    planners = batch.planners(heads[1])
-    timed = {kernel: Timed(turn_of(planner.plan(WORDS, batch.rows, counts))) for kernel, planner in planners.items()}
+    planners = batch.planners(shape_of(heads))
+    timed = {kernel: Timed(turn_of(batch.chunks(planner, num_new))) for kernel, planner in planners.items()}
     product = PackedProduct(kind)
     take_turns([*timed.values(), product], seconds)
     # Both products of a query with the keys up to its own: two operations each per element.

@@ -1,5 +1,6 @@
 """Sequences whose keys and values are in a storage without having been computed, to measure attention alone."""
 
+import importlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,12 +11,14 @@ from alignedserve.core.blocks import blocks_for
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.attention import AUTO, CHOICES, AttentionPlanner, StepAttention
+from alignedserve.runtime.attention import AUTO, CHOICES, TRITON, AttentionPlanner, StepAttention
 from alignedserve.runtime.attention_choice import attention_planner
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.device_arrays import to_device
+from alignedserve.runtime.flash_attention import FLASH, flash_prompts
 from alignedserve.runtime.model_config import ModelConfig
 from alignedserve.runtime.sequences import IntArray, NewSequence, SequenceTable
+from kernels.gpu_choice import gpu_kernels_run
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -33,14 +36,29 @@ class AttentionBatch(NamedTuple):
     rows: IntArray  # of the table
 
     def planners(self, config: ModelConfig) -> dict[str, AttentionPlanner]:
-        """Every implementation that runs here, by name."""
+        """Every implementation that runs here, by name; FLASH computes whole prompts differently from TRITON, and
+        nothing else."""
         found = {}
         for choice in CHOICES:
-            if choice != AUTO:
+            if choice not in (AUTO, TRITON):
                 try:
                     found[choice] = attention_planner(choice, self.table, self.storage, config)
                 except ConfigError:  # not on this device, or not for this dtype
                     continue
+        if gpu_kernels_run(self.storage.device) and self.storage.has_scratch:
+            found |= self._gpu_planners(config)
+        return found
+
+    def _gpu_planners(self, config: ModelConfig) -> dict[str, AttentionPlanner]:
+        gpu = importlib.import_module("alignedserve.runtime.gpu_attention")  # loads Triton
+        storage, group = self.storage, config.group_size
+        if not gpu.gpu_attention_works(storage.layout, group, storage.device):
+            return {}
+        found = {TRITON: gpu.GpuPlanner(self.table, storage, config.sliding_window, group)}
+        flash = flash_prompts() if storage.device.type == "cuda" else None
+        if flash is not None:
+            found[FLASH] = gpu.GpuPlanner(self.table, storage, config.sliding_window, group)
+            found[FLASH].use_flash(flash)
         return found
 
     def decodes(self, planner: AttentionPlanner) -> StepAttention:

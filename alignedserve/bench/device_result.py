@@ -53,8 +53,8 @@ class IterationRow:
 
     what: str
     milliseconds: float
-    bound: str
-    bound_milliseconds: float | None
+    bound: str  # what it is measured against
+    bound_milliseconds: float
     ratio: float  # as the target counts it
     target: str
     is_met: bool

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.devices import CPU, CUDA, cuda_obstacle
 
 _CUDA: Any = torch.cuda
-AUTO, CPU, CUDA = "auto", "cpu", "cuda"
+AUTO = "auto"
 
 # More than any cache between a device's memory and its cores.
 _COLD_BYTES = {CPU: 64 << 20, CUDA: 256 << 20}
@@ -26,11 +27,10 @@ def chosen_device(choice: str) -> torch.device:
     """auto, cpu or cuda. Raises ConfigError for another name and for a GPU that is not there."""
     if choice not in (AUTO, CPU, CUDA):
         raise ConfigError(f"device {choice!r} must be auto, cpu or cuda.")
-    has_cuda = torch.cuda.is_available()
-    if choice == CUDA and not has_cuda:
-        why = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch finds no NVIDIA GPU"
-        raise ConfigError(f"device cuda cannot be had: {why}.")
-    return torch.device(CUDA if choice == CUDA or (choice == AUTO and has_cuda) else CPU)
+    obstacle = cuda_obstacle()
+    if choice == CUDA and obstacle is not None:
+        raise ConfigError(f"device cuda cannot be had: {obstacle}")
+    return torch.device(CPU if choice == CPU or obstacle is not None else CUDA)
 
 
 def synchronise(device: torch.device) -> None:
@@ -92,3 +92,16 @@ class DeviceTimer:
             work()
             end.record()
         return begin, end
+
+
+def clocked_by_turns(num_rounds: int, *works: Work) -> list[float]:
+    """Seconds of each by the host's clock, by turns, after one round that warms up: of work that ends by itself."""
+    rounds = []
+    for _ in range(num_rounds + 1):
+        seen = []
+        for work in works:
+            started = time.perf_counter()
+            work()
+            seen.append(time.perf_counter() - started)
+        rounds.append(seen)
+    return [statistics.median(seen) for seen in zip(*rounds[1:], strict=True)]

@@ -1,7 +1,6 @@
 """Attention as the benchmark of the kernels measures it: batches and chunks by every planner that runs here."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -15,10 +14,10 @@ from alignedserve.runtime.attention import AttentionPlanner, StepAttention
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.device_arrays import to_device
 from alignedserve.runtime.dtypes import dtype_name
-from kernels.gpu_choice import gpu_kernels_run
+from alignedserve.runtime.flash_attention import FLASH
 
-DECODE, PREFILL = "decode attention", "prefill attention"
-NAIVE = "one program per sequence"
+DECODE, PREFILL = "decode", "prefill"
+NAIVE = "undivided"  # one program per sequence and key head
 _BLOCK_SIZE = 16
 _NUM_LAYERS = 2  # taken in turn
 
@@ -64,9 +63,7 @@ def _lengths(groups: Groups) -> list[int]:
 
 def _planners(bench: KernelBench, batch: AttentionBatch) -> dict[str, AttentionPlanner]:
     found = batch.planners(bench.config)
-    if gpu_kernels_run(bench.device) and not bench.runs_triton:
-        found.pop(TRITON, None)
-    return found
+    return {by: planner for by, planner in found.items() if by not in (TRITON, FLASH) or bench.runs_triton}
 
 
 def _decode_works(bench: KernelBench, storage: BlockStorage, groups: Groups) -> Iterator[KernelWork]:
@@ -81,9 +78,10 @@ def _decode_works(bench: KernelBench, storage: BlockStorage, groups: Groups) -> 
         return KernelWork(DECODE, name_of(groups), by, _in_turn(run), num_bytes, num_operations, is_copy=False)
 
     planners = _planners(bench, batch)
+    planners.pop(FLASH, None)
     for by, planner in planners.items():
         yield work(by, _decoding(batch.decodes(planner), queries))
-    if TRITON in planners and importlib.util.find_spec("kernels.gpu.naive_decode") is not None:
+    if TRITON in planners:
         yield work(NAIVE, _naively_decoding(batch, planners[TRITON], queries))
 
 
@@ -93,12 +91,15 @@ def _decoding(step: StepAttention, queries: torch.Tensor) -> Callable[[int], obj
 
 
 def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor) -> Callable[[int], object]:
-    """By the kernel that only benchmarks use, over the arrays of the planner for the GPU."""
-    naive, places = (importlib.import_module(f"kernels.gpu.{name}") for name in ("naive_decode", "blocks"))
-    lengths, tables = planner.decode_contexts(batch.rows, 0)
-    lengths, *tables = to_device([lengths, *tables], batch.storage.device)
-    out, blocks, contexts = torch.empty_like(queries), batch.storage.blocks, places.BlockTables(*tables)
-    return lambda layer: naive.naive_decode(queries, out, places.BlockView(blocks, layer), contexts, lengths)
+    """By the same kernel, whose work is not divided: only benchmarks do so. `planner`: the one for the GPU."""
+    naive, places, decoding = (
+        importlib.import_module(f"kernels.gpu.{name}") for name in ("naive_decode", "blocks", "decode_attention")
+    )
+    lengths = batch.table.num_computed[batch.rows] + 1
+    starts, is_reversed, entries = to_device(planner.block_tables(batch.rows, lengths), batch.storage.device)
+    whole = naive.naive_batch(places.BlockTables(entries, starts, is_reversed), lengths, planner.heads)
+    out, blocks = torch.empty_like(queries), batch.storage.blocks
+    return lambda layer: decoding.paged_decode(queries, out, places.BlockView(blocks, layer), whole)
 
 
 def _prefill_works(
@@ -113,17 +114,26 @@ def _prefill_works(
     # Both products of a query with the keys up to its own: two operations each per element.
     num_pairs = sequences * sum(range(context - num_new + 1, context + 1))
     cached = "" if context == num_new else f" after {context - num_new}"
-    for by, planner in _planners(bench, batch).items():
-        step, out = batch.chunks(planner, num_new), torch.empty_like(queries)
+    planners = _planners(bench, batch)
+    if cached:
+        planners.pop(FLASH, None)
+    for by, planner in planners.items():
         yield KernelWork(
             PREFILL,
             f"{sequences} x {num_new}{cached}",
             by,
-            _in_turn(lambda layer, step=step, out=out: step.chunks(queries, new, out, layer, False)),
+            _in_turn(_computing(batch.chunks(planner, num_new), queries, new)),
             sequences * context * 2 * config.kv_width * bench.dtype.itemsize,
             4 * num_pairs * config.query_width,
             is_copy=False,
         )
+
+
+def _computing(
+    step: StepAttention, queries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]
+) -> Callable[[int], object]:
+    out = torch.empty_like(queries)
+    return lambda layer: step.chunks(queries, new, out, layer, False)
 
 
 def _in_turn(run: Callable[[int], object]) -> Callable[[], object]:

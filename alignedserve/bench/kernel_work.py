@@ -1,16 +1,19 @@
 """What the benchmark of the kernels measures: pieces of work by whatever computes them here."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from alignedserve.bench.device_result import KernelRow
 from alignedserve.bench.device_timing import synchronise
 from alignedserve.runtime.dtypes import dtype_name
 from alignedserve.runtime.model_config import ModelConfig
 from kernels.gpu_choice import gpu_kernels_run, works
+from kernels.rotary import rotary_angles
 
 TORCH, TRITON = "torch", "triton"
 
@@ -46,9 +49,19 @@ class KernelBench:
         """Those whose first call, which also compiles and warms up, goes through."""
         return [work for work in works_of_group if self._runs(work)]
 
-    def randn(self, *shape: int) -> torch.Tensor:
+    def randn(self, *shape: int) -> Tensor:
         """Normally distributed numbers in the dtype and on the device of the benchmark."""
         return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def kernels(self, name: str) -> Any | None:
+        """A module of kernels.gpu where its kernels run."""
+        return importlib.import_module(f"kernels.gpu.{name}") if self.runs_triton else None
+
+    def angles(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [tokens, 1, head_dim / 2] float32."""
+        half = self.config.head_dim // 2
+        frequencies = 10000.0 ** (-torch.arange(half, device=self.device) / half)
+        return rotary_angles(torch.arange(num_tokens, device=self.device), frequencies, torch.float32)
 
     def _runs(self, work: KernelWork) -> bool:
         def trial() -> None:
@@ -62,11 +75,6 @@ class KernelBench:
         if not runs:
             self.left_out.append(f"{work.kernel}, {work.case}, by {work.by}: its launch fails, the log says why")
         return runs
-
-
-def one_by_triton(kernel: str) -> str:
-    """The line for a kernel that only Triton has, where it does not run."""
-    return f"{kernel}: needs an NVIDIA GPU and Triton"
 
 
 def rows_of(

@@ -10,7 +10,8 @@ from alignedserve.bench.device_ceilings import TOY_SIZES, measure_device_ceiling
 from alignedserve.bench.device_result import DeviceCeilings, KernelReport, KernelRow
 from alignedserve.bench.device_timing import AUTO, DeviceTimer, chosen_device
 from alignedserve.bench.kernel_attention import DECODE, attention_works, batches, name_of
-from alignedserve.bench.kernel_memory import other_works
+from alignedserve.bench.kernel_blocks import block_works
+from alignedserve.bench.kernel_rows import row_works
 from alignedserve.bench.kernel_work import KernelBench, KernelWork, rows_of
 from alignedserve.bench.shapes import SHAPES
 from alignedserve.core.errors import ConfigError
@@ -50,7 +51,7 @@ def run_kernel_benchmark(
         timer = DeviceTimer(device, num_rounds=spec.num_rounds)
     ceilings = measure_device_ceilings(device, dtype, timer, TOY_SIZES if spec.is_toy else None)
     rows: list[KernelRow] = []
-    for group in chain(attention_works(bench), other_works(bench)):
+    for group in chain(attention_works(bench), block_works(bench), row_works(bench)):
         measured = _measure(bench, group, timer, ceilings)
         rows += measured
         for row in measured:

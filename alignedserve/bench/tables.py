@@ -14,8 +14,8 @@ def print_kernels(console: Console, report: KernelReport) -> None:
     title = f"kernels, {report.shape} in {report.dtype} on {report.ceilings.device}"
     table = Table(title=title, title_justify="left", header_style="bold")
     for heading in ("kernel", "case", "by"):
-        table.add_column(heading)
-    for heading in ("µs", "GB/s", "TFLOP/s", "share", "of", "against aligned"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("µs", "GB/s", "TFLOP/s", "share", "of", "by aligned"):
         table.add_column(heading, justify="right")
     for row in report.rows:
         against = "" if row.against_aligned is None else f"{row.against_aligned:.2f}"
@@ -29,13 +29,13 @@ def print_iterations(console: Console, report: IterationReport) -> None:
     """Iterations of one run, then what they are measured against."""
     title = f"engine, {report.model} in {report.dtype}, attention {report.attention}, on {report.ceilings.device}"
     table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("iteration")
-    for heading in ("ms", "bound, ms", "ratio", "target", ""):
+    table.add_column("iteration", no_wrap=True)
+    for heading in ("ms", "bound, ms", "which is", "ratio", "target", ""):
         table.add_column(heading, justify="right")
     for row in report.rows:
-        bound = "" if row.bound_milliseconds is None else f"{row.bound_milliseconds:,.3f}"
+        times = (f"{row.milliseconds:,.3f}", f"{row.bound_milliseconds:,.3f}")
         verdict = "met" if row.is_met else "missed"
-        table.add_row(row.what, f"{row.milliseconds:,.3f}", bound, f"{row.ratio:.3f}", row.target, verdict)
+        table.add_row(row.what, *times, row.bound, f"{row.ratio:.3f}", row.target, verdict)
     console.print(table)
     _print_ceilings(console, report.ceilings, report.left_out)
 
@@ -43,7 +43,7 @@ def print_iterations(console: Console, report: IterationReport) -> None:
 def _print_ceilings(console: Console, ceilings: DeviceCeilings, left_out: Sequence[str]) -> None:
     said = [
         f"read {ceilings.read_gb_per_s:,.0f} GB/s, copy {ceilings.copy_gb_per_s:,.0f} GB/s (bytes read and written)",
-        f"product {ceilings.matrix_tflop_per_s:,.1f} TFLOP/s",
+        f"product {ceilings.matrix_tflop_per_s:,.3g} TFLOP/s",
     ]
     if ceilings.host_to_device_gb_per_s is not None and ceilings.device_to_host_gb_per_s is not None:
         said.append(

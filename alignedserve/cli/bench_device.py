@@ -5,10 +5,11 @@ loads PyTorch is imported inside the functions, as in main.py.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from alignedserve.bench.tables import print_fields, print_iterations, print_kernels, print_transfers
 from alignedserve.cli.console import notes, progress, results, write_json
+from alignedserve.core.errors import ConfigError
 
 _ITERATIONS = "iterations"
 
@@ -68,18 +69,20 @@ def _bench_workload(options: EngineOptions, *, is_cuda: bool) -> int:
 
 
 def _bench_iterations(options: EngineOptions, *, is_cuda: bool) -> int:
-    from alignedserve.bench.engine_iterations import IterationSpec, run_iteration_benchmark
+    from alignedserve.bench.engine_iterations import TOY, IterationSpec, run_iteration_benchmark
 
-    spec = IterationSpec(
-        model=options.model or ("llama-3-8b" if is_cuda else "opt-125m"),
-        dtype=options.dtype or ("bfloat16" if is_cuda else "float32"),
-        quantization=options.quantization,
+    if options.quantization is not None:
+        raise ConfigError("--quantization: single iterations are measured without; name a --workload.")
+    model = options.model or ("llama-3-8b" if is_cuda else "opt-125m")
+    dtype = options.dtype or ("bfloat16" if is_cuda else "float32")
+    spec = replace(
+        TOY if model == TOY.model else IterationSpec(model),
+        dtype=dtype,
         device="cuda" if is_cuda else "cpu",
         attention=options.attention,
-        is_toy=options.model == "toy",
         seed=options.seed,
     )
-    with notes().status(f"{spec.model}, single iterations"):
+    with notes().status(f"{model}, single iterations"):
         report = run_iteration_benchmark(spec)
     if options.json_output:
         _print_json(asdict(report))

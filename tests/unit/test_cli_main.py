@@ -43,6 +43,8 @@ PATHS: tuple[list[str], ...] = (
     ["bench"],
     ["bench", "serve"],
     ["bench", "engine"],
+    ["bench", "kernels"],
+    ["bench", "transfer"],
     ["bench", "schedule"],
 )
 HELP_OF_ALL = f"""
