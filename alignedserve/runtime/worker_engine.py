@@ -41,9 +41,6 @@ from alignedserve.scheduling.policy import Mechanism
 _COMPUTE = "compute"
 _MIB = 1024 * 1024
 
-# What a scheduling policy can count on beyond chunks and pauses.
-ENGINE_MECHANISMS = frozenset({Mechanism.SWAP})
-
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
@@ -55,13 +52,27 @@ class EngineSizes:
     num_threads: int | None = None  # CPU threads of one forward pass; all cores when None
     attention: str = AUTO  # one of CHOICES of runtime.attention
     device: str = CPU  # as torch spells it
+    has_int8_swaps: bool = False  # caches in host memory are rounded to 8 bits per channel
 
 
-def engine_sizes(config: EngineConfig, memory_bytes: int, max_sequences: int) -> EngineSizes:
+def engine_sizes(
+    config: EngineConfig, memory_bytes: int, max_sequences: int, *, has_int8_swaps: bool = False
+) -> EngineSizes:
     """Of a worker whose device and threads are decided."""
     return EngineSizes(
-        memory_bytes, max_sequences, config.block_size, config.threads_per_worker, config.attention, config.device
+        memory_bytes,
+        max_sequences,
+        config.block_size,
+        config.threads_per_worker,
+        config.attention,
+        config.device,
+        has_int8_swaps,
     )
+
+
+def engine_mechanisms(*, has_int8_swaps: bool) -> frozenset[Mechanism]:
+    """What a scheduling policy can count on beyond chunks and pauses."""
+    return frozenset({Mechanism.SWAP, Mechanism.INT8_SWAP}) if has_int8_swaps else frozenset({Mechanism.SWAP})
 
 
 class WorkerEngine:
@@ -82,7 +93,7 @@ class WorkerEngine:
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
         self._storage = BlockStorage(layout, self.num_blocks, device)
         queues = queues_of(device)
-        self._host_cache = HostCache(self._storage, queues)
+        self._host_cache = HostCache(self._storage, queues, is_int8=sizes.has_int8_swaps)
         self._engine = Engine(
             model=_load_decoder(served, device),
             storage=self._storage,
