@@ -6,6 +6,7 @@ Prefill and decode workers differ in what they decide, not in how it is performe
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ from alignedserve.runtime.calibration import measure_iterations
 from alignedserve.runtime.cores import num_cores
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.device_queues import queues_of
-from alignedserve.runtime.devices import CPU, free_bytes
+from alignedserve.runtime.devices import CPU, free_bytes, use_device
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.host_cache import HostCache
@@ -85,6 +86,7 @@ class WorkerEngine:
         torch.set_num_threads(sizes.num_threads or num_cores())
         device = torch.device(sizes.device)
         _check_memory(served, sizes, device)
+        use_device(device)
         layout = served.block_layout(sizes.block_size)
         self.num_blocks = layout.blocks_in(sizes.memory_bytes)
         if self.num_blocks < 1:
@@ -103,7 +105,7 @@ class WorkerEngine:
             queues=queues,
         )
         self._engine.record_graphs()
-        self._threads = WorkerThreads()
+        self._threads = WorkerThreads(partial(use_device, device))
         self._sizes, self._max_context_len = sizes, served.max_context_len
 
     def copier(self, identity: Identity, *, transport: str = AUTO_TRANSPORT) -> BlockCopier:
