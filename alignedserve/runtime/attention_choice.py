@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 import torch
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.attention import TORCH, TRITON, AttentionPlanner, attention_level
+from alignedserve.runtime.attention import TORCH, TRITON, AttentionPlanner, Contexts, attention_level
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.gathered_attention import GatheredPlanner
@@ -21,9 +21,7 @@ _GROUP = 4  # query heads per key head of the model that doctor measures with
 logger = logging.getLogger(__name__)
 
 
-def attention_planner(
-    choice: str, table: SequenceTable, storage: BlockStorage, config: ModelConfig
-) -> AttentionPlanner:
+def attention_planner(choice: str, table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner:
     """The planner that `choice` means here; plain PyTorch, with a warning, where the GPU kernels turn out not to run.
     Raises ConfigError for one that cannot be had."""
     level = attention_level(choice, storage.device, torch_dtype(storage.layout.dtype))
@@ -38,7 +36,7 @@ def attention_planner(
     return PagedPlanner(table, config.sliding_window, paged)
 
 
-def _gpu_planner(table: SequenceTable, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner | None:
+def _gpu_planner(table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner | None:
     """None where the GPU kernels do not run."""
     gpu_attention = importlib.import_module("alignedserve.runtime.gpu_attention")  # loads Triton
     if not gpu_attention.gpu_attention_works(storage.layout, config.group_size, storage.device):

@@ -114,6 +114,12 @@ class BlockStorage:
         """Like `key_slots`, for values."""
         return self._value_slots[layer]
 
+    def input_slots(self, layer: int, hidden_size: int) -> Tensor:
+        """Contiguous rows [.., hidden_size] that start with the first layer input of block 0 on this layer, of blocks
+        that hold layer inputs: [num_layers, tokens, hidden_size]. A block lies num_layers * tokens rows further."""
+        start = layer * (self.layout.block_elements // self.layout.num_layers)
+        return self._blocks.view(-1)[start:].view(-1, hidden_size)
+
     # On the host, once no copy is at work on the blocks any more. From any thread.
 
     def read_blocks(self, block_ids: BlockIds, out: ByteRows) -> None:
