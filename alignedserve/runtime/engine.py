@@ -153,6 +153,11 @@ class Engine:
         """Sequences that hold a row."""
         return len(self._table)
 
+    @property
+    def hidden_block_tokens(self) -> int | None:
+        """Tokens whose layer inputs a block holds; None: this engine has no hidden caches."""
+        return self._table.hidden_block_tokens
+
     def has_sequence(self, request_id: RequestId) -> bool:
         """Whether the sequence is here."""
         return request_id in self._table

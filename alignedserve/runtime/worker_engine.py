@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from alignedserve.config.sections import EngineConfig
+from alignedserve.config.sections import EngineConfig, SchedulingConfig
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import (
@@ -30,13 +31,16 @@ from alignedserve.runtime.device_queues import queues_of
 from alignedserve.runtime.devices import CPU, free_bytes, use_device
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine, NewSequence, StepTimes
+from alignedserve.runtime.hidden_cache import recomputed_blocks
 from alignedserve.runtime.host_cache import HostCache
 from alignedserve.runtime.links import Identity
+from alignedserve.runtime.model_config import ModelConfig
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.transport import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.weight_files import load_weights
 from alignedserve.runtime.weights import random_weights
 from alignedserve.runtime.worker_threads import WorkerThreads
+from alignedserve.scheduling.policies import wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
 
 _COMPUTE = "compute"
@@ -54,10 +58,16 @@ class EngineSizes:
     attention: str = AUTO  # one of CHOICES of runtime.attention
     device: str = CPU  # as torch spells it
     has_int8_swaps: bool = False  # caches in host memory are rounded to 8 bits per channel
+    has_hidden_cache: bool = False  # sequences may have layer inputs instead of keys and values in their blocks
 
 
 def engine_sizes(
-    config: EngineConfig, memory_bytes: int, max_sequences: int, *, has_int8_swaps: bool = False
+    config: EngineConfig,
+    memory_bytes: int,
+    max_sequences: int,
+    *,
+    has_int8_swaps: bool = False,
+    has_hidden_cache: bool = False,
 ) -> EngineSizes:
     """Of a worker whose device and threads are decided."""
     return EngineSizes(
@@ -68,12 +78,32 @@ def engine_sizes(
         config.attention,
         config.device,
         has_int8_swaps,
+        has_hidden_cache,
     )
 
 
-def engine_mechanisms(*, has_int8_swaps: bool) -> frozenset[Mechanism]:
+def engine_mechanisms(*, has_int8_swaps: bool, has_hidden_cache: bool) -> frozenset[Mechanism]:
     """What a scheduling policy can count on beyond chunks and pauses."""
-    return frozenset({Mechanism.SWAP, Mechanism.INT8_SWAP}) if has_int8_swaps else frozenset({Mechanism.SWAP})
+    has = {Mechanism.SWAP: True, Mechanism.INT8_SWAP: has_int8_swaps, Mechanism.HIDDEN_CACHE: has_hidden_cache}
+    return frozenset(one for one, is_there in has.items() if is_there)
+
+
+def hidden_block_tokens(served: ServedModel, scheduling: SchedulingConfig, block_size: int) -> int | None:
+    """Tokens whose layer inputs a block holds, where the policy wants hidden caches and this model's are smaller than
+    keys and values; else None: there are none."""
+    wants = Mechanism.HIDDEN_CACHE in wanted_mechanisms(scheduling)
+    return served.config.hidden_block_tokens(block_size) if wants else None
+
+
+def storage_blocks(config: ModelConfig, layout: BlockLayout, memory_bytes: int, *, has_hidden_cache: bool) -> int:
+    """Blocks of an engine with so much memory; of the keys and values that are made anew of hidden caches, one layer
+    at a time, there must be room as well."""
+    if not has_hidden_cache:
+        return layout.blocks_in(memory_bytes)
+    tokens = config.hidden_block_tokens(layout.block_size)
+    assert tokens is not None, "a model without hidden caches"
+    one_layer = recomputed_blocks(tokens, layout.block_size) * layout.block_bytes // layout.num_layers
+    return memory_bytes // (layout.block_bytes + one_layer)
 
 
 class WorkerEngine:
@@ -88,7 +118,9 @@ class WorkerEngine:
         _check_memory(served, sizes, device)
         use_device(device)
         layout = served.block_layout(sizes.block_size)
-        self.num_blocks = layout.blocks_in(sizes.memory_bytes)
+        self.num_blocks = storage_blocks(
+            served.config, layout, sizes.memory_bytes, has_hidden_cache=sizes.has_hidden_cache
+        )
         if self.num_blocks < 1:
             raise NotEnoughMemory(f"memory_bytes is {sizes.memory_bytes}, less than one block of {layout.block_bytes}")
         self.layout = layout
@@ -103,6 +135,7 @@ class WorkerEngine:
             max_context_len=served.max_context_len,
             attention=sizes.attention,
             queues=queues,
+            has_hidden_cache=sizes.has_hidden_cache,
         )
         self._engine.record_graphs()
         self._threads = WorkerThreads(partial(use_device, device))
@@ -164,6 +197,7 @@ def _sequence_of(addition: Addition) -> NewSequence:
         num_cached=addition.num_cached,
         block_ids=addition.block_ids,
         sampling=request.sampling,
+        is_hidden=addition.is_hidden,
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 from alignedserve.config.sections import ClusterConfig, SchedulingConfig, Topology
 from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.scheduling.assembly import resolve_policy
-from alignedserve.scheduling.policies import policy_config, policy_entry, require_policy
+from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.config import SimConfig, SimMechanisms
 from alignedserve.sim.machines import Machines, simulated_as_profiled, simulated_on
@@ -41,7 +41,7 @@ def simulated_policy(machines: Machines | MachineProfile, cluster: ClusterConfig
     else:
         shape, config = machines.decode.shape, simulated_on(machines, cluster)
     scheduling, changed = cluster.scheduling, msgspec.structs.replace
-    wanted = _wanted(scheduling)
+    wanted = wanted_mechanisms(scheduling)
     decode = changed(
         config.cluster.decode,
         swap_bytes=cluster.decode.swap_bytes if Mechanism.SWAP in wanted else 0,
@@ -58,7 +58,7 @@ def simulated_policy(machines: Machines | MachineProfile, cluster: ClusterConfig
 
 def mechanisms_for(scheduling: SchedulingConfig, *, hidden_ratio: float) -> SimMechanisms:
     """What the simulated engine offers this policy. `hidden_ratio`: the model's; from 1 on there is no hidden cache."""
-    wanted = _wanted(scheduling)
+    wanted = wanted_mechanisms(scheduling)
     has_hidden = Mechanism.HIDDEN_CACHE in wanted and hidden_ratio < 1.0
     return SimMechanisms(
         hidden_ratio=hidden_ratio if has_hidden else None,
@@ -66,17 +66,12 @@ def mechanisms_for(scheduling: SchedulingConfig, *, hidden_ratio: float) -> SimM
     )
 
 
-def _wanted(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
-    entry = policy_entry(scheduling.policy)
-    return entry.needs_with(policy_config(scheduling.policy, scheduling.settings)) | entry.uses
-
-
 # --- policies that know how long answers will be
 
 
 def as_predicted_for(scheduling: SchedulingConfig, workload: Workload) -> Workload:
     """The workload as this policy is told of it: with exact predictions where it must know lengths."""
-    if Mechanism.KNOWN_LENGTHS not in _wanted(scheduling):
+    if Mechanism.KNOWN_LENGTHS not in wanted_mechanisms(scheduling):
         return workload
     loops = tuple(replace(loop, stream=_KnownStream(loop.stream)) for loop in workload.closed_loops)
     return replace(workload, requests=tuple(map(_known, workload.requests)), closed_loops=loops)
