@@ -49,6 +49,11 @@ def _check_policy(config: ClusterConfig, served: ServedModel) -> None:
             "model's take no less; choose another policy, a model whose query heads all have keys of their own, or "
             "scheduling.settings.hybrid_cache=false"
         )
+    if block_tokens is not None and config.decode.has_int8_swaps:
+        raise ConfigError(
+            f"decode.swap_format=int8 is for keys and values, and policy {config.scheduling.policy!r} keeps layer "
+            "inputs and swaps nothing; leave it out"
+        )
     mechanisms = engine_mechanisms(
         has_int8_swaps=config.decode.has_int8_swaps, has_hidden_cache=block_tokens is not None
     )

@@ -173,7 +173,7 @@ class DecodeWorkerConfig(Section, frozen=True):
     max_tokens_per_iteration: int = 512  # colocated only: decodes and prefill chunks of one iteration
     max_waiting: int = 1024  # colocated only: requests beyond those in an iteration, for the policy to choose from
     swap_bytes: int = 128 * MIB  # colocated only: host memory for caches that a policy swaps out; 0: none
-    swap_format: str = "exact"  # colocated only: those caches as they are, or int8: rounded per channel (ALISE)
+    swap_format: str = "exact"  # colocated only: those caches as they are, or int8: keys and values rounded per channel
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")

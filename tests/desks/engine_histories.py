@@ -27,6 +27,7 @@ from tests.tiny_engines import random_tokens
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT_LEN = 4, 14, 24
 NUM_TURNS, MAX_RUNNING, NUM_PROMPTS = 14, 4, 24
 ITERATIONS_PER_TURN = 2
+HIDDEN_BLOCK_TOKENS = 8  # of a model whose query heads have keys of their own
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,14 @@ class Request:
     @property
     def prompt_len(self) -> int:
         return len(prompt_of(self.kind))
+
+    @property
+    def is_hidden(self) -> bool:
+        """Every fourth kind has layer inputs in its blocks."""
+        return self.kind % 4 == 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return blocks_for(num_tokens, HIDDEN_BLOCK_TOKENS if self.is_hidden else BLOCK_SIZE)
 
 
 def prompt_of(kind: int) -> list[int]:
@@ -75,8 +84,10 @@ class Place:
             max_sequences=MAX_RUNNING,
             max_context_len=MAX_CONTEXT_LEN,
             queues=queues,
+            has_hidden_cache=True,
         )
         self.host_cache = HostCache(self.storage, queues, is_int8=has_int8_swaps)
+        self.has_int8_swaps = has_int8_swaps
         self.transfer = None if arena is None else ShmTransfer(self.storage, arena, stamps=True)
         self.running: list[Request] = []
         self.swapped: list[Request] = []
@@ -104,6 +115,7 @@ class Place:
                 request.num_computed,
                 tuple(request.blocks),
                 sampling_of(request.kind),
+                request.is_hidden,
             )
         )
         self.running.append(request)
@@ -119,7 +131,7 @@ class Place:
         for request in self.running:
             computed, known = self.engine.num_computed(request.request_id), len(request.tokens)
             count = known - computed if known - computed == 1 else self._random.randint(1, known - computed)
-            needed = blocks_for(computed + count, BLOCK_SIZE) - len(request.blocks)
+            needed = request.blocks_for(computed + count) - len(request.blocks)
             if known >= MAX_CONTEXT_LEN or self._random.random() < 0.2:
                 continue
             if needed > 0:
@@ -210,7 +222,8 @@ class EngineHistory:
             place.run(request)
 
     def _swap_out(self, place: Place) -> None:
-        computed = [request for request in place.running if place.engine.num_computed(request.request_id)]
+        able = (request for request in place.running if not (place.has_int8_swaps and request.is_hidden))
+        computed = [request for request in able if place.engine.num_computed(request.request_id)]
         if computed:
             request = self._random.choice(computed)
             place.stop(request)
@@ -224,7 +237,7 @@ class EngineHistory:
         if not place.swapped or len(place.running) == MAX_RUNNING:
             return
         request = place.swapped[0]
-        blocks = place.take(blocks_for(request.num_computed, BLOCK_SIZE))
+        blocks = place.take(request.blocks_for(request.num_computed))
         if blocks is not None:
             place.swapped.remove(request)
             request.blocks = blocks
@@ -232,8 +245,9 @@ class EngineHistory:
             place.run(request)
 
     def _offload(self, place: Place) -> None:
-        """Into the arena, for either engine."""
-        computed = [request for request in place.running if place.engine.num_computed(request.request_id)]
+        """Into the arena, for either engine: a cache of keys and values."""
+        running = (request for request in place.running if not request.is_hidden)
+        computed = [request for request in running if place.engine.num_computed(request.request_id)]
         if not computed or place.transfer is None:
             return
         request = self._random.choice(computed)
@@ -267,7 +281,7 @@ class EngineHistory:
 
     def _cut(self, place: Place, request: Request) -> None:
         """Give back the blocks behind those with computed tokens."""
-        count = blocks_for(request.num_computed, BLOCK_SIZE)
+        count = request.blocks_for(request.num_computed)
         place.free = request.blocks[count:] + place.free
         request.blocks = request.blocks[:count]
 

@@ -197,6 +197,27 @@ class CountedQueue(CheckedQueue):
 
 
 @interpreted
+def test_hidden_caches_beside_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_model(tmp_path, "llama_mha")
+    decoder = tiny_decoder(tmp_path)
+    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    queues = CountedQueues()
+    tiny = TinyEngine(decoder, attention=TRITON, capture=repeat, queues=queues, has_hidden_cache=True)
+    tiny.add("a", random_tokens(3, 11), block_tokens=8)
+    tiny.add("b", random_tokens(4, 5))
+    for slices in ({"a": 4, "b": 5}, {"a": 7}, {"a": 1, "b": 1}, {"b": 1}, {"b": 1, "a": 1}, {"a": 1}):
+        before = queues.num_waits
+        tiny.step(**slices)
+        assert queues.num_waits == before + 1
+    monkeypatch.undo()
+    plain = TinyEngine(decoder, attention=TORCH)
+    for name, seed, length in (("a", 3, 11), ("b", 4, 5)):
+        plain.add(name, random_tokens(seed, length))
+        plain.generate(name, 4)
+        assert tiny.tokens(name) == plain.tokens(name)
+
+
+@interpreted
 def test_the_host_waits_once_in_a_step_and_reads_nothing_before(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

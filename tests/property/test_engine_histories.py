@@ -22,8 +22,8 @@ MAX_HISTORIES_TO_SHOW = 400
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    make_tiny_model(folder, "llama")
+    folder = tmp_path_factory.mktemp("llama_mha")
+    make_tiny_model(folder, "llama_mha")
     return folder
 
 

@@ -180,4 +180,7 @@ def test_what_is_made_anew_of_hidden_caches_needs_room_as_well(unused_tcp_port: 
     with pytest.raises(ConfigError, match=r"decode\.memory_bytes is .* one request of 512 tokens needs"):
         preflight.check(made, served)
     memory["memory_bytes"] *= 2  # layers: 2, and a block of both is made anew in two blocks of one
-    preflight.check(replace(made, decode=replace(made.decode, **memory)), served)
+    made = replace(made, decode=replace(made.decode, **memory))
+    preflight.check(made, served)
+    with pytest.raises(ConfigError, match=r"swap_format=int8 is for keys and values, and policy 'apt_serve'"):
+        preflight.check(replace(made, decode=replace(made.decode, swap_format="int8")), served)
