@@ -129,9 +129,10 @@ class Engine:
             max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
         )
         self._compute = (queues or queues_of(storage.device)).queue(COMPUTE)
-        is_cuda = storage.device.type == "cuda"
         self._chosen = torch.zeros(max_sequences, dtype=torch.int64, device=storage.device)
-        self._chosen_on_host = torch.zeros(max_sequences, dtype=torch.int64, pin_memory=is_cuda)
+        self._no_token = torch.tensor(_NO_TOKEN, device=storage.device)
+        is_here = storage.device.type == "cpu"
+        self._chosen_on_host = self._chosen if is_here else torch.zeros(max_sequences, dtype=torch.int64).pin_memory()
         self._anticipates = planner.plans_ahead
         self._next_step: StepBatch | None = None
         self._next_version = 0
@@ -228,7 +229,7 @@ class Engine:
         if not self.storage.uses.is_idle:
             self.storage.uses.begin(self._compute, table.blocks_of(step.rows))
         self._compute.run(lambda: self._compute_step(launch))
-        if len(rows):
+        if len(rows) and self._chosen_on_host is not self._chosen:
             self._compute.copy_out(self._chosen[: len(rows)], self._chosen_on_host[: len(rows)])
         launch.computed = self._compute.record()
         table.num_computed[step.rows] += step.counts
@@ -241,7 +242,7 @@ class Engine:
         launch.forwarded = time.perf_counter()
         if len(rows):
             draw = self._sampler.start(rows, launch.num_tokens, logits)
-            self._chosen[: len(rows)] = draw.token_ids.masked_fill(~draw.is_usable, _NO_TOKEN)
+            torch.where(draw.is_usable, draw.token_ids, self._no_token, out=self._chosen[: len(rows)])
             launch.draw = draw
         launch.prompt_logprobs = [self._prompt_logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
 

@@ -19,6 +19,7 @@ from kernels.gpu import (
     hidden_cache,
     int8_blocks,
     prefill_attention,
+    row_checksums,
     row_norm,
     token_sampling,
 )
@@ -119,6 +120,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (decode_attention._merge_parts, MERGED, {"PADDED_GROUP": 16, "PADDED_DIM": 128, **HEADS}),
     (prefill_attention._prefill, {**ATTENTION, **TILES}, {**TILE, "PADDED_GROUP": 4, "ROWS": 64}),
     *((block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024}) for is_gather in (True, False)),
+    (row_checksums._sum_words, {"rows": LONG, "keys": LONG, "sums": LONG, "num_words": "i32"}, {"WORDS": 2048}),
     (int8_blocks._quantise, ROUNDED, SLOTS),
     (int8_blocks._dequantise, ROUNDED, SLOTS),
     *(

@@ -6,9 +6,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kernels.block_checksums import checksum_on_host, row_checksums
 from kernels.gpu.block_copies import gather_blocks, scatter_blocks
 from kernels.gpu.hidden_cache import HiddenLayer, keys_and_values, plain_keys_and_values
 from kernels.gpu.int8_blocks import dequantise_blocks, quantise_blocks, quantised
+from kernels.gpu.row_checksums import row_checksums as gpu_row_checksums
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 6e-2, torch.float16: 6e-3}
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCES))
@@ -97,3 +99,14 @@ def test_keys_and_values_from_layer_inputs(
     expected = plain_keys_and_values(layer, hidden, rotation, kv_heads)
     for actual, plain in zip((keys, values), expected, strict=True):
         torch.testing.assert_close(actual.double(), plain, rtol=0.0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("width", [8, 4096, 40_008])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_checksums_of_rows(count: int, width: int, device: torch.device) -> None:
+    rows = torch.randint(0, 256, (count, width), dtype=torch.uint8, device=device)
+    keys = torch.randint(-(1 << 62), 1 << 62, (count,), device=device)
+    own = [int(key) % (1 << 64) for key in keys.tolist()]
+    expected = [checksum_on_host(row.cpu().numpy(), key) for row, key in zip(rows, own, strict=True)]
+    assert [int(total) % (1 << 64) for total in gpu_row_checksums(rows, keys).tolist()] == expected
+    assert [int(total) % (1 << 64) for total in row_checksums(rows, keys).tolist()] == expected

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.attention import AUTO, TORCH, attention_level
+from alignedserve.runtime.attention import AUTO, TORCH, TRITON, attention_level
 from kernels import paged
+from kernels.gpu_choice import gpu_kernels_run
 from kernels.paged import Int64Array, PagedAttention, supported_levels
 from kernels.reference import attention, attention_of_chunk
 
@@ -226,7 +227,8 @@ def test_the_level_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_level(AUTO, CPU, torch.bfloat16) == best
     assert attention_level(TORCH, CPU, torch.float32) == TORCH
     assert attention_level(AUTO, CPU, torch.float16) == TORCH
-    assert attention_level(AUTO, torch.device("cuda"), torch.float32) == TORCH
+    cuda = torch.device("cuda")
+    assert attention_level(AUTO, cuda, torch.float32) == (TRITON if gpu_kernels_run(cuda) else TORCH)
     with pytest.raises(ConfigError, match="must be one of"):
         attention_level("avx9000", CPU, torch.float32)
     with pytest.raises(ConfigError, match="float16"):

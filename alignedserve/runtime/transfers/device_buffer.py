@@ -29,7 +29,8 @@ from alignedserve.runtime.block_sums import (
     summed_runs,
 )
 from alignedserve.runtime.device_arrays import to_device
-from alignedserve.runtime.transfers.device_sums import WORD_BYTES, DeviceRunSums
+from alignedserve.runtime.transfers.device_sums import DeviceRunSums
+from kernels.block_checksums import WORD_BYTES
 from kernels.block_lists import gather_blocks, scatter_blocks
 
 _STAGED_BYTES = 16 * 1024 * 1024
