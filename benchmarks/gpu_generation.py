@@ -149,7 +149,6 @@ def _ours(folder: str, setup: Setup, device: torch.device) -> Callable[[], None]
         folder, setup.requests, setup.dtype, device=device.type, max_sequences=len(setup.requests), max_step_tokens=8192
     )
     engine = make_engine(load_decoder(folder, setup.dtype, device.type), spec)
-    engine.record_graphs()
     return lambda: WorkloadRun(engine, spec, spec.groups).run()
 
 

@@ -1,6 +1,7 @@
 """How a benchmark or an experiment leaves its figures: JSON with machine, versions and command."""
 
 import json
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -23,12 +24,15 @@ def write_result(name: str, figures: Any, *, folder: Path = RESULTS) -> Path:
         "figures": figures,
     }
     path = folder / f"{name}.json"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
 
 
 def commit() -> str:
-    """Of the working tree, shortened; what has changed since is not said."""
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    """Of the working tree, shortened; what has changed since is not said. Empty where there is no git to ask."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    asked = subprocess.run([git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return asked.stdout.strip()

@@ -112,7 +112,7 @@ def bench_kernels(options: KernelOptions) -> int:
     spec = KernelBenchmarkSpec(options.device, options.shape, options.dtype, options.is_toy)
     with progress() as bar:
         task = bar.add_task("kernels", total=None, status="")
-        report = run_kernel_benchmark(spec, lambda row: bar.update(task, advance=1, status=f"{row.kernel}, {row.by}"))
+        report = run_kernel_benchmark(spec, lambda known: bar.update(task, completed=len(known.rows)))
     if options.json_output:
         _print_json(asdict(report))
     else:
