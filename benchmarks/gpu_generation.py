@@ -5,6 +5,7 @@ each request has an output length of its own, and only those tokens count, whate
 """
 
 import contextlib
+import importlib
 import statistics
 import tempfile
 import time
@@ -63,9 +64,13 @@ def compare_generation(device: torch.device, *, is_toy: bool, is_compiled: bool 
     return _figures(setup, seconds, failures)
 
 
-def _figures(setup: Setup, seconds: dict[str, float], failures: dict[str, str]) -> dict[str, Any]:
-    import transformers
+def _transformers() -> Any:
+    """Not above: the other parts of benchmarks.gpu do without it."""
+    return importlib.import_module("transformers")
 
+
+def _figures(setup: Setup, seconds: dict[str, float], failures: dict[str, str]) -> dict[str, Any]:
+    transformers = _transformers()
     num_output_tokens = sum(group.output_len for group in setup.requests)
     rates = {name: num_output_tokens / taken for name, taken in seconds.items()}
     others = [rate for name, rate in rates.items() if name != OURS]
@@ -99,8 +104,7 @@ def _median_seconds(run: Callable[[], None], num_rounds: int, device: torch.devi
 
 def _reference(config: ModelConfig, dtype: str, device: torch.device) -> Any:
     """transformers' model of this shape, made on the device."""
-    import transformers
-
+    transformers = _transformers()
     assert config.rope is not None, "a Llama rotates"
     own = transformers.LlamaConfig(
         vocab_size=config.vocab_size,
@@ -118,9 +122,10 @@ def _reference(config: ModelConfig, dtype: str, device: torch.device) -> Any:
         eos_token_id=list(config.eos_token_ids),
         pad_token_id=0,
     )
-    auto: Any = transformers.AutoModelForCausalLM
     with torch.device(device):
-        model = auto.from_config(own, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            own, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
     return model.eval()
 
 
@@ -198,8 +203,7 @@ class _Continuous:
         self._open.close()
 
     def _started(self) -> Any:
-        import transformers
-
+        transformers = _transformers()
         sizes = getattr(transformers, "ContinuousBatchingConfig", None)
         options = {} if sizes is None else {"continuous_batching_config": sizes(**self._setup.continuous)}
         longest = max(output_len for _, output_len in self._requests)

@@ -4,6 +4,7 @@ A small Llama with random weights, rounded to the dtype. Both are compared with 
 chunks, then decode steps, whose chosen tokens are scored again. The engine may be twice as far off as transformers is.
 """
 
+import importlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ SIZES = {
 
 def compare_logits(device: torch.device, *, is_toy: bool) -> dict[str, Any]:
     """Root mean square errors of both, by dtype and attention."""
-    import transformers  # not above: the other parts do without it
+    transformers: Any = importlib.import_module("transformers")  # not above: the other parts do without it
 
     torch.manual_seed(0)
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()

@@ -22,8 +22,10 @@ from alignedserve.bench.device_timing import chosen_device
 from alignedserve.bench.device_transfers import pinned_rows
 from alignedserve.bench.engine_iterations import TOY, IterationSpec, run_iteration_benchmark
 from alignedserve.bench.kernels import KernelBenchmarkSpec, run_kernel_benchmark
+from alignedserve.bench.transfer import measure_device_transfers
 from alignedserve.bench.transfer_result import TransferReport
 from alignedserve.bench.transfer_spec import DEVICE_SPEC, TransferBenchmarkSpec
+from alignedserve.runtime.devices import CUDA
 from benchmarks.gpu_generation import compare_generation
 from benchmarks.gpu_logits import compare_logits
 from benchmarks.recording import write_result
@@ -153,9 +155,10 @@ def _iterations(part: Part) -> dict[str, Any]:
 
 def _transfers(part: Part) -> dict[str, Any]:
     report = TransferReport()
-    for row in pinned_rows(_TOY_TRANSFERS if part.is_toy else DEVICE_SPEC, part.device):
-        report.rows.append(row)
-        part.record_some(report)
+    if part.device.type == CUDA:
+        measure_device_transfers(_TOY_TRANSFERS if part.is_toy else DEVICE_SPEC, part.device, report, part.record_some)
+    else:
+        report.rows += pinned_rows(_TOY_TRANSFERS, part.device)
     return asdict(report)
 
 

@@ -25,6 +25,7 @@ COMMANDS = (
     "bench kernels --device cpu --shape toy --dtype float32 --toy",
     "bench engine --device cpu --shape toy --workload 1x5:2",
     "bench engine --device cpu --shape toy --workload iterations",
+    "bench transfer --device cpu",
 )
 
 
