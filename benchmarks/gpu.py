@@ -45,7 +45,7 @@ class Share(NamedTuple):
 TESTS = Share("tests", 2.5)
 PARTS = (
     Share("logits", 1.0),
-    Share("kernels", 1.5),
+    Share("kernels", 2.0),
     Share("iterations", 1.5),
     Share("transfers", 1.0),
     Share("generation", 1.5),

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from alignedserve.bench.device_timing import synchronise
 from alignedserve.bench.engine import EngineBenchmarkSpec, RequestGroup, WorkloadRun, load_decoder, make_engine
 from alignedserve.bench.engine_workloads import parse_workload
 from alignedserve.bench.shapes import SHAPES
+from alignedserve.runtime.device_timing import synchronise
 from alignedserve.runtime.model_config import ModelConfig
 
 TARGET = 3.0  # times the best of transformers
@@ -41,9 +41,15 @@ REAL = Setup("llama-3-1b", "bfloat16", parse_workload("w4"), 64, 2, {"max_memory
 TOY = Setup("toy", "float32", parse_workload("1x5:3,1x9:2"), 2, 1, {"num_blocks": 4, "max_batch_tokens": 32})
 
 
-def compare_generation(device: torch.device, *, is_toy: bool, is_compiled: bool = False) -> dict[str, Any]:
-    """Output tokens per second of each, and what failed. `is_compiled`: transformers compiled as well, which takes
-    minutes."""
+def compare_generation(
+    device: torch.device,
+    *,
+    is_toy: bool,
+    is_compiled: bool = False,
+    on_measured: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Output tokens per second of each, and what failed; `on_measured` sees the same after each. `is_compiled`:
+    transformers compiled as well, which takes minutes."""
     setup = TOY if is_toy else REAL
     seconds: dict[str, float] = {}
     failures: dict[str, str] = {}
@@ -61,6 +67,7 @@ def compare_generation(device: torch.device, *, is_toy: bool, is_compiled: bool 
             if isinstance(run, _Continuous):
                 run.close()
             print(name, seconds.get(name, failures.get(name)), flush=True)
+            on_measured(_figures(setup, seconds, failures))
     return _figures(setup, seconds, failures)
 
 

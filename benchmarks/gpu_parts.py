@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from alignedserve.bench.device_choice import chosen_device
 from alignedserve.bench.device_result import IterationReport, KernelReport
-from alignedserve.bench.device_timing import chosen_device
 from alignedserve.bench.device_transfers import pinned_rows
 from alignedserve.bench.engine_iterations import TOY, IterationSpec, run_iteration_benchmark
 from alignedserve.bench.kernels import KernelBenchmarkSpec, run_kernel_benchmark
@@ -56,9 +56,13 @@ class Part:
         """Write them."""
         write_result(f"gpu_{self.name}", figures, folder=self.folder)
 
-    def record_some(self, report: Report) -> None:
+    def record_some(self, known: dict[str, Any]) -> None:
         """Write what is known so far."""
-        self.record({"is_complete": False, **asdict(report)})
+        self.record({"is_complete": False, **known})
+
+    def record_report(self, report: Report) -> None:
+        """Likewise."""
+        self.record_some(asdict(report))
 
 
 def main() -> None:
@@ -144,26 +148,27 @@ def _logits(part: Part) -> dict[str, Any]:
 
 def _kernels(part: Part) -> dict[str, Any]:
     shape, dtype = ("toy", "float32") if part.is_toy else ("llama-3-8b", "bfloat16")
-    report = run_kernel_benchmark(KernelBenchmarkSpec(part.device.type, shape, dtype, part.is_toy), part.record_some)
+    report = run_kernel_benchmark(KernelBenchmarkSpec(part.device.type, shape, dtype, part.is_toy), part.record_report)
     return {**asdict(report), "failures": report.left_out, "left_out": []}
 
 
 def _iterations(part: Part) -> dict[str, Any]:
     spec = TOY if part.is_toy else IterationSpec("llama-3-8b", device=part.device.type)
-    return asdict(run_iteration_benchmark(spec, part.record_some))
+    return asdict(run_iteration_benchmark(spec, part.record_report))
 
 
 def _transfers(part: Part) -> dict[str, Any]:
     report = TransferReport()
+    spec = _TOY_TRANSFERS if part.is_toy else DEVICE_SPEC
     if part.device.type == CUDA:
-        measure_device_transfers(_TOY_TRANSFERS if part.is_toy else DEVICE_SPEC, part.device, report, part.record_some)
+        measure_device_transfers(spec, part.device, report, part.record_report)
     else:
-        report.rows += pinned_rows(_TOY_TRANSFERS, part.device)
+        report.rows += pinned_rows(spec, part.device)
     return asdict(report)
 
 
 def _generation(part: Part) -> dict[str, Any]:
-    return compare_generation(part.device, is_toy=part.is_toy)
+    return compare_generation(part.device, is_toy=part.is_toy, on_measured=part.record_some)
 
 
 PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {

@@ -3,12 +3,12 @@
 import random
 from collections.abc import Callable
 
-from alignedserve.bench.device_timing import clocked_by_turns
 from alignedserve.bench.transfer_result import TransferResult, transfer_result
 from alignedserve.bench.transfer_spec import BLOCK_SIZE, LAYOUTS, TransferBenchmarkSpec
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy
+from alignedserve.runtime.device_timing import clocked_by_turns
 from alignedserve.runtime.transfer import Incoming, KVTransfer, Outgoing
 
 GENERATION = 1

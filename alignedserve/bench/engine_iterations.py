@@ -15,7 +15,6 @@ import torch
 
 from alignedserve.bench.device_ceilings import TOY_SIZES, measure_device_ceilings
 from alignedserve.bench.device_result import DeviceCeilings, IterationReport, IterationRow
-from alignedserve.bench.device_timing import DeviceTimer
 from alignedserve.bench.engine import load_decoder, step_weight_bytes
 from alignedserve.bench.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, Traffic, lists_at_the_end
 from alignedserve.core.errors import ConfigError
@@ -23,6 +22,7 @@ from alignedserve.runtime.attention import AUTO
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.device_queues import queues_of
+from alignedserve.runtime.device_timing import DeviceTimer
 from alignedserve.runtime.devices import CUDA
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine

@@ -7,14 +7,15 @@ from itertools import chain
 import torch
 
 from alignedserve.bench.device_ceilings import TOY_SIZES, measure_device_ceilings
+from alignedserve.bench.device_choice import AUTO, chosen_device
 from alignedserve.bench.device_result import DeviceCeilings, KernelReport, KernelRow
-from alignedserve.bench.device_timing import AUTO, DeviceTimer, chosen_device
 from alignedserve.bench.kernel_attention import DECODE, attention_works, batches, name_of
 from alignedserve.bench.kernel_blocks import block_works
 from alignedserve.bench.kernel_rows import row_works
 from alignedserve.bench.kernel_work import KernelBench, KernelWork, rows_of
 from alignedserve.bench.shapes import SHAPES
 from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.device_timing import DeviceTimer
 from alignedserve.runtime.dtypes import torch_dtype
 
 _TOY_BYTES = 1 << 16

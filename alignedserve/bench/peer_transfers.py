@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 
 from alignedserve.bench.block_moves import BlockMoves
-from alignedserve.bench.device_timing import synchronise
 from alignedserve.bench.other_process import END, address, identity, other_process
 from alignedserve.bench.transfer_result import TransferResult
 from alignedserve.bench.transfer_spec import TransferBenchmarkSpec
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.block_storage import BlockStorage
+from alignedserve.runtime.device_timing import synchronise
 from alignedserve.runtime.transfer import KVTransfer
 from alignedserve.runtime.transfers.block_server import BlockServer
 from alignedserve.runtime.transfers.device_buffer import DeviceBuffer, DevicePieces

@@ -38,7 +38,7 @@ class EngineOptions:
 
 def bench_engine(options: EngineOptions) -> int:
     """Run the command; returns its exit code."""
-    from alignedserve.bench.device_timing import chosen_device
+    from alignedserve.bench.device_choice import chosen_device
 
     is_cuda = chosen_device(options.device).type == "cuda"
     if (options.workload or (_ITERATIONS if is_cuda else "w1")) == _ITERATIONS:
@@ -137,7 +137,7 @@ class TransferOptions:
 
 def bench_transfer(options: TransferOptions) -> int:
     """Run the command; returns its exit code."""
-    from alignedserve.bench.device_timing import chosen_device
+    from alignedserve.bench.device_choice import chosen_device
     from alignedserve.bench.transfer import measure_device_transfers, measure_host_transfers
     from alignedserve.bench.transfer_spec import DEVICE_SPEC, TransferBenchmarkSpec
 
