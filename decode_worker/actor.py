@@ -84,7 +84,7 @@ class ColocatedWorkerActor(RoomHost):
         membership: Membership,
     ) -> None:
         layout = served.block_layout(engine_config.block_size)
-        sizes = engine_sizes(engine_config, config.memory_bytes, max_held(config))
+        sizes = engine_sizes(engine_config, config.memory_bytes, max_held(config), has_int8_swaps=config.has_int8_swaps)
 
         async def build() -> ColocatedWorker:
             engine = WorkerEngine(served, sizes)

@@ -89,8 +89,11 @@ def colocated_registration_of(config: DecodeWorkerConfig, layout: BlockLayout, *
 
 def memory_of(config: DecodeWorkerConfig, layout: BlockLayout, *, num_blocks: int) -> DeviceMemory:
     """What a live colocated worker's policy has to work with, nothing in it yet; whole caches can be swapped."""
-    host_tokens = layout.blocks_in(config.swap_bytes) * layout.block_size
-    return DeviceMemory(num_blocks, num_blocks, layout.block_size, host_tokens)
+    copy_bytes = layout.int8_block_bytes if config.has_int8_swaps else layout.block_bytes
+    host_tokens = config.swap_bytes // copy_bytes * layout.block_size
+    return DeviceMemory(
+        num_blocks, num_blocks, layout.block_size, host_tokens, swap_width=copy_bytes / layout.block_bytes
+    )
 
 
 def iteration_limits(config: DecodeWorkerConfig) -> IterationLimits:

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import subprocess
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ _FAILURES = (AttributeError, ImportError, OSError, RuntimeError, ValueError, sub
 _LONGEST_REASON = 300
 
 _known: dict[str, bool] = {}  # which kernels work, by name; a process finds out once
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """What is launched within goes to this device: Triton takes the thread's current one, wherever its tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def gpu_kernels_run(device: torch.device) -> bool:
@@ -40,9 +46,10 @@ def fused_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Any | 
         return None
 
     def trial() -> None:
-        importlib.import_module(f"kernels.gpu.{name}").try_out(device, dtype)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        with on_device(device):
+            importlib.import_module(f"kernels.gpu.{name}").try_out(device, dtype)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     return importlib.import_module(f"kernels.gpu.{name}") if works(f"{name} ({dtype})", trial) else None
 

@@ -192,7 +192,9 @@ class RoomCluster:
 
     async def _start_colocated(self, name: str) -> None:
         section = self.config.decode
-        self.engines[name] = engine = self._engine(section.memory_bytes, max_held(section))
+        self.engines[name] = engine = self._engine(
+            section.memory_bytes, max_held(section), has_int8_swaps=section.has_int8_swaps
+        )
         make = partial(
             decode_assembly.make_live_colocated_logic,
             registered=self._registered(engine, max_held(section), can_prefill=True, can_decode=True),
@@ -245,8 +247,11 @@ class RoomCluster:
         worker.close()
         return tokens
 
-    def _engine(self, memory_bytes: int, max_sequences: int) -> CountingEngine:
-        return CountingEngine(self.served, EngineSizes(memory_bytes, max_sequences, self.config.engine.block_size, 1))
+    def _engine(self, memory_bytes: int, max_sequences: int, *, has_int8_swaps: bool = False) -> CountingEngine:
+        sizes = EngineSizes(
+            memory_bytes, max_sequences, self.config.engine.block_size, 1, has_int8_swaps=has_int8_swaps
+        )
+        return CountingEngine(self.served, sizes)
 
     def _registered(
         self, engine: WorkerEngine, max_running: int, *, can_prefill: bool, can_decode: bool

@@ -12,7 +12,7 @@ from alignedserve.runtime.devices import CUDA, worker_devices
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.weight_index import WeightIndex
-from alignedserve.runtime.worker_engine import ENGINE_MECHANISMS
+from alignedserve.runtime.worker_engine import engine_mechanisms
 from alignedserve.scheduling.assembly import resolve_policy
 from alignedserve.scheduling.policies import require_policy
 from kvpool.policies import make_batch_former
@@ -31,7 +31,7 @@ def check(config: ClusterConfig, served: ServedModel) -> None:
     make_batch_former(
         config.batching.policy or "", block_size=config.engine.block_size, starvation_s=config.batching.starvation_s
     )
-    require_policy(config.scheduling, config.topology, ENGINE_MECHANISMS)
+    require_policy(config.scheduling, config.topology, engine_mechanisms(has_int8_swaps=config.decode.has_int8_swaps))
     Tokenizer.load(served.folder)
     if not served.has_random_weights:
         WeightIndex(served.folder)

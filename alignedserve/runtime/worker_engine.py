@@ -6,6 +6,7 @@ Prefill and decode workers differ in what they decide, not in how it is performe
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ from alignedserve.runtime.calibration import measure_iterations
 from alignedserve.runtime.cores import num_cores
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.device_queues import queues_of
-from alignedserve.runtime.devices import CPU, free_bytes
+from alignedserve.runtime.devices import CPU, free_bytes, use_device
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.host_cache import HostCache
@@ -41,9 +42,6 @@ from alignedserve.scheduling.policy import Mechanism
 _COMPUTE = "compute"
 _MIB = 1024 * 1024
 
-# What a scheduling policy can count on beyond chunks and pauses.
-ENGINE_MECHANISMS = frozenset({Mechanism.SWAP})
-
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
@@ -55,13 +53,27 @@ class EngineSizes:
     num_threads: int | None = None  # CPU threads of one forward pass; all cores when None
     attention: str = AUTO  # one of CHOICES of runtime.attention
     device: str = CPU  # as torch spells it
+    has_int8_swaps: bool = False  # caches in host memory are rounded to 8 bits per channel
 
 
-def engine_sizes(config: EngineConfig, memory_bytes: int, max_sequences: int) -> EngineSizes:
+def engine_sizes(
+    config: EngineConfig, memory_bytes: int, max_sequences: int, *, has_int8_swaps: bool = False
+) -> EngineSizes:
     """Of a worker whose device and threads are decided."""
     return EngineSizes(
-        memory_bytes, max_sequences, config.block_size, config.threads_per_worker, config.attention, config.device
+        memory_bytes,
+        max_sequences,
+        config.block_size,
+        config.threads_per_worker,
+        config.attention,
+        config.device,
+        has_int8_swaps,
     )
+
+
+def engine_mechanisms(*, has_int8_swaps: bool) -> frozenset[Mechanism]:
+    """What a scheduling policy can count on beyond chunks and pauses."""
+    return frozenset({Mechanism.SWAP, Mechanism.INT8_SWAP}) if has_int8_swaps else frozenset({Mechanism.SWAP})
 
 
 class WorkerEngine:
@@ -74,6 +86,7 @@ class WorkerEngine:
         torch.set_num_threads(sizes.num_threads or num_cores())
         device = torch.device(sizes.device)
         _check_memory(served, sizes, device)
+        use_device(device)
         layout = served.block_layout(sizes.block_size)
         self.num_blocks = layout.blocks_in(sizes.memory_bytes)
         if self.num_blocks < 1:
@@ -82,7 +95,7 @@ class WorkerEngine:
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
         self._storage = BlockStorage(layout, self.num_blocks, device)
         queues = queues_of(device)
-        self._host_cache = HostCache(self._storage, queues)
+        self._host_cache = HostCache(self._storage, queues, is_int8=sizes.has_int8_swaps)
         self._engine = Engine(
             model=_load_decoder(served, device),
             storage=self._storage,
@@ -92,7 +105,7 @@ class WorkerEngine:
             queues=queues,
         )
         self._engine.record_graphs()
-        self._threads = WorkerThreads()
+        self._threads = WorkerThreads(partial(use_device, device))
         self._sizes, self._max_context_len = sizes, served.max_context_len
 
     def copier(self, identity: Identity, *, transport: str = AUTO_TRANSPORT) -> BlockCopier:

@@ -58,7 +58,15 @@ def sampling_of(kind: int) -> SamplingParams:
 class Place:
     """One engine, the owner of its blocks, and its host memory."""
 
-    def __init__(self, decoder: Decoder, queues: DeviceQueues, arena: Arena | None, rng: random.Random) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        queues: DeviceQueues,
+        arena: Arena | None,
+        rng: random.Random,
+        *,
+        has_int8_swaps: bool = False,
+    ) -> None:
         layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
         self.storage = BlockStorage(layout, NUM_BLOCKS, decoder.device)
         self.engine = Engine(
@@ -68,7 +76,7 @@ class Place:
             max_context_len=MAX_CONTEXT_LEN,
             queues=queues,
         )
-        self.host_cache = HostCache(self.storage, queues)
+        self.host_cache = HostCache(self.storage, queues, is_int8=has_int8_swaps)
         self.transfer = None if arena is None else ShmTransfer(self.storage, arena, stamps=True)
         self.running: list[Request] = []
         self.swapped: list[Request] = []
@@ -133,11 +141,22 @@ class Place:
 class EngineHistory:
     """One history. The same seed gives the same one."""
 
-    def __init__(self, decoder: Decoder, make_queues: Callable[[int], DeviceQueues], seed: int, folder: Path) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        make_queues: Callable[[int], DeviceQueues],
+        seed: int,
+        folder: Path,
+        *,
+        has_int8_swaps: bool = False,
+    ) -> None:
         self._random = random.Random(seed)
         layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
         self._arena = Arena.create(folder / "pool.arena", layout, NUM_BLOCKS)
-        self._places = [Place(decoder, make_queues(2 * seed + i), self._arena, self._random) for i in range(2)]
+        self._places = [
+            Place(decoder, make_queues(2 * seed + i), self._arena, self._random, has_int8_swaps=has_int8_swaps)
+            for i in range(2)
+        ]
         self._arena_free = [BlockId(block) for block in range(NUM_BLOCKS)]
         self._generation = 0
         self._moving: list[Request] = []
