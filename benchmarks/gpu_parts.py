@@ -1,8 +1,8 @@
 """One part of benchmarks.gpu in a process of its own, which may end in any way without costing the others.
 
-    python -m benchmarks.gpu_parts kernels --device cuda --output FOLDER
+    python -m benchmarks.gpu_parts kernels --device cuda
 
-Writes FOLDER/gpu_<part>.json, the kernels as they are measured, so that what a crash leaves is not lost.
+Writes gpu_<part>.json again whenever something more was measured, so that a crash leaves what came before it.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from alignedserve.bench.transfer_spec import DEVICE_SPEC, TransferBenchmarkSpec
 from alignedserve.runtime.devices import CUDA
 from benchmarks.gpu_generation import compare_generation
 from benchmarks.gpu_logits import compare_logits
-from benchmarks.recording import write_result
+from benchmarks.recording import RESULTS, write_result
+from kernels.gpu_choice import replaced
 
 TESTS, LOGITS, KERNELS = "tests", "logits", "kernels"
 ITERATIONS, TRANSFERS, GENERATION = "iterations", "transfers", "generation"
@@ -54,7 +55,9 @@ class Part:
 
     def record(self, figures: dict[str, Any]) -> None:
         """Write them."""
-        write_result(f"gpu_{self.name}", figures, folder=self.folder)
+        toy = " --toy" if self.is_toy else ""
+        command = f"python -m benchmarks.gpu_parts {self.name} --device {self.device.type}{toy}"
+        write_result(f"gpu_{self.name}", figures, folder=self.folder, command=command)
 
     def record_some(self, known: dict[str, Any]) -> None:
         """Write what is known so far."""
@@ -66,23 +69,27 @@ class Part:
 
 
 def main() -> None:
-    """Run the part and write its figures. What fails is among them, or is the exit code."""
+    """Run the part and write its figures. What fails is among them, kernels that PyTorch stands in for as well; or it
+    is the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--toy", action="store_true", help="sizes that show only whether everything runs")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the figures")
+    parser.add_argument("--output", type=Path, help="folder for the figures in place of benchmarks/results")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds until it is ended from outside")
     arguments = parser.parse_args()
+    if arguments.toy and arguments.output is None:
+        parser.error("--toy needs --output: a toy is no result")
     device = chosen_device(arguments.device)
-    part = Part(arguments.part, device, arguments.toy, arguments.output, arguments.limit)
+    part = Part(arguments.part, device, arguments.toy, arguments.output or RESULTS, arguments.limit)
     try:
         figures = PARTS[part.name](part)
     except ModuleNotFoundError as error:
         if error.name not in ("pytest", "transformers"):
             raise
         figures = {"left_out": [f"{error.name} is not installed"]}
-    part.record({"is_complete": True, "failures": [], "left_out": [], **figures})
+    figures.setdefault("failures", []).extend(f"{name}: {reason}" for name, reason in replaced().items())
+    part.record({"is_complete": True, "left_out": [], **figures})
 
 
 # --- correctness ------------------------------------------------------------------------------------------------------
@@ -149,7 +156,7 @@ def _logits(part: Part) -> dict[str, Any]:
 def _kernels(part: Part) -> dict[str, Any]:
     shape, dtype = ("toy", "float32") if part.is_toy else ("llama-3-8b", "bfloat16")
     report = run_kernel_benchmark(KernelBenchmarkSpec(part.device.type, shape, dtype, part.is_toy), part.record_report)
-    return {**asdict(report), "failures": report.left_out, "left_out": []}
+    return {**asdict(report), "left_out": []}  # what is left out has failed, and is known as such
 
 
 def _iterations(part: Part) -> dict[str, Any]:

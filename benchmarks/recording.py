@@ -13,13 +13,15 @@ from alignedserve.bench.machine import describe_machine
 RESULTS = Path(__file__).parent / "results"
 
 
-def write_result(name: str, figures: Any, *, folder: Path = RESULTS) -> Path:
-    """Write `figures` to <name>.json in the results folder and return the path."""
+def write_result(name: str, figures: Any, *, folder: Path = RESULTS, command: str | None = None) -> Path:
+    """Write `figures` to <name>.json in the results folder and return the path. `command`: what repeats them, where it
+    is not what was called."""
     script = Path(sys.argv[0])
+    called = " ".join(["python", "-m", f"{script.parent.name}.{script.stem}", *sys.argv[1:]])
     record = {
         "benchmark": name,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", f"{script.parent.name}.{script.stem}", *sys.argv[1:]]),
+        "command": command or called,
         "machine": {**describe_machine(), "commit": commit()},
         "figures": figures,
     }

@@ -30,6 +30,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in fo
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_choice, "_known", {})
+    monkeypatch.setattr(gpu_choice, "_reasons", {})
 
 
 @pytest.fixture(scope="module")
