@@ -18,6 +18,7 @@ _FAILURES = (AttributeError, ImportError, OSError, RuntimeError, ValueError, sub
 _LONGEST_REASON = 300
 
 _known: dict[str, bool] = {}  # which kernels work, by name; a process finds out once
+_reasons: dict[str, str] = {}  # why the others do not
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -61,6 +62,7 @@ def works(name: str, trial: Callable[[], object]) -> bool:
         reason = _obstacle(trial)
         _known[name] = reason is None
         if reason is not None:
+            _reasons[name] = reason
             logger.warning(
                 "The GPU kernel %s does not run here, so PyTorch's own operations do its work, with the same results "
                 "in more time. The reason: %s",
@@ -68,6 +70,11 @@ def works(name: str, trial: Callable[[], object]) -> bool:
                 reason,
             )
     return _known[name]
+
+
+def replaced() -> dict[str, str]:
+    """Kernels that this process wanted and whose work PyTorch's own operations do, each with the reason."""
+    return dict(_reasons)
 
 
 def _obstacle(trial: Callable[[], object]) -> str | None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from alignedserve.bench.device_timing import clocked_by_turns
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.device_queues import DeviceQueues, Event
+from alignedserve.runtime.device_timing import clocked_by_turns
 from alignedserve.runtime.row_forms import exact_rows
 from alignedserve.runtime.staged_copies import StagedCopies
 
