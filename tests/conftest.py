@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # Without a GPU the kernels for it run in Triton's interpreter, which reads its switch when a kernel is defined.
@@ -12,3 +13,8 @@ if not Path("/dev/nvidiactl").exists():
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("alignedserve", deadline=None)
 settings.load_profile("alignedserve")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those of a served cluster come last: it would keep the machine a little busy through all that follow."""
+    items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)

@@ -1,7 +1,7 @@
 """The backend of a cluster against a hand-made router and worker over real links."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -22,8 +22,12 @@ tl = pytest.importorskip("triton.language")
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled take no tensors of a CPU")
-# Llama; norms of heads; learned positions, layer norms and no gates; rotated in part, layers side by side.
-FAMILIES = ("llama", "qwen3", "opt", "opt_post_norm", "gpt_neox")
+# Norms of heads; learned positions, layer norms and no gates; Llama; rotated in part, layers side by side.
+FAMILIES = (
+    "qwen3",
+    "opt",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "opt_post_norm", "gpt_neox")),
+)
 
 
 @pytest.fixture(autouse=True)

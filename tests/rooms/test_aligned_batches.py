@@ -5,7 +5,7 @@ Whatever moves where, every answer is the undisturbed one, and nothing is left b
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
