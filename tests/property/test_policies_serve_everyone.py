@@ -11,6 +11,7 @@ from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Mechan
 from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
 
 COLOCATED = [name for name, entry in POLICIES.items() if Topology.COLOCATED in entry.topologies]
+SEEDS = (0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow))
 _PLENTY = DeviceMemory(2000, 2000, 16)
 _SCARCE = DeviceMemory(30, 30, 16)
 
@@ -35,7 +36,7 @@ def _arrivals(name: str, seed: int) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("memory", [_PLENTY, _SCARCE], ids=["plenty", "scarce"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", COLOCATED)
 def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMemory) -> None:
     arrivals = _arrivals(name, seed)
@@ -45,7 +46,7 @@ def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMem
     }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", COLOCATED)
 def test_every_request_without_objectives_ends_exactly_once(name: str, seed: int) -> None:
     arrivals = [

@@ -29,7 +29,7 @@ _VARIANTS: list[tuple[str, Mapping[str, Any]]] = [
 
 
 @pytest.mark.parametrize("limits", [IterationLimits(32, 512), IterationLimits(3, 64)], ids=["many", "few"])
-@pytest.mark.parametrize("host", [2000, 100])
+@pytest.mark.parametrize("host", [100, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "config"), _VARIANTS)
 def test_every_variant_ends_every_request(
     name: str, config: Mapping[str, Any], host: int, limits: IterationLimits
@@ -104,7 +104,7 @@ class _NoRevenge:
         return plan
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
 @pytest.mark.parametrize(("name", "config"), [("alise", {}), ("alise", {"preemption": "recompute"}), ("fastserve", {})])
 def test_no_ping_pong(name: str, config: Mapping[str, Any], seed: int) -> None:
     PolicyRun(_NoRevenge(name, config), _SCARCE).run(random_arrivals(seed, 30))
