@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.marks import slow
+
 pytest.importorskip("triton")
 
 from kernels.block_checksums import checksum_on_host, row_checksums
@@ -13,9 +15,7 @@ from kernels.gpu.int8_blocks import dequantise_blocks, quantise_blocks, quantise
 from kernels.gpu.row_checksums import row_checksums as gpu_row_checksums
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 6e-2, torch.float16: 6e-3}
-dtypes = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
-)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float16)])
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from alignedserve.core.request import SamplingParams
 from kernels import gpu_choice
 from kernels.activation import ACTIVATIONS, Gated, gated
 from kernels.norm import RmsNorm, rms_norm
+from tests.marks import slow
 from tests.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.tiny_models import make_tiny_model
 
@@ -26,7 +27,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that
 FAMILIES = (
     "qwen3",
     "opt",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "opt_post_norm", "gpt_neox")),
+    *slow("llama", "opt_post_norm", "gpt_neox"),
 )
 
 

@@ -16,6 +16,7 @@ from alignedserve.runtime.decode_graphs import graph_sizes, repeat
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.device_queues import CheckedEvent, CheckedQueue, CheckedQueues
 from kernels import gpu_choice
+from tests.marks import slow
 from tests.tiny_engines import GREEDY, TinyEngine, random_tokens, reference_generation, tiny_decoder
 from tests.tiny_models import make_tiny_model
 
@@ -48,7 +49,7 @@ def engine(decoder: Decoder, **options: Any) -> TinyEngine:
     return TinyEngine(decoder, attention=TRITON, capture=None if decoder.device.type == "cuda" else repeat, **options)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mistral_window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", *slow("mistral_window")])
 def test_greedy_generation_equals_transformers(family: str, tmp_path: Path, device: torch.device) -> None:
     reference = make_tiny_model(tmp_path, family)
     tiny = engine(tiny_decoder(tmp_path, device=device))

@@ -7,6 +7,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.reference import kept_tokens
 from kernels.sampling import RowParameters, greedy
+from tests.marks import slow
 
 pytest.importorskip("triton")
 
@@ -15,11 +16,6 @@ from kernels.gpu.token_sampling import sample_tokens
 LOWEST = -float("inf")
 # Sums of weights that are rounded to float32 against float64.
 SLACK = 1e-6
-
-
-def slow(*values: object) -> list[pytest.ParameterSet]:
-    """Parameters of slow tests."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def parameters(

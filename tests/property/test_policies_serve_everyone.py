@@ -9,9 +9,10 @@ from alignedserve.core.request import Slo
 from alignedserve.scheduling.policies import POLICIES, make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Mechanism
 from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
+from tests.marks import slow
 
 COLOCATED = [name for name, entry in POLICIES.items() if Topology.COLOCATED in entry.topologies]
-SEEDS = (0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow))
+SEEDS = (0, *slow(1, 2))
 _PLENTY = DeviceMemory(2000, 2000, 16)
 _SCARCE = DeviceMemory(30, 30, 16)
 
