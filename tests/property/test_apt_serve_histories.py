@@ -14,6 +14,7 @@ from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Iterat
 from alignedserve.scheduling.table import Floats
 from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
 from tests.desks.scheduling import EasyCosts, request_of
+from tests.marks import slow
 
 _NAMES = ("apt_serve", "apt_serve_chunked")
 
@@ -125,7 +126,7 @@ def test_everybody_ends_with_hidden_caches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _NAMES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_every_change_of_a_cache_comes_with_a_token(name: str, seed: int) -> None:
     """So caches cannot change to and fro without end: prompts fit into an iteration here."""
     policy = _Watched(name)

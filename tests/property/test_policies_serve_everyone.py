@@ -9,8 +9,10 @@ from alignedserve.core.request import Slo
 from alignedserve.scheduling.policies import POLICIES, make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Mechanism
 from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
+from tests.marks import slow
 
 COLOCATED = [name for name, entry in POLICIES.items() if Topology.COLOCATED in entry.topologies]
+SEEDS = (0, *slow(1, 2))
 _PLENTY = DeviceMemory(2000, 2000, 16)
 _SCARCE = DeviceMemory(30, 30, 16)
 
@@ -35,7 +37,7 @@ def _arrivals(name: str, seed: int) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("memory", [_PLENTY, _SCARCE], ids=["plenty", "scarce"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", COLOCATED)
 def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMemory) -> None:
     arrivals = _arrivals(name, seed)
@@ -45,7 +47,7 @@ def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMem
     }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", COLOCATED)
 def test_every_request_without_objectives_ends_exactly_once(name: str, seed: int) -> None:
     arrivals = [

@@ -14,6 +14,7 @@ from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.arena import Arena
 from tests.desks.client_gateway import Answer
 from tests.in_process import RoomCluster, running, small_config
+from tests.waiting import holds
 
 # Long enough that all are in the middle of it when something happens.
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
@@ -31,13 +32,6 @@ async def faults_of_the_loop() -> AsyncIterator[list[str]]:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
     yield faults
     assert faults == []
-
-
-async def holds(condition: Callable[[], bool]) -> None:
-    """Wait until it does."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  (it is about several objects, none of which has an event for it)
-            await asyncio.sleep(0.001)
 
 
 class Load:

@@ -131,8 +131,7 @@ async def test_what_is_in_the_air_at_the_end_can_be_given_up() -> None:
         return Plan((loop.traffic,), (), (loop,), 2.0)
 
     async with FakeServer(respond=lambda body: Script(first_delay_s=1.5)) as server:
-        waited = await _run(server, plan())
-        cut = await _run(server, plan(), cuts_off=True)
+        waited, cut = await asyncio.gather(_run(server, plan()), _run(server, plan(), cuts_off=True))
     assert (len(waited.sent), len(cut.sent)) == (6, 3)
     assert cut.duration_s < 3.0 <= waited.duration_s
 

@@ -1,6 +1,7 @@
 """The benchmark of the pool's index and batch formers, and what it says of how narrow batches are."""
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -90,6 +91,8 @@ def test_arrivals_are_the_same_for_the_same_seed() -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = functools.partial(ScheduleBenchmarkSpec, num_batches=20, num_iterations=50)
+    monkeypatch.setattr("alignedserve.bench.schedule.ScheduleBenchmarkSpec", small)
     command = ["alignedserve", "bench", "schedule", "--pool-sizes", "40"]
     for arguments in ([], ["--json"]):
         monkeypatch.setattr(sys, "argv", [*command, *arguments])
