@@ -56,11 +56,12 @@ class Part:
     is_toy: bool
     folder: Path
     limit_s: float
+    is_compiled: bool  # generation: transformers compiled as well
 
     def record(self, figures: dict[str, Any]) -> None:
         """Write them."""
-        toy = " --toy" if self.is_toy else ""
-        command = f"python -m benchmarks.gpu_parts {self.name} --device {self.device.type}{toy}"
+        options = f"{' --toy' if self.is_toy else ''}{' --compiled' if self.is_compiled else ''}"
+        command = f"python -m benchmarks.gpu_parts {self.name} --device {self.device.type}{options}"
         write_result(f"gpu_{self.name}", figures, folder=self.folder, command=command)
 
     def record_some(self, known: dict[str, Any]) -> None:
@@ -81,11 +82,13 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="sizes that show only whether everything runs")
     parser.add_argument("--output", type=Path, help="folder for the figures in place of benchmarks/results")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds until it is ended from outside")
+    parser.add_argument("--compiled", action="store_true", help="generation: transformers compiled as well (minutes)")
     arguments = parser.parse_args()
     if arguments.toy and arguments.output is None:
         parser.error("--toy needs --output: a toy is no result")
     device = chosen_device(arguments.device)
-    part = Part(arguments.part, device, arguments.toy, arguments.output or RESULTS, arguments.limit)
+    folder = arguments.output or RESULTS
+    part = Part(arguments.part, device, arguments.toy, folder, arguments.limit, arguments.compiled)
     try:
         figures = PARTS[part.name](part)
     except ModuleNotFoundError as error:
@@ -182,7 +185,9 @@ def _transfers(part: Part) -> dict[str, Any]:
 
 
 def _generation(part: Part) -> dict[str, Any]:
-    return compare_generation(part.device, is_toy=part.is_toy, on_measured=part.record_some)
+    return compare_generation(
+        part.device, is_toy=part.is_toy, is_compiled=part.is_compiled, on_measured=part.record_some
+    )
 
 
 PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {

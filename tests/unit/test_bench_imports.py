@@ -40,7 +40,7 @@ def run_without(absent: tuple[str, ...], program: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_runs(command: str) -> None:
-    program = "from alignedserve.cli.main import main\nmain()"
+    program = "import runpy\nrunpy.run_module('alignedserve', run_name='__main__')"
     assert run_without(ABSENT, program, "alignedserve", *command.split())
 
 
