@@ -20,6 +20,7 @@ from alignedserve.batches.storage.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import ResourceError, StorageDamaged, StoreUnavailable
 from tests.batch_samples import BATCH, batch_record, file_record
+from tests.marks import slow
 
 
 def private_redis(folder: Path) -> PrivateRedis:
@@ -75,7 +76,7 @@ async def test_a_commit_whose_answer_is_lost_is_not_said_to_have_failed(tmp_path
         assert await records.read(["a"]) == [b"1"]
 
 
-@pytest.mark.parametrize("timeout_s", [0.5, pytest.param(redis_records._TIMEOUT_S, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("timeout_s", [0.3, *slow(redis_records._TIMEOUT_S)])
 async def test_a_stopped_server_is_given_up_soon(
     timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,10 +60,10 @@ def test_greedy_generation_equals_transformers(family: str, tmp_path: Path, devi
     for name, prompt in prompts.items():
         tiny.add(name, prompt)
     tiny.step(**{name: len(prompt) for name, prompt in prompts.items()})
-    for _ in range(9):
+    for _ in range(5):
         tiny.step(a=1, b=1, c=1)
     for name, prompt in prompts.items():
-        assert tiny.tokens(name)[len(prompt) :] == reference_generation(reference, prompt, 10)
+        assert tiny.tokens(name)[len(prompt) :] == reference_generation(reference, prompt, 6)
 
 
 @pytest.mark.parametrize(("num_steps", "least"), [(12, 12), pytest.param(24, 40, marks=pytest.mark.slow)])

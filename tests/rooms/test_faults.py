@@ -14,6 +14,7 @@ from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.arena import Arena
 from tests.desks.client_gateway import Answer
 from tests.in_process import RoomCluster, running, small_config
+from tests.marks import slow
 from tests.waiting import holds
 
 # Long enough that all are in the middle of it when something happens.
@@ -84,7 +85,7 @@ async def test_a_room_is_lost_and_comes_back_mid_answer(name: str, tmp_path: Pat
         await load.check()
 
 
-@pytest.mark.parametrize("name", STARTERS)
+@pytest.mark.parametrize("name", ["prefill-0", "router", *slow("decode-0", "pool-0")])
 async def test_a_room_is_lost_and_comes_back_before_the_first_token(name: str, tmp_path: Path) -> None:
     async with running(small_config(tmp_path / "model"), tmp_path) as cluster:
         load = Load(cluster)

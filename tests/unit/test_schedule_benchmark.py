@@ -20,6 +20,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
 from kvpool.state import PooledRequest
+from tests.marks import slow
 
 SMALL = ScheduleBenchmarkSpec(pool_sizes=(50, 200), num_batches=20, num_iterations=50)
 
@@ -40,7 +41,7 @@ def test_bad_specs(changes: dict[str, object]) -> None:
         dataclasses.replace(SMALL, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("lengths", sorted(LENGTHS))
+@pytest.mark.parametrize("lengths", ["lognormal", *slow(*sorted(LENGTHS.keys() - {"lognormal"}))])
 def test_every_former_and_size_is_measured(lengths: str) -> None:
     limits = BatchLimits(5000, 16, 4)
     result = run_schedule_benchmark(dataclasses.replace(SMALL, lengths=lengths, limits=limits))
