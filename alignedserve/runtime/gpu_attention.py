@@ -29,7 +29,7 @@ from alignedserve.runtime.sequences import IntArray, NewSequence, SequenceTable
 from kernels.gpu.blocks import BlockTables, BlockView
 from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, paged_decode
 from kernels.gpu.division import Division, divide
-from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill
+from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 from kernels.gpu_choice import works
 
 # Programs that run on a multiprocessor side by side, so that one loads while another multiplies.
@@ -158,7 +158,9 @@ class _PagedChunks:
 
     def __init__(self, planner: GpuPlanner, rows: IntArray, counts: IntArray) -> None:
         lengths = planner.table.num_computed[rows] + counts
-        tiles = chunk_tiles(lengths, counts, group=planner.heads[1])
+        _, group, head_dim = planner.heads
+        dtype = planner.storage.blocks.dtype
+        tiles = chunk_tiles(lengths, counts, group=group, query_rows=tiling(head_dim, dtype).query_rows)
         self.host_arrays: list[Array] = [*tiles, *planner.block_tables(rows, lengths)]
         self._planner = planner
         self._batch: ChunkBatch | None = None
