@@ -39,13 +39,16 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None  # PyTorch's own would be of the GPU that was first captured on in this process
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See Capture."""
         for _ in range(_WARM_UPS):
             work()
+        self._stream = self._stream or _CUDA.Stream()
         graph = _CUDA.CUDAGraph()
-        with _CUDA.graph(graph, pool=self._pool):
+        # Only this thread's calls count: others copy blocks and take memory meanwhile.
+        with _CUDA.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = work()
         self._pool = graph.pool()
 
