@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import subprocess
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ logger = logging.getLogger(__name__)
 # compiler (Triton builds its launchers with one), a GPU that is too old, not enough memory.
 _FAILURES = (AttributeError, ImportError, OSError, RuntimeError, ValueError, subprocess.SubprocessError)
 _LONGEST_REASON = 300
+
+_CUDA: Any = torch.cuda
 
 _known: dict[str, bool] = {}  # which kernels work, by name; a process finds out once
 
@@ -40,11 +43,19 @@ def fused_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Any | 
         return None
 
     def trial() -> None:
-        importlib.import_module(f"kernels.gpu.{name}").try_out(device, dtype)
+        with on_device(device):
+            importlib.import_module(f"kernels.gpu.{name}").try_out(device, dtype)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     return importlib.import_module(f"kernels.gpu.{name}") if works(f"{name} ({dtype})", trial) else None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the GPU that is the thread's current one, wherever the tensors lie. Not needed where one of
+    the device's streams is current (`with torch.cuda.stream`), which makes the device so."""
+    context: AbstractContextManager[object] = _CUDA.device(device) if device.type == "cuda" else nullcontext()
+    return context
 
 
 def works(name: str, trial: Callable[[], object]) -> bool:

@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 
+from kernels.gpu_choice import on_device
+
 _CUDA: Any = torch.cuda
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, *, rounds: int = 9, warm_ups: int = 3) -> float:
     """Of some rounds, by the device's own clock where it has one."""
+    with on_device(device):
+        return _median_seconds(work, device, rounds, warm_ups)
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device, rounds: int, warm_ups: int) -> float:
     for _ in range(warm_ups):
         work()
     if device.type != "cuda":
