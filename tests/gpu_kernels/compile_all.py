@@ -120,7 +120,7 @@ SLOTS = {"SLOTS": 16, "PADDED": 16, "CHANNELS": 128}
 # Kernel, types of its arguments, what it is compiled for.
 CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (decode_attention._decode_parts, {**ATTENTION, **PARTS}, {**TILE, "PADDED_GROUP": 16}),
-    (decode_attention._merge_parts, MERGED, {"PADDED_GROUP": 16, "PADDED_DIM": 128, **HEADS}),
+    (decode_attention._merge_parts, MERGED, {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "PARTS": 16}),
     (prefill_attention._prefill, {**ATTENTION, **TILES}, {**TILE, "PADDED_GROUP": 4, "ROWS": 64}),
     *((block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024}) for is_gather in (True, False)),
     (row_checksums._sum_words, {"rows": LONG, "keys": LONG, "sums": LONG, "num_words": "i32"}, {"WORDS": 2048}),

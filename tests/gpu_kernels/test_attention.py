@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
 from kernels.gpu.division import divide
-from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill
+from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 HEAD_DIMS = (64, 80, 96, 128)
@@ -71,7 +71,7 @@ def check_prefill(seed: int, lengths: list[int], counts: list[int], window: int 
     there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device)
     queries = torch.randn(sum(counts), kv_heads, group, head_dim).to(device, dtype)
     out = poisoned(queries)
-    tiles = chunk_tiles(there.lengths, np.array(counts), group=group)
+    tiles = chunk_tiles(there.lengths, np.array(counts), group=group, query_rows=tiling(head_dim, dtype).query_rows)
     batch = ChunkBatch(there.tables, on_device(tiles, device))
     paged_prefill(queries, out, there.view, batch, window=window)
     first = 0
