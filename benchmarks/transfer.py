@@ -6,7 +6,8 @@ python -m benchmarks.transfer      # targets: shm 80 % of a plain copy, gloo 70 
 import argparse
 from dataclasses import asdict
 
-from alignedserve.bench.transfer import TransferBenchmarkSpec, run_transfer_benchmark
+from alignedserve.bench.host_transfers import host_rows
+from alignedserve.bench.transfer_spec import TransferBenchmarkSpec
 from benchmarks.recording import write_result
 
 
@@ -14,7 +15,7 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rows = [asdict(one) for one in run_transfer_benchmark(TransferBenchmarkSpec(num_rounds=parser.parse_args().rounds))]
+    rows = [asdict(one) for one in host_rows(TransferBenchmarkSpec(num_rounds=parser.parse_args().rounds))]
     for row in rows:
         print(row)
     write_result("transfer", rows)

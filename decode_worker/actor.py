@@ -9,7 +9,7 @@ from alignedserve.runtime.addresses import ROUTER
 from alignedserve.runtime.hosting import RoomHost
 from alignedserve.runtime.membership import POOL, Membership
 from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.worker_engine import WorkerEngine, engine_sizes
+from alignedserve.runtime.worker_engine import WorkerEngine, engine_sizes, hidden_block_tokens
 from alignedserve.scheduling.assembly import calibration_s
 from decode_worker.assembly import (
     colocated_registration_of,
@@ -84,14 +84,21 @@ class ColocatedWorkerActor(RoomHost):
         membership: Membership,
     ) -> None:
         layout = served.block_layout(engine_config.block_size)
-        sizes = engine_sizes(engine_config, config.memory_bytes, max_held(config))
+        block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
+        sizes = engine_sizes(
+            engine_config,
+            config.memory_bytes,
+            max_held(config),
+            has_int8_swaps=config.has_int8_swaps,
+            has_hidden_cache=block_tokens is not None,
+        )
 
         async def build() -> ColocatedWorker:
             engine = WorkerEngine(served, sizes)
             make = partial(
                 make_live_colocated_logic,
                 registered=colocated_registration_of(config, layout, num_blocks=engine.num_blocks),
-                memory=memory_of(config, layout, num_blocks=engine.num_blocks),
+                memory=memory_of(config, layout, num_blocks=engine.num_blocks, hidden_block_tokens=block_tokens),
                 config=config,
                 scheduling=scheduling,
                 eos_token_ids=engine.eos_token_ids,

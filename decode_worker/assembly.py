@@ -87,10 +87,21 @@ def colocated_registration_of(config: DecodeWorkerConfig, layout: BlockLayout, *
     )
 
 
-def memory_of(config: DecodeWorkerConfig, layout: BlockLayout, *, num_blocks: int) -> DeviceMemory:
-    """What a live colocated worker's policy has to work with, nothing in it yet; whole caches can be swapped."""
-    host_tokens = layout.blocks_in(config.swap_bytes) * layout.block_size
-    return DeviceMemory(num_blocks, num_blocks, layout.block_size, host_tokens)
+def memory_of(
+    config: DecodeWorkerConfig, layout: BlockLayout, *, num_blocks: int, hidden_block_tokens: int | None = None
+) -> DeviceMemory:
+    """What a live colocated worker's policy has to work with, nothing in it yet; whole caches can be swapped.
+    `hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches."""
+    copy_bytes = layout.int8_block_bytes if config.has_int8_swaps else layout.block_bytes
+    host_tokens = config.swap_bytes // copy_bytes * layout.block_size
+    return DeviceMemory(
+        num_blocks,
+        num_blocks,
+        layout.block_size,
+        host_tokens,
+        hidden_ratio=None if hidden_block_tokens is None else layout.block_size / hidden_block_tokens,
+        swap_width=copy_bytes / layout.block_bytes,
+    )
 
 
 def iteration_limits(config: DecodeWorkerConfig) -> IterationLimits:

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import subprocess
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ _FAILURES = (AttributeError, ImportError, OSError, RuntimeError, ValueError, sub
 _LONGEST_REASON = 300
 
 _known: dict[str, bool] = {}  # which kernels work, by name; a process finds out once
+_reasons: dict[str, str] = {}  # why the others do not
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """What is launched within goes to this device: Triton takes the thread's current one, wherever its tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def gpu_kernels_run(device: torch.device) -> bool:
@@ -40,9 +47,10 @@ def fused_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Any | 
         return None
 
     def trial() -> None:
-        importlib.import_module(f"kernels.gpu.{name}").try_out(device, dtype)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        with on_device(device):
+            importlib.import_module(f"kernels.gpu.{name}").try_out(device, dtype)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     return importlib.import_module(f"kernels.gpu.{name}") if works(f"{name} ({dtype})", trial) else None
 
@@ -54,6 +62,7 @@ def works(name: str, trial: Callable[[], object]) -> bool:
         reason = _obstacle(trial)
         _known[name] = reason is None
         if reason is not None:
+            _reasons[name] = reason
             logger.warning(
                 "The GPU kernel %s does not run here, so PyTorch's own operations do its work, with the same results "
                 "in more time. The reason: %s",
@@ -61,6 +70,11 @@ def works(name: str, trial: Callable[[], object]) -> bool:
                 reason,
             )
     return _known[name]
+
+
+def replaced() -> dict[str, str]:
+    """Kernels that this process wanted and whose work PyTorch's own operations do, each with the reason."""
+    return dict(_reasons)
 
 
 def _obstacle(trial: Callable[[], object]) -> str | None:

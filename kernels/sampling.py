@@ -23,6 +23,22 @@ class Filters(NamedTuple):
     min_p: Tensor  # [rows] float32, 0: no limit
 
 
+class SeenTokens(NamedTuple):
+    """Tokens of prompts and outputs, each of a row once."""
+
+    rows: Tensor  # [seen] int64: of the logits
+    token_ids: Tensor  # [seen] int64
+    counts: Tensor  # [seen] int32: times each was generated
+
+
+class Penalties(NamedTuple):
+    """Per row of the logits, float32; the neutral value of each changes nothing."""
+
+    repetition: Tensor  # 1: none
+    frequency: Tensor  # 0: none
+    presence: Tensor  # 0: none
+
+
 class RowParameters(NamedTuple):
     """Per row; the columns that a GPU's sampling takes, which draws for greedy and other rows alike."""
 
@@ -145,18 +161,16 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
 
 
-def penalise_(
-    logits: Tensor, token_ids: Tensor, counts: Tensor, repetition: float, frequency: float, presence: float
-) -> None:
-    """Change one row's logits [vocabulary] float32 in place by the penalties.
+def penalise_(logits: Tensor, seen: SeenTokens, penalties: Penalties) -> None:
+    """Change logits [rows, vocabulary] float32 in place by the penalties.
 
-    token_ids [seen] int64: the tokens of prompt and output, each once; counts [seen] int32: times each was generated.
     Repetition divides positive and multiplies negative logits of every token seen; frequency (times the count) and
     presence are subtracted for generated tokens, as OpenAI defines them.
     """
-    seen = logits[token_ids]
-    scaled = torch.where(seen > 0, seen / repetition, seen * repetition)
-    logits[token_ids] = scaled - frequency * counts - presence * (counts > 0)
+    own = logits[seen.rows, seen.token_ids]
+    repetition, frequency, presence = (column[seen.rows] for column in penalties)
+    scaled = torch.where(own > 0, own / repetition, own * repetition)
+    logits[seen.rows, seen.token_ids] = scaled - frequency * seen.counts - presence * (seen.counts > 0)
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from alignedserve.config.sections import (
     BatchingConfig,
@@ -30,7 +31,7 @@ from alignedserve.runtime.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.links import Identity
 from alignedserve.runtime.membership import Membership
 from alignedserve.runtime.served_model import ServedModel, resolve_model
-from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
+from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine, hidden_block_tokens
 from decode_worker import assembly as decode_assembly
 from decode_worker.assembly import max_held, memory_of
 from decode_worker.colocated_runner import ColocatedWorker
@@ -192,11 +193,17 @@ class RoomCluster:
 
     async def _start_colocated(self, name: str) -> None:
         section = self.config.decode
-        self.engines[name] = engine = self._engine(section.memory_bytes, max_held(section))
+        block_tokens = hidden_block_tokens(self.served, self.config.scheduling, self.config.engine.block_size)
+        self.engines[name] = engine = self._engine(
+            section.memory_bytes,
+            max_held(section),
+            has_int8_swaps=section.has_int8_swaps,
+            has_hidden_cache=block_tokens is not None,
+        )
         make = partial(
             decode_assembly.make_live_colocated_logic,
             registered=self._registered(engine, max_held(section), can_prefill=True, can_decode=True),
-            memory=memory_of(section, engine.layout, num_blocks=engine.num_blocks),
+            memory=memory_of(section, engine.layout, num_blocks=engine.num_blocks, hidden_block_tokens=block_tokens),
             config=section,
             scheduling=self.config.scheduling,
             eos_token_ids=engine.eos_token_ids,
@@ -245,8 +252,9 @@ class RoomCluster:
         worker.close()
         return tokens
 
-    def _engine(self, memory_bytes: int, max_sequences: int) -> CountingEngine:
-        return CountingEngine(self.served, EngineSizes(memory_bytes, max_sequences, self.config.engine.block_size, 1))
+    def _engine(self, memory_bytes: int, max_sequences: int, **options: Any) -> CountingEngine:
+        sizes = EngineSizes(memory_bytes, max_sequences, self.config.engine.block_size, 1, **options)
+        return CountingEngine(self.served, sizes)
 
     def _registered(
         self, engine: WorkerEngine, max_running: int, *, can_prefill: bool, can_decode: bool

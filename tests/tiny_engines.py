@@ -61,6 +61,7 @@ class TinyEngine:
         attention: str = AUTO,
         queues: DeviceQueues | None = None,
         capture: Capture | None = None,
+        has_hidden_cache: bool = False,
     ) -> None:
         self.storage = poisoned_storage(decoder, has_scratch=capture is not None or decoder.device.type != "cpu")
         self.engine = Engine(
@@ -71,6 +72,7 @@ class TinyEngine:
             attention=attention,
             queues=queues,
             capture=capture,
+            has_hidden_cache=has_hidden_cache,
         )
         self.free_blocks = shuffled_blocks(seed)
         self.blocks: dict[str, tuple[BlockId, ...]] = {}
@@ -86,11 +88,13 @@ class TinyEngine:
         *,
         prompt_len: int | None = None,
         room: int = 60,
+        block_tokens: int | None = None,
     ) -> None:
-        blocks = self.blocks[name] = self.take_blocks(len(tokens) + room)
-        self.engine.add_sequence(
-            NewSequence(RequestId(name), tuple(tokens), prompt_len or len(tokens), 0, blocks, sampling)
-        )
+        """`block_tokens`: layer inputs that a block of the sequence holds; None: keys and values."""
+        count = blocks_for(len(tokens) + room, block_tokens or BLOCK_SIZE)
+        blocks = self.blocks[name] = tuple(self.free_blocks.pop() for _ in range(count))
+        own_len, is_hidden = prompt_len or len(tokens), block_tokens is not None
+        self.engine.add_sequence(NewSequence(RequestId(name), tuple(tokens), own_len, 0, blocks, sampling, is_hidden))
 
     def step(self, **slices: int) -> StepOutput:
         return self.engine.execute([StepSlice(RequestId(name), count) for name, count in slices.items()])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.bench.device_result import DeviceCeilings
-from alignedserve.bench.device_timing import DeviceTimer, Work
+from alignedserve.runtime.device_timing import DeviceTimer, Work
 from alignedserve.runtime.devices import CUDA
 from alignedserve.runtime.dtypes import dtype_name
 

@@ -51,7 +51,8 @@ class KernelReport:
 class IterationRow:
     """One kind of iteration, or of copies, against what bounds it."""
 
-    what: str
+    kind: str  # decode, prefill, decode beside copies, offload, prefetch
+    what: str  # the same with its sizes
     milliseconds: float
     bound: str  # what it is measured against
     bound_milliseconds: float

@@ -120,7 +120,6 @@ def _warm_up(engine: Engine, spec: EngineBenchmarkSpec) -> None:
     warm_up = RequestGroup(min(4, spec.max_sequences), min(8, spec.max_context_len - 1), 2)
     if warm_up.prompt_len >= 1 and spec.max_context_len > warm_up.prompt_len + 2:
         WorkloadRun(engine, spec, (warm_up,)).run()
-    engine.record_graphs()
 
 
 def peak_rss_bytes() -> int:
@@ -129,19 +128,22 @@ def peak_rss_bytes() -> int:
 
 
 def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
-    """An engine with blocks for the `max_sequences` longest requests of the workload, and not for more."""
+    """An engine with blocks for the `max_sequences` longest requests of the workload, and not for more; on a GPU with
+    its decode steps recorded."""
     layout = decoder.config.block_layout(spec.block_size, spec.dtype)
     blocks = [blocks_for(group.prompt_len + group.output_len, spec.block_size) for group in spec.groups]
     counts = [group.num_requests for group in spec.groups]
     num_blocks = int(np.sort(np.repeat(blocks, counts))[-spec.max_sequences :].sum())
     storage = BlockStorage(layout, num_blocks, spec.device)
-    return Engine(
+    engine = Engine(
         model=decoder,
         storage=storage,
         max_sequences=spec.max_sequences,
         max_context_len=spec.max_context_len,
         attention=spec.attention,
     )
+    engine.record_graphs()
+    return engine
 
 
 @dataclass(slots=True)

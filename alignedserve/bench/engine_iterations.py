@@ -5,14 +5,16 @@ An iteration ends with its tokens on the host, so the clock says how long it too
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from alignedserve.bench.device_ceilings import TOY_SIZES, measure_device_ceilings
 from alignedserve.bench.device_result import DeviceCeilings, IterationReport, IterationRow
-from alignedserve.bench.device_timing import DeviceTimer
 from alignedserve.bench.engine import load_decoder, step_weight_bytes
 from alignedserve.bench.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, Traffic, lists_at_the_end
 from alignedserve.core.errors import ConfigError
@@ -20,12 +22,15 @@ from alignedserve.runtime.attention import AUTO
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.device_queues import queues_of
+from alignedserve.runtime.device_timing import DeviceTimer
 from alignedserve.runtime.devices import CUDA
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine
 from alignedserve.runtime.engine_visits import Chunk, EngineVisits, Point
 from alignedserve.runtime.model_config import ModelConfig
 
+DECODE, PREFILL, BESIDE_COPIES = "decode", "prefill", "decode beside copies"
+ENDED_EARLIER = " (copies ended earlier)"
 _BLOCK_SIZE = 16
 _SPARE = 8  # tokens that a sequence grows by while it is measured, at most
 # Targets.
@@ -70,8 +75,11 @@ TOY = IterationSpec(
 )
 
 
-def run_iteration_benchmark(spec: IterationSpec) -> IterationReport:
-    """Measure the ceilings, load the model, measure. Raises ConfigError, ModelError or NotEnoughMemory."""
+def run_iteration_benchmark(
+    spec: IterationSpec, on_measured: Callable[[IterationReport], None] = lambda _: None
+) -> IterationReport:
+    """Measure the ceilings, load the model, measure; `on_measured` sees the report after each iteration. Raises
+    ConfigError, ModelError or NotEnoughMemory."""
     device = torch.device(spec.device)
     timer = DeviceTimer(device, num_rounds=1, cold_bytes=1 << 16) if spec.is_toy else DeviceTimer(device)
     with torch.inference_mode():
@@ -79,12 +87,17 @@ def run_iteration_benchmark(spec: IterationSpec) -> IterationReport:
         ceilings = measure_device_ceilings(device, torch_dtype(spec.dtype), timer, sizes)
     del timer
     bench = _Bench(spec, load_decoder(spec.model, spec.dtype, spec.device, spec.seed), ceilings)
-    rows, left_out = [bench.decode(), bench.prefill()], []
+    report = IterationReport(spec.model, spec.dtype, spec.attention, ceilings, [], [])
+    measures = [bench.decode, bench.prefill]
     if device.type == CUDA or spec.is_toy:
-        rows += [bench.decode_beside_copies(), bench.copy(OFFLOAD), bench.copy(PREFETCH)]
+        copies = (partial(bench.copy, name) for name in (OFFLOAD, PREFETCH))
+        measures += [bench.decode_beside_copies, *copies]
     else:
-        left_out.append("copies beside an iteration, and alone: they are of a GPU")
-    return IterationReport(spec.model, spec.dtype, spec.attention, ceilings, rows, left_out)
+        report.left_out.append("copies beside an iteration, and alone: they are of a GPU")
+    for measure in measures:
+        report.rows.append(measure())
+        on_measured(report)
+    return report
 
 
 class _Bench:
@@ -125,9 +138,8 @@ class _Bench:
         num_bytes = step_weight_bytes(config, spec.dtype, None) + sum(contexts) * config.kv_token_bytes(spec.dtype)
         num_operations = 2 * config.num_projected * len(contexts) + _attention_operations(config, sum(contexts))
         bound_s = self._ceilings.bound_s(num_bytes, num_operations, is_copy=False)
-        seconds = self._seconds(self._decodes)
-        bound = f"{num_bytes / 1e9:.3g} GB read"
-        return _at_most(f"decode, {_named(self._decodes)}", seconds, bound, bound_s, _DECODE_RATIO)
+        bound = _Bound(f"{num_bytes / 1e9:.3g} GB read", bound_s)
+        return _at_most(DECODE, _named(self._decodes), self._seconds(self._decodes), bound, _DECODE_RATIO)
 
     def prefill(self) -> IterationRow:
         """The share of a large product's rate that all arithmetic reaches."""
@@ -138,8 +150,8 @@ class _Bench:
         num_operations = 2 * (config.num_projected - head) * chunk.num_tokens + 2 * head
         num_operations += _attention_operations(config, num_pairs)
         bound_s = num_operations / self._ceilings.matrix_tflop_per_s / 1e12
-        what, bound = f"prefill, {chunk.num_tokens} tokens", f"{num_operations / 1e12:.3g} TFLOP"
-        return _at_least(what, self._seconds(self._prompt), bound, bound_s, _PREFILL_SHARE)
+        bound = _Bound(f"{num_operations / 1e12:.3g} TFLOP", bound_s)
+        return _at_least(PREFILL, f"{chunk.num_tokens} tokens", self._seconds(self._prompt), bound, _PREFILL_SHARE)
 
     def decode_beside_copies(self) -> IterationRow:
         """The same decodes alone and beside both directions, by turns; iterations that outlasted the copies do not
@@ -154,17 +166,18 @@ class _Bench:
             seconds = self._visits.visit(self._decodes)
             (beside if traffic.is_going_on() else outlasted).append(seconds)
             traffic.drain()
-        what = f"decode, {_named(self._decodes)}, beside offload and prefetch"
+        sizes = _named(self._decodes)
         if not beside:
-            what += " (which ended earlier)"
-        return _at_most(what, statistics.median(beside or outlasted), "alone", statistics.median(alone), _SLOWED_RATIO)
+            sizes += ENDED_EARLIER
+        seconds, bound = statistics.median(beside or outlasted), _Bound("alone", statistics.median(alone))
+        return _at_most(BESIDE_COPIES, sizes, seconds, bound, _SLOWED_RATIO)
 
     def copy(self, name: str) -> IterationRow:
         """A list of blocks, against a plain copy of as many bytes."""
         speed = self._lists.measure(name, self._spec.num_rounds)
         rate = self._lists.num_bytes / speed.lists_s / 1e9
-        what = f"{name}, {self._lists.num_bytes / 2**20:.3g} MiB in blocks of {self._block_kib:g} KiB, {rate:.1f} GB/s"
-        return _at_least(what, speed.lists_s, "a plain copy", speed.plain_s, _COPY_SHARE)
+        sizes = f"{self._lists.num_bytes / 2**20:.3g} MiB in blocks of {self._block_kib:g} KiB, {rate:.1f} GB/s"
+        return _at_least(name, sizes, speed.lists_s, _Bound("a plain copy", speed.plain_s), _COPY_SHARE)
 
     def _seconds(self, point: Point) -> float:
         self._visits.visit(point)  # compiles and warms up
@@ -180,13 +193,20 @@ def _named(point: Point) -> str:
     return f"{len(point.contexts)} x {point.contexts[0]}"
 
 
-def _at_most(what: str, seconds: float, bound: str, bound_s: float, limit: float) -> IterationRow:
+class _Bound(NamedTuple):
+    what: str
+    seconds: float
+
+
+def _at_most(kind: str, sizes: str, seconds: float, bound: _Bound, limit: float) -> IterationRow:
     """A target for how many times the bound it takes."""
-    ratio = seconds / bound_s
-    return IterationRow(what, seconds * 1e3, bound, bound_s * 1e3, ratio, f"at most {limit}", ratio <= limit)
+    ratio = seconds / bound.seconds
+    times = (seconds * 1e3, bound.what, bound.seconds * 1e3)
+    return IterationRow(kind, f"{kind}, {sizes}", *times, ratio, f"at most {limit}", ratio <= limit)
 
 
-def _at_least(what: str, seconds: float, bound: str, bound_s: float, limit: float) -> IterationRow:
+def _at_least(kind: str, sizes: str, seconds: float, bound: _Bound, limit: float) -> IterationRow:
     """A target for the share of the bound that it reaches."""
-    share = bound_s / seconds
-    return IterationRow(what, seconds * 1e3, bound, bound_s * 1e3, share, f"at least {limit}", share >= limit)
+    share = bound.seconds / seconds
+    times = (seconds * 1e3, bound.what, bound.seconds * 1e3)
+    return IterationRow(kind, f"{kind}, {sizes}", *times, share, f"at least {limit}", share >= limit)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from alignedserve.bench.kernel_work import TORCH, TRITON, KernelBench, KernelWork
 from alignedserve.runtime.dtypes import dtype_name
+from kernels.int8_blocks import RANGE_BYTES, plain_dequantise, plain_quantise
 from kernels.norm import rms_norm
 from kernels.rotary import rotate_
 
@@ -58,19 +59,21 @@ def _block_lists(bench: KernelBench) -> Iterator[KernelWork]:
 
 def _int8_blocks(bench: KernelBench) -> Iterator[KernelWork]:
     kernels = bench.kernels("int8_blocks")
-    if kernels is None:
-        return
     blocks, ids = _listed_blocks(bench)
-    shape = (len(ids), *blocks.shape[1:])
-    rounded = torch.empty(shape, dtype=torch.uint8, device=bench.device)
-    ranges = torch.empty((*shape[:2], 2, shape[3]), dtype=torch.float32, device=bench.device)
+    _, runs, block_size, width = blocks.shape
+    row_bytes = (block_size + RANGE_BYTES) * runs * width
+    rows = torch.empty((len(ids), row_bytes), dtype=torch.uint8, device=bench.device)
     case = f"{len(ids)} blocks of {dtype_name(bench.dtype)}"
-    num_bytes = rounded.numel() * (1 + bench.dtype.itemsize) + 4 * ranges.numel()
+    num_bytes = rows.numel() + len(ids) * blocks[0].numel() * bench.dtype.itemsize
     outwards, inwards = (
         partial(KernelWork, kernel, case, num_bytes=num_bytes) for kernel in ("blocks to int8", "blocks from int8")
     )
-    yield outwards(TRITON, lambda: kernels.quantise_blocks(blocks, ids, rounded, ranges))
-    yield inwards(TRITON, lambda: kernels.dequantise_blocks(rounded, ranges, blocks, ids))
+    yield outwards(TORCH, lambda: plain_quantise(blocks, ids, rows))
+    if kernels is not None:
+        yield outwards(TRITON, lambda: kernels.quantise_blocks(blocks, ids, rows))
+    yield inwards(TORCH, lambda: plain_dequantise(rows, blocks, ids))
+    if kernels is not None:
+        yield inwards(TRITON, lambda: kernels.dequantise_blocks(rows, blocks, ids))
 
 
 def _hidden_cache(bench: KernelBench) -> Iterator[KernelWork]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.bench.device_result import KernelRow
-from alignedserve.bench.device_timing import synchronise
+from alignedserve.runtime.device_timing import synchronise
 from alignedserve.runtime.dtypes import dtype_name
 from alignedserve.runtime.model_config import ModelConfig
 from kernels.gpu_choice import gpu_kernels_run, works

@@ -7,14 +7,15 @@ from itertools import chain
 import torch
 
 from alignedserve.bench.device_ceilings import TOY_SIZES, measure_device_ceilings
+from alignedserve.bench.device_choice import AUTO, chosen_device
 from alignedserve.bench.device_result import DeviceCeilings, KernelReport, KernelRow
-from alignedserve.bench.device_timing import AUTO, DeviceTimer, chosen_device
 from alignedserve.bench.kernel_attention import DECODE, attention_works, batches, name_of
 from alignedserve.bench.kernel_blocks import block_works
 from alignedserve.bench.kernel_rows import row_works
 from alignedserve.bench.kernel_work import KernelBench, KernelWork, rows_of
 from alignedserve.bench.shapes import SHAPES
 from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.device_timing import DeviceTimer
 from alignedserve.runtime.dtypes import torch_dtype
 
 _TOY_BYTES = 1 << 16
@@ -39,9 +40,10 @@ class KernelBenchmarkSpec:
 
 @torch.inference_mode()
 def run_kernel_benchmark(
-    spec: KernelBenchmarkSpec, on_measured: Callable[[KernelRow], None] = lambda _: None
+    spec: KernelBenchmarkSpec, on_measured: Callable[[KernelReport], None] = lambda _: None
 ) -> KernelReport:
-    """Measure everything, one group after the other. Raises ConfigError for a device that is not there."""
+    """Measure everything, one group after the other; `on_measured` sees the report after each. Raises ConfigError for a
+    device that is not there."""
     torch.manual_seed(0)
     device, dtype = chosen_device(spec.device), torch_dtype(spec.dtype)
     bench = KernelBench(device, dtype, SHAPES[spec.shape], spec.is_toy)
@@ -50,13 +52,11 @@ def run_kernel_benchmark(
     else:
         timer = DeviceTimer(device, num_rounds=spec.num_rounds)
     ceilings = measure_device_ceilings(device, dtype, timer, TOY_SIZES if spec.is_toy else None)
-    rows: list[KernelRow] = []
+    report = KernelReport(spec.shape, spec.dtype, ceilings, [], bench.left_out)
     for group in chain(attention_works(bench), block_works(bench), row_works(bench)):
-        measured = _measure(bench, group, timer, ceilings)
-        rows += measured
-        for row in measured:
-            on_measured(row)
-    return KernelReport(spec.shape, spec.dtype, ceilings, rows, bench.left_out)
+        report.rows.extend(_measure(bench, group, timer, ceilings))
+        on_measured(report)
+    return report
 
 
 def _measure(

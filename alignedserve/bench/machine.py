@@ -2,19 +2,62 @@
 
 import os
 import platform
-from importlib.metadata import version
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, usable cores, how busy they were, and the versions that matter. Plain JSON."""
-    return {
+    """Processor, usable cores, how busy they were, and the versions that matter; the GPUs where PyTorch, if it is
+    loaded, can use them. Plain JSON."""
+    machine = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": version("torch"),
     }
+    torch = sys.modules.get("torch")  # to load it takes seconds; who has measured on a GPU has done so
+    return machine if torch is None or not torch.cuda.is_available() else {**machine, **_describe_gpus(torch)}
+
+
+def _describe_gpus(torch: Any) -> dict[str, Any]:
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "gpus": [
+            {
+                "name": gpu.name,
+                "memory_bytes": gpu.total_memory,
+                "multiprocessors": gpu.multi_processor_count,
+                "compute_capability": f"{gpu.major}.{gpu.minor}",
+            }
+            for gpu in found
+        ],
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+        "triton": _version_of("triton"),
+        "flash_attn": _version_of("flash-attn"),
+    }
+
+
+def _driver_version() -> str | None:
+    """Of NVIDIA's driver, if its tool is there to say so."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    asked = subprocess.run(  # noqa: S603  (a program of this machine, by its full path)
+        [tool, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip().partition("\n")[0] or None
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_model() -> str:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from alignedserve.bench.device_timing import clocked_by_turns
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.device_queues import DeviceQueues, Event
+from alignedserve.runtime.device_timing import clocked_by_turns
+from alignedserve.runtime.row_forms import exact_rows
 from alignedserve.runtime.staged_copies import StagedCopies
 
 OFFLOAD, PREFETCH = "offload", "prefetch"
@@ -38,7 +39,9 @@ class PinnedLists:
         self._storage_bytes = storage.bytes
         self._ids = {OFFLOAD: outwards, PREFETCH: inwards}
         self._queues = {name: queues.queue(name) for name in self._ids}
-        self._copies = {name: StagedCopies(storage.bytes, queue) for name, queue in self._queues.items()}
+        self._copies = {
+            name: StagedCopies(exact_rows(storage.bytes), queue, storage.device) for name, queue in self._queues.items()
+        }
         self._rows = {name: copies.pinned(len(self._ids[name])) for name, copies in self._copies.items()}
         self.num_bytes = self._rows[OFFLOAD].numel()
 

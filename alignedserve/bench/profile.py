@@ -31,6 +31,7 @@ from alignedserve.runtime.devices import CUDA, worker_devices
 from alignedserve.runtime.engine import Engine
 from alignedserve.runtime.engine_visits import EngineVisits, Point
 from alignedserve.runtime.model_shape import shape_of
+from alignedserve.runtime.row_forms import exact_rows
 from alignedserve.runtime.served_model import POCKET, pocket_folder
 from alignedserve.runtime.staged_copies import StagedCopies
 
@@ -182,7 +183,7 @@ class _Profiler:
             target = np.zeros((max_blocks, self._storage.layout.block_bytes), np.uint8)
             return partial(_copy, self._storage.bytes.numpy(), target)
         queue = queues_of(self._storage.device).queue("offload")
-        copies = StagedCopies(self._storage.bytes, queue)
+        copies = StagedCopies(exact_rows(self._storage.bytes), queue, self._storage.device)
         rows = copies.pinned(max_blocks)
 
         def copy(blocks: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.bench.device_result import DeviceCeilings, IterationReport, KernelReport
-from alignedserve.bench.transfer_result import TransferResult
+from alignedserve.bench.transfer_result import TransferReport
 
 
 def print_kernels(console: Console, report: KernelReport) -> None:
@@ -50,22 +50,32 @@ def _print_ceilings(console: Console, ceilings: DeviceCeilings, left_out: Sequen
             f"link {ceilings.host_to_device_gb_per_s:.1f} GB/s in, {ceilings.device_to_host_gb_per_s:.1f} GB/s out"
         )
     console.print(f"- ceilings in {ceilings.dtype}: {'; '.join(said)}", markup=False, soft_wrap=True)
-    for line in left_out:
-        console.print(f"- left out: {line}", markup=False, soft_wrap=True)
+    _print_lines(console, _said("left out", left_out))
 
 
-def print_transfers(console: Console, rows: Sequence[TransferResult]) -> None:
-    """Speeds of block transfers, one row for each."""
+def print_transfers(console: Console, report: TransferReport) -> None:
+    """Speeds of block transfers, one row for each; then what there is not."""
     table = Table(title="block transfers, GB/s", title_justify="left", header_style="bold")
     table.add_column("blocks")
     for heading in ("MiB", "by", "what", "moved", "plain copy", "share"):
         table.add_column(heading, justify="right")
-    for row in rows:
+    for row in report.rows:
         size = f"{row.num_blocks * row.block_bytes / 2**20:.0f}"
         speeds = (f"{row.gb_per_s:.2f}", f"{row.plain_gb_per_s:.2f}", f"{row.share:.0%}")
         blocks = f"{row.shape}, {row.block_bytes // 1024} KiB"
         table.add_row(blocks, size, row.transport, row.operation, *speeds)
-    console.print(table)
+    if report.rows:
+        console.print(table)
+    _print_lines(console, [*_said("left out", report.left_out), *_said("failed", report.failures)])
+
+
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _said(what: str, lines: Sequence[str]) -> list[str]:
+    return [f"- {what}: {line}" for line in lines]
 
 
 def print_fields(console: Console, fields: Mapping[str, object], *, title: str) -> None:

@@ -213,14 +213,33 @@ def bench_predictor(
 
 @bench_app.command("transfer")
 def bench_transfer(
-    shapes: Annotated[str, typer.Option(help="Models whose KV blocks are moved, by comma.")] = "pocket,opt-125m",
-    sizes: Annotated[str, typer.Option(help="Sizes of one request's blocks in MiB, by comma.")] = "4,64",
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            help="Models whose KV blocks are moved, by comma.",
+            show_default="pocket,opt-125m; of a GPU: opt-125m,llama-3-8b",
+        ),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="Sizes of one request's blocks in MiB, by comma.", show_default="4,64; of a GPU: 64,512"),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds; medians count.")] = 9,
+    device: DeviceOption = "auto",
     json_output: JsonFlag = False,
 ) -> None:
-    """Measure how fast KV blocks move by every transport of this machine, against a plain copy of the same bytes."""
+    """Measure how fast KV blocks move by every transport of this machine, against a plain copy of the same bytes.
+
+    On a GPU also lists of blocks to page-locked memory and back, and between processes by CUDA IPC and NCCL.
+    """
     from alignedserve.cli.bench_device import TransferOptions
     from alignedserve.cli.bench_device import bench_transfer as run
 
-    mebibytes = tuple(int(size) if size.isascii() and size.isdigit() else 0 for size in sizes.split(","))
-    raise typer.Exit(run(TransferOptions(tuple(shapes.split(",")), mebibytes, rounds, json_output)))
+    named = None if shapes is None else tuple(shapes.split(","))
+    mebibytes = None if sizes is None else tuple(map(_whole_number, sizes.split(",")))
+    raise typer.Exit(run(TransferOptions(named, mebibytes, rounds, device, json_output)))
+
+
+def _whole_number(text: str) -> int:
+    """0 where it is none, which no size may be."""
+    return int(text) if text.isascii() and text.isdigit() else 0

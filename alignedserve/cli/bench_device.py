@@ -8,7 +8,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 from alignedserve.bench.tables import print_fields, print_iterations, print_kernels, print_transfers
-from alignedserve.cli.console import notes, progress, results, write_json
+from alignedserve.bench.transfer_result import TransferReport
+from alignedserve.cli.console import FAILURE, notes, progress, results, write_json
 from alignedserve.core.errors import ConfigError
 
 _ITERATIONS = "iterations"
@@ -37,7 +38,7 @@ class EngineOptions:
 
 def bench_engine(options: EngineOptions) -> int:
     """Run the command; returns its exit code."""
-    from alignedserve.bench.device_timing import chosen_device
+    from alignedserve.bench.device_choice import chosen_device
 
     is_cuda = chosen_device(options.device).type == "cuda"
     if (options.workload or (_ITERATIONS if is_cuda else "w1")) == _ITERATIONS:
@@ -112,7 +113,7 @@ def bench_kernels(options: KernelOptions) -> int:
     spec = KernelBenchmarkSpec(options.device, options.shape, options.dtype, options.is_toy)
     with progress() as bar:
         task = bar.add_task("kernels", total=None, status="")
-        report = run_kernel_benchmark(spec, lambda row: bar.update(task, advance=1, status=f"{row.kernel}, {row.by}"))
+        report = run_kernel_benchmark(spec, lambda known: bar.update(task, completed=len(known.rows)))
     if options.json_output:
         _print_json(asdict(report))
     else:
@@ -127,21 +128,30 @@ def bench_kernels(options: KernelOptions) -> int:
 class TransferOptions:
     """What the command line says."""
 
-    shapes: tuple[str, ...]
-    mebibytes: tuple[int, ...]
+    shapes: tuple[str, ...] | None
+    mebibytes: tuple[int, ...] | None
     num_rounds: int
+    device: str
     json_output: bool
 
 
 def bench_transfer(options: TransferOptions) -> int:
     """Run the command; returns its exit code."""
-    from alignedserve.bench.transfer import TransferBenchmarkSpec, run_transfer_benchmark
+    from alignedserve.bench.device_choice import chosen_device
+    from alignedserve.bench.transfer import measure_device_transfers, measure_host_transfers
+    from alignedserve.bench.transfer_spec import DEVICE_SPEC, TransferBenchmarkSpec
 
-    spec = TransferBenchmarkSpec(options.shapes, options.mebibytes, options.num_rounds)
-    with notes().status(f"blocks of {', '.join(options.shapes)}"):
-        rows = run_transfer_benchmark(spec)
+    def asked_for(spec: TransferBenchmarkSpec) -> TransferBenchmarkSpec:
+        shapes, mebibytes = options.shapes or spec.shapes, options.mebibytes or spec.mebibytes
+        return replace(spec, shapes=shapes, mebibytes=mebibytes, num_rounds=options.num_rounds)
+
+    device, report = chosen_device(options.device), TransferReport()
+    host, on_device = asked_for(TransferBenchmarkSpec()), asked_for(DEVICE_SPEC)
+    with notes().status("moving blocks"):
+        measure_device_transfers(on_device, device, report)
+        measure_host_transfers(host, report)
     if options.json_output:
-        _print_json([asdict(row) for row in rows])
+        _print_json(asdict(report))
     else:
-        print_transfers(results(), rows)
-    return 0
+        print_transfers(results(), report)
+    return FAILURE if report.failures else 0

@@ -18,7 +18,7 @@ from alignedserve.runtime.arena import arena_folder
 from alignedserve.runtime.attention import TORCH
 from alignedserve.runtime.attention_choice import measure_gpu_attention
 from alignedserve.runtime.cores import threads_per_worker
-from alignedserve.runtime.devices import cuda_obstacle, describe_gpus
+from alignedserve.runtime.devices import CUDA, cuda_obstacle, describe_gpus
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.served_model import pocket_folder
 from alignedserve.runtime.tokenizer import Tokenizer
@@ -140,6 +140,13 @@ def _pocket() -> Finding:
     return Finding("Pocket model", "installed" if has_weights else "weights are missing", has_weights)
 
 
+def _transports() -> str:
+    on_cpu = ", ".join(here(torch.device("cpu")))
+    if cuda_obstacle() is not None:
+        return on_cpu
+    return f"{on_cpu}; with engine.device=cuda {', '.join(here(torch.device(CUDA)))}"
+
+
 def _cluster() -> list[Finding]:
     try:
         folder = arena_folder()
@@ -148,6 +155,6 @@ def _cluster() -> list[Finding]:
     free = shutil.disk_usage(folder).free
     return [
         Finding("KV transfer", f"shm: shared memory in {folder}, {free / _GIB:.1f} GiB free", free > _GIB // 4),
-        Finding("Transports", f"{', '.join(here(torch.device('cpu')))}; on one host the first is used"),
+        Finding("Transports", f"{_transports()}; on one host the first is used"),
         Finding("Tokens", "Unix sockets of this host"),
     ]

@@ -12,9 +12,10 @@ from alignedserve.runtime.devices import CUDA, worker_devices
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.tokenizer import Tokenizer
 from alignedserve.runtime.weight_index import WeightIndex
-from alignedserve.runtime.worker_engine import ENGINE_MECHANISMS
+from alignedserve.runtime.worker_engine import engine_mechanisms, hidden_block_tokens, storage_blocks
 from alignedserve.scheduling.assembly import resolve_policy
-from alignedserve.scheduling.policies import require_policy
+from alignedserve.scheduling.policies import require_policy, wanted_mechanisms
+from alignedserve.scheduling.policy import Mechanism
 from kvpool.policies import make_batch_former
 from router.policies import make_prefill_order
 from router.prediction import make_length_predictor
@@ -31,13 +32,32 @@ def check(config: ClusterConfig, served: ServedModel) -> None:
     make_batch_former(
         config.batching.policy or "", block_size=config.engine.block_size, starvation_s=config.batching.starvation_s
     )
-    require_policy(config.scheduling, config.topology, ENGINE_MECHANISMS)
+    _check_policy(config, served)
     Tokenizer.load(served.folder)
     if not served.has_random_weights:
         WeightIndex(served.folder)
     _check_ports(config)
     _check_blocks(config, served)
     _check_memory(config, served)
+
+
+def _check_policy(config: ClusterConfig, served: ServedModel) -> None:
+    block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
+    if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling) and block_tokens is None:
+        raise ConfigError(
+            f"policy {config.scheduling.policy!r} keeps layer inputs where keys and values take more room, but this "
+            "model's take no less; choose another policy, a model whose query heads all have keys of their own, or "
+            "scheduling.settings.hybrid_cache=false"
+        )
+    if block_tokens is not None and config.decode.has_int8_swaps:
+        raise ConfigError(
+            f"decode.swap_format=int8 is for keys and values, and policy {config.scheduling.policy!r} keeps layer "
+            "inputs and swaps nothing; leave it out"
+        )
+    mechanisms = engine_mechanisms(
+        has_int8_swaps=config.decode.has_int8_swaps, has_hidden_cache=block_tokens is not None
+    )
+    require_policy(config.scheduling, config.topology, mechanisms)
 
 
 def _check_ports(config: ClusterConfig) -> None:
@@ -58,7 +78,11 @@ def _check_ports(config: ClusterConfig) -> None:
 def _check_blocks(config: ClusterConfig, served: ServedModel) -> None:
     """A request of the longest context must fit every memory that it passes through."""
     needed = served.config.kv_token_bytes(served.dtype) * (served.max_context_len + config.engine.block_size)
-    sizes = {"decode.memory_bytes": config.decode.memory_bytes}
+    decode_bytes = config.decode.memory_bytes
+    if hidden_block_tokens(served, config.scheduling, config.engine.block_size) is not None:
+        layout = served.block_layout(config.engine.block_size)
+        decode_bytes = layout.block_bytes * storage_blocks(served.config, layout, decode_bytes, has_hidden_cache=True)
+    sizes = {"decode.memory_bytes": decode_bytes}
     if config.topology is Topology.DISAGGREGATED:
         sizes |= {"pool.memory_bytes": config.pool.memory_bytes, "prefill.memory_bytes": config.prefill.memory_bytes}
     for name, size in sizes.items():

@@ -173,12 +173,19 @@ class DecodeWorkerConfig(Section, frozen=True):
     max_tokens_per_iteration: int = 512  # colocated only: decodes and prefill chunks of one iteration
     max_waiting: int = 1024  # colocated only: requests beyond those in an iteration, for the policy to choose from
     swap_bytes: int = 128 * MIB  # colocated only: host memory for caches that a policy swaps out; 0: none
+    swap_format: str = "exact"  # colocated only: those caches as they are, or int8: keys and values rounded per channel
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")
         self._require_positive("memory_bytes", "max_running", "max_tokens_per_iteration")
         self._require(self.max_waiting >= 0, "max_waiting", "must be at least 0")
         self._require(self.swap_bytes >= 0, "swap_bytes", "must be at least 0")
+        self._require(self.swap_format in ("exact", "int8"), "swap_format", "must be exact or int8")
+
+    @property
+    def has_int8_swaps(self) -> bool:
+        """Whether caches in host memory are rounded to 8 bits."""
+        return self.swap_format == "int8"
 
 
 class EngineConfig(Section, frozen=True):

@@ -55,6 +55,11 @@ class BlockLayout:
         return self.block_elements * DTYPE_BYTES[self.dtype]
 
     @property
+    def int8_block_bytes(self) -> int:
+        """Bytes of one block's int8 copy (kernels.int8_blocks): one per element, two numbers of 16 bits per channel."""
+        return self.block_elements + 4 * self.runs_per_block * self.kv_width
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values on all layers."""
         return self.block_bytes // self.block_size

@@ -16,6 +16,15 @@ AUTO, TORCH, TRITON = "auto", "torch", "triton"
 CHOICES = (AUTO, *LEVELS, TRITON, TORCH)
 
 
+class Contexts(Protocol):
+    """Where the contexts of sequences lie; of a SequenceTable, what planning reads."""
+
+    block_size: int
+    version: int  # changes whenever a row, or its blocks, become another's
+    block_tables: IntArray  # [rows, blocks]
+    num_computed: IntArray  # [rows]
+
+
 class StepAttention(Protocol):
     """One step's attention. Token rows: one for each of `decode_rows`, then those of the chunks one after another."""
 

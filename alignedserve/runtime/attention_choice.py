@@ -7,38 +7,45 @@ from typing import NamedTuple, cast
 import torch
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.attention import TORCH, TRITON, AttentionPlanner, attention_level
+from alignedserve.runtime.attention import TORCH, TRITON, AttentionPlanner, Contexts, attention_level
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.gathered_attention import GatheredPlanner
 from alignedserve.runtime.model_config import ModelConfig
 from alignedserve.runtime.paged_attention import PagedPlanner
 from alignedserve.runtime.sequences import SequenceTable
-from kernels.gpu_choice import gpu_kernels_run
+from kernels.gpu_choice import gpu_kernels_run, on_device
 from kernels.paged import PagedAttention
 
 _GROUP = 4  # query heads per key head of the model that doctor measures with
 logger = logging.getLogger(__name__)
 
 
-def attention_planner(
-    choice: str, table: SequenceTable, storage: BlockStorage, config: ModelConfig
-) -> AttentionPlanner:
+def attention_planner(choice: str, table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner:
     """The planner that `choice` means here; plain PyTorch, with a warning, where the GPU kernels turn out not to run.
     Raises ConfigError for one that cannot be had."""
     level = attention_level(choice, storage.device, torch_dtype(storage.layout.dtype))
     if level == TRITON:
-        gpu_attention = importlib.import_module("alignedserve.runtime.gpu_attention")  # loads Triton
-        if gpu_attention.gpu_attention_works(storage.layout, config.group_size, storage.device):
-            planner = gpu_attention.GpuPlanner(table, storage, config.sliding_window, config.group_size)
-            choice_of_prompts = gpu_attention.choose_prompt_attention(planner)
-            if choice_of_prompts is not None:
-                logger.info("whole prompts are computed by %s", choice_of_prompts)
-            return cast(AttentionPlanner, planner)
+        with on_device(storage.device):
+            on_gpu = _gpu_planner(table, storage, config)
+        if on_gpu is not None:
+            return on_gpu
     if level in (TORCH, TRITON):
         return GatheredPlanner(table, storage, config.sliding_window)
     paged = PagedAttention(storage.blocks, group=config.group_size, level=level)
     return PagedPlanner(table, config.sliding_window, paged)
+
+
+def _gpu_planner(table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner | None:
+    """None where the GPU kernels do not run."""
+    gpu_attention = importlib.import_module("alignedserve.runtime.gpu_attention")  # loads Triton
+    if not gpu_attention.gpu_attention_works(storage.layout, config.group_size, storage.device):
+        return None
+    planner = gpu_attention.GpuPlanner(table, storage, config.sliding_window, config.group_size)
+    choice_of_prompts = gpu_attention.choose_prompt_attention(planner)
+    if choice_of_prompts is not None:
+        logger.info("whole prompts are computed by %s", choice_of_prompts)
+    return cast(AttentionPlanner, planner)
 
 
 class GpuAttention(NamedTuple):
@@ -54,8 +61,10 @@ def measure_gpu_attention(device: torch.device) -> GpuAttention:
     if not gpu_kernels_run(device):
         return GpuAttention("plain PyTorch: Triton is not installed", "plain PyTorch")
     gpu_attention = importlib.import_module("alignedserve.runtime.gpu_attention")
-    if not gpu_attention.gpu_attention_works(layout, _GROUP, device):
-        return GpuAttention("plain PyTorch: the Triton kernels do not run here, see the warning", "plain PyTorch")
-    table = SequenceTable(max_sequences=1, max_context_len=layout.block_size, block_size=layout.block_size)
-    planner = gpu_attention.GpuPlanner(table, BlockStorage(layout, 1, device), None, _GROUP)
-    return GpuAttention("Triton, straight from blocks", str(gpu_attention.choose_prompt_attention(planner) or "Triton"))
+    with on_device(device):
+        if not gpu_attention.gpu_attention_works(layout, _GROUP, device):
+            return GpuAttention("plain PyTorch: the Triton kernels do not run here, see the warning", "plain PyTorch")
+        table = SequenceTable(max_sequences=1, max_context_len=layout.block_size, block_size=layout.block_size)
+        planner = gpu_attention.GpuPlanner(table, BlockStorage(layout, 1, device), None, _GROUP)
+        prompts = str(gpu_attention.choose_prompt_attention(planner) or "Triton")
+    return GpuAttention("Triton, straight from blocks", prompts)

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.attention import Contexts
 from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.sequences import IntArray, SequenceTable
+from alignedserve.runtime.sequences import IntArray
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -57,7 +58,7 @@ class DecodePlan:
     bucket needs. It is that of the lengths the plan was built for; until it is rebuilt, all of them grow alike.
     """
 
-    def __init__(self, table: SequenceTable, storage: BlockStorage, rows: IntArray, window: int | None) -> None:
+    def __init__(self, table: Contexts, storage: BlockStorage, rows: IntArray, window: int | None) -> None:
         """`rows`: the sequences; the new token of each is number num_computed."""
         lengths = table.num_computed[rows] + 1
         self.order = np.argsort(lengths, kind="stable")  # position in `rows` of each bucket row
@@ -71,7 +72,7 @@ class DecodePlan:
         self._lengths = lengths[self.order]  # context of each row, new token included
         self._build(storage)
 
-    def advance(self, table: SequenceTable, rows: IntArray) -> bool:
+    def advance(self, table: Contexts, rows: IntArray) -> bool:
         """Move every row one token on. False, with nothing changed, when the plan does not fit this step."""
         if self._version != table.version or not np.array_equal(rows, self._requested_rows):
             return False
@@ -192,7 +193,7 @@ def bucket_bounds(blocks: list[int], max_blocks: int) -> list[tuple[int, int]]:
 
 
 def plan_chunk(
-    table: SequenceTable, storage: BlockStorage, row: int, first: int, num_tokens: int, window: int | None
+    table: Contexts, storage: BlockStorage, row: int, first: int, num_tokens: int, window: int | None
 ) -> ChunkPlan:
     """The next `num_tokens` tokens of the sequence in `row`, which are token rows from `first` on."""
     before = int(table.num_computed[row])

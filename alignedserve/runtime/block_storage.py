@@ -21,6 +21,7 @@ from alignedserve.core.ids import BlockId
 from alignedserve.runtime.block_uses import BlockUses
 from alignedserve.runtime.device_queues import queues_of
 from alignedserve.runtime.dtypes import torch_dtype
+from alignedserve.runtime.row_forms import exact_rows
 from alignedserve.runtime.staged_copies import StagedCopies
 
 BlockIds = Sequence[BlockId] | npt.NDArray[np.int64]
@@ -113,6 +114,12 @@ class BlockStorage:
         """Like `key_slots`, for values."""
         return self._value_slots[layer]
 
+    def input_slots(self, layer: int, hidden_size: int) -> Tensor:
+        """Contiguous rows [.., hidden_size] that start with the first layer input of block 0 on this layer, of blocks
+        that hold layer inputs: [num_layers, tokens, hidden_size]. A block lies num_layers * tokens rows further."""
+        start = layer * (self.layout.block_elements // self.layout.num_layers)
+        return self._blocks.view(-1)[start:].view(-1, hidden_size)
+
     # On the host, once no copy is at work on the blocks any more. From any thread.
 
     def read_blocks(self, block_ids: BlockIds, out: ByteRows) -> None:
@@ -140,7 +147,7 @@ class BlockStorage:
         self.uses.settle(ids)
         if self._host is not None:
             return map(self._host.__getitem__, ids.tolist())
-        return StagedCopies(self._bytes, queues_of(self.device).queue("read")).rows_to_read(ids)
+        return self._staged("read").rows_to_read(ids)
 
     def rows_to_write(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
         """Rows to fill, one for each of these blocks. A row is taken over when the next one, or the end, is asked for;
@@ -149,17 +156,29 @@ class BlockStorage:
         self.uses.settle(ids)
         if self._host is not None:
             return map(self._host.__getitem__, ids.tolist())
-        return StagedCopies(self._bytes, queues_of(self.device).queue("write")).rows_to_write(ids)
+        return self._staged("write").rows_to_write(ids)
 
     def zero_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Fill whole blocks with zeros."""
         self._blocks.index_fill_(0, torch.from_numpy(self._checked(block_ids)).to(self.device), 0)
 
+    def fill_tail(self, block_id: BlockId, first_slot: int) -> None:
+        """Fill the token slots from `first_slot` on, not the first, with what is in the one before, on all layers."""
+        slots = self._slots_of(block_id)
+        slots[:, :, first_slot:] = slots[:, :, first_slot - 1 : first_slot]
+
     def zero_tail(self, block_id: BlockId, first_slot: int) -> None:
         """Fill the token slots from `first_slot` on with zeros, on all layers."""
+        self._slots_of(block_id)[:, :, first_slot:] = 0
+
+    def _slots_of(self, block_id: BlockId) -> Tensor:
+        """[num_layers, 2, block_size, kv_width] of one block."""
         layout = self.layout
         shape = (layout.num_layers, 2, layout.block_size, layout.kv_width)
-        self._blocks[self._checked([block_id])[0]].view(shape)[:, :, first_slot:] = 0
+        return self._blocks[self._checked([block_id])[0]].view(shape)
+
+    def _staged(self, queue_name: str) -> StagedCopies:
+        return StagedCopies(exact_rows(self._bytes), queues_of(self.device).queue(queue_name), self.device)
 
     def _layer_view(self, layer: int, which: int) -> Tensor:
         layout = self.layout

@@ -24,6 +24,12 @@ POINTS = (
     Point("decode", contexts=(512,) * 32),
     Point("prefill", (Chunk(64, 0, is_last=True),) * 4),
 )
+# Of an engine that has hidden caches.
+HIDDEN_POINTS = (
+    Point("hidden", hidden_contexts=(128,)),
+    Point("hidden", (Chunk(64, 0, is_last=True),), (128,) * 4, (128,) * 4),
+    Point("hidden", hidden_contexts=(512,) * 8),
+)
 _MAX_BLOCKS = 4096  # that are used, and written to first: attention reads them
 
 
@@ -44,7 +50,9 @@ def measure_iterations(
     blocks = np.arange(min(engine.storage.num_blocks, _MAX_BLOCKS))
     engine.storage.zero_blocks(blocks)
     visits = EngineVisits(engine, block_ids=blocks.tolist(), clock=clock)
-    points = [point for point in visits.possible(POINTS, max_context_len) if point.num_requests <= max_sequences]
+    # Early on: what a hidden cache costs decides whether there is one.
+    known = POINTS if engine.hidden_block_tokens is None else (*POINTS[:2], *HIDDEN_POINTS, *POINTS[2:])
+    points = [point for point in visits.possible(known, max_context_len) if point.num_requests <= max_sequences]
     if not points:
         return ()
     ends_s = clock() + duration_s

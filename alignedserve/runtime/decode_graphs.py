@@ -35,7 +35,8 @@ def repeat(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class CudaCapture:
-    """CUDA graphs, which share their memory: no two of them are ever at work at once."""
+    """CUDA graphs, which share their memory: no two of them are ever at work at once. Recorded on the current stream,
+    which is not the device's default one; other threads may use the device meanwhile."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -45,7 +46,7 @@ class CudaCapture:
         for _ in range(_WARM_UPS):
             work()
         graph = _CUDA.CUDAGraph()
-        with _CUDA.graph(graph, pool=self._pool):
+        with _CUDA.graph(graph, self._pool, _CUDA.current_stream(), "thread_local"):
             result = work()
         self._pool = graph.pool()
 

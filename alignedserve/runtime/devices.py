@@ -51,6 +51,13 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+def use_device(device: torch.device) -> None:
+    """Make it the calling thread's. Otherwise a thread's is the first GPU, and page-locked memory, which belongs to no
+    device, would take a few hundred megabytes of that one for each process that computes on another."""
+    if device.type == CUDA and device.index is not None:
+        _CUDA.set_device(device)
+
+
 def describe_gpus() -> list[str]:
     """One line for each GPU that can be used."""
     if cuda_obstacle() is not None:

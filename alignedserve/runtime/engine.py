@@ -19,6 +19,7 @@ from alignedserve.runtime.decode_graphs import Capture, CudaCapture, DecodeGraph
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.device_arrays import to_device
 from alignedserve.runtime.device_queues import DeviceQueues, Event, HostEvent, queues_of
+from alignedserve.runtime.hidden_cache import HiddenContexts
 from alignedserve.runtime.sampling import Draw, Sampler, logprob_entries
 from alignedserve.runtime.sequences import IntArray, NewSequence, SequenceTable
 from alignedserve.runtime.step_batch import BatchBuilder, StepBatch
@@ -105,10 +106,11 @@ class Engine:
         attention: str = AUTO,
         queues: DeviceQueues | None = None,
         capture: Capture | None = None,
+        has_hidden_cache: bool = False,
     ) -> None:
         """`attention`: one of CHOICES of runtime.attention. `queues`, `capture`: where work is done and how decode
-        steps are recorded, in place of what the storage's device has. Raises ConfigError for what cannot be had here.
-        """
+        steps are recorded, in place of what the storage's device has. `has_hidden_cache`: sequences may have one, for
+        which memory is taken. Raises ConfigError for what cannot be had here."""
         layout, config = storage.layout, model.config
         assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
             "more context than positions"
@@ -117,14 +119,23 @@ class Engine:
         self.model = model
         self.storage = storage
         self._table = SequenceTable(
-            max_sequences=max_sequences, max_context_len=max_context_len, block_size=layout.block_size
+            max_sequences=max_sequences,
+            max_context_len=max_context_len,
+            block_size=layout.block_size,
+            hidden_block_tokens=config.hidden_block_tokens(layout.block_size) if has_hidden_cache else None,
         )
         planner = attention_planner(attention, self._table, storage, config)
+        hidden = None
+        if has_hidden_cache:
+            hidden = HiddenContexts(self._table, storage)
+            hidden.use(attention_planner(attention, hidden.places, hidden.recomputed, config))
         if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
             capture = CudaCapture()
         sizes = graph_sizes(max_sequences)
         self._graphs = None if capture is None else DecodeGraphs(model, storage, capture, sizes)
-        self._builder = BatchBuilder(self._table, storage, planner, decode_sizes=() if capture is None else sizes)
+        self._builder = BatchBuilder(
+            self._table, storage, planner, decode_sizes=() if capture is None else sizes, hidden=hidden
+        )
         self._sampler = Sampler(
             max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
         )
@@ -141,6 +152,11 @@ class Engine:
     def num_sequences(self) -> int:
         """Sequences that hold a row."""
         return len(self._table)
+
+    @property
+    def hidden_block_tokens(self) -> int | None:
+        """Tokens whose layer inputs a block holds; None: this engine has no hidden caches."""
+        return self._table.hidden_block_tokens
 
     def has_sequence(self, request_id: RequestId) -> bool:
         """Whether the sequence is here."""
@@ -290,7 +306,9 @@ class Engine:
         self._next_step = None
         table, rows = self._table, step.rows
         all_decode_on = len(step.sampled_rows) == len(rows)
-        if self._anticipates and all_decode_on and (table.num_computed[rows] < table.max_context_len).all():
+        if not self._anticipates or not all_decode_on or step.hidden is not None:
+            return
+        if (table.num_computed[rows] < table.max_context_len).all():
             self._next_step = self._builder.build_decodes(rows)
             self._next_version = table.version
 

@@ -30,6 +30,7 @@ class Point:
     kind: str
     chunks: tuple[Chunk, ...] = ()
     contexts: tuple[int, ...] = ()  # of the decodes, their new token included
+    hidden_contexts: tuple[int, ...] = ()  # of decodes with a hidden cache, likewise
 
     @property
     def work(self) -> IterationWork:
@@ -39,22 +40,28 @@ class Point:
             work.add_chunk(chunk.num_tokens, chunk.num_cached, is_last=chunk.is_last)
         for context_len in self.contexts:
             work.add_decode(context_len)
+        for context_len in self.hidden_contexts:
+            work.add_decode(context_len, is_hidden=True)
         return work
 
     @property
     def num_requests(self) -> int:
         """Chunks and decodes are of a request each."""
-        return len(self.chunks) + len(self.contexts)
+        return len(self.chunks) + len(self.contexts) + len(self.hidden_contexts)
 
     @property
     def max_context_len(self) -> int:
         """Longest of all requests."""
-        return max(*self.contexts, *(chunk.num_tokens + chunk.num_cached for chunk in self.chunks), 1)
+        return max(*self._lengths, 1)
 
     def num_blocks(self, block_size: int, spare: int) -> int:
-        """Cache that the point needs with every request growing by `spare` tokens."""
-        lengths = [*self.contexts, *(chunk.num_tokens + chunk.num_cached for chunk in self.chunks)]
-        return sum(blocks_for(length + spare, block_size) for length in lengths)
+        """Cache that the point needs at most, with every request growing by `spare` tokens."""
+        return sum(blocks_for(length + spare, block_size) for length in self._lengths)
+
+    @property
+    def _lengths(self) -> list[int]:
+        chunks = (chunk.num_tokens + chunk.num_cached for chunk in self.chunks)
+        return [*self.contexts, *self.hidden_contexts, *chunks]
 
 
 def within(
@@ -95,6 +102,7 @@ class EngineVisits:
         assert 0 < num_steps <= _NUM_STEPS, "more steps than there is room for"
         self._num_dealt = 0
         decodes = [self._add(context_len, context_len - 1, 0) for context_len in point.contexts]
+        decodes += [self._add(length, length - 1, 0, is_hidden=True) for length in point.hidden_contexts]
         seconds: list[float] = []
         while len(seconds) < num_steps and sum(seconds) < _LONG_VISIT_S:
             num_dealt = self._num_dealt
@@ -117,7 +125,7 @@ class EngineVisits:
         known = chunk.num_cached + chunk.num_tokens
         return self._add(known, chunk.num_cached, 0 if chunk.is_last else 1), chunk.num_tokens
 
-    def _add(self, context_len: int, num_cached: int, num_more: int) -> RequestId:
+    def _add(self, context_len: int, num_cached: int, num_more: int, *, is_hidden: bool = False) -> RequestId:
         """A sequence that will compute up to `context_len`, and knows `num_more` tokens beyond."""
         request_id = RequestId(f"profile-{self._num_made}")
         self._num_made += 1
@@ -126,5 +134,6 @@ class EngineVisits:
         blocks = tuple(BlockId(block) for block in self._block_ids[self._num_dealt : self._num_dealt + count])
         self._num_dealt += count
         sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=True)
-        self._engine.add_sequence(NewSequence(request_id, tokens, len(tokens), num_cached, blocks, sampling))
+        new = NewSequence(request_id, tokens, len(tokens), num_cached, blocks, sampling, is_hidden)
+        self._engine.add_sequence(new)
         return request_id

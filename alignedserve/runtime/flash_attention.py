@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.device_timing import median_seconds
+from alignedserve.runtime.device_timing import DeviceTimer
 
 PROMPT_TOKENS = 2048  # of the prompt that is measured
 OWN, FLASH = "own kernel", "flash-attn"
+_ROUNDS, _WARM_UPS = 9, 3
 
 # Queries, keys and values of prompts one after another, the first row of each (and their end), the longest, the window.
 WholePrompts = Callable[[Tensor, Tensor, Tensor, Tensor, int, int | None], Tensor]
@@ -83,9 +84,8 @@ def choose_prompts(
     out = torch.empty_like(queries)
     starts = torch.from_numpy(np.array([0, PROMPT_TOKENS], np.int32)).to(like.device)
     flat = queries.view(PROMPT_TOKENS, kv_heads * group, head_dim)
-    return PromptChoice(
-        {
-            OWN: median_seconds(lambda: own(queries, out), like.device),
-            FLASH: median_seconds(lambda: flash(flat, keys, values, starts, PROMPT_TOKENS, None), like.device),
-        }
+    timer = DeviceTimer(like.device, num_rounds=_ROUNDS, warm_ups=_WARM_UPS, cold_bytes=0)
+    seconds = timer.by_turns(
+        [lambda: own(queries, out), lambda: flash(flat, keys, values, starts, PROMPT_TOKENS, None)]
     )
+    return PromptChoice(dict(zip((OWN, FLASH), seconds, strict=True)))

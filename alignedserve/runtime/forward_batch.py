@@ -9,6 +9,7 @@ from torch import Tensor
 
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention import StepAttention
+from alignedserve.runtime.hidden_cache import HiddenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,9 @@ class ForwardBatch:
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    slots: Tensor  # [tokens] int64: rows of BlockStorage.key_slots that take the new keys and values
+    slots: Tensor  # [tokens] int64: rows of key_slots, of the storage or of `hidden`, that take the new keys and values
     # Where attention reads every slot of a block, zeroed before the pass writes:
     fresh_blocks: npt.NDArray[np.int64]
     unclean_tails: Sequence[tuple[BlockId, int]]  # of these blocks, the slots from this one on
     attention: StepAttention
+    hidden: HiddenRows | None = None  # None: every sequence has keys and values in its blocks

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from alignedserve.runtime.attention import Contexts
 from alignedserve.runtime.attention_plan import ChunkPlan, DecodeBucket, DecodePlan, plan_chunk
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.device_arrays import Array
-from alignedserve.runtime.sequences import IntArray, SequenceTable
+from alignedserve.runtime.sequences import IntArray
 from kernels.attention import GatherBuffers, attend_chunk, attend_decode, gather_context
 
 
@@ -63,7 +64,7 @@ class GatheredPlanner:
     reads_unused_slots = True
     plans_ahead = False
 
-    def __init__(self, table: SequenceTable, storage: BlockStorage, window: int | None) -> None:
+    def __init__(self, table: Contexts, storage: BlockStorage, window: int | None) -> None:
         self._table = table
         self._storage = storage
         self._window = window

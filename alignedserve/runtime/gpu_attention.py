@@ -15,6 +15,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.blocks import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.attention import Contexts
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.device_arrays import Array, to_device
 from alignedserve.runtime.flash_attention import (
@@ -85,7 +86,7 @@ class GpuPlanner:
     reads_unused_slots = False
     plans_ahead = True
 
-    def __init__(self, table: SequenceTable, storage: BlockStorage, window: int | None, group: int) -> None:
+    def __init__(self, table: Contexts, storage: BlockStorage, window: int | None, group: int) -> None:
         self.table = table
         self.storage = storage
         self.window = window

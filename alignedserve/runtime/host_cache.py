@@ -4,6 +4,8 @@ Driven by the thread that computes. On a GPU the copies are only put on queues, 
 what is computed; whoever uses the same blocks next waits for them (`BlockUses`).
 """
 
+from functools import partial
+
 import numpy as np
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.device_queues import DeviceQueues, Event
+from alignedserve.runtime.row_forms import exact_rows, int8_rows
 from alignedserve.runtime.staged_copies import StagedCopies
 
 OFFLOAD, PREFETCH = "offload", "prefetch"
@@ -19,11 +22,14 @@ OFFLOAD, PREFETCH = "offload", "prefetch"
 class HostCache:
     """Whole caches by request. How much there may be is the worker's logic's to decide."""
 
-    def __init__(self, storage: BlockStorage, queues: DeviceQueues) -> None:
+    def __init__(self, storage: BlockStorage, queues: DeviceQueues, *, is_int8: bool = False) -> None:
+        """`is_int8`: copies on the host are rounded to 8 bits per channel (ALISE, section 3.2)."""
         self._storage = storage
+        self._is_int8 = is_int8
         self._offload, self._prefetch = queues.queue(OFFLOAD), queues.queue(PREFETCH)
-        self._outwards = StagedCopies(storage.bytes, self._offload)
-        self._inwards = StagedCopies(storage.bytes, self._prefetch)
+        form = int8_rows(storage.bytes, storage.layout) if is_int8 else exact_rows(storage.bytes)
+        self._outwards = StagedCopies(form, self._offload, storage.device)
+        self._inwards = StagedCopies(form, self._prefetch, storage.device)
         self._copies: dict[RequestId, tuple[Tensor, Event]] = {}
 
     def perform(self, swaps: Swaps) -> None:
@@ -40,6 +46,10 @@ class HostCache:
         block_ids = np.array(swap.block_ids, np.int64)
         rows = self._outwards.pinned(len(block_ids))
         self._storage.uses.begin(self._offload, block_ids)
+        num_last = swap.num_tokens % self._storage.layout.block_size
+        if self._is_int8 and num_last:
+            # What other requests left in the slots behind the last token must not widen its channels' ranges.
+            self._offload.run(partial(self._storage.fill_tail, swap.block_ids[-1], num_last))
         self._outwards.copy_out(block_ids, rows)
         self._storage.uses.end(self._offload, block_ids)
         self._copies[swap.request_id] = rows, self._offload.record()

@@ -139,6 +139,12 @@ class ModelConfig:
         """Bytes of one token's layer inputs on all layers (the hidden cache)."""
         return self.num_layers * self.hidden_size * DTYPE_BYTES[dtype]
 
+    def hidden_block_tokens(self, block_size: int) -> int | None:
+        """Tokens whose layer inputs take the room of a block's keys and values; None where that is no more than
+        `block_size`, or leaves a rest: no hidden cache pays there."""
+        tokens, rest = divmod(2 * block_size * self.kv_width, self.hidden_size)
+        return tokens if not rest and tokens > block_size else None
+
     def block_layout(self, block_size: int, dtype: str) -> BlockLayout:
         """The layout of this model's blocks."""
         return BlockLayout(

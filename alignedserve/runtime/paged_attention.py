@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.attention import Contexts
 from alignedserve.runtime.device_arrays import Array
-from alignedserve.runtime.sequences import IntArray, SequenceTable
+from alignedserve.runtime.sequences import IntArray
 from kernels.paged import PagedAttention, PagedPlan
 
 
@@ -50,7 +51,7 @@ class PagedPlanner:
     reads_unused_slots = False
     plans_ahead = False
 
-    def __init__(self, table: SequenceTable, window: int | None, paged: PagedAttention) -> None:
+    def __init__(self, table: Contexts, window: int | None, paged: PagedAttention) -> None:
         self._table = table
         self._window = window
         self._paged = paged

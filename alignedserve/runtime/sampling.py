@@ -10,9 +10,10 @@ from torch import Tensor
 
 from alignedserve.core.request import TokenLogprob
 from alignedserve.runtime.device_arrays import to_device
+from alignedserve.runtime.logit_changes import LogitChanges
 from alignedserve.runtime.sequences import IntArray, NewSequence
 from kernels.gpu_choice import fused_kernels
-from kernels.sampling import Filters, RowParameters, greedy, penalise_, sample, top_logprobs, uniforms
+from kernels.sampling import Filters, RowParameters, greedy, sample, top_logprobs, uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,50 +34,19 @@ class Draw(NamedTuple):
     is_usable: Tensor  # bool
 
 
-class _SeenTokens:
-    """What the penalties of one sequence look at: every token of it once, and how often it was generated."""
-
-    __slots__ = ("_counts", "_index_of", "_token_ids")
-
-    def __init__(self, sequence: NewSequence) -> None:
-        self._index_of: dict[int, int] = {}
-        self._token_ids = np.zeros(64, np.int64)
-        self._counts = np.zeros(64, np.int32)
-        for position, token_id in enumerate(sequence.token_ids):
-            self.note(token_id, is_generated=position >= sequence.prompt_len)
-
-    def note(self, token_id: int, *, is_generated: bool = True) -> None:
-        """Count one more token."""
-        index = self._index_of.setdefault(token_id, len(self._index_of))
-        if index == len(self._token_ids):
-            self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._token_ids[index] = token_id
-        self._counts[index] += is_generated
-
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Token ids [seen] and their counts [seen]."""
-        num_seen = len(self._index_of)
-        token_ids = torch.from_numpy(self._token_ids[:num_seen])
-        return token_ids.to(device), torch.from_numpy(self._counts[:num_seen]).to(device)
-
-
 class Sampler:
     """Sampling state of the engine's rows. A row is added before it is sampled and removed when it is freed."""
 
     def __init__(self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
         self._sequences: list[NewSequence | None] = [None] * max_sequences
-        self._seen: dict[int, _SeenTokens] = {}
+        self._changes = LogitChanges(max_sequences=max_sequences, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self._prompt_lens = np.zeros(max_sequences, np.int64)
         self._temperatures = np.zeros(max_sequences, np.float32)
         self._top_ks = np.zeros(max_sequences, np.int64)
         self._top_ps = np.ones(max_sequences, np.float32)
         self._min_ps = np.zeros(max_sequences, np.float32)
         self._seeds = np.zeros(max_sequences, np.int64)
-        self._min_lens = np.zeros(max_sequences, np.int64)  # shorter sequences must not stop
-        self._is_adjusted = np.zeros(max_sequences, np.bool_)  # penalties or biases change the logits
         self._wants_logprobs = np.zeros(max_sequences, np.bool_)
 
     def add(self, row: int, sequence: NewSequence) -> None:
@@ -89,16 +59,13 @@ class Sampler:
         self._top_ps[row] = params.top_p
         self._min_ps[row] = params.min_p
         self._seeds[row] = params.seed
-        self._min_lens[row] = sequence.prompt_len + params.min_tokens
-        self._is_adjusted[row] = params.has_penalties or bool(params.logit_bias)
         self._wants_logprobs[row] = params.num_logprobs is not None
-        if params.has_penalties:
-            self._seen[row] = _SeenTokens(sequence)
+        self._changes.add(row, sequence)
 
     def remove(self, row: int) -> None:
         """Forget the row."""
         self._sequences[row] = None
-        self._seen.pop(row, None)
+        self._changes.remove(row)
 
     def choose(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Choice:
         """`start` and `finish`, with the host waiting in between."""
@@ -110,7 +77,7 @@ class Sampler:
 
         rows [n]; num_tokens [n]: tokens that each has so far; logits [n, vocab_size] of any dtype, left as they are.
         """
-        adjusted = self._adjust(rows, num_tokens, logits)
+        adjusted = self._changes.made(rows, num_tokens, logits)
         kernels = fused_kernels("token_sampling", adjusted.device, adjusted.dtype)
         if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
             parameters = self._parameters(rows, num_tokens, logits.device)
@@ -128,14 +95,8 @@ class Sampler:
 
     def finish(self, draw: Draw, token_ids: IntArray, is_usable: npt.NDArray[np.bool_]) -> Choice:
         """What `start` drew, once it is on the host: noted for the penalties to come, with log-probabilities."""
-        if self._seen:
-            self._note(draw.rows, token_ids)
+        self._changes.note(draw.rows, token_ids)
         return Choice(token_ids, is_usable, self._logprobs(draw))
-
-    def _note(self, rows: IntArray, chosen: IntArray) -> None:
-        for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
-            if row in self._seen:
-                self._seen[row].note(token_id)
 
     def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
         own = self._parameters(rows, num_tokens, logits.device)
@@ -145,32 +106,6 @@ class Sampler:
         columns = (self._temperatures, self._top_ks, self._top_ps, self._min_ps)
         draws = uniforms(self._seeds[rows], num_tokens - self._prompt_lens[rows])
         return RowParameters(*to_device([*(column[rows] for column in columns), draws], device))
-
-    def _adjust(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
-        """The logits after bias, minimum length and penalties; the same tensor when nothing applies."""
-        positions = np.flatnonzero(self._is_adjusted[rows] | (num_tokens < self._min_lens[rows]))
-        if not len(positions):
-            return logits
-        adjusted = logits.to(torch.float32, copy=True)
-        for position in positions.tolist():
-            row = int(rows[position])
-            self._adjust_row(row, int(num_tokens[position]), adjusted[position])
-        return adjusted
-
-    def _adjust_row(self, row: int, num_tokens: int, logits: Tensor) -> None:
-        """Change the row's logits [vocab_size] in place."""
-        sequence = self._sequences[row]
-        assert sequence is not None, f"row {row} was never added"
-        params = sequence.sampling
-        if params.has_penalties:
-            penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-            penalise_(logits, *self._seen[row].tensors(logits.device), *penalties)
-        for token_id, bias in params.logit_bias:
-            if 0 <= token_id < self._vocab_size:
-                logits[token_id] += bias
-        if num_tokens < self._min_lens[row]:
-            stops = (() if params.ignore_eos else self._eos_token_ids) + params.stop_token_ids
-            logits[[stop for stop in stops if 0 <= stop < self._vocab_size]] = -float("inf")
 
     def _logprobs(self, draw: Draw) -> dict[int, TokenLogprob]:
         rows, logits = draw.rows, draw.logits

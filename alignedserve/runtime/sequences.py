@@ -23,13 +23,18 @@ class NewSequence:
     num_cached: int  # leading tokens whose keys and values already lie in the blocks; below len(token_ids)
     block_ids: tuple[BlockId, ...]  # owned by the caller, for this sequence alone to write
     sampling: SamplingParams
+    is_hidden: bool = False  # its blocks hold layer inputs
 
 
 class SequenceTable:
     """Rows of arrays by sequence. Only the engine writes; `version` changes whenever a row changes hands."""
 
-    def __init__(self, *, max_sequences: int, max_context_len: int, block_size: int) -> None:
+    def __init__(
+        self, *, max_sequences: int, max_context_len: int, block_size: int, hidden_block_tokens: int | None = None
+    ) -> None:
+        """`hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches."""
         self.block_size = block_size
+        self.hidden_block_tokens = hidden_block_tokens
         self.max_context_len = max_context_len
         self.version = 0
         self.sequences: list[NewSequence | None] = [None] * max_sequences
@@ -42,6 +47,8 @@ class SequenceTable:
         self.num_blocks = np.zeros(max_sequences, np.int64)
         self.num_tokens = np.zeros(max_sequences, np.int64)
         self.num_computed = np.zeros(max_sequences, np.int64)
+        self.is_hidden = np.zeros(max_sequences, np.bool_)
+        self.block_tokens = np.full(max_sequences, block_size)  # that a block of the sequence holds
         self.has_unclean_tail = np.zeros(max_sequences, np.bool_)
         self.wants_prompt_logprobs = np.zeros(max_sequences, np.bool_)
         self._row_of: dict[RequestId, int] = {}
@@ -81,12 +88,21 @@ class SequenceTable:
         self.num_computed[row] = sequence.num_cached
         self.num_blocks[row] = 0
         self.prompt_lens[row] = sequence.prompt_len
-        self.has_unclean_tail[row] = sequence.num_cached > 0
+        self.is_hidden[row] = sequence.is_hidden
+        self.block_tokens[row] = self._block_tokens_of(sequence)
+        self.has_unclean_tail[row] = sequence.num_cached > 0 and not sequence.is_hidden
         self.wants_prompt_logprobs[row] = sequence.sampling.num_prompt_logprobs is not None
         self.version += 1
         self.append_blocks(request_id, sequence.block_ids)
-        assert sequence.num_cached <= len(sequence.block_ids) * self.block_size, f"{request_id}: cached without blocks"
+        room = len(sequence.block_ids) * int(self.block_tokens[row])
+        assert sequence.num_cached <= room, f"{request_id}: cached without blocks"
         return row
+
+    def _block_tokens_of(self, sequence: NewSequence) -> int:
+        if not sequence.is_hidden:
+            return self.block_size
+        assert self.hidden_block_tokens is not None, "a hidden cache where there is none"
+        return self.hidden_block_tokens
 
     def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
         """Extend the sequence's block table."""

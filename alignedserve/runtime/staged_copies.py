@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device_arrays import to_device
 from alignedserve.runtime.device_queues import Event, Queue
-from kernels.block_lists import gather_blocks, scatter_blocks
+from alignedserve.runtime.row_forms import RowForm
 
 Rows = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int64]
@@ -22,25 +22,31 @@ _NUM_STAGES = 2  # one is filled while the other is emptied
 
 
 class StagedCopies:
-    """Copies on one queue. Blocks are made of words of 8 bytes."""
+    """Copies on one queue."""
 
     def __init__(
-        self, blocks: Tensor, queue: Queue, *, staged_bytes: int = _STAGED_BYTES, is_staged: bool | None = None
+        self,
+        form: RowForm,
+        queue: Queue,
+        device: torch.device,
+        *,
+        staged_bytes: int = _STAGED_BYTES,
+        is_staged: bool | None = None,
     ) -> None:
-        """`blocks`: uint8 [num_blocks, block_bytes], on the queue's device; memory to gather in (`is_staged`) is taken
-        there now, but on a CPU, where blocks go straight to and from the host's rows."""
-        self._blocks = blocks
+        """`device`: the queue's and the blocks'; memory to gather in (`is_staged`) is taken there now, but on a CPU,
+        where blocks go straight to and from the host's rows."""
+        self._form = form
         self._queue = queue
-        num_blocks, self._block_bytes = blocks.shape
-        self._piece = max(1, min(num_blocks, staged_bytes // self._block_bytes))
-        self._is_cuda = blocks.device.type == "cuda"
+        self._device = device
+        self._piece = max(1, staged_bytes // form.row_bytes)
+        self._is_cuda = device.type == "cuda"
         self._staging: Tensor | None = None
         if is_staged or (is_staged is None and self._is_cuda):
-            self._staging = torch.empty((self._piece, self._block_bytes), dtype=torch.uint8, device=blocks.device)
+            self._staging = torch.empty((self._piece, form.row_bytes), dtype=torch.uint8, device=device)
 
     def pinned(self, num_rows: int) -> Tensor:
-        """Host memory for so many blocks: uint8 [num_rows, block_bytes]."""
-        return torch.empty((num_rows, self._block_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
+        """Host memory for so many blocks: uint8 [num_rows, row_bytes]."""
+        return torch.empty((num_rows, self._form.row_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def copy_out(self, block_ids: IntArray, rows: Tensor) -> None:
         """Put on the queue: rows[i] = block_ids[i]. `rows` from `pinned`, left alone until an event behind it."""
@@ -66,7 +72,7 @@ class StagedCopies:
         """The bytes of the blocks, one after the other, while the next ones are on their way. A row is valid until the
         next one is asked for."""
         pieces = self._pieces(block_ids)
-        stages = [self.pinned(self._piece) for _ in range(min(_NUM_STAGES, len(pieces)))]
+        stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
         events: list[Event] = []
 
         def start(index: int) -> None:
@@ -85,7 +91,7 @@ class StagedCopies:
         """Rows to fill, one for each of the blocks. A row is taken over when the next one, or the end, is asked for; at
         the end all of them have arrived."""
         pieces = self._pieces(block_ids)
-        stages = [self.pinned(self._piece) for _ in range(min(_NUM_STAGES, len(pieces)))]
+        stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
         events: list[Event] = []
         for index, piece in enumerate(pieces):
             if index >= _NUM_STAGES:
@@ -102,9 +108,9 @@ class StagedCopies:
         return [block_ids[first:last] for first, last in pairwise(bounds)]
 
     def _gather(self, block_ids: IntArray, staging: Tensor) -> None:
-        (on_device,) = to_device([block_ids], staging.device)
-        gather_blocks(self._blocks, on_device, staging)
+        (on_device,) = to_device([block_ids], self._device)
+        self._form.gather(on_device, staging)
 
     def _scatter(self, staging: Tensor, block_ids: IntArray) -> None:
-        (on_device,) = to_device([block_ids], staging.device)
-        scatter_blocks(staging, self._blocks, on_device)
+        (on_device,) = to_device([block_ids], self._device)
+        self._form.scatter(staging, on_device)

@@ -1,9 +1,10 @@
 """Builds the forward batch of one step from the sequence table: on the host, then brought to the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from alignedserve.runtime.attention import AttentionPlanner, StepAttention
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.device_arrays import Array, to_device
 from alignedserve.runtime.forward_batch import ForwardBatch
+from alignedserve.runtime.hidden_cache import HiddenContexts, HiddenPlan, MixedAttention, tokens_of
 from alignedserve.runtime.sequences import IntArray, SequenceTable
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -34,18 +36,25 @@ class StepBatch:
     sampled_rows: IntArray  # rows of the sequence table that reach their last known token
     sampled_at: IntArray  # the token rows whose logits they need, in the same order
     wants_prompt_logprobs: tuple[int, ...]  # slices that compute prompt tokens of sequences that asked
-    is_decode: bool  # one token of each slice, each the last known one
+    is_decode: bool  # one token of each slice, each the last known one, and keys and values in its blocks
+    hidden: HiddenPlan | None = None  # of the last slices
 
     @property
     def host_arrays(self) -> tuple[Array, ...]:
         """What the forward pass reads."""
-        return (self.token_ids, self.positions, self.slots, *self.attention.host_arrays)
+        arrays = () if self.hidden is None else self.hidden.arrays
+        return (self.token_ids, self.positions, self.slots, *arrays, *self.attention.host_arrays)
 
     def placed(self, tensors: Sequence[Tensor]) -> ForwardBatch:
         """`tensors`: the host arrays on the device."""
         token_ids, positions, slots, *others = tensors
+        hidden = None
+        if self.hidden is not None:
+            num_arrays = len(self.hidden.arrays)
+            first = len(token_ids) - len(self.hidden.positions)
+            hidden, others = self.hidden.placed(first, others[:num_arrays]), others[num_arrays:]
         self.attention.place(others)
-        return ForwardBatch(token_ids, positions, slots, self.fresh_blocks, self.unclean_tails, self.attention)
+        return ForwardBatch(token_ids, positions, slots, self.fresh_blocks, self.unclean_tails, self.attention, hidden)
 
     def forward_batch(self, device: torch.device) -> ForwardBatch:
         """Brought to the device."""
@@ -62,19 +71,24 @@ class BatchBuilder:
         planner: AttentionPlanner,
         *,
         decode_sizes: Sequence[int] = (),
+        hidden: HiddenContexts | None = None,
     ) -> None:
-        """`decode_sizes`, ascending: a batch of decodes is padded to the next of them."""
+        """`decode_sizes`, ascending: a batch of decodes is padded to the next of them. `hidden`: of the sequences with
+        hidden caches, if there may be any."""
         self._table = table
         self._storage = storage
         self._planner = planner
         self._decode_sizes = decode_sizes
+        self._hidden = hidden
 
     def build(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
         """The batch that computes the next `num_tokens[i]` tokens of each request."""
         rows = self._table.rows(request_ids)
         counts = np.array(num_tokens, np.int64)
         self._check(rows, counts)
-        is_decode = counts == 1
+        is_decode, is_hidden = counts == 1, self._table.is_hidden[rows]
+        if is_hidden.any():
+            return self._build_with_hidden(rows, counts, is_hidden)
         if is_decode.all():
             return self.build_decodes(rows)
         return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode])
@@ -105,7 +119,7 @@ class BatchBuilder:
         after = table.num_computed[rows] + counts
         assert counts.min() >= 1, "a slice computes at least one token"
         assert (after <= table.num_tokens[rows]).all(), "a slice goes beyond the known tokens"
-        assert (after <= table.num_blocks[rows] * table.block_size).all(), "too few blocks for the slice"
+        assert (after <= table.num_blocks[rows] * table.block_tokens[rows]).all(), "too few blocks for the slice"
 
     def _unclean_tails(self, rows: IntArray) -> tuple[tuple[BlockId, int], ...]:
         """The slots after the cached tokens of sequences that came with some are read as well."""
@@ -136,10 +150,7 @@ class BatchBuilder:
         counts[num_decodes:] = chunk_counts
         token_rows, positions = rows, table.num_computed[rows]
         if len(chunk_counts):
-            token_rows = np.repeat(rows, counts)
-            chunk_starts = zip(positions[num_decodes:].tolist(), chunk_counts.tolist(), strict=True)
-            chunks = [np.arange(start, start + count) for start, count in chunk_starts]
-            positions = np.concatenate([positions[:num_decodes], *chunks])
+            token_rows, positions = tokens_of(rows, positions, counts)
         columns, offsets = np.divmod(positions, block_size)
         blocks = table.block_tables[token_rows, columns]
         token_ids = table.tokens[token_rows, positions].astype(np.int64)
@@ -166,6 +177,35 @@ class BatchBuilder:
             sampled_at=last_rows[is_sampled],
             wants_prompt_logprobs=self._prompt_logprob_slices(rows),
             is_decode=not len(chunk_rows) and bool(is_sampled.all()),
+        )
+
+    def _build_with_hidden(self, rows: IntArray, counts: IntArray, is_hidden: npt.NDArray[np.bool_]) -> StepBatch:
+        """The sequences with a hidden cache come behind the others."""
+        assert self._hidden is not None, "a hidden cache where there is none"
+        table = self._table
+        decodes, chunks = ~is_hidden & (counts == 1), ~is_hidden & (counts > 1)
+        plain = self._build(rows[decodes], rows[chunks], counts[chunks], 0)
+        decodes, chunks = is_hidden & (counts == 1), is_hidden & (counts > 1)
+        hidden = self._hidden.plan(rows[decodes], rows[chunks], counts[chunks])
+        num_plain = len(plain.token_ids)
+        last_rows = num_plain + np.cumsum(hidden.counts) - 1
+        is_sampled = table.num_computed[hidden.rows] + hidden.counts == table.num_tokens[hidden.rows]
+        token_rows, _ = tokens_of(hidden.rows, hidden.rows, hidden.counts)
+        asks = (index + len(plain.rows) for index in self._prompt_logprob_slices(hidden.rows))
+        return replace(
+            plain,
+            token_ids=np.concatenate((plain.token_ids, table.tokens[token_rows, hidden.positions].astype(np.int64))),
+            positions=np.concatenate((plain.positions, hidden.positions)),
+            slots=np.concatenate((plain.slots, hidden.slots)),
+            attention=MixedAttention(plain.attention, hidden.attention, num_plain),
+            rows=np.concatenate((plain.rows, hidden.rows)),
+            counts=np.concatenate((plain.counts, hidden.counts)),
+            first_rows=np.concatenate((plain.first_rows, last_rows - hidden.counts + 1)),
+            sampled_rows=np.concatenate((plain.sampled_rows, hidden.rows[is_sampled])),
+            sampled_at=np.concatenate((plain.sampled_at, last_rows[is_sampled])),
+            wants_prompt_logprobs=(*plain.wants_prompt_logprobs, *asks),
+            is_decode=False,
+            hidden=hidden,
         )
 
     def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:

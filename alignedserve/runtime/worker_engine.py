@@ -6,10 +6,12 @@ Prefill and decode workers differ in what they decide, not in how it is performe
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from alignedserve.config.sections import EngineConfig
+from alignedserve.config.sections import EngineConfig, SchedulingConfig
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import (
@@ -26,23 +28,23 @@ from alignedserve.runtime.calibration import measure_iterations
 from alignedserve.runtime.cores import num_cores
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.device_queues import queues_of
-from alignedserve.runtime.devices import CPU, free_bytes
+from alignedserve.runtime.devices import CPU, free_bytes, use_device
 from alignedserve.runtime.dtypes import torch_dtype
 from alignedserve.runtime.engine import Engine, NewSequence, StepTimes
+from alignedserve.runtime.hidden_cache import recomputed_blocks
 from alignedserve.runtime.host_cache import HostCache
 from alignedserve.runtime.links import Identity
+from alignedserve.runtime.model_config import ModelConfig
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.transport import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.weight_files import load_weights
 from alignedserve.runtime.weights import random_weights
 from alignedserve.runtime.worker_threads import WorkerThreads
+from alignedserve.scheduling.policies import wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
 
 _COMPUTE = "compute"
 _MIB = 1024 * 1024
-
-# What a scheduling policy can count on beyond chunks and pauses.
-ENGINE_MECHANISMS = frozenset({Mechanism.SWAP})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,53 @@ class EngineSizes:
     num_threads: int | None = None  # CPU threads of one forward pass; all cores when None
     attention: str = AUTO  # one of CHOICES of runtime.attention
     device: str = CPU  # as torch spells it
+    has_int8_swaps: bool = False  # caches in host memory are rounded to 8 bits per channel
+    has_hidden_cache: bool = False  # sequences may have layer inputs instead of keys and values in their blocks
 
 
-def engine_sizes(config: EngineConfig, memory_bytes: int, max_sequences: int) -> EngineSizes:
+def engine_sizes(
+    config: EngineConfig,
+    memory_bytes: int,
+    max_sequences: int,
+    *,
+    has_int8_swaps: bool = False,
+    has_hidden_cache: bool = False,
+) -> EngineSizes:
     """Of a worker whose device and threads are decided."""
     return EngineSizes(
-        memory_bytes, max_sequences, config.block_size, config.threads_per_worker, config.attention, config.device
+        memory_bytes,
+        max_sequences,
+        config.block_size,
+        config.threads_per_worker,
+        config.attention,
+        config.device,
+        has_int8_swaps,
+        has_hidden_cache,
     )
+
+
+def engine_mechanisms(*, has_int8_swaps: bool, has_hidden_cache: bool) -> frozenset[Mechanism]:
+    """What a scheduling policy can count on beyond chunks and pauses."""
+    has = {Mechanism.SWAP: True, Mechanism.INT8_SWAP: has_int8_swaps, Mechanism.HIDDEN_CACHE: has_hidden_cache}
+    return frozenset(one for one, is_there in has.items() if is_there)
+
+
+def hidden_block_tokens(served: ServedModel, scheduling: SchedulingConfig, block_size: int) -> int | None:
+    """Tokens whose layer inputs a block holds, where the policy wants hidden caches and this model's are smaller than
+    keys and values; else None: there are none."""
+    wants = Mechanism.HIDDEN_CACHE in wanted_mechanisms(scheduling)
+    return served.config.hidden_block_tokens(block_size) if wants else None
+
+
+def storage_blocks(config: ModelConfig, layout: BlockLayout, memory_bytes: int, *, has_hidden_cache: bool) -> int:
+    """Blocks of an engine with so much memory; of the keys and values that are made anew of hidden caches, one layer
+    at a time, there must be room as well."""
+    if not has_hidden_cache:
+        return layout.blocks_in(memory_bytes)
+    tokens = config.hidden_block_tokens(layout.block_size)
+    assert tokens is not None, "a model without hidden caches"
+    one_layer = recomputed_blocks(tokens, layout.block_size) * layout.block_bytes // layout.num_layers
+    return memory_bytes // (layout.block_bytes + one_layer)
 
 
 class WorkerEngine:
@@ -74,15 +116,18 @@ class WorkerEngine:
         torch.set_num_threads(sizes.num_threads or num_cores())
         device = torch.device(sizes.device)
         _check_memory(served, sizes, device)
+        use_device(device)
         layout = served.block_layout(sizes.block_size)
-        self.num_blocks = layout.blocks_in(sizes.memory_bytes)
+        self.num_blocks = storage_blocks(
+            served.config, layout, sizes.memory_bytes, has_hidden_cache=sizes.has_hidden_cache
+        )
         if self.num_blocks < 1:
             raise NotEnoughMemory(f"memory_bytes is {sizes.memory_bytes}, less than one block of {layout.block_bytes}")
         self.layout = layout
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
         self._storage = BlockStorage(layout, self.num_blocks, device)
         queues = queues_of(device)
-        self._host_cache = HostCache(self._storage, queues)
+        self._host_cache = HostCache(self._storage, queues, is_int8=sizes.has_int8_swaps)
         self._engine = Engine(
             model=_load_decoder(served, device),
             storage=self._storage,
@@ -90,9 +135,10 @@ class WorkerEngine:
             max_context_len=served.max_context_len,
             attention=sizes.attention,
             queues=queues,
+            has_hidden_cache=sizes.has_hidden_cache,
         )
         self._engine.record_graphs()
-        self._threads = WorkerThreads()
+        self._threads = WorkerThreads(partial(use_device, device))
         self._sizes, self._max_context_len = sizes, served.max_context_len
 
     def copier(self, identity: Identity, *, transport: str = AUTO_TRANSPORT) -> BlockCopier:
@@ -151,6 +197,7 @@ def _sequence_of(addition: Addition) -> NewSequence:
         num_cached=addition.num_cached,
         block_ids=addition.block_ids,
         sampling=request.sampling,
+        is_hidden=addition.is_hidden,
     )
 
 

@@ -11,7 +11,9 @@ T = TypeVar("T")
 class WorkerThreads:
     """Threads by name, made when first used. `submit` returns at once; callbacks run on the loop that called it."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], object] | None = None) -> None:
+        """`begin`: what each thread does first."""
+        self._begin = begin
         self._executors: dict[str, ThreadPoolExecutor] = {}
         self._is_closed = False
 
@@ -28,7 +30,7 @@ class WorkerThreads:
 
         executor = self._executors.get(name)
         if executor is None:
-            executor = self._executors[name] = ThreadPoolExecutor(1, name)
+            executor = self._executors[name] = ThreadPoolExecutor(1, name, self._begin)
         executor.submit(lambda: loop.call_soon_threadsafe(deliver, _outcome_of(work)))
 
     def close(self) -> None:

@@ -62,14 +62,6 @@ class IterationPlan:
     uploads: tuple[int, ...] = ()  # rows, none of which is in shares or evictions; only beside shares
 
 
-def int8_width(tokens_per_scale: int) -> float:
-    """Bytes of an int8 copy by bytes of a 16-bit cache, quantised per channel (ALISE, section 3.2).
-
-    So many tokens of a channel share a scale and a zero point of 16 bits each. Example: 16 tokens, 20 / 32 = 0.625.
-    """
-    return (tokens_per_scale + 4) / (2 * tokens_per_scale)
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Blocks of one worker, and the rule of how many a request needs."""
@@ -80,7 +72,7 @@ class DeviceMemory:
     num_free_host: int = 0  # tokens, as they lie on the host, that it has room for; 0: no swapping
     hidden_ratio: float | None = None  # bytes of a hidden cache by bytes of keys and values; None: cannot be had
     has_shared_blocks: bool = False
-    swap_width: float = 1.0  # bytes of a token on the host by its bytes on the device: 1, or int8_width()
+    swap_width: float = 1.0  # bytes of a token on the host by its bytes on the device; below 1: int8
 
     def copy_tokens(self, num_tokens: int, *, is_hidden: bool = False) -> float:
         """Full-width tokens that copying so many to the host or back counts as (IterationWork)."""

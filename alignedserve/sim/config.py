@@ -26,7 +26,6 @@ class SimMechanisms:
 
     hidden_ratio: float | None = None  # bytes of a hidden cache by bytes of keys and values; None: there is none
     has_shared_blocks: bool = False
-    swap_width: float = 1.0  # bytes of a token on the host by its bytes on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,8 @@ class SimConfig:
         live = memory_of(decode, self.layout, num_blocks=self.layout.blocks_in(decode.memory_bytes))
         return replace(
             live,
-            num_free_host=int(live.num_free_host / mechanisms.swap_width),
             hidden_ratio=mechanisms.hidden_ratio,
             has_shared_blocks=mechanisms.has_shared_blocks,
-            swap_width=mechanisms.swap_width,
         )
 
     @property
@@ -70,7 +67,7 @@ class SimConfig:
         """What the simulated engine has for policies; whether lengths are known is the workload's to say."""
         has = {
             Mechanism.SWAP: self.cluster.decode.swap_bytes > 0,
-            Mechanism.INT8_SWAP: self.mechanisms.swap_width < 1.0,
+            Mechanism.INT8_SWAP: self.cluster.decode.has_int8_swaps,
             Mechanism.HIDDEN_CACHE: self.mechanisms.hidden_ratio is not None,
             Mechanism.SHARED_BLOCKS: self.mechanisms.has_shared_blocks,
         }

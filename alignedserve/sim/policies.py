@@ -9,13 +9,11 @@ import msgspec
 from alignedserve.config.sections import ClusterConfig, SchedulingConfig, Topology
 from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.scheduling.assembly import resolve_policy
-from alignedserve.scheduling.policies import policy_config, policy_entry, require_policy
-from alignedserve.scheduling.policy import Mechanism, int8_width
+from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms
+from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.config import SimConfig, SimMechanisms
 from alignedserve.sim.machines import Machines, simulated_as_profiled, simulated_on
 from alignedserve.workload.requests import RequestStream, TimedRequest, Workload
-
-_TOKENS_PER_SCALE = 16  # of an int8 copy
 
 
 def with_policy(
@@ -43,10 +41,15 @@ def simulated_policy(machines: Machines | MachineProfile, cluster: ClusterConfig
     else:
         shape, config = machines.decode.shape, simulated_on(machines, cluster)
     scheduling, changed = cluster.scheduling, msgspec.structs.replace
-    swap_bytes = cluster.decode.swap_bytes if Mechanism.SWAP in _wanted(scheduling) else 0
+    wanted = wanted_mechanisms(scheduling)
+    decode = changed(
+        config.cluster.decode,
+        swap_bytes=cluster.decode.swap_bytes if Mechanism.SWAP in wanted else 0,
+        swap_format="int8" if Mechanism.INT8_SWAP in wanted else cluster.decode.swap_format,
+    )
     config = replace(
         config,
-        cluster=changed(config.cluster, decode=changed(config.cluster.decode, swap_bytes=swap_bytes)),
+        cluster=changed(config.cluster, decode=decode),
         mechanisms=mechanisms_for(scheduling, hidden_ratio=shape.hidden_ratio),
     )
     require_policy(scheduling, cluster.topology, config.available | {Mechanism.KNOWN_LENGTHS})
@@ -55,18 +58,12 @@ def simulated_policy(machines: Machines | MachineProfile, cluster: ClusterConfig
 
 def mechanisms_for(scheduling: SchedulingConfig, *, hidden_ratio: float) -> SimMechanisms:
     """What the simulated engine offers this policy. `hidden_ratio`: the model's; from 1 on there is no hidden cache."""
-    wanted = _wanted(scheduling)
+    wanted = wanted_mechanisms(scheduling)
     has_hidden = Mechanism.HIDDEN_CACHE in wanted and hidden_ratio < 1.0
     return SimMechanisms(
         hidden_ratio=hidden_ratio if has_hidden else None,
         has_shared_blocks=Mechanism.SHARED_BLOCKS in wanted,
-        swap_width=int8_width(_TOKENS_PER_SCALE) if Mechanism.INT8_SWAP in wanted else 1.0,
     )
-
-
-def _wanted(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
-    entry = policy_entry(scheduling.policy)
-    return entry.needs_with(policy_config(scheduling.policy, scheduling.settings)) | entry.uses
 
 
 # --- policies that know how long answers will be
@@ -74,7 +71,7 @@ def _wanted(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
 
 def as_predicted_for(scheduling: SchedulingConfig, workload: Workload) -> Workload:
     """The workload as this policy is told of it: with exact predictions where it must know lengths."""
-    if Mechanism.KNOWN_LENGTHS not in _wanted(scheduling):
+    if Mechanism.KNOWN_LENGTHS not in wanted_mechanisms(scheduling):
         return workload
     loops = tuple(replace(loop, stream=_KnownStream(loop.stream)) for loop in workload.closed_loops)
     return replace(workload, requests=tuple(map(_known, workload.requests)), closed_loops=loops)

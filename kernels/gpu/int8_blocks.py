@@ -1,9 +1,4 @@
-"""Blocks of 8 bits for the way to the pool and back (ALISE, section 3.2, equation 8: compression of swapped caches).
-
-Channel-wise: keys and values have one range per layer, head and dimension of a block, over its token slots, as outliers
-sit in few channels. x is kept as round((x - lowest) / step), step = (highest - lowest) / 255. A block of bfloat16
-shrinks to (block_size + 8) / (2 * block_size) of its bytes, ranges in float32 included: 0.75 at 16 slots.
-"""
+"""Blocks of 8 bits on a GPU (`kernels.int8_blocks`): gathered and rounded, read and scattered, in one pass each."""
 
 from typing import Any
 
@@ -13,92 +8,127 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launching import padded
+from kernels.int8_blocks import RANGE_BYTES, parts_of
 
 _CHANNELS = 128  # of one program
-_LEVELS = 255.0
-_SMALLEST_STEP = 1e-12  # of a channel of equal numbers
 
 
-def quantise_blocks(blocks: Tensor, block_ids: Tensor, rounded: Tensor, ranges: Tensor) -> None:
-    """Round listed blocks on their way out.
-
-    blocks      [num_blocks, runs, block_size, width] float, contiguous: runs are keys and values of every layer,
-                width is kv_heads * head_dim
-    block_ids   [count] int64
-    rounded     [count, runs, block_size, width] uint8, contiguous
-    ranges      [count, runs, 2, width] float32, contiguous: steps, then lowest numbers
-
-    Slots that hold no token count as they are: clear them first.
-    """
-    _launch(_quantise, blocks, block_ids, rounded, ranges)
+def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
+    """See kernels.int8_blocks."""
+    _launch(_quantise, blocks, block_ids, rows)
 
 
-def dequantise_blocks(rounded: Tensor, ranges: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
-    """Write listed blocks on their way in; as `quantise_blocks`, and no block twice."""
-    _launch(_dequantise, blocks, block_ids, rounded, ranges)
+def dequantise_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
+    """See kernels.int8_blocks."""
+    _launch(_dequantise, blocks, block_ids, rows)
 
 
-def _launch(kernel: Any, blocks: Tensor, block_ids: Tensor, rounded: Tensor, ranges: Tensor) -> None:
-    count, runs, block_size, width = rounded.shape
-    if count:
-        kernel[(count * runs, triton.cdiv(width, _CHANNELS))](
-            blocks,
-            block_ids,
-            rounded,
-            ranges,
-            runs,
-            width,
-            SLOTS=block_size,
-            PADDED=padded(block_size),
-            CHANNELS=_CHANNELS,
-        )
+def try_out(device: torch.device, dtype: torch.dtype) -> None:
+    """A launch of each kernel on next to nothing."""
+    blocks = torch.zeros((1, 2, 16, 2), dtype=dtype, device=device)
+    rows = torch.zeros((1, (16 + RANGE_BYTES) * 4), dtype=torch.uint8, device=device)
+    block_ids = torch.zeros(1, dtype=torch.int64, device=device)
+    quantise_blocks(blocks, block_ids, rows)
+    dequantise_blocks(rows, blocks, block_ids)
 
 
-def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain reference. x [..., block_size, width] -> uint8 of the same shape, ranges [..., 2, width] float32."""
-    lowest = x.float().amin(dim=-2)
-    steps = ((x.float().amax(dim=-2) - lowest) / _LEVELS).clamp(min=_SMALLEST_STEP)
-    rounded = torch.round((x.float() - lowest[..., None, :]) / steps[..., None, :])
-    return rounded.to(torch.uint8), torch.stack((steps, lowest), dim=-2)
+def _launch(kernel: Any, blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
+    count, (_, runs, block_size, width) = len(rows), blocks.shape
+    assert block_ids.shape == (count,), "one block per row"
+    if not count:
+        return
+    rounded, ranges = parts_of(rows, blocks)
+    kernel[(count * runs, triton.cdiv(width, _CHANNELS))](
+        blocks,
+        block_ids,
+        rounded,
+        ranges,
+        runs,
+        width,
+        rounded.stride(0),
+        ranges.stride(0),
+        SLOTS=block_size,
+        PADDED=padded(block_size),
+        CHANNELS=_CHANNELS,
+    )
 
 
 @triton.jit
-def _places(block_ids, runs, width, SLOTS: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr):
-    """Of this program: its run among the listed ones, elements in the blocks, elements in the rounded, and a mask."""
-    run = tl.program_id(0).to(tl.int64)
+def _places(
+    block_ids,
+    runs,
+    width,
+    row_bytes,
+    row_halves,
+    SLOTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Of this program: its channels, elements in the blocks, in the rounded, steps among the ranges, and a mask."""
+    listed, run = tl.program_id(0).to(tl.int64) // runs, tl.program_id(0) % runs
     channels, slots = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, PADDED)
     is_there = (slots < SLOTS)[:, None] & (channels < width)[None, :]
-    within = slots[:, None] * width + channels[None, :]
-    in_blocks = (tl.load(block_ids + run // runs) * runs + run % runs) * SLOTS * width + within
-    return run, channels, in_blocks, run * SLOTS * width + within, is_there
+    within = run * SLOTS * width + slots[:, None] * width + channels[None, :]
+    in_blocks = tl.load(block_ids + listed) * runs * SLOTS * width + within
+    return channels, in_blocks, listed * row_bytes + within, listed * row_halves + run * 2 * width + channels, is_there
 
 
 @triton.jit
 def _quantise(
-    blocks, block_ids, rounded, ranges, runs, width, SLOTS: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr
+    blocks,
+    block_ids,
+    rounded,
+    ranges,
+    runs,
+    width,
+    row_bytes,
+    row_halves,
+    SLOTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    run, channels, in_blocks, in_rounded, is_there = _places(block_ids, runs, width, SLOTS, PADDED, CHANNELS)
+    channels, in_blocks, in_rounded, in_ranges, is_there = _places(
+        block_ids, runs, width, row_bytes, row_halves, SLOTS, PADDED, CHANNELS
+    )
     x = tl.load(blocks + in_blocks, mask=is_there, other=0.0).to(tl.float32)
     is_channel = channels < width
+    # A channel with one number that is none has no range: minimum and maximum alone would pass it over.
+    is_number = tl.min((x == x).to(tl.int32), axis=0) == 1
     lowest = tl.min(tl.where(is_there, x, float("inf")), axis=0)
     highest = tl.max(tl.where(is_there, x, -float("inf")), axis=0)
-    lowest, highest = tl.where(is_channel, lowest, 0.0), tl.where(is_channel, highest, 0.0)
-    step = tl.maximum((highest - lowest) / 255.0, 1e-12)
-    x = (x - lowest[None, :]) / step[None, :]
+    lowest = tl.where(is_channel, tl.where(is_number, lowest, float("nan")), 0.0)
+    highest = tl.where(is_channel, highest, 0.0)
+    # As they are kept, so that rounding them is no error of its own.
+    step = tl.minimum(tl.maximum((highest - lowest) / 255.0, 5.960464477539063e-08), 65504.0).to(tl.float16)
+    lowest = tl.where(lowest == lowest, tl.minimum(tl.maximum(lowest, -65504.0), 65504.0), lowest).to(tl.float16)
+    x = (x - lowest.to(tl.float32)[None, :]) / step.to(tl.float32)[None, :]
     # To the nearest, to even between two: what adding and taking away 1.5 * 2^23 leaves.
-    nearest = tl.where(is_there, (x + 12582912.0) - 12582912.0, 0.0)
+    nearest = (tl.minimum(tl.maximum(x, 0.0), 255.0) + 12582912.0) - 12582912.0
+    nearest = tl.where(is_there & (nearest == nearest), nearest, 0.0)
     tl.store(rounded + in_rounded, nearest.to(tl.uint8), mask=is_there)
-    tl.store(ranges + run * 2 * width + channels, step, mask=is_channel)
-    tl.store(ranges + (run * 2 + 1) * width + channels, lowest, mask=is_channel)
+    tl.store(ranges + in_ranges, step, mask=is_channel)
+    tl.store(ranges + in_ranges + width, lowest, mask=is_channel)
 
 
 @triton.jit
 def _dequantise(
-    blocks, block_ids, rounded, ranges, runs, width, SLOTS: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr
+    blocks,
+    block_ids,
+    rounded,
+    ranges,
+    runs,
+    width,
+    row_bytes,
+    row_halves,
+    SLOTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    run, channels, in_blocks, in_rounded, is_there = _places(block_ids, runs, width, SLOTS, PADDED, CHANNELS)
+    channels, in_blocks, in_rounded, in_ranges, is_there = _places(
+        block_ids, runs, width, row_bytes, row_halves, SLOTS, PADDED, CHANNELS
+    )
     is_channel = channels < width
-    step = tl.load(ranges + run * 2 * width + channels, mask=is_channel, other=0.0)
-    lowest = tl.load(ranges + (run * 2 + 1) * width + channels, mask=is_channel, other=0.0)
+    step = tl.load(ranges + in_ranges, mask=is_channel, other=0.0).to(tl.float32)
+    lowest = tl.load(ranges + in_ranges + width, mask=is_channel, other=0.0).to(tl.float32)
     x = tl.load(rounded + in_rounded, mask=is_there, other=0).to(tl.float32) * step[None, :] + lowest[None, :]
     tl.store(blocks + in_blocks, x.to(blocks.dtype.element_ty), mask=is_there)

@@ -27,6 +27,7 @@ from tests.tiny_engines import random_tokens
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT_LEN = 4, 14, 24
 NUM_TURNS, MAX_RUNNING, NUM_PROMPTS = 14, 4, 24
 ITERATIONS_PER_TURN = 2
+HIDDEN_BLOCK_TOKENS = 8  # of a model whose query heads have keys of their own
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,14 @@ class Request:
     def prompt_len(self) -> int:
         return len(prompt_of(self.kind))
 
+    @property
+    def is_hidden(self) -> bool:
+        """Every fourth kind has layer inputs in its blocks."""
+        return self.kind % 4 == 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return blocks_for(num_tokens, HIDDEN_BLOCK_TOKENS if self.is_hidden else BLOCK_SIZE)
+
 
 def prompt_of(kind: int) -> list[int]:
     return random_tokens(kind, 1 + kind % 11)
@@ -58,7 +67,15 @@ def sampling_of(kind: int) -> SamplingParams:
 class Place:
     """One engine, the owner of its blocks, and its host memory."""
 
-    def __init__(self, decoder: Decoder, queues: DeviceQueues, arena: Arena | None, rng: random.Random) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        queues: DeviceQueues,
+        arena: Arena | None,
+        rng: random.Random,
+        *,
+        has_int8_swaps: bool = False,
+    ) -> None:
         layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
         self.storage = BlockStorage(layout, NUM_BLOCKS, decoder.device)
         self.engine = Engine(
@@ -67,8 +84,10 @@ class Place:
             max_sequences=MAX_RUNNING,
             max_context_len=MAX_CONTEXT_LEN,
             queues=queues,
+            has_hidden_cache=True,
         )
-        self.host_cache = HostCache(self.storage, queues)
+        self.host_cache = HostCache(self.storage, queues, is_int8=has_int8_swaps)
+        self.has_int8_swaps = has_int8_swaps
         self.transfer = None if arena is None else ShmTransfer(self.storage, arena, stamps=True)
         self.running: list[Request] = []
         self.swapped: list[Request] = []
@@ -96,6 +115,7 @@ class Place:
                 request.num_computed,
                 tuple(request.blocks),
                 sampling_of(request.kind),
+                request.is_hidden,
             )
         )
         self.running.append(request)
@@ -111,7 +131,7 @@ class Place:
         for request in self.running:
             computed, known = self.engine.num_computed(request.request_id), len(request.tokens)
             count = known - computed if known - computed == 1 else self._random.randint(1, known - computed)
-            needed = blocks_for(computed + count, BLOCK_SIZE) - len(request.blocks)
+            needed = request.blocks_for(computed + count) - len(request.blocks)
             if known >= MAX_CONTEXT_LEN or self._random.random() < 0.2:
                 continue
             if needed > 0:
@@ -133,11 +153,22 @@ class Place:
 class EngineHistory:
     """One history. The same seed gives the same one."""
 
-    def __init__(self, decoder: Decoder, make_queues: Callable[[int], DeviceQueues], seed: int, folder: Path) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        make_queues: Callable[[int], DeviceQueues],
+        seed: int,
+        folder: Path,
+        *,
+        has_int8_swaps: bool = False,
+    ) -> None:
         self._random = random.Random(seed)
         layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
         self._arena = Arena.create(folder / "pool.arena", layout, NUM_BLOCKS)
-        self._places = [Place(decoder, make_queues(2 * seed + i), self._arena, self._random) for i in range(2)]
+        self._places = [
+            Place(decoder, make_queues(2 * seed + i), self._arena, self._random, has_int8_swaps=has_int8_swaps)
+            for i in range(2)
+        ]
         self._arena_free = [BlockId(block) for block in range(NUM_BLOCKS)]
         self._generation = 0
         self._moving: list[Request] = []
@@ -191,7 +222,8 @@ class EngineHistory:
             place.run(request)
 
     def _swap_out(self, place: Place) -> None:
-        computed = [request for request in place.running if place.engine.num_computed(request.request_id)]
+        able = (request for request in place.running if not (place.has_int8_swaps and request.is_hidden))
+        computed = [request for request in able if place.engine.num_computed(request.request_id)]
         if computed:
             request = self._random.choice(computed)
             place.stop(request)
@@ -205,7 +237,7 @@ class EngineHistory:
         if not place.swapped or len(place.running) == MAX_RUNNING:
             return
         request = place.swapped[0]
-        blocks = place.take(blocks_for(request.num_computed, BLOCK_SIZE))
+        blocks = place.take(request.blocks_for(request.num_computed))
         if blocks is not None:
             place.swapped.remove(request)
             request.blocks = blocks
@@ -213,8 +245,9 @@ class EngineHistory:
             place.run(request)
 
     def _offload(self, place: Place) -> None:
-        """Into the arena, for either engine."""
-        computed = [request for request in place.running if place.engine.num_computed(request.request_id)]
+        """Into the arena, for either engine: a cache of keys and values."""
+        running = (request for request in place.running if not request.is_hidden)
+        computed = [request for request in running if place.engine.num_computed(request.request_id)]
         if not computed or place.transfer is None:
             return
         request = self._random.choice(computed)
@@ -248,7 +281,7 @@ class EngineHistory:
 
     def _cut(self, place: Place, request: Request) -> None:
         """Give back the blocks behind those with computed tokens."""
-        count = blocks_for(request.num_computed, BLOCK_SIZE)
+        count = request.blocks_for(request.num_computed)
         place.free = request.blocks[count:] + place.free
         request.blocks = request.blocks[:count]
 

@@ -58,7 +58,8 @@ TILES = {
 }
 MERGED = {"out": HALF, "row_parts": INT, "sums": FLOAT, "weights": FLOAT, "out_stride": "i64"}
 WORDS = {"blocks": LONG, "block_ids": LONG, "staging": LONG, "num_words": "i32"}
-ROUNDED = {"blocks": HALF, "block_ids": LONG, "rounded": "*u8", "ranges": FLOAT, "runs": "i32", "width": "i32"}
+ROUNDED = {"blocks": HALF, "block_ids": LONG, "rounded": "*u8", "ranges": "*fp16", "runs": "i32", "width": "i32"}
+ROW_SIZES = {"row_bytes": "i32", "row_halves": "i32"}
 LAYER = {
     "norm_weight": HALF,
     "norm_bias": HALF,
@@ -123,8 +124,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (prefill_attention._prefill, {**ATTENTION, **TILES}, {**TILE, "PADDED_GROUP": 4, "ROWS": 64}),
     *((block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024}) for is_gather in (True, False)),
     (row_checksums._sum_words, {"rows": LONG, "keys": LONG, "sums": LONG, "num_words": "i32"}, {"WORDS": 2048}),
-    (int8_blocks._quantise, ROUNDED, SLOTS),
-    (int8_blocks._dequantise, ROUNDED, SLOTS),
+    *((kernel, ROUNDED | ROW_SIZES, SLOTS) for kernel in (int8_blocks._quantise, int8_blocks._dequantise)),
     *(
         (
             hidden_cache._recompute,

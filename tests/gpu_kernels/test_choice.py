@@ -34,6 +34,7 @@ FAMILIES = (
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_choice, "_known", {})
+    monkeypatch.setattr(gpu_choice, "_reasons", {})
 
 
 @pytest.fixture
@@ -129,6 +130,8 @@ def test_a_kernel_that_does_not_compile_is_said_once(
     assert record.levelno == logging.WARNING
     assert "row_norm (torch.float32)" in record.getMessage()
     assert gpu_choice._known == {"row_norm (torch.float32)": False, "gating (torch.float32)": True}
+    (reason,) = gpu_choice.replaced().values()
+    assert reason in record.getMessage()
 
 
 @pytest.mark.parametrize(

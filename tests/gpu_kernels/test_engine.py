@@ -26,6 +26,9 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in fo
 
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=100)
 FILTERED = SamplingParams(temperature=0.7, top_k=5, min_p=0.01, seed=4, max_tokens=100)
+CHANGED = SamplingParams(
+    temperature=0.7, frequency_penalty=0.4, logit_bias=((5, 2.0),), min_tokens=50, seed=5, max_tokens=100
+)
 PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.3, num_logprobs=2, max_tokens=100)
 
 
@@ -199,22 +202,44 @@ class CountedQueue(CheckedQueue):
 
 
 @interpreted
+def test_hidden_caches_beside_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_model(tmp_path, "llama_mha")
+    decoder = tiny_decoder(tmp_path)
+    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    queues = CountedQueues()
+    tiny = TinyEngine(decoder, attention=TRITON, capture=repeat, queues=queues, has_hidden_cache=True)
+    tiny.add("a", random_tokens(3, 11), block_tokens=8)
+    tiny.add("b", random_tokens(4, 5))
+    for slices in ({"a": 4, "b": 5}, {"a": 7}, {"a": 1, "b": 1}, {"b": 1}, {"b": 1, "a": 1}, {"a": 1}):
+        before = queues.num_waits
+        tiny.step(**slices)
+        assert queues.num_waits == before + 1
+    monkeypatch.undo()
+    plain = TinyEngine(decoder, attention=TORCH)
+    for name, seed, length in (("a", 3, 11), ("b", 4, 5)):
+        plain.add(name, random_tokens(seed, length))
+        plain.generate(name, 4)
+        assert tiny.tokens(name) == plain.tokens(name)
+
+
+@interpreted
 def test_the_host_waits_once_in_a_step_and_reads_nothing_before(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
     queues = CountedQueues()
     tiny = TinyEngine(decoder, attention=TRITON, capture=repeat, queues=queues)
-    for name, sampling in (("a", GREEDY), ("b", SEEDED), ("c", FILTERED)):
+    for name, sampling in (("a", GREEDY), ("b", SEEDED), ("c", FILTERED), ("d", CHANGED)):
         tiny.add(name, random_tokens(3, 5), sampling)
-    for slices in ({"a": 3, "b": 5, "c": 5}, {"a": 2, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"c": 1, "a": 1}):
+    prompts, mixed = {"a": 3, "b": 5, "c": 5, "d": 5}, {"a": 2, "b": 1, "c": 1}
+    for slices in (prompts, mixed, {"a": 1, "b": 1, "c": 1, "d": 1}, {"c": 1, "a": 1}, {"d": 1, "a": 1}):
         before = queues.num_waits
         tiny.step(**slices)
         assert queues.num_waits == before + 1
     monkeypatch.undo()
     plain = TinyEngine(decoder, attention=TORCH)
     plain.add("a", random_tokens(3, 5))
-    assert tiny.tokens("a")[5:] == [token.token_id for token in plain.generate("a", 3)]
+    assert tiny.tokens("a")[5:] == [token.token_id for token in plain.generate("a", 4)]
 
 
 @pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], torch.unique])

@@ -31,6 +31,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in fo
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_choice, "_known", {})
+    monkeypatch.setattr(gpu_choice, "_reasons", {})
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +101,8 @@ def test_prompts_go_to_flash_attn_where_it_is_faster(
         calls.append(len(queries))
         return plain_prompts(queries, *others)
 
-    times = iter((2.0, 1.0) if flash_is_faster else (1.0, 2.0))  # the own kernel is measured first
-    monkeypatch.setattr(flash_attention, "median_seconds", lambda work, device: next(times))
+    times = [2.0, 1.0] if flash_is_faster else [1.0, 2.0]  # the own kernel is measured first
+    monkeypatch.setattr(device_timing.DeviceTimer, "by_turns", lambda self, works: times)
     made: list[gpu_attention.GpuPlanner] = []
 
     def choose(planner: gpu_attention.GpuPlanner) -> None:
@@ -125,4 +126,5 @@ def test_without_flash_attn_there_is_nothing_to_choose(monkeypatch: pytest.Monke
 
 def test_work_is_timed_by_the_device(device: torch.device) -> None:
     x = torch.ones(1000, device=device)
-    assert 0.0 < device_timing.median_seconds(lambda: x.sum(), device) < 1.0
+    timer = device_timing.DeviceTimer(device, num_rounds=3, cold_bytes=0)
+    assert 0.0 < timer.seconds(lambda: x.sum()) < 1.0

@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPlan, WorkerView, int8_width
+from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPlan, WorkerView
 from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
 from tests.desks.scheduling import EasyCosts, request_of
 from tests.marks import slow
@@ -36,7 +36,7 @@ def test_every_variant_ends_every_request(
     name: str, config: Mapping[str, Any], host: int, limits: IterationLimits
 ) -> None:
     arrivals = random_arrivals(host + limits.max_running, 30)
-    memory = replace(_SCARCE, num_free_host=host, swap_width=int8_width(16))
+    memory = replace(_SCARCE, num_free_host=host, swap_width=0.625)
     courses = PolicyRun(make_policy(name, config), memory, limits).run(arrivals)
     assert [len(courses[str(one.request.request_id)].token_times_s) for one in arrivals] == [
         one.output_len for one in arrivals

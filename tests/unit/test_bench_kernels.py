@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from alignedserve.bench.device_ceilings import TOY_SIZES, measure_device_ceilings
+from alignedserve.bench.device_choice import chosen_device
 from alignedserve.bench.device_result import DeviceCeilings, KernelReport, KernelRow
-from alignedserve.bench.device_timing import DeviceTimer, chosen_device, clocked_by_turns
 from alignedserve.bench.kernels import KernelBenchmarkSpec, run_kernel_benchmark
 from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.device_timing import DeviceTimer, clocked_by_turns
 from alignedserve.runtime.devices import cuda_obstacle
 
 CEILINGS = DeviceCeilings("here", "float32", 100.0, 200.0, 2.0, None, None)

@@ -24,10 +24,12 @@ MACHINE = LinearIterationModel(
 )
 
 
-def measured(duration_s: float, max_sequences: int = 16) -> tuple[Sample, ...]:
+def measured(duration_s: float, max_sequences: int = 16, *, has_hidden_cache: bool = False) -> tuple[Sample, ...]:
     """By a tiny engine and a clock that goes on by a second each time it is read."""
-    config = parse_model_config(TINY_LLAMA)
-    tiny = TinyEngine(Decoder(config, random_weights(config, 0, torch.float32)))
+    of_own = {"num_key_value_heads": TINY_LLAMA["num_attention_heads"]} if has_hidden_cache else {}
+    config = parse_model_config({**TINY_LLAMA, **of_own})
+    decoder = Decoder(config, random_weights(config, 0, torch.float32))
+    tiny = TinyEngine(decoder, has_hidden_cache=has_hidden_cache)
     seconds: Iterator[int] = count()
     samples = measure_iterations(
         tiny.engine,
@@ -54,6 +56,12 @@ def test_points_go_round_until_the_time_is_up() -> None:
 def test_points_that_the_engine_has_no_room_for_are_left_out() -> None:
     samples = measured(duration_s=60.0, max_sequences=1)
     assert {work.num_decodes for work, _ in samples} == {0, 1}
+
+
+def test_hidden_caches_are_measured_where_there_are_some() -> None:
+    assert not any(work.hidden_context_len for work, _ in measured(duration_s=60.0))
+    works = [work for work, _ in measured(duration_s=60.0, has_hidden_cache=True)]
+    assert [work.hidden_context_len for work in works[:5]] == [0, 0, 128, 512, 0]
 
 
 def test_it_can_be_left_out() -> None:

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from alignedserve.cli import doctor
 from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.runtime import devices, worker_engine
@@ -114,3 +115,10 @@ def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     assert devices.describe_gpus() == ["cuda:0 NVIDIA H200, 140 GiB, compute capability 9.0"]
+
+
+def test_doctor_names_the_transports_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_obstacle", lambda: None)
+    on_cpu, _, on_gpu = doctor._transports().partition("; with engine.device=cuda ")
+    assert on_cpu.startswith("shm")
+    assert on_gpu.startswith("cuda_ipc, shm")

@@ -19,11 +19,11 @@ from alignedserve.runtime.device_queues import CheckedQueues, HostQueues
 
 def test_every_iteration_is_measured() -> None:
     report = run_iteration_benchmark(TOY)
-    assert [row.what.partition(",")[0] for row in report.rows] == ["decode", "prefill", "decode", OFFLOAD, PREFETCH]
+    assert [row.kind for row in report.rows] == ["decode", "prefill", "decode beside copies", OFFLOAD, PREFETCH]
     decode, prefill, beside = report.rows[:3]
     assert decode.ratio == pytest.approx(decode.milliseconds / decode.bound_milliseconds)
     assert prefill.ratio == pytest.approx(prefill.bound_milliseconds / prefill.milliseconds)
-    assert "which ended earlier" in beside.what  # a CPU has copied before the iteration begins
+    assert "copies ended earlier" in beside.what  # a CPU has copied before the iteration begins
     assert decode.is_met == (decode.ratio <= 1.25)
     assert json.loads(json.dumps(dataclasses.asdict(report)))["model"] == "toy"
 

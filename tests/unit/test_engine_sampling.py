@@ -12,7 +12,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.sampling import Choice, Sampler
 from alignedserve.runtime.sequences import NewSequence
 from kernels.reference import kept_tokens, penalised
-from kernels.sampling import Filters, greedy, penalise_, sample, uniforms
+from kernels.sampling import Filters, Penalties, SeenTokens, greedy, penalise_, sample, uniforms
 
 VOCABULARY = 12
 EOS = 2
@@ -142,13 +142,18 @@ def test_rows_that_are_not_numbers_are_not_usable() -> None:
 
 def test_penalties_against_the_reference() -> None:
     prompt, generated = [1, 4, 4, 7], [7, 7, 2, 9]
-    logits = random_logits(1)[0]
+    logits = random_logits(3)
     token_ids = torch.tensor([1, 4, 7, 2, 9])
     counts = torch.tensor([generated.count(token_id) for token_id in token_ids.tolist()], dtype=torch.int32)
-    penalties = (1.7, 0.6, -0.4)
-    expected = penalised(logits.tolist(), prompt, generated, *penalties)
-    penalise_(logits, token_ids, counts, *penalties)
-    assert logits.tolist() == pytest.approx(expected, abs=1e-6)
+    columns = (1.7, 0.6, -0.4), (0.8, -1.0, 0.0)
+    expected = [penalised(logits[row + 1].tolist(), prompt, generated, *columns[row]) for row in range(2)]
+    untouched = logits[0].tolist()
+    rows = torch.tensor([1] * 5 + [2] * 5)
+    seen = SeenTokens(rows, token_ids.repeat(2), counts.repeat(2))
+    penalise_(logits, seen, Penalties(*(torch.tensor([9.0, *column]) for column in zip(*columns, strict=True))))
+    assert logits[0].tolist() == untouched
+    for row in range(2):
+        assert logits[row + 1].tolist() == pytest.approx(expected[row], abs=1e-6)
 
 
 def test_penalties_of_a_long_sequence_against_the_reference() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import Packer, by_arrival
-from alignedserve.scheduling.policy import Evict, Eviction, Share, WorkerView, int8_width
+from alignedserve.scheduling.policy import Evict, Eviction, Share, WorkerView
 from alignedserve.scheduling.worker_state import work_of
 from tests.desks.scheduling import assert_sound, view_of
 
@@ -222,7 +222,7 @@ def test_an_upload_without_blocks_is_refused() -> None:
 @pytest.mark.parametrize(("is_hidden", "copied"), [(False, 20), (True, 10)])
 def test_a_narrow_copy_counts_by_its_bytes(is_hidden: bool, copied: float) -> None:
     rows = {"a": {**_FULL, "is_hidden": is_hidden}, "b": {**_FULL, "is_hidden": is_hidden, "num_swapped": 32}}
-    view, packer = _packer(rows, num_free_host=100, swap_width=int8_width(16), hidden_ratio=0.5)
+    view, packer = _packer(rows, num_free_host=100, swap_width=0.625, hidden_ratio=0.5)
     packer.evict(0, Eviction.SWAP)
     packer.add(1, 1)
     assert (packer.work.swap_out_tokens, packer.work.swap_in_tokens) == (copied, copied)

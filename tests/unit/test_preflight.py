@@ -1,5 +1,6 @@
 """Checks before the start: what cannot work is said in one line, with what to change."""
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from alignedserve.cluster import preflight
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound, NotEnoughMemory
 from alignedserve.runtime.served_model import ServedModel, resolve_model
-from tests.in_process import small_config
+from tests.in_process import TINY_LLAMA, small_config
 
 
 class Free(NamedTuple):
@@ -152,3 +153,34 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, unused_tcp_port: int) -> No
     served = resolve_model(small_config(tmp_path / "model").model)
     with pytest.raises(ModelNotFound, match=r"tokenizer\.json"):
         preflight.check(config(unused_tcp_port), served)
+
+
+# --- policies
+
+
+def apt_serve(port: int, **settings: Any) -> ClusterConfig:
+    made = config(port, scheduling={"policy": "apt_serve", "settings": settings})
+    return replace(made, topology=Topology.COLOCATED)
+
+
+def test_a_hidden_cache_that_would_not_be_smaller_is_refused_with_what_to_do(unused_tcp_port: int) -> None:
+    with pytest.raises(ConfigError, match=r"'apt_serve' keeps layer inputs .*hybrid_cache=false"):
+        preflight.check(apt_serve(unused_tcp_port), POCKET)
+    preflight.check(apt_serve(unused_tcp_port, hybrid_cache=False), POCKET)
+
+
+def test_what_is_made_anew_of_hidden_caches_needs_room_as_well(unused_tcp_port: int, tmp_path: Path) -> None:
+    small = small_config(tmp_path)
+    of_own = {**TINY_LLAMA, "num_key_value_heads": TINY_LLAMA["num_attention_heads"]}
+    (tmp_path / "config.json").write_text(json.dumps(of_own))
+    (tmp_path / "tokenizer.json").write_bytes((POCKET.folder / "tokenizer.json").read_bytes())
+    served = resolve_model(replace(small.model, random_weights=True))
+    memory = {"memory_bytes": one_context(served)}
+    made = replace(apt_serve(unused_tcp_port), decode=replace(ClusterConfig().decode, **memory))
+    with pytest.raises(ConfigError, match=r"decode\.memory_bytes is .* one request of 512 tokens needs"):
+        preflight.check(made, served)
+    memory["memory_bytes"] *= 2  # layers: 2, and a block of both is made anew in two blocks of one
+    made = replace(made, decode=replace(made.decode, **memory))
+    preflight.check(made, served)
+    with pytest.raises(ConfigError, match=r"swap_format=int8 is for keys and values, and policy 'apt_serve'"):
+        preflight.check(replace(made, decode=replace(made.decode, swap_format="int8")), served)

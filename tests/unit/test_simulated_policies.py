@@ -55,7 +55,6 @@ def test_what_cannot_be_is_said(
 def test_the_engine_has_what_the_policy_wants() -> None:
     assert mechanisms("fcfs") == SimMechanisms()
     assert mechanisms("bros") == SimMechanisms(has_shared_blocks=True)
-    assert mechanisms("alise") == SimMechanisms(swap_width=0.625)
     assert mechanisms("apt_serve") == SimMechanisms(hidden_ratio=0.5)
     assert mechanisms("apt_serve", hybrid_cache=False) == SimMechanisms()
 

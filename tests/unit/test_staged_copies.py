@@ -10,6 +10,7 @@ from torch import Tensor
 from alignedserve.runtime.block_uses import BlockUses
 from alignedserve.runtime.device_arrays import FixedArrays, Packing, to_device
 from alignedserve.runtime.device_queues import CheckedQueues, DeviceQueues, HostQueues
+from alignedserve.runtime.row_forms import exact_rows
 from alignedserve.runtime.staged_copies import StagedCopies
 
 NUM_BLOCKS, BLOCK_BYTES, PIECE = 11, 24, 3
@@ -24,7 +25,8 @@ def some_blocks() -> Tensor:
 
 
 def copies(blocks: Tensor, queues: DeviceQueues, is_staged: bool) -> StagedCopies:
-    return StagedCopies(blocks, queues.queue("copies"), staged_bytes=PIECE * BLOCK_BYTES, is_staged=is_staged)
+    form, queue = exact_rows(blocks), queues.queue("copies")
+    return StagedCopies(form, queue, CPU, staged_bytes=PIECE * BLOCK_BYTES, is_staged=is_staged)
 
 
 @queue_kinds

@@ -175,6 +175,12 @@ def make_policy(name: str, settings: Mapping[str, Any] | None = None) -> Iterati
     return policy_entry(name).make(policy_config(name, settings))
 
 
+def wanted_mechanisms(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
+    """What the policy needs or would use. Raises ConfigError as `policy_config` does."""
+    entry = policy_entry(scheduling.policy)
+    return entry.needs_with(policy_config(scheduling.policy, scheduling.settings)) | entry.uses
+
+
 def require_policy(scheduling: SchedulingConfig, topology: Topology, available: frozenset[Mechanism]) -> None:
     """Raises ConfigError when the policy or a parameter is unknown, or cannot work with these workers."""
     name = scheduling.policy

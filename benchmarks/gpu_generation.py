@@ -1,0 +1,229 @@
+"""The engine against transformers on a GPU: the same weights (random, of a 1B Llama) and the same requests.
+
+transformers generates in static batches, with its static cache, and by continuous batching where its version has that;
+each request has an output length of its own, and only those tokens count, whatever a static batch computes beyond them.
+"""
+
+import contextlib
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from alignedserve.bench.engine import EngineBenchmarkSpec, RequestGroup, WorkloadRun, load_decoder, make_engine
+from alignedserve.bench.engine_workloads import parse_workload
+from alignedserve.bench.shapes import SHAPES
+from alignedserve.runtime.device_timing import synchronise
+from alignedserve.runtime.model_config import ModelConfig
+
+TARGET = 3.0  # times the best of transformers
+OURS, STATIC, COMPILED, CONTINUOUS = "alignedserve", "static batches", "static batches, compiled", "continuous batching"
+_MISSING = (AttributeError, ImportError, TypeError, ValueError, RuntimeError, NotImplementedError, AssertionError)
+
+
+class Setup(NamedTuple):
+    """Sizes of the comparison."""
+
+    shape: str
+    dtype: str
+    requests: tuple[RequestGroup, ...]  # one each
+    batch_size: int  # of the static batches
+    num_rounds: int
+    continuous: dict[str, Any]  # sizes of continuous batching
+
+
+REAL = Setup("llama-3-1b", "bfloat16", parse_workload("w4"), 64, 2, {"max_memory_percent": 0.5})
+TOY = Setup("toy", "float32", parse_workload("1x5:3,1x9:2"), 2, 1, {"num_blocks": 4, "max_batch_tokens": 32})
+
+
+def compare_generation(
+    device: torch.device,
+    *,
+    is_toy: bool,
+    is_compiled: bool = False,
+    on_measured: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Output tokens per second of each, and what failed; `on_measured` sees the same after each. `is_compiled`:
+    transformers compiled as well, which takes minutes."""
+    setup = TOY if is_toy else REAL
+    seconds: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = _reference(SHAPES[setup.shape], setup.dtype, device)
+        model.save_pretrained(folder)
+        contenders = _contenders(model, folder, setup, device)
+        if not is_compiled:
+            del contenders[COMPILED]
+        for name, run in contenders.items():
+            try:
+                seconds[name] = _median_seconds(run, setup.num_rounds, device)
+            except _MISSING as error:
+                failures[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            if isinstance(run, _Continuous):
+                run.close()
+            print(name, seconds.get(name, failures.get(name)), flush=True)
+            on_measured(_figures(setup, seconds, failures))
+    return _figures(setup, seconds, failures)
+
+
+def _transformers() -> Any:
+    """Not above: the other parts of benchmarks.gpu do without it."""
+    return importlib.import_module("transformers")
+
+
+def _figures(setup: Setup, seconds: dict[str, float], failures: dict[str, str]) -> dict[str, Any]:
+    transformers = _transformers()
+    num_output_tokens = sum(group.output_len for group in setup.requests)
+    rates = {name: num_output_tokens / taken for name, taken in seconds.items()}
+    others = [rate for name, rate in rates.items() if name != OURS]
+    ratio = rates[OURS] / max(others) if OURS in rates and others else None
+    return {
+        "shape": setup.shape,
+        "dtype": setup.dtype,
+        "num_requests": len(setup.requests),
+        "num_prompt_tokens": sum(group.prompt_len for group in setup.requests),
+        "num_output_tokens": num_output_tokens,
+        "output_tokens_per_s": rates,
+        "ratio_to_best_transformers": ratio,
+        "target": TARGET,
+        "is_met": ratio is not None and ratio >= TARGET,
+        "left_out": [f"{name}: {reason}" for name, reason in failures.items() if name != OURS],
+        "failures": [f"{OURS}: {failures[OURS]}"] if OURS in failures else [],
+        "transformers": transformers.__version__,
+    }
+
+
+def _median_seconds(run: Callable[[], None], num_rounds: int, device: torch.device) -> float:
+    taken = []
+    for _ in range(num_rounds + 1):  # the first compiles and warms up
+        synchronise(device)
+        started = time.perf_counter()
+        run()
+        synchronise(device)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:])
+
+
+def _reference(config: ModelConfig, dtype: str, device: torch.device) -> Any:
+    """transformers' model of this shape, made on the device."""
+    transformers = _transformers()
+    assert config.rope is not None, "a Llama rotates"
+    own = transformers.LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        tie_word_embeddings=config.ties_embeddings,
+        bos_token_id=1,
+        eos_token_id=list(config.eos_token_ids),
+        pad_token_id=0,
+    )
+    with torch.device(device):
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            own, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
+    return model.eval()
+
+
+def _contenders(model: Any, folder: str, setup: Setup, device: torch.device) -> dict[str, Callable[[], None]]:
+    generator = np.random.default_rng(0)
+    vocab_size = SHAPES[setup.shape].vocab_size
+    prompts = [generator.integers(3, vocab_size, group.prompt_len).tolist() for group in setup.requests]
+    outputs = [group.output_len for group in setup.requests]
+
+    def static(is_compiled: bool) -> None:
+        for first in range(0, len(prompts), setup.batch_size):
+            part = slice(first, first + setup.batch_size)
+            _generate(model, prompts[part], max(outputs[part]), device, is_compiled=is_compiled)
+
+    return {
+        OURS: _ours(folder, setup, device),
+        STATIC: lambda: static(is_compiled=False),
+        CONTINUOUS: _Continuous(model, prompts, outputs, setup),
+        COMPILED: lambda: static(is_compiled=True),
+    }
+
+
+def _ours(folder: str, setup: Setup, device: torch.device) -> Callable[[], None]:
+    """The prompts are drawn anew, of the same lengths."""
+    spec = EngineBenchmarkSpec(
+        folder, setup.requests, setup.dtype, device=device.type, max_sequences=len(setup.requests), max_step_tokens=8192
+    )
+    engine = make_engine(load_decoder(folder, setup.dtype, device.type), spec)
+    return lambda: WorkloadRun(engine, spec, spec.groups).run()
+
+
+@torch.inference_mode()
+def _generate(
+    model: Any, prompts: Sequence[list[int]], output_len: int, device: torch.device, *, is_compiled: bool
+) -> None:
+    """One static batch, padded on the left, with a static cache."""
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    generated = model.generate(
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=output_len,
+        min_new_tokens=output_len,
+        do_sample=False,
+        eos_token_id=None,
+        cache_implementation="static",
+        disable_compile=not is_compiled,
+    )
+    assert generated.shape[1] == width + output_len, "transformers stopped early"
+
+
+class _Continuous:
+    """By the manager under `generate_batch`, which would give all requests one output length and be started anew for
+    every call. It is started by the first call."""
+
+    def __init__(self, model: Any, prompts: Sequence[list[int]], outputs: Sequence[int], setup: Setup) -> None:
+        self._model = model
+        self._requests = list(zip(prompts, outputs, strict=True))
+        self._setup = setup
+        self._open = contextlib.ExitStack()
+        self._manager: Any = None
+
+    def __call__(self) -> None:
+        if self._manager is None:
+            self._manager = self._open.enter_context(self._started())
+        for prompt, output_len in self._requests:
+            self._manager.add_request(prompt, max_new_tokens=output_len)
+        results = [self._result() for _ in self._requests]
+        num_tokens = sum(len(result.generated_tokens) for result in results)
+        assert num_tokens == sum(output_len for _, output_len in self._requests), "transformers stopped early"
+
+    def close(self) -> None:
+        """End its thread and give its cache back."""
+        self._open.close()
+
+    def _started(self) -> Any:
+        transformers = _transformers()
+        sizes = getattr(transformers, "ContinuousBatchingConfig", None)
+        options = {} if sizes is None else {"continuous_batching_config": sizes(**self._setup.continuous)}
+        longest = max(output_len for _, output_len in self._requests)
+        # -1: no token ends a request.
+        settings = transformers.GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1)
+        return self._model.continuous_batching_context_manager(generation_config=settings, **options)
+
+    def _result(self) -> Any:
+        while True:
+            result = self._manager.get_result(timeout=1)
+            if result is None and not self._manager.is_running():
+                raise RuntimeError("transformers' generation thread has ended")
+            if result is not None and result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(result.error)
+                return result

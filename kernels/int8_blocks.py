@@ -1,0 +1,91 @@
+"""Blocks of 8 bits for the way to host memory and back (ALISE, section 3.2, equation 8: compression of swapped caches).
+
+Channel-wise: keys and values have one range per layer, head and dimension of a block, over its token slots, as outliers
+sit in few channels. x is kept as round((x - lowest) / step), step = (highest - lowest) / 255, both in float16. A block
+of 16-bit numbers shrinks to (block_size + 4) / (2 * block_size) of its bytes, ranges included: 0.625 at 16 slots.
+
+A copied block is one row of bytes:
+
+    uint8    [runs, block_size, width]    rounded numbers
+    float16  [runs, 2, width]             steps, then lowest numbers
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.gpu_choice import fused_kernels
+
+RANGE_BYTES = 4  # of a channel: its step and its lowest number
+_LEVELS = 255.0
+_NUMBERS_AT_ONCE = 1 << 18
+_SMALLEST, _LARGEST = 2.0**-24, 65504.0  # that float16 has
+
+
+def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
+    """Round listed blocks on their way out.
+
+    blocks      [num_blocks, runs, block_size, width] float, contiguous: runs are keys and values of every layer,
+                width is kv_heads * head_dim, block_size is even
+    block_ids   [count] int64, on the same device
+    rows        [count, (block_size + RANGE_BYTES) * runs * width] uint8, contiguous, on the same device
+
+    Slots that hold no token count as they are: fill them first. What is not a number stays so, its whole channel with
+    it; what float16 cannot hold is cut off.
+    """
+    kernels = fused_kernels("int8_blocks", blocks.device, blocks.dtype)
+    if kernels is not None:
+        kernels.quantise_blocks(blocks, block_ids, rows)
+    else:
+        plain_quantise(blocks, block_ids, rows)
+
+
+def dequantise_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
+    """Write listed blocks on their way in; as `quantise_blocks`, and no block twice."""
+    kernels = fused_kernels("int8_blocks", blocks.device, blocks.dtype)
+    if kernels is not None:
+        kernels.dequantise_blocks(rows, blocks, block_ids)
+    else:
+        plain_dequantise(rows, blocks, block_ids)
+
+
+def plain_quantise(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
+    """`quantise_blocks` by PyTorch's own operations."""
+    for part in _parts(len(rows), blocks):
+        _quantise(blocks.index_select(0, block_ids[part]).float(), *parts_of(rows[part], blocks))
+
+
+def plain_dequantise(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
+    """`dequantise_blocks` by PyTorch's own operations."""
+    for part in _parts(len(rows), blocks):
+        rounded, ranges = parts_of(rows[part], blocks)
+        steps, lowest = ranges.float().unbind(dim=2)
+        x = rounded.float() * steps[:, :, None] + lowest[:, :, None]
+        blocks.index_copy_(0, block_ids[part], x.to(blocks.dtype))
+
+
+def parts_of(rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded numbers [count, runs, block_size, width] and the ranges [count, runs, 2, width] in copies of blocks
+    [num_blocks, runs, block_size, width]."""
+    _, runs, block_size, width = blocks.shape
+    num_numbers = runs * block_size * width
+    assert rows.shape[1] == num_numbers + RANGE_BYTES * runs * width, "rows are of other blocks"
+    rounded = rows[:, :num_numbers].view(len(rows), runs, block_size, width)
+    return rounded, rows[:, num_numbers:].view(torch.float16).view(len(rows), runs, 2, width)
+
+
+def _parts(count: int, blocks: Tensor) -> Iterator[slice]:
+    """Of a list of blocks: so many at once that what lies between stays in a processor's caches."""
+    step = max(1, _NUMBERS_AT_ONCE // blocks[0].numel())
+    return (slice(first, first + step) for first in range(0, count, step))
+
+
+def _quantise(x: Tensor, rounded: Tensor, ranges: Tensor) -> None:
+    """`x`: float32, as `rounded`."""
+    lowest, highest = x.amin(dim=-2), x.amax(dim=-2)
+    ranges[:, :, 0] = ((highest - lowest) / _LEVELS).clamp(_SMALLEST, _LARGEST)
+    ranges[:, :, 1] = lowest.clamp(-_LARGEST, _LARGEST)
+    steps, lowest = ranges.float().unbind(dim=2)  # as they are kept, so that rounding them is no error of its own
+    scaled = (x - lowest[:, :, None]) / steps[:, :, None]
+    rounded.copy_(scaled.nan_to_num_(0.0).round_().clamp_(0.0, _LEVELS))
