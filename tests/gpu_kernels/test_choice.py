@@ -26,8 +26,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that
 # Norms of heads; learned positions, layer norms and no gates; Llama; rotated in part, layers side by side.
 FAMILIES = (
     "qwen3",
-    "opt",
-    *slow("llama", "opt_post_norm", "gpt_neox"),
+    *slow("opt", "opt_post_norm", "llama", "gpt_neox"),
 )
 
 

@@ -56,10 +56,10 @@ def check_every_kept_token(logits: Tensor, setting: tuple[float, int, float, flo
         (1.0, 0, 1.0, 0.0),
         (0.5, 3, 1.0, 0.0),
         (1.5, 0, 0.6, 0.0),
-        (1.0, 0, 1.0, 0.2),
-        (0.8, 7, 0.9, 0.0),
         (1.5, 5, 0.7, 0.05),
         *slow(
+            (1.0, 0, 1.0, 0.2),
+            (0.8, 7, 0.9, 0.0),
             (1.0, 1, 1.0, 0.0),
             (1.0, 0, 1e-6, 0.0),
             (1.0, 0, 1.0, 1.0),
@@ -87,7 +87,7 @@ def test_of_equal_tokens_the_first_are_kept(setting: tuple[float, int, float, fl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float16)])
-@pytest.mark.parametrize("vocabulary", [1, 100, 9001, *slow(4096)])
+@pytest.mark.parametrize("vocabulary", [1, 9001, *slow(100, 4096)])
 def test_rows_of_every_kind_in_one_batch(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     settings = [

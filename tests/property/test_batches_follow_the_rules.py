@@ -186,7 +186,7 @@ def test_every_batch_is_the_one_of_the_rules(seed: int, all_limits: list[BatchLi
 
 
 @pytest.mark.slow
-@settings(max_examples=2000)
+@settings(max_examples=1000)
 @given(seed=SEEDS, all_limits=ALL_LIMITS)
 def test_every_batch_is_the_one_of_the_rules_in_many_histories(seed: int, all_limits: list[BatchLimits]) -> None:
     follow(seed, all_limits)
@@ -217,7 +217,7 @@ def test_a_batch_lies_in_the_smallest_range_of_the_way_down_that_is_over_the_lim
     assert all(parent <= leaf_of(model.pool[request_id]) < parent + over for request_id in batch.request_ids)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(seed=SEEDS, max_blocks=st.integers(9, 20), max_requests=st.integers(1, 6))
 def test_nobody_waits_for_ever_beside_a_crowd(seed: int, max_blocks: int, max_requests: int) -> None:
     """A batch every 0.25 s, and new ones come faster than they go: who waits is in a batch within a bound."""

@@ -167,7 +167,7 @@ def test_every_line_ends_once(steps: list[Step]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(STEPS)
 def test_every_line_ends_once_in_many_histories(steps: list[Step]) -> None:
     check(steps)

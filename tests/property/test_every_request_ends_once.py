@@ -29,7 +29,7 @@ SHAPES = (
 )
 # Where nothing is refused at random, so that every request must get its answer whatever dies.
 RELIABLE = [shape for shape in SHAPES if not shape.refuse]
-FEW = 25  # `test_many_histories` has 400 of each
+FEW = 15  # `test_many_histories` has 400 of each
 
 
 def make_requests(rng: random.Random, count: int) -> list[Request]:

@@ -29,8 +29,8 @@ def _memory(name: str, memory: DeviceMemory) -> DeviceMemory:
     )
 
 
-def _arrivals(name: str, seed: int) -> list[Arrival]:
-    arrivals = random_arrivals(seed)
+def _arrivals(name: str, seed: int, count: int = 40) -> list[Arrival]:
+    arrivals = random_arrivals(seed, count)
     if Mechanism.KNOWN_LENGTHS in POLICIES[name].needs:
         arrivals = [Arrival(one.request, one.output_len, float(one.output_len)) for one in arrivals]
     return arrivals
@@ -62,11 +62,12 @@ def test_every_request_without_objectives_ends_exactly_once(name: str, seed: int
 @pytest.mark.parametrize("name", COLOCATED)
 def test_few_places_and_tokens(name: str) -> None:
     limits = IterationLimits(max_running=2, max_tokens=48)
-    courses = PolicyRun(make_policy(name), _memory(name, _SCARCE), limits).run(_arrivals(name, 7))
+    courses = PolicyRun(make_policy(name), _memory(name, _SCARCE), limits).run(_arrivals(name, 7, 20))
     assert all(course.token_times_s for course in courses.values())
 
 
 @pytest.mark.parametrize("name", COLOCATED)
 def test_the_same_history_gives_the_same_times(name: str) -> None:
     runs = [PolicyRun(make_policy(name), _memory(name, _SCARCE)) for _ in range(2)]
-    assert runs[0].run(_arrivals(name, 11)) == runs[1].run(_arrivals(name, 11))
+    arrivals = _arrivals(name, 11, 25)
+    assert runs[0].run(arrivals) == runs[1].run(arrivals)

@@ -122,6 +122,7 @@ async def test_a_decode_worker_is_lost_while_requests_are_evicted(policy: str, t
     assert cluster.files_in_memory() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_a_prefill_worker_is_lost_with_what_was_evicted_into_it(policy: str, tmp_path: Path) -> None:
     config = config_of(policy, tmp_path / "model", decode_blocks=40)

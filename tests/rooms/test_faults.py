@@ -106,7 +106,7 @@ async def test_a_colocated_room_is_lost_and_comes_back(name: str, tmp_path: Path
         await load.check()
 
 
-@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("name", ["decode-0", *slow("prefill-0")])
 async def test_another_worker_goes_on(name: str, tmp_path: Path) -> None:
     async with running(two_of_each(tmp_path / "model"), tmp_path) as cluster:
         load = Load(cluster, count=8)
