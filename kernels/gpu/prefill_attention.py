@@ -30,11 +30,10 @@ class Tiling(NamedTuple):
 
 
 def tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """The fastest that does not spill. In float32 there are no matrix units to multiply exactly: registers hold all."""
-    is_wide = padded(head_dim) > 128
+    """The largest that does not spill. In float32 there are no matrix units to multiply exactly: registers hold all."""
     if dtype == torch.float32:
-        return Tiling(32, 16, 8, 3) if is_wide else Tiling(64, 32, 16, 3)
-    return Tiling(64, 32, 4, 3) if is_wide else Tiling(128, 64, 8, 5)
+        return Tiling(32, 16, 8, 3)
+    return Tiling(64, 32, 4, 3) if padded(head_dim) > 128 else Tiling(128, 64, 8, 5)
 
 
 class ChunkTiles(NamedTuple):
