@@ -1,14 +1,40 @@
 """What holds for every test."""
 
+import gc
 import os
+import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from alignedserve.config.environment import let_waiting_threads_sleep
 
 # Without a GPU the kernels for it run in Triton's interpreter, which reads its switch when a kernel is defined.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# As in a cluster, whose processes share the cores with others.
+let_waiting_threads_sleep()
+
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("alignedserve", deadline=None)
 settings.load_profile("alignedserve")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those of a served cluster come last: it would keep the machine a little busy through all that follow."""
+    items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays to the end: no need to look through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tiny products gain nothing from a second thread; an engine takes all cores, for whatever follows as well."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)

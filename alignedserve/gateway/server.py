@@ -172,10 +172,14 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises AddressInUse or ConfigError with what to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise AddressInUse(
                 f"Port {port} on {host} is taken by another process; set gateway.port to a free one."
             ) from error
         raise ConfigError(f"gateway.host: cannot listen on {host} port {port}: {error.strerror or error}") from error
+    # Inherited by connections. uvloop sees to it itself; asyncio's own loop does not for a socket that it is given, and
+    # an answer in two parts then waits 40 ms for the client's acknowledgement of the first.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

@@ -1,4 +1,4 @@
-"""The harness of benchmarks/batch_kills.py: a short run of it always, a longer one where there is time."""
+"""The harness of benchmarks/batch_kills.py: its judge always, runs of it where there is time."""
 
 import random
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ def some_tasks(cluster: KillCluster, count: int) -> dict[str, PocketTask]:
     return answered_alone(BatchClient(cluster.url), make_tasks(count * 6 // 5), count)
 
 
+@pytest.mark.slow
 def test_no_line_is_lost_doubled_or_wrong(fired_at: KillCluster) -> None:
     faults = (
         Fault(Target.DRIVER, Hit.KILL, 0.3),

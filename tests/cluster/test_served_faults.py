@@ -76,7 +76,9 @@ def assert_serves(cluster: Serving) -> None:
     assert cluster.complete()[0] == 200
 
 
-@pytest.mark.parametrize("kind", ["DecodeWorker", "PrefillWorker", "KvPool", "Router"])
+@pytest.mark.parametrize(
+    "kind", ["DecodeWorker", pytest.param("PrefillWorker", marks=pytest.mark.slow), "KvPool", "Router"]
+)
 async def test_a_killed_process_is_not_noticed_by_clients(cluster: Serving, undisturbed: list[str], kind: str) -> None:
     victim = cluster.actor(kind)
     streams = await stream_through(cluster, victim.kill, is_router_hurt=kind == "Router")

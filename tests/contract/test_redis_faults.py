@@ -15,10 +15,12 @@ import pytest
 from alignedserve.batches.book import BatchSight, Book
 from alignedserve.batches.ports import Put
 from alignedserve.batches.records import Progress
+from alignedserve.batches.storage import redis_records
 from alignedserve.batches.storage.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import ResourceError, StorageDamaged, StoreUnavailable
 from tests.batch_samples import BATCH, batch_record, file_record
+from tests.marks import slow
 
 
 def private_redis(folder: Path) -> PrivateRedis:
@@ -74,7 +76,11 @@ async def test_a_commit_whose_answer_is_lost_is_not_said_to_have_failed(tmp_path
         assert await records.read(["a"]) == [b"1"]
 
 
-async def test_a_stopped_server_is_given_up_soon(tmp_path: Path) -> None:
+@pytest.mark.parametrize("timeout_s", [0.3, *slow(redis_records._TIMEOUT_S)])
+async def test_a_stopped_server_is_given_up_soon(
+    timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_records, "_TIMEOUT_S", timeout_s)
     async with stored(tmp_path) as records:
         await records.commit([Put("a", b"1")], unchanged={})
         server = psutil.Process(server_pid(tmp_path))

@@ -85,7 +85,10 @@ def until(condition: Callable[[], bool], within_s: float, *, or_never: bool = Fa
 # --- the owner is lost
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
+)
 def test_a_lost_owner_is_noticed_and_a_new_one_works(
     processes: Processes, owner: Owner, tmp_path: Path, how: signal.Signals
 ) -> None:

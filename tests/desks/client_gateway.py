@@ -84,13 +84,14 @@ class ClientGateway:
         return answer
 
     async def idle(self, timeout_s: float = 10.0) -> ClusterStatus:
-        """Wait until nothing is held anywhere."""
+        """Wait until nothing is held anywhere, by a status that comes from now on."""
+        self.status = None
         async with asyncio.timeout(timeout_s):
             while True:
                 status = self.status
                 if status is not None and _is_idle(status):
                     return status
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         await self._board.close()

@@ -106,7 +106,7 @@ def slowly(request: Request) -> Script:
 
 
 async def test_partial_results_while_it_runs(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, slowly, max_in_flight=2) as door:
+    async with batch_gateway(tmp_path, slowly, max_in_flight=4) as door:
         batch = await door.submit(chat_lines(60))
         seen = await door.wait_for_lines(batch["id"], 1)
         assert seen["status"] == "in_progress"
@@ -212,7 +212,7 @@ async def test_a_driver_that_dies_is_followed_by_another(tmp_path: Path) -> None
     async with batch_gateway(tmp_path, slowly, max_in_flight=4) as door:
         batch = await door.submit(chat_lines(60))
         for _ in range(4):
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.15)
             await door.stop_driver()
             door.start_driver()
         done = await door.wait_for(batch["id"])

@@ -1,7 +1,7 @@
 """The backend of a cluster against a hand-made router and worker over real links."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.links import Identity, Peer
 from alignedserve.runtime.switchboard import Switchboard
+from tests.waiting import holds
 
 SECRET = b"s" * 32
 STATUS = ClusterStatus(1, 2, 3, 4, 1, 1, 10, 5, 20, 10, 0, 7, 0)
@@ -102,23 +103,15 @@ async def cluster(folder: Path, **config: float) -> AsyncIterator[Cluster]:
     )
     await backend.start()
     made = Cluster(backend, router, worker, heard, gateway_at, router_at)
-    await eventually(lambda: bool(router.peers()))
+    await holds(lambda: bool(router.peers()))
     made.says(STATUS)
-    await eventually(lambda: backend.status() is not None)
+    await holds(lambda: backend.status() is not None)
     try:
         yield made
     finally:
         await backend.stop()
         await made.router.close()
         await worker.close()
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.005)
-    pytest.fail("it never happened")
 
 
 async def read(stream: RequestStream) -> tuple[list[int], FinishReason | None, list[Output]]:

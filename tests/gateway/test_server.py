@@ -25,6 +25,7 @@ from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.links import Identity, Peer
 from alignedserve.runtime.switchboard import Switchboard
 from tests.gateway.support import EOS, saying, services_for, tokenizer_folder, tokens_of
+from tests.waiting import holds
 
 SECRET = b"s" * 32
 
@@ -119,12 +120,15 @@ async def test_a_disconnect_aborts_at_once(is_streamed: bool, first_token_delay_
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        await asyncio.sleep(0.15)
+
+        def asked() -> set[str]:
+            return {one.request_id for one in backend.submitted if not one.request_id.startswith("canary")}
+
+        await holds(lambda: len(asked()) == 2)
         writer.close()
-        await asyncio.sleep(0.1)
-        asked = [request.request_id for request in backend.submitted if not request.request_id.startswith("canary")]
-        assert len(asked) == 2
-        assert set(asked) <= set(backend.aborted)
+        # Before the end of the script, after which there would be nothing to abort.
+        await holds(lambda: asked() <= set(backend.aborted))
+        assert len(asked()) == 2
 
 
 async def test_a_port_in_use() -> None:

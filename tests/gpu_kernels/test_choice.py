@@ -14,6 +14,7 @@ from alignedserve.core.request import SamplingParams
 from kernels import gpu_choice
 from kernels.activation import ACTIVATIONS, Gated, gated
 from kernels.norm import RmsNorm, rms_norm
+from tests.marks import slow
 from tests.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.tiny_models import make_tiny_model
 
@@ -22,8 +23,11 @@ tl = pytest.importorskip("triton.language")
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled take no tensors of a CPU")
-# Llama; norms of heads; learned positions, layer norms and no gates; rotated in part, layers side by side.
-FAMILIES = ("llama", "qwen3", "opt", "opt_post_norm", "gpt_neox")
+# Norms of heads; learned positions, layer norms and no gates; Llama; rotated in part, layers side by side.
+FAMILIES = (
+    "qwen3",
+    *slow("opt", "opt_post_norm", "llama", "gpt_neox"),
+)
 
 
 @pytest.fixture(autouse=True)

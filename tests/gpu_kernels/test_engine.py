@@ -16,6 +16,7 @@ from alignedserve.runtime.decode_graphs import graph_sizes, repeat
 from alignedserve.runtime.decoder import Decoder
 from alignedserve.runtime.device_queues import CheckedEvent, CheckedQueue, CheckedQueues
 from kernels import gpu_choice
+from tests.marks import slow
 from tests.tiny_engines import GREEDY, TinyEngine, random_tokens, reference_generation, tiny_decoder
 from tests.tiny_models import make_tiny_model
 
@@ -51,7 +52,7 @@ def engine(decoder: Decoder, **options: Any) -> TinyEngine:
     return TinyEngine(decoder, attention=TRITON, capture=None if decoder.device.type == "cuda" else repeat, **options)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+@pytest.mark.parametrize("family", ["llama", *slow("mistral_window")])
 def test_greedy_generation_equals_transformers(family: str, tmp_path: Path, device: torch.device) -> None:
     reference = make_tiny_model(tmp_path, family)
     tiny = engine(tiny_decoder(tmp_path, device=device))
@@ -59,20 +60,21 @@ def test_greedy_generation_equals_transformers(family: str, tmp_path: Path, devi
     for name, prompt in prompts.items():
         tiny.add(name, prompt)
     tiny.step(**{name: len(prompt) for name, prompt in prompts.items()})
-    for _ in range(9):
+    for _ in range(5):
         tiny.step(a=1, b=1, c=1)
     for name, prompt in prompts.items():
-        assert tiny.tokens(name)[len(prompt) :] == reference_generation(reference, prompt, 10)
+        assert tiny.tokens(name)[len(prompt) :] == reference_generation(reference, prompt, 6)
 
 
-def test_sequences_that_come_and_go_get_what_they_get_alone(decoder: Decoder) -> None:
+@pytest.mark.parametrize(("num_steps", "least"), [(12, 12), pytest.param(24, 40, marks=pytest.mark.slow)])
+def test_sequences_that_come_and_go_get_what_they_get_alone(decoder: Decoder, num_steps: int, least: int) -> None:
     """Batches of every size, blocks given out token by token, prompts in chunks; parameters of every kind."""
     rng = random.Random(0)
     crowd, others = engine(decoder, seed=5), TinyEngine(decoder, attention=TORCH)
     kinds = (GREEDY, SEEDED, PENALISED)
     crowded: dict[str, list[SampledToken]] = {}
     running: dict[str, int] = {}
-    for step in range(24):
+    for step in range(num_steps):
         if len(running) < 6 and rng.random() < 0.5:
             name = f"r{step}"
             prompt = random_tokens(step, rng.randrange(1, 12))
@@ -93,7 +95,7 @@ def test_sequences_that_come_and_go_get_what_they_get_alone(decoder: Decoder) ->
             name = rng.choice(list(running))
             crowd.engine.remove_sequence(RequestId(name))
             del running[name]
-    assert sum(map(len, crowded.values())) > 40
+    assert sum(map(len, crowded.values())) > least
     for name, tokens in crowded.items():
         alone = others.generate(name, len(tokens))
         assert [token.token_id for token in tokens] == [token.token_id for token in alone]
@@ -117,9 +119,12 @@ def test_a_step_that_was_planned_ahead_is_used(decoder: Decoder, monkeypatch: py
     assert tiny.tokens("a") == random_tokens(1, 5) + [token.token_id for token in expected.generate("a", 3)]
 
 
-def test_recording_ahead_leaves_the_blocks_alone(decoder: Decoder) -> None:
-    tiny = engine(decoder, max_sequences=9)
-    assert graph_sizes(9) == [1, 2, 4, 8, 9]
+@pytest.mark.parametrize(
+    ("max_sequences", "sizes"), [(3, [1, 2, 3]), pytest.param(9, [1, 2, 4, 8, 9], marks=pytest.mark.slow)]
+)
+def test_recording_ahead_leaves_the_blocks_alone(decoder: Decoder, max_sequences: int, sizes: list[int]) -> None:
+    tiny = engine(decoder, max_sequences=max_sequences)
+    assert graph_sizes(max_sequences) == sizes
     before = tiny.storage.bytes.clone()
     tiny.engine.record_graphs()
     assert torch.equal(tiny.storage.bytes, before)

@@ -15,6 +15,7 @@ from alignedserve.runtime.attention import TORCH, TRITON
 from alignedserve.runtime.decoder import Decoder
 from kernels import gpu_choice
 from kernels.reference import attention_of_chunk
+from tests.marks import slow
 from tests.tiny_engines import TinyEngine, random_tokens, tiny_decoder
 from tests.tiny_models import make_tiny_model
 
@@ -90,7 +91,7 @@ def plain_prompts(
 
 
 @interpreted
-@pytest.mark.parametrize("flash_is_faster", [True, False])
+@pytest.mark.parametrize("flash_is_faster", [True, *slow(False)])
 def test_prompts_go_to_flash_attn_where_it_is_faster(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, flash_is_faster: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ MAX_LEN = NUM_LEAVES * BLOCK_SIZE
 CONFIG = DensityFirstConfig(starvation_s=STARVATION_S, block_size=BLOCK_SIZE, max_context_len=MAX_LEN)
 
 LIMITS = st.builds(BatchLimits, st.integers(0, 30), st.integers(0, 12), st.integers(1, 12))
+ALL_LIMITS = st.lists(LIMITS, min_size=1, max_size=6)
 SEEDS = st.integers(0, 10**9)
 
 
@@ -152,9 +154,7 @@ def assert_sound(batch: AlignedBatch, pool: dict[RequestId, PooledRequest], limi
         assert any(one.num_blocks > blocks_left for one in left)
 
 
-@settings(max_examples=250)
-@given(seed=SEEDS, all_limits=st.lists(LIMITS, min_size=1, max_size=6))
-def test_every_batch_is_the_one_of_the_rules(seed: int, all_limits: list[BatchLimits]) -> None:
+def follow(seed: int, all_limits: list[BatchLimits]) -> None:
     rng = random.Random(seed)
     former, model, now = DensityFirstBatchFormer(CONFIG), Model(), 0.0
     for number in range(60):
@@ -177,6 +177,19 @@ def test_every_batch_is_the_one_of_the_rules(seed: int, all_limits: list[BatchLi
             for request_id in batch.request_ids:
                 former.remove(request_id)
                 model.remove(request_id)
+
+
+@settings(max_examples=60)
+@given(seed=SEEDS, all_limits=ALL_LIMITS)
+def test_every_batch_is_the_one_of_the_rules(seed: int, all_limits: list[BatchLimits]) -> None:
+    follow(seed, all_limits)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(seed=SEEDS, all_limits=ALL_LIMITS)
+def test_every_batch_is_the_one_of_the_rules_in_many_histories(seed: int, all_limits: list[BatchLimits]) -> None:
+    follow(seed, all_limits)
 
 
 @settings(max_examples=300)
@@ -204,7 +217,7 @@ def test_a_batch_lies_in_the_smallest_range_of_the_way_down_that_is_over_the_lim
     assert all(parent <= leaf_of(model.pool[request_id]) < parent + over for request_id in batch.request_ids)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(seed=SEEDS, max_blocks=st.integers(9, 20), max_requests=st.integers(1, 6))
 def test_nobody_waits_for_ever_beside_a_crowd(seed: int, max_blocks: int, max_requests: int) -> None:
     """A batch every 0.25 s, and new ones come faster than they go: who waits is in a batch within a bound."""

@@ -30,6 +30,7 @@ from tests.batch_samples import BATCH, INPUT, batch_record, chat_line, file_reco
 NUM_LINES = 40
 TROUBLES = ("driver", "torn", "store", "disk", "broken", "refused", "nothing")
 Step = tuple[str, int]
+STEPS = st.lists(st.tuples(st.sampled_from(TROUBLES), st.integers(0, 300)), max_size=8)
 
 
 @pytest.fixture(autouse=True)
@@ -154,8 +155,19 @@ async def survive(folder: Path, steps: list[Step]) -> None:
     )
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(TROUBLES), st.integers(0, 300)), max_size=8))
-def test_every_line_ends_once(steps: list[Step]) -> None:
+def check(steps: list[Step]) -> None:
     with tempfile.TemporaryDirectory() as name:
         asyncio.run(survive(Path(name), steps))
+
+
+@settings(max_examples=12)
+@given(STEPS)
+def test_every_line_ends_once(steps: list[Step]) -> None:
+    check(steps)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(STEPS)
+def test_every_line_ends_once_in_many_histories(steps: list[Step]) -> None:
+    check(steps)

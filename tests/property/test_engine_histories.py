@@ -15,7 +15,7 @@ from tests.desks.engine_histories import EngineHistory, generated_alone, undistu
 from tests.tiny_engines import tiny_decoder
 from tests.tiny_models import make_tiny_model
 
-NUM_HISTORIES, NUM_SLOW_HISTORIES = 150, 10_000
+NUM_HISTORIES, NUM_SLOW_HISTORIES = 60, 10_000
 NUM_ROUNDED_HISTORIES = 40
 MAX_HISTORIES_TO_SHOW = 400
 

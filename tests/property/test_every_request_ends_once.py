@@ -29,6 +29,7 @@ SHAPES = (
 )
 # Where nothing is refused at random, so that every request must get its answer whatever dies.
 RELIABLE = [shape for shape in SHAPES if not shape.refuse]
+FEW = 15  # `test_many_histories` has 400 of each
 
 
 def make_requests(rng: random.Random, count: int) -> list[Request]:
@@ -77,7 +78,7 @@ def replay_with_aborts(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
-@settings(max_examples=60)
+@settings(max_examples=FEW)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(SHAPES))
 def test_with_aborts(seed: int, shape: Shape) -> None:
     replay_with_aborts(seed, shape)
@@ -102,7 +103,7 @@ def replay_with_lost_processes(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
-@settings(max_examples=60)
+@settings(max_examples=FEW)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
 def test_with_lost_processes(seed: int, shape: Shape) -> None:
     replay_with_lost_processes(seed, shape)
@@ -124,7 +125,7 @@ def replay_with_cut_links(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
-@settings(max_examples=40)
+@settings(max_examples=FEW)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
 def test_with_cut_links(seed: int, shape: Shape) -> None:
     replay_with_cut_links(seed, shape)
@@ -147,7 +148,7 @@ def replay_with_a_lost_router(seed: int, shape: Shape) -> None:
     check_nothing_is_held(cluster)
 
 
-@settings(max_examples=40)
+@settings(max_examples=FEW)
 @given(seed=st.integers(0, 10**9), shape=st.sampled_from(RELIABLE))
 def test_with_a_lost_router(seed: int, shape: Shape) -> None:
     replay_with_a_lost_router(seed, shape)

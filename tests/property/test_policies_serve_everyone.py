@@ -9,8 +9,10 @@ from alignedserve.core.request import Slo
 from alignedserve.scheduling.policies import POLICIES, make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Mechanism
 from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
+from tests.marks import slow
 
 COLOCATED = [name for name, entry in POLICIES.items() if Topology.COLOCATED in entry.topologies]
+SEEDS = (0, *slow(1, 2))
 _PLENTY = DeviceMemory(2000, 2000, 16)
 _SCARCE = DeviceMemory(30, 30, 16)
 
@@ -27,15 +29,15 @@ def _memory(name: str, memory: DeviceMemory) -> DeviceMemory:
     )
 
 
-def _arrivals(name: str, seed: int) -> list[Arrival]:
-    arrivals = random_arrivals(seed)
+def _arrivals(name: str, seed: int, count: int = 40) -> list[Arrival]:
+    arrivals = random_arrivals(seed, count)
     if Mechanism.KNOWN_LENGTHS in POLICIES[name].needs:
         arrivals = [Arrival(one.request, one.output_len, float(one.output_len)) for one in arrivals]
     return arrivals
 
 
 @pytest.mark.parametrize("memory", [_PLENTY, _SCARCE], ids=["plenty", "scarce"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", COLOCATED)
 def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMemory) -> None:
     arrivals = _arrivals(name, seed)
@@ -45,7 +47,7 @@ def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMem
     }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", COLOCATED)
 def test_every_request_without_objectives_ends_exactly_once(name: str, seed: int) -> None:
     arrivals = [
@@ -60,11 +62,12 @@ def test_every_request_without_objectives_ends_exactly_once(name: str, seed: int
 @pytest.mark.parametrize("name", COLOCATED)
 def test_few_places_and_tokens(name: str) -> None:
     limits = IterationLimits(max_running=2, max_tokens=48)
-    courses = PolicyRun(make_policy(name), _memory(name, _SCARCE), limits).run(_arrivals(name, 7))
+    courses = PolicyRun(make_policy(name), _memory(name, _SCARCE), limits).run(_arrivals(name, 7, 20))
     assert all(course.token_times_s for course in courses.values())
 
 
 @pytest.mark.parametrize("name", COLOCATED)
 def test_the_same_history_gives_the_same_times(name: str) -> None:
     runs = [PolicyRun(make_policy(name), _memory(name, _SCARCE)) for _ in range(2)]
-    assert runs[0].run(_arrivals(name, 11)) == runs[1].run(_arrivals(name, 11))
+    arrivals = _arrivals(name, 11, 25)
+    assert runs[0].run(arrivals) == runs[1].run(arrivals)

@@ -12,6 +12,7 @@ from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPlan, WorkerView
 from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
 from tests.desks.scheduling import EasyCosts, request_of
+from tests.marks import slow
 
 _SCARCE = DeviceMemory(30, 30, 16, num_free_host=2000)
 _VARIANTS: list[tuple[str, Mapping[str, Any]]] = [
@@ -29,7 +30,7 @@ _VARIANTS: list[tuple[str, Mapping[str, Any]]] = [
 
 
 @pytest.mark.parametrize("limits", [IterationLimits(32, 512), IterationLimits(3, 64)], ids=["many", "few"])
-@pytest.mark.parametrize("host", [2000, 100])
+@pytest.mark.parametrize("host", [100, *slow(2000)])
 @pytest.mark.parametrize(("name", "config"), _VARIANTS)
 def test_every_variant_ends_every_request(
     name: str, config: Mapping[str, Any], host: int, limits: IterationLimits
@@ -104,7 +105,7 @@ class _NoRevenge:
         return plan
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 4)])
 @pytest.mark.parametrize(("name", "config"), [("alise", {}), ("alise", {"preemption": "recompute"}), ("fastserve", {})])
 def test_no_ping_pong(name: str, config: Mapping[str, Any], seed: int) -> None:
     PolicyRun(_NoRevenge(name, config), _SCARCE).run(random_arrivals(seed, 30))

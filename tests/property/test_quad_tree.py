@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +16,10 @@ BLOCK_SIZE, MAX_LEN = 4, 60  # 16 leaves; the last one ends beyond the maximum
 LENGTHS = st.one_of(st.integers(1, 70), st.sampled_from((1, 4, 5, 33, 59, 60, 61, 1000)))
 BLOCKS = st.integers(1, 6)
 ARRIVALS = st.integers(0, 5).map(float)
+BATCHES = st.lists(st.integers(0, 40), max_size=5)
 # Which request, whether it goes, its (new) length and blocks, its arrival.
 STEP = st.tuples(st.integers(0, 25), st.booleans(), LENGTHS, BLOCKS, ARRIVALS)
+Step = tuple[int, bool, int, int, float]
 STEPS = st.one_of(st.lists(STEP, max_size=10), st.lists(STEP, min_size=40, max_size=80))
 
 
@@ -60,11 +63,7 @@ def assert_tree_is(tree: QuadTree, model: Model) -> None:
     assert len(tree) == len(model.requests)
 
 
-@settings(deadline=None)
-@given(steps=STEPS, batches=st.lists(st.integers(0, 40), max_size=5))
-def test_every_node_knows_what_lies_in_its_range(
-    steps: list[tuple[int, bool, int, int, float]], batches: list[int]
-) -> None:
+def check_every_node(steps: list[Step], batches: list[int]) -> None:
     tree, model = QuadTree(block_size=BLOCK_SIZE, max_context_len=MAX_LEN), Model()
     for number, (which, goes, context_len, num_blocks, arrival_s) in enumerate(steps):
         request_id = RequestId(f"r{which}")
@@ -89,6 +88,19 @@ def test_every_node_knows_what_lies_in_its_range(
         assert_tree_is(tree, model)
     for context_len in (1, 4, 5, 60, 61, 10**9):
         assert tree.leaf_of(context_len) == tree.first_leaf + leaf_number(context_len)
+
+
+@settings(max_examples=30)
+@given(steps=STEPS, batches=BATCHES)
+def test_every_node_knows_what_lies_in_its_range(steps: list[Step], batches: list[int]) -> None:
+    check_every_node(steps, batches)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(steps=STEPS, batches=BATCHES)
+def test_every_node_knows_what_lies_in_its_range_in_many_histories(steps: list[Step], batches: list[int]) -> None:
+    check_every_node(steps, batches)
 
 
 @given(block_size=st.integers(1, 20), max_len=st.integers(1, 700))

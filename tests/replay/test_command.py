@@ -14,6 +14,7 @@ from alignedserve.messages.recording import RUN_FILE, RunFacts
 from alignedserve.sim.config import SimConfig
 from decode_worker.logic import DecodeLogic
 from tests.desks.simulation import colocated, disaggregated, mixed_workload
+from tests.marks import slow
 from tests.replay.recorded import random_run, recorded_simulation
 
 
@@ -29,7 +30,7 @@ def run_json(capsys: pytest.CaptureFixture[str], options: ReplayOptions) -> tupl
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("config", [colocated(learns_costs=True), disaggregated(learns_costs=True)])
+@pytest.mark.parametrize("config", [disaggregated(learns_costs=True), *slow(colocated(learns_costs=True))])
 def test_a_simulation_of_a_simulation_is_that_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: SimConfig
 ) -> None:

@@ -5,7 +5,7 @@ Whatever moves where, every answer is the undisturbed one, and nothing is left b
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.messages.gateways import ClusterStatus
 from tests.desks.client_gateway import Answer
 from tests.in_process import RoomCluster, running, small_config
+from tests.waiting import holds
 
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 POLICIES = ("density_first", pytest.param("fcfs", marks=pytest.mark.slow))
@@ -48,13 +49,6 @@ def config_of(policy: str, folder: Path, *, decode_blocks: int = 256, num_worker
 
 def num_evictions(cluster: RoomCluster) -> int:
     return cluster.gateway.status.num_evictions if cluster.gateway.status is not None else 0
-
-
-async def holds(condition: Callable[[], bool]) -> None:
-    """Wait until it does."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  (it is about several objects, none of which has an event for it)
-            await asyncio.sleep(0.001)
 
 
 async def check(cluster: RoomCluster, work: list[list[int]], answers: list[Answer]) -> ClusterStatus:
@@ -128,6 +122,7 @@ async def test_a_decode_worker_is_lost_while_requests_are_evicted(policy: str, t
     assert cluster.files_in_memory() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_a_prefill_worker_is_lost_with_what_was_evicted_into_it(policy: str, tmp_path: Path) -> None:
     config = config_of(policy, tmp_path / "model", decode_blocks=40)

@@ -14,6 +14,8 @@ from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.runtime.arena import Arena
 from tests.desks.client_gateway import Answer
 from tests.in_process import RoomCluster, running, small_config
+from tests.marks import slow
+from tests.waiting import holds
 
 # Long enough that all are in the middle of it when something happens.
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
@@ -31,13 +33,6 @@ async def faults_of_the_loop() -> AsyncIterator[list[str]]:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
     yield faults
     assert faults == []
-
-
-async def holds(condition: Callable[[], bool]) -> None:
-    """Wait until it does."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  (it is about several objects, none of which has an event for it)
-            await asyncio.sleep(0.001)
 
 
 class Load:
@@ -90,7 +85,7 @@ async def test_a_room_is_lost_and_comes_back_mid_answer(name: str, tmp_path: Pat
         await load.check()
 
 
-@pytest.mark.parametrize("name", STARTERS)
+@pytest.mark.parametrize("name", ["prefill-0", "router", *slow("decode-0", "pool-0")])
 async def test_a_room_is_lost_and_comes_back_before_the_first_token(name: str, tmp_path: Path) -> None:
     async with running(small_config(tmp_path / "model"), tmp_path) as cluster:
         load = Load(cluster)
@@ -111,7 +106,7 @@ async def test_a_colocated_room_is_lost_and_comes_back(name: str, tmp_path: Path
         await load.check()
 
 
-@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("name", ["decode-0", *slow("prefill-0")])
 async def test_another_worker_goes_on(name: str, tmp_path: Path) -> None:
     async with running(two_of_each(tmp_path / "model"), tmp_path) as cluster:
         load = Load(cluster, count=8)

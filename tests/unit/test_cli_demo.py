@@ -20,7 +20,8 @@ from alignedserve.pocket.tasks import PocketTask, Skill
 from alignedserve.workload.traces import shipped_trace
 
 COUNT_TOKENS = pocket_tokenizer()
-CHECKED = plan_checked_trace(shipped_trace(), duration_s=0.5, rate=30.0, seed=0, count_tokens=COUNT_TOKENS)
+DURATION_S, RATE = 0.2, 75.0
+CHECKED = plan_checked_trace(shipped_trace(), duration_s=DURATION_S, rate=RATE, seed=0, count_tokens=COUNT_TOKENS)
 ANSWERS = {task.prompt: task.answer for task in CHECKED.tasks}
 Respond = Callable[[dict[str, Any], int], Script]
 
@@ -65,7 +66,7 @@ def _settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_demo(cluster: Cluster, *, json_output: bool = True) -> int:
     options = DemoOptions(
-        duration_s=0.5, rate=30.0, url="", config_path=None, overrides=(), seed=0, json_output=json_output
+        duration_s=DURATION_S, rate=RATE, url="", config_path=None, overrides=(), seed=0, json_output=json_output
     )
     with running(cluster.server) as server:
         return demo(replace(options, url=server.url))

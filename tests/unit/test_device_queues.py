@@ -9,8 +9,8 @@ from torch import Tensor
 from alignedserve.runtime.device_queues import CheckedQueues, CudaQueues
 from tests.desks.device_loop import DEPENDENCIES, Dependency, DeviceLoop
 
-NUM_SEQUENCES = 2_500
-NUM_SLOW_SEQUENCES = 10_000
+NUM_SEQUENCES = 800
+NUM_SLOW_SEQUENCES = 12_000
 NUM_CUDA_SEQUENCES = 200
 # Without one of the dependencies, one sequence in two to fifty goes wrong.
 MAX_SEQUENCES_TO_SHOW = 1_000

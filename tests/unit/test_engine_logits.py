@@ -1,6 +1,5 @@
 """Logits of every family against transformers on the same random checkpoint."""
 
-import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,21 +8,23 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention import AUTO, TORCH, TRITON
+from alignedserve.runtime.decoder import Decoder
 from kernels.gpu_choice import gpu_kernels_run
 from kernels.paged import supported_levels
+from tests.marks import slow
 from tests.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.tiny_models import TINY_MODELS, make_tiny_model
 
 # The GPU's kernels in Triton's interpreter, which takes milliseconds for each launch.
 GPU_KERNELS = (TRITON,) if gpu_kernels_run(torch.device("cpu")) else ()
-KERNELS = (TORCH, *supported_levels(), *(pytest.param(name, marks=pytest.mark.slow) for name in GPU_KERNELS))
+KERNELS = (TORCH, *supported_levels(), *slow(*GPU_KERNELS))
 
 
 class Case(NamedTuple):
-    folder: Path
-    reference: Any
+    decoders: dict[str, Decoder]  # by dtype
     tokens: dict[str, list[int]]
     expected: dict[str, Tensor]
+    in_bfloat16: dict[str, Tensor]  # by transformers
 
 
 @pytest.fixture(scope="module", params=list(TINY_MODELS))
@@ -31,7 +32,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     reference = make_tiny_model(folder, request.param)
     tokens = {"a": random_tokens(1, 41), "b": random_tokens(2, 7), "c": random_tokens(3, 22)}
-    return Case(folder, reference, tokens, reference_logits(reference, tokens))
+    expected = reference_logits(reference, tokens)
+    decoders = {dtype: tiny_decoder(folder, dtype) for dtype in ("float32", "bfloat16")}
+    return Case(decoders, tokens, expected, reference_logits(reference.to(torch.bfloat16), tokens))
 
 
 def reference_logits(reference: Any, tokens: dict[str, list[int]]) -> dict[str, Tensor]:
@@ -51,7 +54,7 @@ def check_float32(probe: LogitsProbe, case: Case) -> None:
 
 
 def probe_of(case: Case, dtype: str = "float32", block_size: int = 4, attention: str = AUTO) -> LogitsProbe:
-    probe = LogitsProbe(tiny_decoder(case.folder, dtype), block_size, attention)
+    probe = LogitsProbe(case.decoders[dtype], block_size, attention)
     for name, tokens in case.tokens.items():
         probe.add(name, tokens)
     return probe
@@ -73,7 +76,7 @@ def test_whole_prompts_in_one_pass(case: Case) -> None:
     check_float32(probe, case)
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [1, 16, *slow(4)])
 @pytest.mark.parametrize("attention", KERNELS)
 def test_chunks_and_decodes_in_one_pass(case: Case, block_size: int, attention: str) -> None:
     probe = probe_of(case, block_size=block_size, attention=attention)
@@ -92,12 +95,10 @@ def test_one_token_at_a_time(case: Case, attention: str) -> None:
 @pytest.mark.parametrize("attention", KERNELS)
 def test_bfloat16_is_as_close_as_transformers_in_bfloat16(case: Case, attention: str) -> None:
     """Rounding to 8 bits dominates, so the yardstick is what transformers itself loses in bfloat16, with some room."""
-    reference = copy.deepcopy(case.reference).to(torch.bfloat16)
-    losses = reference_logits(reference, case.tokens)
     probe = probe_of(case, "bfloat16", attention=attention)
     run_mixture(probe)
     for name, expected in case.expected.items():
-        lost_there = root_mean_square(losses[name] - expected)
+        lost_there = root_mean_square(case.in_bfloat16[name] - expected)
         assert root_mean_square(probe.logits(name).double() - expected) < 1.3 * lost_there + 1e-3
 
 

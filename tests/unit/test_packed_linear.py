@@ -17,9 +17,12 @@ ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
 FLOAT_LEVELS = [(dtype, level) for dtype in ROUNDING for level in packed_levels(dtype, CPU)]
 skipped = pytest.param(None, None, marks=pytest.mark.skip("not built, or no such processor"))
 float_levels = pytest.mark.parametrize(("dtype", "level"), FLOAT_LEVELS or [skipped])
+slow_shapes = [
+    pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 32, 64), (7, 16, 128), (14, 64, 256), (15, 48, 2))
+]
 shapes = pytest.mark.parametrize(
     ("rows", "columns", "in_width"),
-    [(1, 1, 2), (1, 32, 64), (2, 33, 30), (7, 16, 128), (13, 100, 66), (14, 64, 256), (15, 48, 2), (29, 31, 34)],
+    [(1, 1, 2), (2, 33, 30), (13, 100, 66), (29, 31, 34), *slow_shapes],
 )
 activations = pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_tanh"])
 

@@ -13,6 +13,7 @@ from kernels import paged
 from kernels.gpu_choice import gpu_kernels_run
 from kernels.paged import Int64Array, PagedAttention, supported_levels
 from kernels.reference import attention, attention_of_chunk
+from tests.marks import slow
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -23,6 +24,8 @@ LAYER = 1
 
 levels = pytest.mark.parametrize("level", supported_levels() or [pytest.param("", marks=pytest.mark.skip("not built"))])
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCES))
+head_dims = pytest.mark.parametrize("head_dim", [64, 80, 7, *slow(96, 128, 24, 40)])
+groups = pytest.mark.parametrize("group", [1, 3, 8, *slow(2, 4, 5, 6, 7)])
 
 
 class Batch(NamedTuple):
@@ -98,27 +101,27 @@ def check_chunks(
 
 @levels
 @dtypes
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 24, 40, 7])
+@head_dims
 def test_chunks_of_any_head_width(head_dim: int, dtype: torch.dtype, level: str) -> None:
     check_chunks(make_batch((2, head_dim), 16, dtype, CHUNK_LENGTHS), CHUNK_COUNTS, 2, level)
 
 
 @levels
 @dtypes
-@pytest.mark.parametrize("group", range(1, 9))
+@groups
 def test_chunks_with_grouped_heads(group: int, dtype: torch.dtype, level: str) -> None:
     check_chunks(make_batch((2, 64), 5, dtype, CHUNK_LENGTHS), CHUNK_COUNTS, group, level)
 
 
 @levels
 @dtypes
-@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
+@pytest.mark.parametrize("window", [1, 64, 200, *slow(2, 63, 65)])
 def test_chunks_within_a_window(window: int, dtype: torch.dtype, level: str) -> None:
     check_chunks(make_batch((1, 32), 16, dtype, CHUNK_LENGTHS), CHUNK_COUNTS, 3, level, window)
 
 
 @levels
-@pytest.mark.parametrize("num_threads", [1, 3, 7])
+@pytest.mark.parametrize("num_threads", [3, *slow(1, 7)])
 def test_chunks_are_divided_over_cores(num_threads: int, level: str) -> None:
     check_chunks(
         make_batch((1, 16), 16, torch.float32, CHUNK_LENGTHS), CHUNK_COUNTS, 100, level, num_threads=num_threads
@@ -139,14 +142,14 @@ def test_chunks_of_random_shapes(dtype: torch.dtype, level: str) -> None:
 
 @levels
 @dtypes
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 24, 40, 7])
+@head_dims
 def test_decode_of_any_head_width(head_dim: int, dtype: torch.dtype, level: str) -> None:
     check_decode(make_batch((3, head_dim), 16, dtype), 1, level)
 
 
 @levels
 @dtypes
-@pytest.mark.parametrize("group", range(1, 9))
+@groups
 def test_decode_with_grouped_heads(group: int, dtype: torch.dtype, level: str) -> None:
     check_decode(make_batch((2, 64), 5, dtype), group, level)
 

@@ -10,6 +10,7 @@ from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.paged import supported_levels
 from kernels.rotary import HeadPlacement, rotary_angles, rotate_
 from kernels.rows import GateRows, HeadRows, NormRows, highest, native_level
+from tests.marks import slow
 
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
@@ -17,7 +18,7 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 BUILT = supported_levels() if native_level(torch.float32, CPU) else ()
 levels = pytest.mark.parametrize("level", BUILT or [pytest.param("", marks=pytest.mark.skip("not built"))])
 dtypes = pytest.mark.parametrize("dtype", list(ROUNDING))
-widths = pytest.mark.parametrize("width", [1, 3, 15, 16, 17, 64, 100, 768, 1000])
+widths = pytest.mark.parametrize("width", [1, 17, 64, 1000, *slow(3, 15, 16, 100, 768)])
 
 
 def randoms(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -1,6 +1,7 @@
 """The benchmark of the pool's index and batch formers, and what it says of how narrow batches are."""
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -19,6 +20,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from kvpool.policies.batch_former import AlignedBatch, BatchLimits, LengthRange, batch_of
 from kvpool.state import PooledRequest
+from tests.marks import slow
 
 SMALL = ScheduleBenchmarkSpec(pool_sizes=(50, 200), num_batches=20, num_iterations=50)
 
@@ -39,7 +41,7 @@ def test_bad_specs(changes: dict[str, object]) -> None:
         dataclasses.replace(SMALL, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("lengths", sorted(LENGTHS))
+@pytest.mark.parametrize("lengths", ["lognormal", *slow(*sorted(LENGTHS.keys() - {"lognormal"}))])
 def test_every_former_and_size_is_measured(lengths: str) -> None:
     limits = BatchLimits(5000, 16, 4)
     result = run_schedule_benchmark(dataclasses.replace(SMALL, lengths=lengths, limits=limits))
@@ -90,6 +92,8 @@ def test_arrivals_are_the_same_for_the_same_seed() -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = functools.partial(ScheduleBenchmarkSpec, num_batches=20, num_iterations=50)
+    monkeypatch.setattr("alignedserve.bench.schedule.ScheduleBenchmarkSpec", small)
     command = ["alignedserve", "bench", "schedule", "--pool-sizes", "40"]
     for arguments in ([], ["--json"]):
         monkeypatch.setattr(sys, "argv", [*command, *arguments])

@@ -8,6 +8,7 @@ import pytest
 from alignedserve.sim.sweep import Case, CaseProgress, WorkloadLine, run_cases
 from alignedserve.workload.requests import Workload
 from tests.desks.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
+from tests.marks import slow
 
 LINE = WorkloadLine("prompt=uniform(10,200), output=uniform(2,20), rate=20, ttft=1, tpot=0.2", seed=3, num_requests=30)
 CASES = [
@@ -37,7 +38,7 @@ def test_results_come_in_the_order_of_the_cases_and_are_the_same_in_any_number_o
     assert [one.result for one in here] == [one.result for one in elsewhere]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, *slow(2)])
 def test_a_case_that_fails_is_a_result_and_the_others_go_on(processes: int) -> None:
     never, broken, fine = run_cases(
         [NEVER_FITS, Case("broken", colocated(), Broken("")), CASES[0]], processes=processes
@@ -62,7 +63,7 @@ def test_a_process_that_dies_takes_only_its_own_case_along() -> None:
     ]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, *slow(2)])
 def test_progress_ends_with_every_case(processes: int) -> None:
     seen: list[CaseProgress] = []
     run_cases([*CASES, NEVER_FITS], processes=processes, progress=seen.append)
