@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.gpu_choice import fused_kernels
+from kernels.gpu_choice import fused_kernels, on_device
 
 WORD_BYTES = 8
 G, _C1, _C2 = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
@@ -24,7 +24,8 @@ def row_checksums(rows: Tensor, keys: Tensor) -> Tensor:
     """rows uint8 [count, any multiple of 8], contiguous; keys int64 [count], on the same device -> int64 [count]."""
     kernels = fused_kernels("row_checksums", rows.device, rows.dtype)
     if kernels is not None:
-        sums: Tensor = kernels.row_checksums(rows, keys)
+        with on_device(rows.device):
+            sums: Tensor = kernels.row_checksums(rows, keys)
         return sums
     words = rows.view(torch.int64)
     places = torch.arange(1, words.shape[1] + 1, dtype=torch.int64, device=rows.device) * signed(G)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.gpu_choice import fused_kernels
+from kernels.gpu_choice import fused_kernels, on_device
 
 
 def gather_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
@@ -15,7 +15,8 @@ def gather_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
     """
     kernels = fused_kernels("block_copies", blocks.device, blocks.dtype)
     if kernels is not None:
-        kernels.gather_blocks(blocks, block_ids, rows)
+        with on_device(blocks.device):
+            kernels.gather_blocks(blocks, block_ids, rows)
     else:
         torch.index_select(_words(blocks), 0, block_ids, out=_words(rows))
 
@@ -24,7 +25,8 @@ def scatter_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
     """blocks[block_ids[i]] = rows[i]; as `gather_blocks`, and no block twice."""
     kernels = fused_kernels("block_copies", blocks.device, blocks.dtype)
     if kernels is not None:
-        kernels.scatter_blocks(rows, blocks, block_ids)
+        with on_device(blocks.device):
+            kernels.scatter_blocks(rows, blocks, block_ids)
     else:
         _words(blocks).index_copy_(0, block_ids, _words(rows))
 

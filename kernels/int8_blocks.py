@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.gpu_choice import fused_kernels
+from kernels.gpu_choice import fused_kernels, on_device
 
 RANGE_BYTES = 4  # of a channel: its step and its lowest number
 _LEVELS = 255.0
@@ -36,7 +36,8 @@ def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
     """
     kernels = fused_kernels("int8_blocks", blocks.device, blocks.dtype)
     if kernels is not None:
-        kernels.quantise_blocks(blocks, block_ids, rows)
+        with on_device(blocks.device):
+            kernels.quantise_blocks(blocks, block_ids, rows)
     else:
         plain_quantise(blocks, block_ids, rows)
 
@@ -45,7 +46,8 @@ def dequantise_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
     """Write listed blocks on their way in; as `quantise_blocks`, and no block twice."""
     kernels = fused_kernels("int8_blocks", blocks.device, blocks.dtype)
     if kernels is not None:
-        kernels.dequantise_blocks(rows, blocks, block_ids)
+        with on_device(blocks.device):
+            kernels.dequantise_blocks(rows, blocks, block_ids)
     else:
         plain_dequantise(rows, blocks, block_ids)
 

@@ -35,18 +35,20 @@ def repeat(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class CudaCapture:
-    """CUDA graphs, which share their memory: no two of them are ever at work at once. Recorded on the current stream,
-    which is not the device's default one; other threads may use the device meanwhile."""
+    """CUDA graphs, which share their memory: no two of them are ever at work at once."""
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None  # PyTorch's own would be of the GPU that was first captured on in this process
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See Capture."""
         for _ in range(_WARM_UPS):
             work()
+        self._stream = self._stream or _CUDA.Stream()
         graph = _CUDA.CUDAGraph()
-        with _CUDA.graph(graph, self._pool, _CUDA.current_stream(), "thread_local"):
+        # Only this thread's calls count: others copy blocks and take memory meanwhile.
+        with _CUDA.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = work()
         self._pool = graph.pool()
 

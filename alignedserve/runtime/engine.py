@@ -201,10 +201,13 @@ class Engine:
 
     @torch.inference_mode()
     def record_graphs(self) -> None:
-        """Record the decode steps of every batch size, if they are recorded at all: none does it while it serves."""
+        """Record the decode steps of every batch size, if they are recorded at all, and compile what draws tokens: no
+        step does so while it serves."""
         if self._graphs is not None:
             for size in reversed(self._graphs.sizes):  # the largest takes the memory that all use
                 self._compute.run(partial(self._forward, self._builder.build_padding(size)))
+            logits = torch.zeros((1, self.model.config.vocab_size), dtype=self.model.dtype, device=self.storage.device)
+            self._compute.run(partial(self._sampler.warm_up, logits))
             self._compute.record().wait_on_host()
 
     @torch.inference_mode()

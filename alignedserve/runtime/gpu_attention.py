@@ -30,11 +30,13 @@ from alignedserve.runtime.sequences import IntArray, NewSequence, SequenceTable
 from kernels.gpu.blocks import BlockTables, BlockView
 from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, paged_decode
 from kernels.gpu.division import Division, divide
-from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill
-from kernels.gpu_choice import works
+from kernels.gpu.launching import padded
+from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
+from kernels.gpu_choice import on_device, works
 
-# Programs that run on a multiprocessor side by side, so that one loads while another multiplies.
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+# Programs that run on a multiprocessor side by side, so that one loads while another multiplies, by the bytes of a
+# head: as many as its registers and shared memory hold (compute capability 9.0). One more would begin when others end.
+_PROGRAMS_PER_MULTIPROCESSOR = {128: 5, 256: 4, 512: 2, 1024: 1}
 _PROGRAMS_OF_INTERPRETER = 4
 # Of larger heads a tile of keys and one of values do not fit a multiprocessor's shared memory.
 _MAX_HEAD_DIM = 256
@@ -91,7 +93,7 @@ class GpuPlanner:
         self.storage = storage
         self.window = window
         self.heads = (storage.layout.num_kv_heads, group, storage.layout.head_dim)
-        self.num_programs = max(1, _programs(storage.device) // storage.layout.num_kv_heads)
+        self.num_programs = max(1, _programs(storage) // storage.layout.num_kv_heads)
         self._flash: WholePrompts | None = None
 
     def use_flash(self, flash: WholePrompts) -> None:
@@ -159,7 +161,9 @@ class _PagedChunks:
 
     def __init__(self, planner: GpuPlanner, rows: IntArray, counts: IntArray) -> None:
         lengths = planner.table.num_computed[rows] + counts
-        tiles = chunk_tiles(lengths, counts, group=planner.heads[1])
+        _, group, head_dim = planner.heads
+        dtype = planner.storage.blocks.dtype
+        tiles = chunk_tiles(lengths, counts, group=group, query_rows=tiling(head_dim, dtype).query_rows)
         self.host_arrays: list[Array] = [*tiles, *planner.block_tables(rows, lengths)]
         self._planner = planner
         self._batch: ChunkBatch | None = None
@@ -248,12 +252,15 @@ class _OneStep:
 def _try_out(layout: BlockLayout, group: int, device: torch.device) -> None:
     if layout.head_dim > _MAX_HEAD_DIM:
         raise ValueError(f"no kernel for heads of {layout.head_dim} elements, only up to {_MAX_HEAD_DIM}")
-    _OneStep(layout, group, device, prompt_len=2).compute()
+    with on_device(device):
+        _OneStep(layout, group, device, prompt_len=2).compute()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
+def _programs(storage: BlockStorage) -> int:
+    if storage.device.type != "cuda":
         return _PROGRAMS_OF_INTERPRETER
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) * _PROGRAMS_PER_MULTIPROCESSOR
+    head_bytes = padded(storage.layout.head_dim) * storage.blocks.element_size()
+    side_by_side = next((count for size, count in _PROGRAMS_PER_MULTIPROCESSOR.items() if head_bytes <= size), 1)
+    return int(torch.cuda.get_device_properties(storage.device).multi_processor_count) * side_by_side

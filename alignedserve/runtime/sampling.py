@@ -93,6 +93,15 @@ class Sampler:
             token_ids[at], is_usable[at] = self._sample(rows[random_at], num_tokens[random_at], adjusted[at].float())
         return Draw(rows, logits, token_ids, is_usable)
 
+    def warm_up(self, logits: Tensor) -> None:
+        """Have the GPU's kernel compiled, which takes seconds, for logits [1, vocab_size] of this kind and for those
+        that penalties have made float32."""
+        row, num_tokens = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        for own in (logits, logits.float()):
+            kernels = fused_kernels("token_sampling", own.device, own.dtype)
+            if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
+                kernels.sample_tokens(own, self._parameters(row, num_tokens, own.device))
+
     def finish(self, draw: Draw, token_ids: IntArray, is_usable: npt.NDArray[np.bool_]) -> Choice:
         """What `start` drew, once it is on the host: noted for the penalties to come, with log-probabilities."""
         self._changes.note(draw.rows, token_ids)

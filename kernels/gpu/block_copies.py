@@ -24,8 +24,8 @@ def scatter_blocks(staging: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """A launch of each kernel on next to nothing."""
-    blocks, rows = torch.zeros((1, 8), dtype=dtype, device=device), torch.zeros((1, 8), dtype=dtype, device=device)
+    """A launch of each kernel on next to nothing: 16 words, as Triton compiles for sizes divisible by 16 apart."""
+    blocks, rows = (torch.zeros((1, 128), dtype=dtype, device=device) for _ in range(2))
     block_ids = torch.zeros(1, dtype=torch.int64, device=device)
     gather_blocks(blocks, block_ids, rows)
     scatter_blocks(rows, blocks, block_ids)

@@ -18,6 +18,8 @@ from kernels.gpu.blocks import BlockTables, BlockView, cached_elements
 from kernels.gpu.launching import padded, upcast
 
 TILE = 64  # tokens
+# Parts of a context that are merged at a time: one long context in a small batch has a part in every program.
+_PARTS = 16
 
 
 class DecodeBatch(NamedTuple):
@@ -27,7 +29,7 @@ class DecodeBatch(NamedTuple):
     lengths: Tensor  # [rows] int32, tokens of each context
     division: Sequence[Tensor]  # the arrays of a Division
     sums: Tensor  # [parts, kv_heads, group, head_dim] float32: scratch
-    weights: Tensor  # [parts, kv_heads, group, 2] float32: scratch, maxima and sums of weights
+    weights: Tensor  # [parts, kv_heads, group, 2] float32: scratch, maxima of scores (base 2) and sums of weights
 
 
 def decode_batch(
@@ -56,7 +58,9 @@ def paged_decode(
     padded_group, padded_dim = padded(group), padded(head_dim)
     part_rows, part_firsts, part_lasts, program_parts, row_parts = batch.division
     num_programs = program_parts.shape[0] - 1
-    _decode_parts[(num_programs, kv_heads)](
+    # The programs of one run of tiles lie side by side, so that the heads of a token are read at about the same time:
+    # they are neighbours in memory.
+    _decode_parts[(kv_heads, num_programs)](
         queries,
         view.blocks,
         *batch.tables,
@@ -72,7 +76,8 @@ def paged_decode(
         keys_at,
         values_at,
         window or 0,
-        1.0 / math.sqrt(head_dim),
+        # Weights are powers of 2, which is what the hardware computes.
+        math.log2(math.e) / math.sqrt(head_dim),
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -82,17 +87,16 @@ def paged_decode(
         TOKENS=TILE,
         UPCAST=upcast(view.blocks.dtype),
     )
-    _merge_parts[(num_rows, kv_heads)](
+    _merge_parts[(num_rows, kv_heads * group)](
         out,
         row_parts,
         batch.sums,
         batch.weights,
         out.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
+        HEADS=kv_heads * group,
         HEAD_DIM=head_dim,
-        PADDED_GROUP=padded_group,
         PADDED_DIM=padded_dim,
+        PARTS=_PARTS,
     )
 
 
@@ -125,13 +129,14 @@ def _decode_parts(
     TOKENS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     members, dims, places = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, TOKENS)
     is_member = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     for part in range(tl.load(program_parts + program), tl.load(program_parts + program + 1)):
         row = tl.load(part_rows + part)
         length, backwards = tl.load(lengths + row), tl.load(is_reversed + row).to(tl.int32)
         earliest = tl.where(window > 0, length - window, 0)
+        table = entries + tl.load(starts + row)
         at = row.to(tl.int64) * query_stride + head * GROUP * HEAD_DIM
         query = tl.load(queries + at + members[:, None] * HEAD_DIM + dims[None, :], mask=is_member, other=0.0)
         if UPCAST:
@@ -143,7 +148,7 @@ def _decode_parts(
             tokens = tile * TOKENS + places
             is_read = (tokens < length) & (tokens >= earliest)
             elements = cached_elements(
-                entries + tl.load(starts + row),
+                table,
                 tokens,
                 is_read,
                 backwards,
@@ -162,8 +167,8 @@ def _decode_parts(
             scores = tl.where(is_read[None, :], scores, -float("inf"))
             higher = tl.maximum(most, tl.max(scores, axis=1))
             # The first tile that is read holds a token at least, so the maximum is a number from then on.
-            correction = tl.where(most == -float("inf"), 0.0, tl.exp(most - higher))
-            shares = tl.where(is_read[None, :], tl.exp(scores - higher[:, None]), 0.0)
+            correction = tl.where(most == -float("inf"), 0.0, tl.exp2(most - higher))
+            shares = tl.where(is_read[None, :], tl.exp2(scores - higher[:, None]), 0.0)
             total = total * correction + tl.sum(shares, axis=1)
             values = tl.load(blocks + values_at + where, mask=is_element, other=0.0)
             if UPCAST:
@@ -183,29 +188,31 @@ def _merge_parts(
     sums,
     weights,
     out_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    members, dims = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM)
-    is_member = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    most = tl.full((PADDED_GROUP,), -float("inf"), tl.float32)
-    total = tl.zeros((PADDED_GROUP,), tl.float32)
-    result = tl.zeros((PADDED_GROUP, PADDED_DIM), tl.float32)
-    for part in range(tl.load(row_parts + row), tl.load(row_parts + row + 1)):
-        heads = (part * KV_HEADS + head) * GROUP + members
-        own_most = tl.load(weights + heads * 2, mask=members < GROUP, other=0.0)
-        own_total = tl.load(weights + heads * 2 + 1, mask=members < GROUP, other=1.0)
-        own = tl.load(sums + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_member, other=0.0)
-        higher = tl.maximum(most, own_most)
-        before = tl.where(most == -float("inf"), 0.0, tl.exp(most - higher))
-        share = tl.where(own_most == -float("inf"), 0.0, tl.exp(own_most - higher))
-        total = total * before + own_total * share
-        result = result * before[:, None] + own * share[:, None]
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dims, places = tl.arange(0, PADDED_DIM), tl.arange(0, PARTS)
+    is_dim = dims < HEAD_DIM
+    most = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    result = tl.zeros((PADDED_DIM,), tl.float32)
+    last = tl.load(row_parts + row + 1)
+    for first in range(tl.load(row_parts + row), last, PARTS):
+        is_part = first + places < last
+        heads = (first + places).to(tl.int64) * HEADS + head
+        own_most = tl.load(weights + heads * 2, mask=is_part, other=-float("inf"))
+        own_total = tl.load(weights + heads * 2 + 1, mask=is_part, other=0.0)
+        where = heads[:, None] * HEAD_DIM + dims[None, :]
+        own = tl.load(sums + where, mask=is_part[:, None] & is_dim[None, :], other=0.0)
+        higher = tl.maximum(most, tl.max(own_most, axis=0))
+        before = tl.where(most == -float("inf"), 0.0, tl.exp2(most - higher))
+        # A part without a number (NaN in its keys) has no maximum; its sum is none either, and stays none times 0.
+        share = tl.where(own_most == -float("inf"), 0.0, tl.exp2(own_most - higher))
+        total = total * before + tl.sum(own_total * share, axis=0)
+        result = result * before + tl.sum(own * share[:, None], axis=0)
         most = higher
-    at = row.to(tl.int64) * out_stride + head * GROUP * HEAD_DIM
-    where = at + members[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out + where, (result / total[:, None]).to(out.dtype.element_ty), mask=is_member)
+    where = row * out_stride + head * HEAD_DIM + dims
+    tl.store(out + where, (result / total).to(out.dtype.element_ty), mask=is_dim)

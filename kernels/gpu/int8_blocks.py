@@ -24,9 +24,10 @@ def dequantise_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """A launch of each kernel on next to nothing."""
-    blocks = torch.zeros((1, 2, 16, 2), dtype=dtype, device=device)
-    rows = torch.zeros((1, (16 + RANGE_BYTES) * 4), dtype=torch.uint8, device=device)
+    """A launch of each kernel on next to nothing: 16 runs of 16 channels, as Triton compiles for sizes divisible by 16
+    apart."""
+    blocks = torch.zeros((1, 16, 16, 16), dtype=dtype, device=device)
+    rows = torch.zeros((1, (16 + RANGE_BYTES) * 256), dtype=torch.uint8, device=device)
     block_ids = torch.zeros(1, dtype=torch.int64, device=device)
     quantise_blocks(blocks, block_ids, rows)
     dequantise_blocks(rows, blocks, block_ids)

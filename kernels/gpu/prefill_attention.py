@@ -1,7 +1,8 @@
 """Attention of prefill chunks over paged blocks on a GPU: queries in chunks, keys and values cached already.
 
 One program per tile of query tokens and key head; the query heads of the key head are rows of the same tile, so that a
-tile of keys is read once for all of them. Longest contexts first: what is left at the end is short.
+tile of keys is read once for all of them. Longest contexts first: what is left at the end is short. Only the last tiles
+of a context hold keys that some of the rows must not see; the others are computed without a mask.
 """
 
 import math
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,8 +19,21 @@ from kernels.gpu.blocks import BlockTables, BlockView, cached_elements
 from kernels.gpu.division import Int32Array, Int64Array
 from kernels.gpu.launching import padded, upcast
 
-QUERY_ROWS = 64  # tokens x group of a tile
-TOKENS = 64  # keys of a tile
+
+class Tiling(NamedTuple):
+    """How the work is cut for heads of one kind: what fits registers and shared memory (see tests.gpu_kernels)."""
+
+    query_rows: int  # tokens x group of a tile
+    keys: int  # of a tile
+    num_warps: int
+    num_stages: int  # 5: two tiles of keys on their way while one is multiplied, as each waits for its block's number
+
+
+def tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+    """The largest that does not spill. In float32 there are no matrix units to multiply exactly: registers hold all."""
+    if dtype == torch.float32:
+        return Tiling(32, 16, 8, 3)
+    return Tiling(64, 32, 4, 3) if padded(head_dim) > 128 else Tiling(128, 64, 8, 5)
 
 
 class ChunkTiles(NamedTuple):
@@ -37,9 +52,10 @@ class ChunkBatch(NamedTuple):
     tiles: Sequence[Tensor]  # the arrays of a ChunkTiles
 
 
-def chunk_tiles(lengths: Int64Array, counts: Int64Array, *, group: int) -> ChunkTiles:
-    """Of sequence i, the last counts[i] of the first lengths[i] tokens are queries, whose rows follow one another."""
-    tokens = max(1, QUERY_ROWS // triton.next_power_of_2(group))
+def chunk_tiles(lengths: Int64Array, counts: Int64Array, *, group: int, query_rows: int) -> ChunkTiles:
+    """Of sequence i, the last counts[i] of the first lengths[i] tokens are queries, whose rows follow one another.
+    `query_rows`: of the tiling."""
+    tokens = max(1, query_rows // triton.next_power_of_2(group))
     num_tiles = -(-counts // tokens)
     sequences = np.repeat(np.arange(len(counts)), num_tiles)
     within = np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
@@ -63,7 +79,8 @@ def paged_prefill(
     _, kv_heads, group, head_dim = queries.shape
     stride, keys_at, values_at = view.offsets
     padded_group = triton.next_power_of_2(group)
-    _prefill[(batch.tiles[0].shape[0], kv_heads)](
+    query_rows, keys, num_warps, num_stages = tiling(head_dim, view.blocks.dtype)
+    _prefill[(batch.tiles[0].shape[0] * kv_heads,)](
         queries,
         out,
         view.blocks,
@@ -75,17 +92,73 @@ def paged_prefill(
         keys_at,
         values_at,
         window or 0,
-        1.0 / math.sqrt(head_dim),
+        # Weights are powers of 2, which is what the hardware computes.
+        math.log2(math.e) / math.sqrt(head_dim),
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=view.blocks.shape[3],
         PADDED_GROUP=padded_group,
-        ROWS=max(1, QUERY_ROWS // padded_group) * padded_group,
+        ROWS=max(1, query_rows // padded_group) * padded_group,
         PADDED_DIM=padded(head_dim),
-        TOKENS=TOKENS,
+        TOKENS=keys,
         UPCAST=upcast(view.blocks.dtype),
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
+
+
+@triton.jit
+def _attend(
+    state,
+    query,
+    first,
+    blocks,
+    table,
+    backwards,
+    head,
+    block_stride,
+    keys_at,
+    values_at,
+    bounds,
+    own,
+    window,
+    scale,
+    IS_WHOLE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """The state (of each row the highest score, the sum of weights, the weighted values) with one more tile of keys,
+    from token `first` on. IS_WHOLE: all rows see all of it. `bounds`: where the tokens to be read begin and end."""
+    most, total, result = state
+    others, dims = first + tl.arange(0, TOKENS), tl.arange(0, PADDED_DIM)
+    is_read = others >= 0 if IS_WHOLE else (others >= bounds[0]) & (others < bounds[1])
+    is_cached = is_read[:, None] & (dims < HEAD_DIM)[None, :]
+    elements = cached_elements(table, others, is_read, backwards, head, block_stride, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    where = elements[:, None] + dims[None, :]
+    keys = tl.load(blocks + keys_at + where, mask=is_cached, other=0.0)
+    if UPCAST:
+        keys = keys.to(tl.float32)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if not IS_WHOLE:
+        is_seen = is_read[None, :] & (others[None, :] <= own[:, None])
+        is_seen = is_seen & ((window == 0) | (others[None, :] > own[:, None] - window))
+        scores = tl.where(is_seen, scores, -float("inf"))
+    higher = tl.maximum(most, tl.max(scores, axis=1) * scale)
+    # A row may have seen nothing yet: its window begins in a later tile.
+    reference = tl.where(higher == -float("inf"), 0.0, higher)
+    correction = tl.exp2(most - reference)
+    shares = tl.exp2(scores * scale - reference[:, None])
+    values = tl.load(blocks + values_at + where, mask=is_cached, other=0.0)
+    if UPCAST:
+        values = values.to(tl.float32)
+    total = total * correction + tl.sum(shares, axis=1)
+    result = tl.dot(shares.to(values.dtype), values, result * correction[:, None], input_precision="ieee")
+    return higher, total, result
 
 
 @triton.jit
@@ -117,11 +190,12 @@ def _prefill(
     TOKENS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, head = tl.program_id(0) // KV_HEADS, (tl.program_id(0) % KV_HEADS).to(tl.int64)
     sequence = tl.load(tile_sequences + tile).to(tl.int64)
     first_row, position, count = tl.load(tile_rows + tile), tl.load(tile_positions + tile), tl.load(tile_counts + tile)
     backwards = tl.load(is_reversed + sequence).to(tl.int32)
-    rows, dims, places = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, TOKENS)
+    table = entries + tl.load(starts + sequence)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     token, member = rows // PADDED_GROUP, rows % PADDED_GROUP
     is_query = (token < count) & (member < GROUP)
     is_element = is_query[:, None] & (dims < HEAD_DIM)[None, :]
@@ -134,40 +208,60 @@ def _prefill(
     most = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    state = (most, total, result)
     earliest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
-    for first in range(earliest // TOKENS * TOKENS, position + count, TOKENS):
-        others = first + places
-        is_read = (others < position + count) & (others >= earliest)
-        elements = cached_elements(
-            entries + tl.load(starts + sequence),
-            others,
-            is_read,
+    begin = earliest // TOKENS * TOKENS
+    # All rows see all of the tiles before that of the first row's token, where there is no window.
+    masked = tl.where(window > 0, begin, (position + 1) // TOKENS * TOKENS)
+    bounds = (earliest, position + count)
+    for first in range(begin, masked, TOKENS):
+        state = _attend(
+            state,
+            query,
+            first,
+            blocks,
+            table,
             backwards,
             head,
             block_stride,
+            keys_at,
+            values_at,
+            bounds,
+            own,
+            window,
+            scale,
+            True,
             KV_HEADS,
             HEAD_DIM,
             BLOCK_SIZE,
+            PADDED_DIM,
+            TOKENS,
+            UPCAST,
         )
-        where = elements[:, None] + dims[None, :]
-        is_cached = is_read[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(blocks + keys_at + where, mask=is_cached, other=0.0)
-        if UPCAST:
-            keys = keys.to(tl.float32)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        is_seen = is_read[None, :] & (others[None, :] <= own[:, None])
-        is_seen = is_seen & ((window == 0) | (others[None, :] > own[:, None] - window))
-        scores = tl.where(is_seen, scores, -float("inf"))
-        higher = tl.maximum(most, tl.max(scores, axis=1))
-        # A row may have seen nothing yet: its window begins in a later tile.
-        reference = tl.where(higher == -float("inf"), 0.0, higher)
-        correction = tl.where(most == -float("inf"), 0.0, tl.exp(most - reference))
-        shares = tl.where(is_seen, tl.exp(scores - reference[:, None]), 0.0)
-        total = total * correction + tl.sum(shares, axis=1)
-        values = tl.load(blocks + values_at + where, mask=is_cached, other=0.0)
-        if UPCAST:
-            values = values.to(tl.float32)
-        result = result * correction[:, None] + tl.dot(shares.to(values.dtype), values, input_precision="ieee")
-        most = higher
+    for first in range(masked, position + count, TOKENS):
+        state = _attend(
+            state,
+            query,
+            first,
+            blocks,
+            table,
+            backwards,
+            head,
+            block_stride,
+            keys_at,
+            values_at,
+            bounds,
+            own,
+            window,
+            scale,
+            False,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            PADDED_DIM,
+            TOKENS,
+            UPCAST,
+        )
+    most, total, result = state
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(out + own_rows * out_stride + within, (result / total[:, None]).to(out.dtype.element_ty), mask=is_element)

@@ -65,12 +65,13 @@ def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch once, on next to nothing. Raises what keeps the kernel from running."""
+    """Launch once, on one tile, so that what is compiled serves larger vocabularies. Raises what keeps the kernel from
+    running."""
     temperature, draw = (torch.full((1,), 0.5, dtype=kind, device=device) for kind in (torch.float32, torch.float64))
     columns = RowParameters(
         temperature, torch.ones(1, dtype=torch.int64, device=device), temperature, temperature, draw
     )
-    sample_tokens(torch.ones((1, 16), dtype=dtype, device=device), columns)
+    sample_tokens(torch.ones((1, _TILE), dtype=dtype, device=device), columns)
 
 
 @triton.jit

@@ -3,12 +3,19 @@
     python -m tests.gpu_kernels.compile_all          # in every variant
     python -m tests.gpu_kernels.compile_all --once   # the first variant of each
 
-Without TRITON_INTERPRET, so in a process of its own. Prints a line per kernel; a kernel that does not compile raises.
+Without TRITON_INTERPRET, so in a process of its own. Sizes and addresses are divisible by 16 and warps as many as where
+the kernels are launched. Prints a line per kernel; one that does not compile, or keeps in memory what it should hold in
+registers, raises.
 """
 
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -25,6 +32,9 @@ from kernels.gpu import (
     row_norm,
     token_sampling,
 )
+from kernels.gpu.launching import padded, row_warps
+
+Case = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 HEADS = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
@@ -115,22 +125,40 @@ SAMPLED = {
     "vocabulary": "i32",
 }
 TILE = {"BLOCK_SIZE": 16, "PADDED_DIM": 128, "TOKENS": 64, "UPCAST": False, **HEADS}
+NARROW = {**TILE, "HEAD_DIM": 64, "PADDED_DIM": 64}
 SLOTS = {"SLOTS": 16, "PADDED": 16, "CHANNELS": 128}
 
-# Kernel, types of its arguments, what it is compiled for.
-CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
-    (decode_attention._decode_parts, {**ATTENTION, **PARTS}, {**TILE, "PADDED_GROUP": 16}),
-    (decode_attention._merge_parts, MERGED, {"PADDED_GROUP": 16, "PADDED_DIM": 128, **HEADS}),
-    (prefill_attention._prefill, {**ATTENTION, **TILES}, {**TILE, "PADDED_GROUP": 4, "ROWS": 64}),
-    *((block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024}) for is_gather in (True, False)),
-    (row_checksums._sum_words, {"rows": LONG, "keys": LONG, "sums": LONG, "num_words": "i32"}, {"WORDS": 2048}),
-    *((kernel, ROUNDED | ROW_SIZES, SLOTS) for kernel in (int8_blocks._quantise, int8_blocks._dequantise)),
+_MOST_STACK_BYTES = 64  # of a thread, some for what is rarely used
+_NOT_SIZES = ("window",)  # of any value
+
+
+def prefill_case(head_dim: int, dtype: torch.dtype, element: str) -> Case:
+    """As `paged_prefill` launches it."""
+    tiling = prefill_attention.tiling(head_dim, dtype)
+    sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "ROWS": tiling.query_rows, "TOKENS": tiling.keys}
+    types = {**ATTENTION, **TILES, "queries": element, "blocks": element, "out": element}
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    return prefill_attention._prefill, types, {**TILE, **sizes, "PADDED_GROUP": 4}, options
+
+
+# Kernel, types of its arguments, what it is compiled for, how it is launched.
+CASES: list[Case] = [
+    (decode_attention._decode_parts, {**ATTENTION, **PARTS}, {**TILE, "PADDED_GROUP": 16}, {}),
+    (decode_attention._decode_parts, {**ATTENTION, **PARTS}, {**NARROW, "PADDED_GROUP": 16}, {}),
+    (decode_attention._merge_parts, MERGED, {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "PARTS": 16}, {}),
+    prefill_case(128, torch.bfloat16, HALF),
+    prefill_case(256, torch.bfloat16, HALF),
+    prefill_case(128, torch.float32, FLOAT),
+    *((block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024}, {}) for is_gather in (True, False)),
+    (row_checksums._sum_words, {"rows": LONG, "keys": LONG, "sums": LONG, "num_words": "i32"}, {"WORDS": 2048}, {}),
+    *((kernel, ROUNDED | ROW_SIZES, SLOTS, {}) for kernel in (int8_blocks._quantise, int8_blocks._dequantise)),
     *(
         (
             hidden_cache._recompute,
             HIDDEN,
             {"KV_HEADS": 8, "HEAD_DIM": 128, "FIRST": 64, "HALF": half, "BLOCK_SIZE": 16, "PART": 64}
             | {"IS_RMS": is_rms, "HAS_BIAS": not is_rms, "TOKENS": 32, "INPUTS": 64, "UPCAST": False},
+            {},
         )
         for half, is_rms in ((64, True), (0, False))
     ),
@@ -139,6 +167,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
             row_norm._normalise,
             NORM,
             {"HAS_RESIDUAL": is_rms, "HAS_BIAS": not is_rms, "IS_RMS": is_rms, "PADDED_WIDTH": 4096},
+            {"num_warps": row_warps(4096)},
         )
         for is_rms in (True, False)
     ),
@@ -148,13 +177,14 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
             PLACED,
             {"NUM_HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "FIRST": 64, "HALF": half, "HAS_NORM": half > 0}
             | {"PART": 64, "HEADS": 8},
+            {},
         )
         for half in (64, 0)
     ),
-    *((gating._gate, GATED, {"ACTIVATION": name, "COLUMNS": 1024}) for name in gating.NAMES),
+    *((gating._gate, GATED, {"ACTIVATION": name, "COLUMNS": 1024}, {}) for name in gating.NAMES),
     # The widest tile takes as long as all other kernels together.
     *(
-        (token_sampling._sample, {**SAMPLED, "logits": kind}, {"TILE": tile})
+        (token_sampling._sample, {**SAMPLED, "logits": kind}, {"TILE": tile}, {"num_warps": token_sampling._WARPS})
         for kind, tile in ((HALF, 512), (HALF, 4096), (FLOAT, 4096))
     ),
 ]
@@ -163,15 +193,36 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
 def main(*, once: bool) -> None:
     """Compile all, or each kernel once."""
     seen: set[str] = set()
-    for kernel, types, constants in CASES:
+    for kernel, types, constants, options in CASES:
         if once and kernel.__name__ in seen:
             continue
         seen.add(kernel.__name__)
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-        assert compiled.asm["cubin"], kernel.__name__
-        print(f"{kernel.__name__}: {compiled.metadata.shared} bytes of shared memory")
+        sizes = [name.startswith("*") or name in ("i32", "i64") for name in signature.values()]
+        divisible = {
+            (place,): [["tt.divisibility", 16]]
+            for place, (name, is_size) in enumerate(zip(signature, sizes, strict=True))
+            if is_size and name not in _NOT_SIZES
+        }
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        num_registers, stack_bytes = usage(compiled.asm["cubin"])
+        print(
+            f"{kernel.__name__}: {compiled.metadata.shared} bytes of shared memory, {num_registers} registers and "
+            f"{stack_bytes} bytes of stack a thread"
+        )
+        assert stack_bytes <= _MOST_STACK_BYTES, kernel.__name__
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Of a thread: registers, and bytes of memory where they were too few."""
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
 from kernels.gpu.division import divide
-from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill
+from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 HEAD_DIMS = (64, 80, 96, 128)
@@ -64,6 +64,19 @@ def test_decode_at_the_edges_of_tiles(lengths: list[int], device: torch.device) 
         check_decode(0, lengths, None, device, num_programs)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_decode_of_a_long_context_by_many_programs(seed: int, device: torch.device) -> None:
+    """More parts than are merged at a time, beside a context that is one part."""
+    check_decode(seed, [2000, 3], None, device, num_programs=40)
+    check_decode(seed, [2000, 1200], 1900, device, num_programs=23)
+
+
+@pytest.mark.parametrize("window", [1, 2, TILE, TILE + 1])
+def test_narrow_windows(window: int, device: torch.device) -> None:
+    check_decode(2, [1, 130, TILE, 70], window, device)
+    check_prefill(2, [1, 130, TILE, 70], [1, 9, TILE, 40], window, device)
+
+
 def check_prefill(seed: int, lengths: list[int], counts: list[int], window: int | None, device: torch.device) -> None:
     rng = np.random.default_rng(seed)
     kv_heads, group, head_dim = int(rng.integers(1, 4)), seed % 8 + 1, HEAD_DIMS[seed % 4]
@@ -71,7 +84,7 @@ def check_prefill(seed: int, lengths: list[int], counts: list[int], window: int 
     there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device)
     queries = torch.randn(sum(counts), kv_heads, group, head_dim).to(device, dtype)
     out = poisoned(queries)
-    tiles = chunk_tiles(there.lengths, np.array(counts), group=group)
+    tiles = chunk_tiles(there.lengths, np.array(counts), group=group, query_rows=tiling(head_dim, dtype).query_rows)
     batch = ChunkBatch(there.tables, on_device(tiles, device))
     paged_prefill(queries, out, there.view, batch, window=window)
     first = 0
@@ -89,6 +102,12 @@ def test_prefill(seed: int, device: torch.device) -> None:
     lengths = rng.integers(1, 120, 3).tolist()
     counts = [int(rng.integers(1, length + 1)) for length in lengths]
     check_prefill(seed, lengths, counts, None if seed % 2 else int(rng.integers(1, 90)), device)
+
+
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 6))])
+def test_chunks_deep_in_their_contexts(seed: int, device: torch.device) -> None:
+    """Tiles of keys that every query sees whole, and those behind them that some do."""
+    check_prefill(seed, [300, 193, 129], [20, 150, 1], None, device)
 
 
 @pytest.mark.parametrize("lengths", [[1], [65], *slow([64], [128, 1])])
