@@ -1,6 +1,5 @@
 """What holds for every test."""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -25,12 +24,6 @@ settings.load_profile("alignedserve")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those of a served cluster come last: it would keep the machine a little busy through all that follow."""
     items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
-
-
-def pytest_collection_finish() -> None:
-    """What has been imported and collected stays to the end: no need to look through it again and again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

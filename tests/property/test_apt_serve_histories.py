@@ -16,7 +16,7 @@ from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
 from tests.desks.scheduling import EasyCosts, request_of
 from tests.marks import slow
 
-_NAMES = ("apt_serve", "apt_serve_chunked")
+_NAMES = ("apt_serve", *slow("apt_serve_chunked"))
 
 
 # --- the selection

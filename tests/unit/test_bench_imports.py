@@ -24,9 +24,9 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 """
 COMMANDS = (
-    "bench engine --device cpu --shape toy --workload iterations",
     "bench transfer --device cpu",
     *slow(
+        "bench engine --device cpu --shape toy --workload iterations",
         "bench kernels --device cpu --shape toy --dtype float32 --toy",
         "bench engine --device cpu --shape toy --workload 1x5:2",
     ),

@@ -53,6 +53,7 @@ def test_blocks_of_devices_between_processes() -> None:
     check(rows)
 
 
+@pytest.mark.slow
 def test_memory_that_cannot_be_mapped_is_said() -> None:
     with pytest.raises(HandoffRejected, match="the blocks are not in a device's memory"):
         list(peer_rows(SMALL, PeerWay("cuda_ipc", "cpu", "cpu")))
@@ -62,6 +63,7 @@ def ends_at_once(told: Any) -> None:
     told.close()
 
 
+@pytest.mark.slow
 def test_another_process_that_does_not_begin() -> None:
     with pytest.raises(PeerLost, match="ended as it began"), other_process(ends_at_once):
         pass
