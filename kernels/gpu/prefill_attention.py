@@ -26,7 +26,7 @@ class Tiling(NamedTuple):
     query_rows: int  # tokens x group of a tile
     keys: int  # of a tile
     num_warps: int
-    num_stages: int  # 5: two tiles of keys on their way while one is multiplied, as each waits for its block's number
+    num_stages: int  # 5: two tiles of keys on their way while one is multiplied; 3: one
 
 
 def tiling(head_dim: int, dtype: torch.dtype) -> Tiling:

@@ -123,11 +123,18 @@ SAMPLED = {
     "vocabulary": "i32",
 }
 TILE = {"BLOCK_SIZE": 16, "PADDED_DIM": 128, "TOKENS": 64, "UPCAST": False, **HEADS}
-NARROW = {**TILE, "HEAD_DIM": 64, "PADDED_DIM": 64}
 SLOTS = {"SLOTS": 16, "PADDED": 16, "CHANNELS": 128}
 
 _MOST_STACK_BYTES = 64  # of a thread, some for what is rarely used
 _NOT_SIZES = ("window",)  # of any value
+
+
+def decode_case(head_dim: int, dtype: torch.dtype, element: str) -> Case:
+    """As `paged_decode` launches it."""
+    types = {**ATTENTION, **PARTS, "queries": element, "blocks": element}
+    constants = {**TILE, "HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "PADDED_GROUP": 16}
+    options = {"num_stages": decode_attention.residency(head_dim, dtype).num_stages}
+    return decode_attention._decode_parts, types, constants, options
 
 
 def prefill_case(head_dim: int, dtype: torch.dtype, element: str) -> Case:
@@ -141,8 +148,7 @@ def prefill_case(head_dim: int, dtype: torch.dtype, element: str) -> Case:
 
 # Kernel, types of its arguments, what it is compiled for, how it is launched.
 CASES: list[Case] = [
-    (decode_attention._decode_parts, {**ATTENTION, **PARTS}, {**TILE, "PADDED_GROUP": 16}, {}),
-    (decode_attention._decode_parts, {**ATTENTION, **PARTS}, {**NARROW, "PADDED_GROUP": 16}, {}),
+    *(decode_case(*kind) for kind in ((128, torch.bfloat16, HALF), (64, torch.bfloat16, HALF))),
     (decode_attention._merge_parts, MERGED, {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "PARTS": 16}, {}),
     prefill_case(128, torch.bfloat16, HALF),
     prefill_case(256, torch.bfloat16, HALF),
