@@ -75,6 +75,8 @@ class DecodeGraphs:
         self._capture = capture
         # Of the block tables of a batch, which differ from step to step. Sequences that share blocks may have more.
         self._max_entries = storage.num_blocks + sizes[-1]
+        # Of all graphs: were each to keep its own, those of 128 256 tokens for up to 256 rows would take 0.6 GB.
+        self._logits = torch.empty((sizes[-1], model.config.vocab_size), dtype=model.dtype, device=storage.device)
         self._graphs: dict[int, tuple[FixedArrays, Callable[[], Tensor]]] = {}
 
     def run(self, step: StepBatch) -> Tensor | None:
@@ -92,5 +94,6 @@ class DecodeGraphs:
 
     def _record(self, step: StepBatch) -> tuple[FixedArrays, Callable[[], Tensor]]:
         fixed = FixedArrays(step.host_arrays, self._storage.device, last_size=self._max_entries)
-        batch = step.placed(fixed.tensors)
-        return fixed, self._capture(lambda: self._model.logits(self._model.forward(batch, self._storage)))
+        batch, logits = step.placed(fixed.tensors), self._logits[: len(step.token_ids)]
+        model, storage = self._model, self._storage
+        return fixed, self._capture(lambda: logits.copy_(model.logits(model.forward(batch, storage))))
