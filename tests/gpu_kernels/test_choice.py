@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.attention import TRITON
+from alignedserve.runtime.decode_graphs import repeat
 from kernels import gpu_choice
 from kernels.activation import ACTIVATIONS, Gated, gated
 from kernels.norm import RmsNorm, rms_norm
@@ -91,6 +93,16 @@ def test_an_engine_draws_the_same_tokens_by_the_kernels(tmp_path: Path, monkeypa
     expected = generated()
     monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
     assert generated() == expected
+    assert gpu_choice._known["token_sampling (torch.float32)"]
+
+
+@interpreted
+@pytest.mark.usefixtures("wanted")
+def test_what_draws_tokens_is_compiled_before_the_first(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    tiny = TinyEngine(tiny_decoder(tmp_path), attention=TRITON, capture=repeat, max_sequences=2)
+    assert "token_sampling (torch.float32)" not in gpu_choice._known
+    tiny.engine.record_graphs()
     assert gpu_choice._known["token_sampling (torch.float32)"]
 
 
