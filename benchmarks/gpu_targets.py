@@ -28,6 +28,7 @@ class _Seen(NamedTuple):
     figure: float
     unit: str = ""
     beside: str = ""
+    is_final: bool = True  # nothing that the part did not come to could change it
 
     def __str__(self) -> str:
         figure = f"{self.figure:.1%}" if self.unit == "%" else f"{self.figure:.3g}{self.unit}"
@@ -48,7 +49,9 @@ class _Target(NamedTuple):
         if seen is None:
             return Outcome(self.what, limit, "", NOT_MEASURED)
         is_met = seen.figure <= self.limit if self.is_upper else seen.figure >= self.limit
-        verdict = NOT_MEASURED if is_toy else MET if is_met else MISSED
+        verdict = MET if is_met else MISSED
+        if is_toy or not seen.is_final:
+            verdict = NOT_MEASURED
         return Outcome(self.what, limit, str(seen), verdict)
 
 
@@ -119,7 +122,8 @@ def _generation(figures: Figures) -> _Seen | None:
     if ratio is None:
         return None
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in figures["output_tokens_per_s"].items())
-    return _Seen(ratio, " times", f" (tokens/s: {rates})")
+    said = "; left out: ".join((rates, *figures.get("left_out", ())))
+    return _Seen(ratio, " times", f" (tokens/s: {said})", figures.get("is_complete", True))
 
 
 def _first(rows: Iterable[Figures], **wanted: str) -> Figures | None:

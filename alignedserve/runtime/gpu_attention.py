@@ -28,15 +28,11 @@ from alignedserve.runtime.flash_attention import (
 )
 from alignedserve.runtime.sequences import IntArray, NewSequence, SequenceTable
 from kernels.gpu.blocks import BlockTables, BlockView
-from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, paged_decode
+from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, paged_decode, residency
 from kernels.gpu.division import Division, divide
-from kernels.gpu.launching import padded
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 from kernels.gpu_choice import on_device, works
 
-# Programs that run on a multiprocessor side by side, so that one loads while another multiplies, by the bytes of a
-# head: as many as its registers and shared memory hold (compute capability 9.0). One more would begin when others end.
-_PROGRAMS_PER_MULTIPROCESSOR = {128: 5, 256: 4, 512: 2, 1024: 1}
 _PROGRAMS_OF_INTERPRETER = 4
 # Of larger heads a tile of keys and one of values do not fit a multiprocessor's shared memory.
 _MAX_HEAD_DIM = 256
@@ -261,6 +257,5 @@ def _try_out(layout: BlockLayout, group: int, device: torch.device) -> None:
 def _programs(storage: BlockStorage) -> int:
     if storage.device.type != "cuda":
         return _PROGRAMS_OF_INTERPRETER
-    head_bytes = padded(storage.layout.head_dim) * storage.blocks.element_size()
-    side_by_side = next((count for size, count in _PROGRAMS_PER_MULTIPROCESSOR.items() if head_bytes <= size), 1)
+    side_by_side = residency(storage.layout.head_dim, storage.blocks.dtype).num_programs
     return int(torch.cuda.get_device_properties(storage.device).multi_processor_count) * side_by_side

@@ -22,6 +22,24 @@ TILE = 64  # tokens
 _PARTS = 16
 
 
+class Residency(NamedTuple):
+    """How a multiprocessor is filled with programs."""
+
+    head_bytes: int  # of heads up to this size
+    num_stages: int  # 5: the next tile is on its way while one is computed; 3: it is asked for when that is done
+    num_programs: int  # side by side: what registers and shared memory hold. One more would begin when others end
+
+
+# Of compute capability 9.0 (see tests.gpu_kernels).
+_RESIDENCIES = (Residency(128, 5, 4), Residency(256, 5, 3), Residency(512, 3, 2), Residency(1024, 3, 1))
+
+
+def residency(head_dim: int, dtype: torch.dtype) -> Residency:
+    """Of programs for heads of this kind."""
+    head_bytes = padded(head_dim) * dtype.itemsize
+    return next(entry for entry in _RESIDENCIES if head_bytes <= entry.head_bytes or entry is _RESIDENCIES[-1])
+
+
 class DecodeBatch(NamedTuple):
     """What a step's decode attention reads besides queries and blocks, on the device, the same for every layer."""
 
@@ -86,6 +104,7 @@ def paged_decode(
         PADDED_DIM=padded_dim,
         TOKENS=TILE,
         UPCAST=upcast(view.blocks.dtype),
+        num_stages=residency(head_dim, view.blocks.dtype).num_stages,
     )
     _merge_parts[(num_rows, kv_heads * group)](
         out,

@@ -26,7 +26,7 @@ class Tiling(NamedTuple):
     query_rows: int  # tokens x group of a tile
     keys: int  # of a tile
     num_warps: int
-    num_stages: int  # 5: two tiles of keys on their way while one is multiplied, as each waits for its block's number
+    num_stages: int  # 5: two tiles of keys on their way while one is multiplied; 3: one
 
 
 def tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
@@ -211,8 +211,9 @@ def _prefill(
     state = (most, total, result)
     earliest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
     begin = earliest // TOKENS * TOKENS
-    # All rows see all of the tiles before that of the first row's token, where there is no window.
-    masked = tl.where(window > 0, begin, (position + 1) // TOKENS * TOKENS)
+    # All rows see all of the tiles before that of the first row's token, where no window cuts off what lies far back.
+    is_cut = (window > 0) & (position + count > window)
+    masked = tl.where(is_cut, begin, (position + 1) // TOKENS * TOKENS)
     bounds = (earliest, position + count)
     for first in range(begin, masked, TOKENS):
         state = _attend(

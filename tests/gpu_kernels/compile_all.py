@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,7 +34,16 @@ from kernels.gpu import (
 )
 from kernels.gpu.launching import padded, row_warps
 
-Case = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
+
+class Case(NamedTuple):
+    """A kernel as it is launched."""
+
+    kernel: Any
+    types: dict[str, str]  # of its arguments
+    constants: dict[str, Any]
+    options: dict[str, int] = {}  # noqa: RUF012  (changed by nobody)
+    side_by_side: int = 1  # programs that a multiprocessor must hold
+
 
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 HEADS = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
@@ -125,11 +134,19 @@ SAMPLED = {
     "vocabulary": "i32",
 }
 TILE = {"BLOCK_SIZE": 16, "PADDED_DIM": 128, "TOKENS": 64, "UPCAST": False, **HEADS}
-NARROW = {**TILE, "HEAD_DIM": 64, "PADDED_DIM": 64}
 SLOTS = {"SLOTS": 16, "PADDED": 16, "CHANNELS": 128}
 
 _MOST_STACK_BYTES = 64  # of a thread, some for what is rarely used
+_REGISTERS, _SHARED_BYTES, _OWN_SHARED_BYTES = 64 * 1024, 228 * 1024, 1024  # of a multiprocessor; of each program
 _NOT_SIZES = ("window",)  # of any value
+
+
+def decode_case(head_dim: int, dtype: torch.dtype, element: str) -> Case:
+    """As `paged_decode` launches it."""
+    types = {**ATTENTION, **PARTS, "queries": element, "blocks": element}
+    constants = {**TILE, "HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "PADDED_GROUP": 16}
+    _, num_stages, num_programs = decode_attention.residency(head_dim, dtype)
+    return Case(decode_attention._decode_parts, types, constants, {"num_stages": num_stages}, num_programs)
 
 
 def prefill_case(head_dim: int, dtype: torch.dtype, element: str) -> Case:
@@ -138,32 +155,32 @@ def prefill_case(head_dim: int, dtype: torch.dtype, element: str) -> Case:
     sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "ROWS": tiling.query_rows, "TOKENS": tiling.keys}
     types = {**ATTENTION, **TILES, "queries": element, "blocks": element, "out": element}
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    return prefill_attention._prefill, types, {**TILE, **sizes, "PADDED_GROUP": 4}, options
+    return Case(prefill_attention._prefill, types, {**TILE, **sizes, "PADDED_GROUP": 4}, options)
 
 
-# Kernel, types of its arguments, what it is compiled for, how it is launched.
 CASES: list[Case] = [
-    (decode_attention._decode_parts, {**ATTENTION, **PARTS}, {**TILE, "PADDED_GROUP": 16}, {}),
-    (decode_attention._decode_parts, {**ATTENTION, **PARTS}, {**NARROW, "PADDED_GROUP": 16}, {}),
-    (decode_attention._merge_parts, MERGED, {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "PARTS": 16}, {}),
+    decode_case(64, torch.bfloat16, HALF),
+    decode_case(128, torch.bfloat16, HALF),
+    decode_case(256, torch.bfloat16, HALF),
+    decode_case(128, torch.float32, FLOAT),
+    Case(decode_attention._merge_parts, MERGED, {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "PARTS": 16}),
     prefill_case(128, torch.bfloat16, HALF),
     prefill_case(256, torch.bfloat16, HALF),
     prefill_case(128, torch.float32, FLOAT),
-    *((block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024}, {}) for is_gather in (True, False)),
-    (row_checksums._sum_words, {"rows": LONG, "keys": LONG, "sums": LONG, "num_words": "i32"}, {"WORDS": 2048}, {}),
-    *((kernel, ROUNDED | ROW_SIZES, SLOTS, {}) for kernel in (int8_blocks._quantise, int8_blocks._dequantise)),
+    *(Case(block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024}) for is_gather in (True, False)),
+    Case(row_checksums._sum_words, {"rows": LONG, "keys": LONG, "sums": LONG, "num_words": "i32"}, {"WORDS": 2048}),
+    *(Case(kernel, ROUNDED | ROW_SIZES, SLOTS) for kernel in (int8_blocks._quantise, int8_blocks._dequantise)),
     *(
-        (
+        Case(
             hidden_cache._recompute,
             HIDDEN,
             {"KV_HEADS": 8, "HEAD_DIM": 128, "FIRST": 64, "HALF": half, "BLOCK_SIZE": 16, "PART": 64}
             | {"IS_RMS": is_rms, "HAS_BIAS": not is_rms, "TOKENS": 32, "INPUTS": 64, "UPCAST": False},
-            {},
         )
         for half, is_rms in ((64, True), (0, False))
     ),
     *(
-        (
+        Case(
             row_norm._normalise,
             NORM,
             {"HAS_RESIDUAL": is_rms, "HAS_BIAS": not is_rms, "IS_RMS": is_rms, "PADDED_WIDTH": 4096},
@@ -172,19 +189,18 @@ CASES: list[Case] = [
         for is_rms in (True, False)
     ),
     *(
-        (
+        Case(
             head_placement._place,
             PLACED,
             {"NUM_HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "FIRST": 64, "HALF": half, "HAS_NORM": half > 0}
             | {"PART": 64, "HEADS": 8},
-            {},
         )
         for half in (64, 0)
     ),
-    *((gating._gate, GATED, {"ACTIVATION": name, "COLUMNS": 1024}, {}) for name in gating.NAMES),
+    *(Case(gating._gate, GATED, {"ACTIVATION": name, "COLUMNS": 1024}) for name in gating.NAMES),
     # The widest tile takes as long as all other kernels together.
     *(
-        (token_sampling._sample, {**SAMPLED, "logits": kind}, {"TILE": tile}, {"num_warps": token_sampling._WARPS})
+        Case(token_sampling._sample, {**SAMPLED, "logits": kind}, {"TILE": tile}, {"num_warps": token_sampling._WARPS})
         for kind, tile in ((HALF, 512), (HALF, 4096), (FLOAT, 4096))
     ),
 ]
@@ -193,7 +209,7 @@ CASES: list[Case] = [
 def main(*, once: bool) -> None:
     """Compile all, or each kernel once."""
     seen: set[str] = set()
-    for kernel, types, constants, options in CASES:
+    for kernel, types, constants, options, side_by_side in CASES:
         if once and kernel.__name__ in seen:
             continue
         seen.add(kernel.__name__)
@@ -212,6 +228,10 @@ def main(*, once: bool) -> None:
             f"{stack_bytes} bytes of stack a thread"
         )
         assert stack_bytes <= _MOST_STACK_BYTES, kernel.__name__
+        own_registers = compiled.metadata.num_warps * 32 * -(-num_registers // 8) * 8
+        assert side_by_side * own_registers <= _REGISTERS, "more programs than registers hold"
+        own_bytes = compiled.metadata.shared + _OWN_SHARED_BYTES
+        assert side_by_side * own_bytes <= _SHARED_BYTES, "more programs than shared memory holds"
 
 
 def usage(cubin: bytes) -> tuple[int, int]:

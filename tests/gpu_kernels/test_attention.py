@@ -108,6 +108,7 @@ def test_prefill(seed: int, device: torch.device) -> None:
 def test_chunks_deep_in_their_contexts(seed: int, device: torch.device) -> None:
     """Tiles of keys that every query sees whole, and those behind them that some do."""
     check_prefill(seed, [300, 193, 129], [20, 150, 1], None, device)
+    check_prefill(seed, [300, 193, 129], [20, 150, 1], 193, device)
 
 
 @pytest.mark.parametrize("lengths", [[1], [65], *slow([64], [128, 1])])

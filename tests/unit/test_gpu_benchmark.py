@@ -72,6 +72,15 @@ def test_what_a_part_did_not_come_to_is_not_measured() -> None:
     assert {one.verdict for one in outcomes({"kernels": {}, "transfers": {}}, is_toy=False)} == {NOT_MEASURED}
 
 
+def test_contenders_that_are_missing_leave_no_verdict() -> None:
+    figures = {**FIGURES["generation"], "is_complete": False}
+    assert outcomes({"generation": figures}, is_toy=False)[-1].verdict == NOT_MEASURED
+    figures = {**FIGURES["generation"], "left_out": ["continuous batching: RuntimeError: no"]}
+    outcome = outcomes({"generation": figures}, is_toy=False)[-1]
+    assert outcome.verdict == MET
+    assert outcome.seen.endswith("static 1,000; left out: continuous batching: RuntimeError: no)")
+
+
 def test_tests_are_counted_in_a_log_that_ends_anywhere() -> None:
     log = (
         "tests/a.py::one PASSED [ 1%]\ntests/a.py::two[x - y] FAILED [ 2%]\n"

@@ -56,14 +56,15 @@ class BlockServer:
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._accepting.join()
         self._listener.close()
         if self.address.startswith("unix:"):
             Path(self.address.removeprefix("unix:")).unlink(missing_ok=True)
         with self._lock:
             connections, threads = list(self._connections), list(self._threads)
         for connection in connections:
-            connection.close()
-        for thread in (self._accepting, *threads):
+            connection.hang_up()
+        for thread in threads:
             thread.join()
 
     def _accept(self) -> None:
@@ -111,7 +112,7 @@ class BlockServer:
             older = [one for one, name in self._connections.items() if name == peer.name]
             self._connections[control] = peer.name
         for one in older:
-            one.close()
+            one.hang_up()
 
     def _open(self, control: Control) -> Session | None:
         asked = control.receive()

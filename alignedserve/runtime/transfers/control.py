@@ -69,10 +69,16 @@ class Control:
         except (OSError, ValueError) as error:
             raise PeerLost("the connection was closed") from error
 
-    def close(self) -> None:
-        """Drop the connection, also under a thread that waits on it. May be repeated."""
+    def hang_up(self) -> None:
+        """End the connection under a thread that works on it: that thread loses its peer, and closes. May be repeated.
+
+        Were it closed here, its number could be a newer connection's by the time that thread waits for it."""
         with contextlib.suppress(OSError):  # it may not be connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Drop the connection, on the thread that works on it. May be repeated."""
+        self.hang_up()
         self._socket.close()
 
     def prove_as_listener(self, identity: Identity) -> Peer:
