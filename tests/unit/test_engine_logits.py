@@ -1,6 +1,7 @@
 """Logits of every family against transformers on the same random checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,10 +39,19 @@ class Case(NamedTuple):
     in_bfloat16: dict[str, Tensor]  # by transformers
 
 
-@pytest.fixture(scope="module", params=list(TINY_MODELS))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp(request.param)
-    reference = make_tiny_model(folder, request.param)
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Every family's is made once, in whatever order tests ask for them."""
+    return cache(lambda family: make_case(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(params=list(TINY_MODELS))
+def case(request: pytest.FixtureRequest, case_of: Callable[[str], Case]) -> Case:
+    return case_of(request.param)
+
+
+def make_case(family: str, folder: Path) -> Case:
+    reference = make_tiny_model(folder, family)
     tokens = {"a": random_tokens(1, 41), "b": random_tokens(2, 7), "c": random_tokens(3, 22)}
     expected = reference_logits(reference, tokens)
     decoders = {dtype: tiny_decoder(folder, dtype) for dtype in ("float32", "bfloat16")}
