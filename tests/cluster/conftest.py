@@ -16,9 +16,8 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
-    """The default cluster; its workers measure themselves for a moment only. Its end is a test as well: nothing may be
-    left."""
-    options = (str(random_model), "--set", "model.random_weights=true", "--set", "engine.calibration_s=0.2")
+    """The default cluster. Its end is a test as well: nothing may be left."""
+    options = (str(random_model), "--set", "model.random_weights=true")
     with serving(tmp_path_factory.mktemp("run"), *options) as served:
         served.wait_ready()
         yield served

@@ -1,6 +1,6 @@
-import contextlib
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -44,13 +44,24 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def interrupt_until_left(self) -> int:
-        """As a person would: readline does not see a signal that comes just after it has shown its prompt."""
+        """As a person would: readline does not see a signal that comes just after it has shown its prompt. Once it was
+        seen, which a new line shows, another would hit Python in the middle of its end."""
         for _ in range(20):
             self.interrupt()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.5)
+            if self._ends_line_within(0.5):
                 break
         return self.close()
+
+    def _ends_line_within(self, seconds: float) -> bool:
+        end_s = time.monotonic() + seconds
+        while "\n" not in self.shown:
+            if not select.select([self._fd], [], [], max(0.0, end_s - time.monotonic()))[0]:
+                return False
+            try:
+                self.shown += os.read(self._fd, 4096).decode(errors="replace")
+            except OSError:  # it has left
+                return True
+        return True
 
     def wait_for(self, text: str) -> None:
         """Until `text` was shown since the last call."""

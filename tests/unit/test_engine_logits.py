@@ -1,5 +1,7 @@
 """Logits of every family against transformers on the same random checkpoint."""
 
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +17,19 @@ from tests.marks import slow
 from tests.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.tiny_models import TINY_MODELS, make_tiny_model
 
-# The GPU's kernels in Triton's interpreter, which takes milliseconds for each launch.
-GPU_KERNELS = (TRITON,) if gpu_kernels_run(torch.device("cpu")) else ()
-KERNELS = (TORCH, *supported_levels(), *slow(*GPU_KERNELS))
+KERNELS = (TORCH, *supported_levels())
+HAS_GPU_KERNELS = gpu_kernels_run(torch.device("cpu"))
+# Heads, sizes and windows that no other family has as well.
+OF_OWN_ATTENTION = ("llama", "llama_mha", "llama_mqa", "mistral", "mistral_window", "qwen2_window", "qwen3")
+
+
+def runs(of_gpu_kernels: Iterable[str] = OF_OWN_ATTENTION) -> pytest.MarkDecorator:
+    """Every family by every kernel. A GPU's kernels, in Triton's interpreter, take milliseconds for each launch: these
+    families alone, and slow."""
+    every: list[object] = [(family, kernel) for family in TINY_MODELS for kernel in KERNELS]
+    if HAS_GPU_KERNELS:
+        every += [pytest.param(family, TRITON, marks=pytest.mark.slow) for family in of_gpu_kernels]
+    return pytest.mark.parametrize(("case", "attention"), every, indirect=["case"])
 
 
 class Case(NamedTuple):
@@ -27,10 +39,19 @@ class Case(NamedTuple):
     in_bfloat16: dict[str, Tensor]  # by transformers
 
 
-@pytest.fixture(scope="module", params=list(TINY_MODELS))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp(request.param)
-    reference = make_tiny_model(folder, request.param)
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Every family's is made once, in whatever order tests ask for them."""
+    return cache(lambda family: make_case(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(params=list(TINY_MODELS))
+def case(request: pytest.FixtureRequest, case_of: Callable[[str], Case]) -> Case:
+    return case_of(request.param)
+
+
+def make_case(family: str, folder: Path) -> Case:
+    reference = make_tiny_model(folder, family)
     tokens = {"a": random_tokens(1, 41), "b": random_tokens(2, 7), "c": random_tokens(3, 22)}
     expected = reference_logits(reference, tokens)
     decoders = {dtype: tiny_decoder(folder, dtype) for dtype in ("float32", "bfloat16")}
@@ -77,14 +98,14 @@ def test_whole_prompts_in_one_pass(case: Case) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 16, *slow(4)])
-@pytest.mark.parametrize("attention", KERNELS)
+@runs()
 def test_chunks_and_decodes_in_one_pass(case: Case, block_size: int, attention: str) -> None:
     probe = probe_of(case, block_size=block_size, attention=attention)
     run_mixture(probe)
     check_float32(probe, case)
 
 
-@pytest.mark.parametrize("attention", KERNELS)
+@runs()
 def test_one_token_at_a_time(case: Case, attention: str) -> None:
     probe = probe_of(case, attention=attention)
     for step in range(41):
@@ -92,7 +113,7 @@ def test_one_token_at_a_time(case: Case, attention: str) -> None:
     check_float32(probe, case)
 
 
-@pytest.mark.parametrize("attention", KERNELS)
+@runs()
 def test_bfloat16_is_as_close_as_transformers_in_bfloat16(case: Case, attention: str) -> None:
     """Rounding to 8 bits dominates, so the yardstick is what transformers itself loses in bfloat16, with some room."""
     probe = probe_of(case, "bfloat16", attention=attention)
@@ -100,6 +121,14 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(case: Case, attention:
     for name, expected in case.expected.items():
         lost_there = root_mean_square(case.in_bfloat16[name] - expected)
         assert root_mean_square(probe.logits(name).double() - expected) < 1.3 * lost_there + 1e-3
+
+
+@runs(of_gpu_kernels=TINY_MODELS)
+def test_prompts_in_two_chunks(case: Case, attention: str) -> None:
+    probe = probe_of(case, attention=attention)
+    probe.step(a=20, b=7, c=21)
+    probe.step(a=21, c=1)
+    check_float32(probe, case)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
