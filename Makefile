@@ -18,7 +18,7 @@ chat: install  ## talk to what `make serve` started
 eval: install  ## the pocket model's accuracy per skill, through the running system
 	@$(BIN)/alignedserve eval pocket
 
-test: install-dev  ## the default tests: about two minutes, no GPU, no network
+test: install-dev  ## the default tests: about four minutes, no GPU, no network
 	@$(BIN)/python -m pytest
 
 test-all: install-dev  ## the longer ones as well
