@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.gpu_choice import fused_kernels, on_device
 
 WORD_BYTES = 8
-G, _C1, _C2 = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+G, C1, C2 = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 
 
 def row_checksums(rows: Tensor, keys: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ def signed(constant: int) -> int:
 
 
 def _mix(words: Tensor) -> Tensor:
-    words = (words ^ _shifted(words, 32)) * signed(_C1)
-    words = (words ^ _shifted(words, 29)) * signed(_C2)
+    words = (words ^ _shifted(words, 32)) * signed(C1)
+    words = (words ^ _shifted(words, 29)) * signed(C2)
     return words ^ _shifted(words, 32)
 
 
@@ -56,6 +56,6 @@ def _shifted(words: Tensor, count: int) -> Tensor:
 
 
 def _mix_numpy(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    words = (words ^ (words >> np.uint64(32))) * np.uint64(_C1)
-    words = (words ^ (words >> np.uint64(29))) * np.uint64(_C2)
+    words = (words ^ (words >> np.uint64(32))) * np.uint64(C1)
+    words = (words ^ (words >> np.uint64(29))) * np.uint64(C2)
     return words ^ (words >> np.uint64(32))

@@ -18,9 +18,9 @@ from torch import Tensor
 from kernels.gpu_choice import fused_kernels, on_device
 
 RANGE_BYTES = 4  # of a channel: its step and its lowest number
-_LEVELS = 255.0
+LEVELS = 255.0
 _NUMBERS_AT_ONCE = 1 << 18
-_SMALLEST, _LARGEST = 2.0**-24, 65504.0  # that float16 has
+SMALLEST, LARGEST = 2.0**-24, 65504.0  # that float16 has
 
 
 def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
@@ -86,8 +86,8 @@ def _parts(count: int, blocks: Tensor) -> Iterator[slice]:
 def _quantise(x: Tensor, rounded: Tensor, ranges: Tensor) -> None:
     """`x`: float32, as `rounded`."""
     lowest, highest = x.amin(dim=-2), x.amax(dim=-2)
-    ranges[:, :, 0] = ((highest - lowest) / _LEVELS).clamp(_SMALLEST, _LARGEST)
-    ranges[:, :, 1] = lowest.clamp(-_LARGEST, _LARGEST)
+    ranges[:, :, 0] = ((highest - lowest) / LEVELS).clamp(SMALLEST, LARGEST)
+    ranges[:, :, 1] = lowest.clamp(-LARGEST, LARGEST)
     steps, lowest = ranges.float().unbind(dim=2)  # as they are kept, so that rounding them is no error of its own
     scaled = (x - lowest[:, :, None]) / steps[:, :, None]
-    rounded.copy_(scaled.nan_to_num_(0.0).round_().clamp_(0.0, _LEVELS))
+    rounded.copy_(scaled.nan_to_num_(0.0).round_().clamp_(0.0, LEVELS))

@@ -14,7 +14,7 @@ from alignedserve.runtime.gathered_attention import GatheredPlanner
 from alignedserve.runtime.model_config import ModelConfig
 from alignedserve.runtime.paged_attention import PagedPlanner
 from alignedserve.runtime.sequences import SequenceTable
-from kernels.gpu_choice import gpu_kernels_run, on_device
+from kernels.gpu_choice import gpu_kernels_run
 from kernels.paged import PagedAttention
 
 _GROUP = 4  # query heads per key head of the model that doctor measures with
@@ -26,8 +26,7 @@ def attention_planner(choice: str, table: Contexts, storage: BlockStorage, confi
     Raises ConfigError for one that cannot be had."""
     level = attention_level(choice, storage.device, torch_dtype(storage.layout.dtype))
     if level == TRITON:
-        with on_device(storage.device):
-            on_gpu = _gpu_planner(table, storage, config)
+        on_gpu = _gpu_planner(table, storage, config)
         if on_gpu is not None:
             return on_gpu
     if level in (TORCH, TRITON):
@@ -61,10 +60,8 @@ def measure_gpu_attention(device: torch.device) -> GpuAttention:
     if not gpu_kernels_run(device):
         return GpuAttention("plain PyTorch: Triton is not installed", "plain PyTorch")
     gpu_attention = importlib.import_module("alignedserve.runtime.gpu_attention")
-    with on_device(device):
-        if not gpu_attention.gpu_attention_works(layout, _GROUP, device):
-            return GpuAttention("plain PyTorch: the Triton kernels do not run here, see the warning", "plain PyTorch")
-        table = SequenceTable(max_sequences=1, max_context_len=layout.block_size, block_size=layout.block_size)
-        planner = gpu_attention.GpuPlanner(table, BlockStorage(layout, 1, device), None, _GROUP)
-        prompts = str(gpu_attention.choose_prompt_attention(planner) or "Triton")
-    return GpuAttention("Triton, straight from blocks", prompts)
+    if not gpu_attention.gpu_attention_works(layout, _GROUP, device):
+        return GpuAttention("plain PyTorch: the Triton kernels do not run here, see the warning", "plain PyTorch")
+    table = SequenceTable(max_sequences=1, max_context_len=layout.block_size, block_size=layout.block_size)
+    planner = gpu_attention.GpuPlanner(table, BlockStorage(layout, 1, device), None, _GROUP)
+    return GpuAttention("Triton, straight from blocks", str(gpu_attention.choose_prompt_attention(planner) or "Triton"))

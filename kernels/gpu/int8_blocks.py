@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launching import padded
-from kernels.int8_blocks import RANGE_BYTES, parts_of
+from kernels.int8_blocks import LARGEST, LEVELS, RANGE_BYTES, SMALLEST, parts_of
 
 _CHANNELS = 128  # of one program
+_LEVELS, _SMALLEST, _LARGEST = tl.constexpr(LEVELS), tl.constexpr(SMALLEST), tl.constexpr(LARGEST)
 
 
 def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
@@ -100,11 +101,11 @@ def _quantise(
     lowest = tl.where(is_channel, tl.where(is_number, lowest, float("nan")), 0.0)
     highest = tl.where(is_channel, highest, 0.0)
     # As they are kept, so that rounding them is no error of its own.
-    step = tl.minimum(tl.maximum((highest - lowest) / 255.0, 5.960464477539063e-08), 65504.0).to(tl.float16)
-    lowest = tl.where(lowest == lowest, tl.minimum(tl.maximum(lowest, -65504.0), 65504.0), lowest).to(tl.float16)
+    step = tl.minimum(tl.maximum((highest - lowest) / _LEVELS, _SMALLEST), _LARGEST).to(tl.float16)
+    lowest = tl.where(lowest == lowest, tl.minimum(tl.maximum(lowest, -_LARGEST), _LARGEST), lowest).to(tl.float16)
     x = (x - lowest.to(tl.float32)[None, :]) / step.to(tl.float32)[None, :]
     # To the nearest, to even between two: what adding and taking away 1.5 * 2^23 leaves.
-    nearest = (tl.minimum(tl.maximum(x, 0.0), 255.0) + 12582912.0) - 12582912.0
+    nearest = (tl.minimum(tl.maximum(x, 0.0), _LEVELS) + 12582912.0) - 12582912.0
     nearest = tl.where(is_there & (nearest == nearest), nearest, 0.0)
     tl.store(rounded + in_rounded, nearest.to(tl.uint8), mask=is_there)
     tl.store(ranges + in_ranges, step, mask=is_channel)

@@ -215,54 +215,31 @@ def _prefill(
     is_cut = (window > 0) & (position + count > window)
     masked = tl.where(is_cut, begin, (position + 1) // TOKENS * TOKENS)
     bounds = (earliest, position + count)
-    for first in range(begin, masked, TOKENS):
-        state = _attend(
-            state,
-            query,
-            first,
-            blocks,
-            table,
-            backwards,
-            head,
-            block_stride,
-            keys_at,
-            values_at,
-            bounds,
-            own,
-            window,
-            scale,
-            True,
-            KV_HEADS,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            PADDED_DIM,
-            TOKENS,
-            UPCAST,
-        )
-    for first in range(masked, position + count, TOKENS):
-        state = _attend(
-            state,
-            query,
-            first,
-            blocks,
-            table,
-            backwards,
-            head,
-            block_stride,
-            keys_at,
-            values_at,
-            bounds,
-            own,
-            window,
-            scale,
-            False,
-            KV_HEADS,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            PADDED_DIM,
-            TOKENS,
-            UPCAST,
-        )
+    for is_masked in tl.static_range(2):  # unrolled: whole tiles, then those with a mask
+        for first in range(masked if is_masked else begin, position + count if is_masked else masked, TOKENS):
+            state = _attend(
+                state,
+                query,
+                first,
+                blocks,
+                table,
+                backwards,
+                head,
+                block_stride,
+                keys_at,
+                values_at,
+                bounds,
+                own,
+                window,
+                scale,
+                is_masked == 0,
+                KV_HEADS,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                PADDED_DIM,
+                TOKENS,
+                UPCAST,
+            )
     most, total, result = state
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(out + own_rows * out_stride + within, (result / total[:, None]).to(out.dtype.element_ty), mask=is_element)

@@ -5,17 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_checksums import C1, C2, WORD_BYTES, G
+
 _WORDS = 2048  # of 8 bytes that one program takes
 
-_G = tl.constexpr(0x9E3779B97F4A7C15)
-_C1 = tl.constexpr(0xFF51AFD7ED558CCD)
-_C2 = tl.constexpr(0xC4CEB9FE1A85EC53)
+_G, _C1, _C2 = tl.constexpr(G), tl.constexpr(C1), tl.constexpr(C2)
 
 
 def row_checksums(rows: Tensor, keys: Tensor) -> Tensor:
     """See kernels.block_checksums."""
     count, width = rows.shape
-    num_words = width // 8
+    num_words = width // WORD_BYTES
     sums = torch.zeros(count, dtype=torch.int64, device=rows.device)
     if count:
         grid = (count, triton.cdiv(num_words, _WORDS))

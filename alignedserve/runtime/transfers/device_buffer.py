@@ -32,7 +32,6 @@ from alignedserve.runtime.device_arrays import to_device
 from alignedserve.runtime.transfers.device_sums import DeviceRunSums
 from kernels.block_checksums import WORD_BYTES
 from kernels.block_lists import gather_blocks, scatter_blocks
-from kernels.gpu_choice import on_device
 
 _STAGED_BYTES = 16 * 1024 * 1024
 
@@ -51,17 +50,15 @@ class DevicePieces:
 
     def gather(self, block_ids: Sequence[BlockId], rows: Tensor, *sums: DeviceRunSums) -> None:
         """Copy blocks into rows: uint8 [len(block_ids), block_bytes], on this device."""
-        with on_device(self.device):
-            gather_blocks(self._blocks, self._ids(block_ids), rows)
-            for one in sums:
-                one.update(rows)
+        gather_blocks(self._blocks, self._ids(block_ids), rows)
+        for one in sums:
+            one.update(rows)
 
     def scatter(self, block_ids: Sequence[BlockId], rows: Tensor, *sums: DeviceRunSums) -> None:
         """Copy rows into blocks."""
-        with on_device(self.device):
-            scatter_blocks(rows, self._blocks, self._ids(block_ids))
-            for one in sums:
-                one.update(rows)
+        scatter_blocks(rows, self._blocks, self._ids(block_ids))
+        for one in sums:
+            one.update(rows)
 
     def _ids(self, block_ids: Sequence[BlockId]) -> Tensor:
         return to_device([np.array(block_ids, np.int64)], self.device)[0]
