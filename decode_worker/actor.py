@@ -90,7 +90,7 @@ class ColocatedWorkerActor(RoomHost):
             config.memory_bytes,
             max_held(config),
             has_int8_swaps=config.has_int8_swaps,
-            has_hidden_cache=block_tokens is not None,
+            hidden_block_tokens=block_tokens,
         )
 
         async def build() -> ColocatedWorker:

@@ -198,7 +198,7 @@ class RoomCluster:
             section.memory_bytes,
             max_held(section),
             has_int8_swaps=section.has_int8_swaps,
-            has_hidden_cache=block_tokens is not None,
+            hidden_block_tokens=block_tokens,
         )
         make = partial(
             decode_assembly.make_live_colocated_logic,

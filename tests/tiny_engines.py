@@ -72,7 +72,7 @@ class TinyEngine:
             attention=attention,
             queues=queues,
             capture=capture,
-            has_hidden_cache=has_hidden_cache,
+            hidden_block_tokens=decoder.config.hidden_block_tokens(BLOCK_SIZE) if has_hidden_cache else None,
         )
         self.free_blocks = shuffled_blocks(seed)
         self.blocks: dict[str, tuple[BlockId, ...]] = {}

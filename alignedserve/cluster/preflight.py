@@ -32,17 +32,18 @@ def check(config: ClusterConfig, served: ServedModel) -> None:
     make_batch_former(
         config.batching.policy or "", block_size=config.engine.block_size, starvation_s=config.batching.starvation_s
     )
-    _check_policy(config, served)
+    block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
+    _check_policy(config, block_tokens)
     Tokenizer.load(served.folder)
     if not served.has_random_weights:
         WeightIndex(served.folder)
     _check_ports(config)
-    _check_blocks(config, served)
+    _check_blocks(config, served, block_tokens)
     _check_memory(config, served)
 
 
-def _check_policy(config: ClusterConfig, served: ServedModel) -> None:
-    block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
+def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
+    """`block_tokens`: of hidden caches; None: there are none."""
     if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling) and block_tokens is None:
         raise ConfigError(
             f"policy {config.scheduling.policy!r} keeps layer inputs where keys and values take more room, but this "
@@ -75,13 +76,13 @@ def _check_ports(config: ClusterConfig) -> None:
                 ) from error
 
 
-def _check_blocks(config: ClusterConfig, served: ServedModel) -> None:
+def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int | None) -> None:
     """A request of the longest context must fit every memory that it passes through."""
     needed = served.config.kv_token_bytes(served.dtype) * (served.max_context_len + config.engine.block_size)
     decode_bytes = config.decode.memory_bytes
-    if hidden_block_tokens(served, config.scheduling, config.engine.block_size) is not None:
+    if block_tokens is not None:
         layout = served.block_layout(config.engine.block_size)
-        decode_bytes = layout.block_bytes * storage_blocks(served.config, layout, decode_bytes, has_hidden_cache=True)
+        decode_bytes = layout.block_bytes * storage_blocks(layout, decode_bytes, block_tokens)
     sizes = {"decode.memory_bytes": decode_bytes}
     if config.topology is Topology.DISAGGREGATED:
         sizes |= {"pool.memory_bytes": config.pool.memory_bytes, "prefill.memory_bytes": config.prefill.memory_bytes}

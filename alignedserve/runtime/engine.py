@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob
-from alignedserve.runtime.attention import AUTO
+from alignedserve.runtime.attention import AUTO, AttentionPlanner, Contexts
 from alignedserve.runtime.attention_choice import attention_planner
 from alignedserve.runtime.block_storage import BlockStorage
 from alignedserve.runtime.decode_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
@@ -106,11 +106,12 @@ class Engine:
         attention: str = AUTO,
         queues: DeviceQueues | None = None,
         capture: Capture | None = None,
-        has_hidden_cache: bool = False,
+        hidden_block_tokens: int | None = None,
     ) -> None:
         """`attention`: one of CHOICES of runtime.attention. `queues`, `capture`: where work is done and how decode
-        steps are recorded, in place of what the storage's device has. `has_hidden_cache`: sequences may have one, for
-        which memory is taken. Raises ConfigError for what cannot be had here."""
+        steps are recorded, in place of what the storage's device has. `hidden_block_tokens`: sequences may have a
+        hidden cache, of which a block holds so many tokens; memory is taken for that. Raises ConfigError for what
+        cannot be had here."""
         layout, config = storage.layout, model.config
         assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
             "more context than positions"
@@ -122,13 +123,15 @@ class Engine:
             max_sequences=max_sequences,
             max_context_len=max_context_len,
             block_size=layout.block_size,
-            hidden_block_tokens=config.hidden_block_tokens(layout.block_size) if has_hidden_cache else None,
+            hidden_block_tokens=hidden_block_tokens,
         )
-        planner = attention_planner(attention, self._table, storage, config)
-        hidden = None
-        if has_hidden_cache:
-            hidden = HiddenContexts(self._table, storage)
-            hidden.use(attention_planner(attention, hidden.places, hidden.recomputed, config))
+
+        def planner_of(contexts: Contexts, storage: BlockStorage) -> AttentionPlanner:
+            return attention_planner(attention, contexts, storage, config)
+
+        planner, hidden = planner_of(self._table, storage), None
+        if hidden_block_tokens is not None:
+            hidden = HiddenContexts(self._table, storage, hidden_block_tokens, planner_of)
         if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
             capture = CudaCapture()
         sizes = graph_sizes(max_sequences)

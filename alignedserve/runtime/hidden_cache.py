@@ -6,7 +6,7 @@ there by the same attention as everybody's. On a CPU a row's products do not dep
 they are what a cache of keys and values would hold, bit by bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from alignedserve.runtime.device_arrays import Array
 from alignedserve.runtime.sequences import IntArray, SequenceTable
 
 _NOTHING = np.empty(0, np.int64)
+
+MakePlanner = Callable[[Contexts, BlockStorage], AttentionPlanner]
 
 
 class HiddenRows(NamedTuple):
@@ -78,35 +80,27 @@ class _Places:
 class HiddenContexts:
     """Plans the sequences of a table that have a hidden cache."""
 
-    def __init__(self, table: SequenceTable, storage: BlockStorage) -> None:
-        assert table.hidden_block_tokens is not None, "a model without hidden caches"
+    def __init__(
+        self, table: SequenceTable, storage: BlockStorage, block_tokens: int, make_planner: MakePlanner
+    ) -> None:
+        """`block_tokens`: whose layer inputs a block holds. `make_planner`: of attention over a storage."""
         self._table = table
-        self._block_tokens = table.hidden_block_tokens
-        self._input_stride = storage.layout.num_layers * self._block_tokens
-        num_blocks = storage.num_blocks * recomputed_blocks(self._block_tokens, table.block_size)
+        self._block_tokens = block_tokens
+        self._input_stride = storage.layout.num_layers * block_tokens
+        num_blocks = storage.num_blocks * recomputed_blocks(block_tokens, table.block_size)
         self.recomputed = BlockStorage(replace(storage.layout, num_layers=1), num_blocks, storage.device)
         self.recomputed.blocks.zero_()
         self._places = _Places(table)
-        self._planner: AttentionPlanner | None = None
+        self._planner = make_planner(self._places, self.recomputed)
 
-    @property
-    def places(self) -> Contexts:
-        """What a planner for `recomputed` reads."""
-        return self._places
-
-    def use(self, planner: AttentionPlanner) -> None:
-        """Attention over `recomputed` is planned by this."""
-        self._planner = planner
-
-    def plan(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray) -> HiddenPlan:
-        """As AttentionPlanner.plan."""
-        assert self._planner is not None, "planned without a planner"
+    def plan(self, rows: IntArray, counts: IntArray) -> HiddenPlan:
+        """Rows of the sequence table that compute so many tokens each."""
         table, places = self._table, self._places
-        counts = np.concatenate((np.ones(len(decode_rows), np.int64), chunk_counts))
-        rows = np.concatenate((decode_rows, chunk_rows))
+        is_decode = counts == 1
         places.deal(rows, table.num_computed[rows] + counts)
-        attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts)
-        rows = np.concatenate((attention.decode_rows, chunk_rows))
+        attention = self._planner.plan(rows[is_decode], rows[~is_decode], counts[~is_decode])
+        rows = np.concatenate((attention.decode_rows, rows[~is_decode]))
+        counts = np.concatenate((counts[is_decode], counts[~is_decode]))
         before = table.num_computed[rows]
         token_rows, positions = tokens_of(rows, before, counts)
         cached_rows, cached_positions = tokens_of(rows, np.zeros_like(before), before)

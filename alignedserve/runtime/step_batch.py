@@ -1,10 +1,9 @@
 """Builds the forward batch of one step from the sequence table: on the host, then brought to the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -87,11 +86,14 @@ class BatchBuilder:
         counts = np.array(num_tokens, np.int64)
         self._check(rows, counts)
         is_decode, is_hidden = counts == 1, self._table.is_hidden[rows]
+        hidden = None
         if is_hidden.any():
-            return self._build_with_hidden(rows, counts, is_hidden)
-        if is_decode.all():
+            assert self._hidden is not None, "a hidden cache where there is none"
+            hidden = self._hidden.plan(rows[is_hidden], counts[is_hidden])
+            rows, counts, is_decode = rows[~is_hidden], counts[~is_hidden], is_decode[~is_hidden]
+        elif is_decode.all():
             return self.build_decodes(rows)
-        return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode])
+        return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode], hidden=hidden)
 
     def build_decodes(self, rows: IntArray) -> StepBatch:
         """The batch that computes the next token of each of these rows of the table, unchecked."""
@@ -138,11 +140,19 @@ class BatchBuilder:
         return self._decode_sizes[at] - num_decodes if at < len(self._decode_sizes) else 0
 
     def _build(
-        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int | None = None
+        self,
+        decode_rows: IntArray,
+        chunk_rows: IntArray,
+        chunk_counts: IntArray,
+        num_padding: int | None = None,
+        *,
+        hidden: HiddenPlan | None = None,
     ) -> StepBatch:
+        """`hidden`: sequences that come behind the others."""
         table, block_size = self._table, self._table.block_size
+        is_all_decodes = not len(chunk_rows) and hidden is None
         if num_padding is None:
-            num_padding = 0 if len(chunk_rows) else self._num_padding(len(decode_rows))
+            num_padding = self._num_padding(len(decode_rows)) if is_all_decodes else 0
         attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts, num_padding)
         num_decodes = len(decode_rows)
         rows = np.concatenate([attention.decode_rows, chunk_rows])
@@ -153,8 +163,14 @@ class BatchBuilder:
             token_rows, positions = tokens_of(rows, positions, counts)
         columns, offsets = np.divmod(positions, block_size)
         blocks = table.block_tables[token_rows, columns]
-        token_ids = table.tokens[token_rows, positions].astype(np.int64)
         slots = blocks * self._storage.slot_stride + offsets
+        if hidden is not None:
+            attention = MixedAttention(attention, hidden.attention, len(slots))
+            rows, counts = np.concatenate((rows, hidden.rows)), np.concatenate((counts, hidden.counts))
+            token_rows = np.concatenate((token_rows, np.repeat(hidden.rows, hidden.counts)))
+            positions = np.concatenate((positions, hidden.positions))
+            slots = np.concatenate((slots, hidden.slots))
+        token_ids = table.tokens[token_rows, positions].astype(np.int64)
         if num_padding:
             nothing = np.zeros(num_padding, np.int64)
             token_ids, positions = np.concatenate((token_ids, nothing)), np.concatenate((positions, nothing))
@@ -176,35 +192,7 @@ class BatchBuilder:
             sampled_rows=rows[is_sampled],
             sampled_at=last_rows[is_sampled],
             wants_prompt_logprobs=self._prompt_logprob_slices(rows),
-            is_decode=not len(chunk_rows) and bool(is_sampled.all()),
-        )
-
-    def _build_with_hidden(self, rows: IntArray, counts: IntArray, is_hidden: npt.NDArray[np.bool_]) -> StepBatch:
-        """The sequences with a hidden cache come behind the others."""
-        assert self._hidden is not None, "a hidden cache where there is none"
-        table = self._table
-        decodes, chunks = ~is_hidden & (counts == 1), ~is_hidden & (counts > 1)
-        plain = self._build(rows[decodes], rows[chunks], counts[chunks], 0)
-        decodes, chunks = is_hidden & (counts == 1), is_hidden & (counts > 1)
-        hidden = self._hidden.plan(rows[decodes], rows[chunks], counts[chunks])
-        num_plain = len(plain.token_ids)
-        last_rows = num_plain + np.cumsum(hidden.counts) - 1
-        is_sampled = table.num_computed[hidden.rows] + hidden.counts == table.num_tokens[hidden.rows]
-        token_rows, _ = tokens_of(hidden.rows, hidden.rows, hidden.counts)
-        asks = (index + len(plain.rows) for index in self._prompt_logprob_slices(hidden.rows))
-        return replace(
-            plain,
-            token_ids=np.concatenate((plain.token_ids, table.tokens[token_rows, hidden.positions].astype(np.int64))),
-            positions=np.concatenate((plain.positions, hidden.positions)),
-            slots=np.concatenate((plain.slots, hidden.slots)),
-            attention=MixedAttention(plain.attention, hidden.attention, num_plain),
-            rows=np.concatenate((plain.rows, hidden.rows)),
-            counts=np.concatenate((plain.counts, hidden.counts)),
-            first_rows=np.concatenate((plain.first_rows, last_rows - hidden.counts + 1)),
-            sampled_rows=np.concatenate((plain.sampled_rows, hidden.rows[is_sampled])),
-            sampled_at=np.concatenate((plain.sampled_at, last_rows[is_sampled])),
-            wants_prompt_logprobs=(*plain.wants_prompt_logprobs, *asks),
-            is_decode=False,
+            is_decode=is_all_decodes and bool(is_sampled.all()),
             hidden=hidden,
         )
 

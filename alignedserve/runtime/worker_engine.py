@@ -34,7 +34,6 @@ from alignedserve.runtime.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.hidden_cache import recomputed_blocks
 from alignedserve.runtime.host_cache import HostCache
 from alignedserve.runtime.links import Identity
-from alignedserve.runtime.model_config import ModelConfig
 from alignedserve.runtime.served_model import ServedModel
 from alignedserve.runtime.transport import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.weight_files import load_weights
@@ -58,7 +57,7 @@ class EngineSizes:
     attention: str = AUTO  # one of CHOICES of runtime.attention
     device: str = CPU  # as torch spells it
     has_int8_swaps: bool = False  # caches in host memory are rounded to 8 bits per channel
-    has_hidden_cache: bool = False  # sequences may have layer inputs instead of keys and values in their blocks
+    hidden_block_tokens: int | None = None  # tokens whose layer inputs a block may hold; None: only keys and values
 
 
 def engine_sizes(
@@ -67,7 +66,7 @@ def engine_sizes(
     max_sequences: int,
     *,
     has_int8_swaps: bool = False,
-    has_hidden_cache: bool = False,
+    hidden_block_tokens: int | None = None,
 ) -> EngineSizes:
     """Of a worker whose device and threads are decided."""
     return EngineSizes(
@@ -78,7 +77,7 @@ def engine_sizes(
         config.attention,
         config.device,
         has_int8_swaps,
-        has_hidden_cache,
+        hidden_block_tokens,
     )
 
 
@@ -95,14 +94,12 @@ def hidden_block_tokens(served: ServedModel, scheduling: SchedulingConfig, block
     return served.config.hidden_block_tokens(block_size) if wants else None
 
 
-def storage_blocks(config: ModelConfig, layout: BlockLayout, memory_bytes: int, *, has_hidden_cache: bool) -> int:
+def storage_blocks(layout: BlockLayout, memory_bytes: int, hidden_block_tokens: int | None) -> int:
     """Blocks of an engine with so much memory; of the keys and values that are made anew of hidden caches, one layer
     at a time, there must be room as well."""
-    if not has_hidden_cache:
+    if hidden_block_tokens is None:
         return layout.blocks_in(memory_bytes)
-    tokens = config.hidden_block_tokens(layout.block_size)
-    assert tokens is not None, "a model without hidden caches"
-    one_layer = recomputed_blocks(tokens, layout.block_size) * layout.block_bytes // layout.num_layers
+    one_layer = recomputed_blocks(hidden_block_tokens, layout.block_size) * layout.block_bytes // layout.num_layers
     return memory_bytes // (layout.block_bytes + one_layer)
 
 
@@ -118,9 +115,7 @@ class WorkerEngine:
         _check_memory(served, sizes, device)
         use_device(device)
         layout = served.block_layout(sizes.block_size)
-        self.num_blocks = storage_blocks(
-            served.config, layout, sizes.memory_bytes, has_hidden_cache=sizes.has_hidden_cache
-        )
+        self.num_blocks = storage_blocks(layout, sizes.memory_bytes, sizes.hidden_block_tokens)
         if self.num_blocks < 1:
             raise NotEnoughMemory(f"memory_bytes is {sizes.memory_bytes}, less than one block of {layout.block_bytes}")
         self.layout = layout
@@ -135,7 +130,7 @@ class WorkerEngine:
             max_context_len=served.max_context_len,
             attention=sizes.attention,
             queues=queues,
-            has_hidden_cache=sizes.has_hidden_cache,
+            hidden_block_tokens=sizes.hidden_block_tokens,
         )
         self._engine.record_graphs()
         self._threads = WorkerThreads(partial(use_device, device))

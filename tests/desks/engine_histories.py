@@ -84,7 +84,7 @@ class Place:
             max_sequences=MAX_RUNNING,
             max_context_len=MAX_CONTEXT_LEN,
             queues=queues,
-            has_hidden_cache=True,
+            hidden_block_tokens=HIDDEN_BLOCK_TOKENS,
         )
         self.host_cache = HostCache(self.storage, queues, is_int8=has_int8_swaps)
         self.has_int8_swaps = has_int8_swaps
