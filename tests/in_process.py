@@ -83,12 +83,17 @@ def small_config(
 
 
 class CountingEngine(WorkerEngine):
-    """Counts the tokens that it computes."""
+    """Counts the tokens that it computes, the caches that it swaps, and the requests that enter with a hidden one."""
 
-    num_computed = 0
+    num_computed = num_swapped_out = num_swapped_in = num_added = num_added_hidden = 0
 
     def run_iteration(self, command: RunIteration) -> IterationCompleted:
         self.num_computed += sum(num_tokens for _, num_tokens in command.slices)
+        if command.swaps is not None:
+            self.num_swapped_out += len(command.swaps.outs)
+            self.num_swapped_in += len(command.swaps.ins)
+        self.num_added += len(command.additions)
+        self.num_added_hidden += sum(addition.is_hidden for addition in command.additions)
         return super().run_iteration(command)
 
 

@@ -6,6 +6,7 @@ loads PyTorch is imported inside the functions, as in main.py.
 
 import json
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from alignedserve.bench.tables import print_fields, print_iterations, print_kernels, print_transfers
 from alignedserve.bench.transfer_result import TransferReport
@@ -36,30 +37,42 @@ class EngineOptions:
     json_output: bool
 
 
+class _Suited(NamedTuple):
+    """What is measured."""
+
+    model: str
+    workload: str
+    dtype: str
+
+
+_SUITS = {"cpu": _Suited("opt-125m", "w1", "float32"), "cuda": _Suited("llama-3-8b", _ITERATIONS, "bfloat16")}
+
+
 def bench_engine(options: EngineOptions) -> int:
     """Run the command; returns its exit code."""
     from alignedserve.bench.device_choice import chosen_device
 
-    is_cuda = chosen_device(options.device).type == "cuda"
-    if (options.workload or (_ITERATIONS if is_cuda else "w1")) == _ITERATIONS:
-        return _bench_iterations(options, is_cuda=is_cuda)
-    return _bench_workload(options, is_cuda=is_cuda)
+    device = chosen_device(options.device).type
+    suits = _SUITS[device]
+    model, workload = options.model or suits.model, options.workload or suits.workload
+    dtype = options.dtype or suits.dtype
+    run = _bench_iterations if workload == _ITERATIONS else _bench_workload
+    return run(options, _Suited(model, workload, dtype), device)
 
 
-def _bench_workload(options: EngineOptions, *, is_cuda: bool) -> int:
+def _bench_workload(options: EngineOptions, suited: _Suited, device: str) -> int:
     from alignedserve.bench.engine import EngineBenchmarkSpec, parse_workload, run_engine_benchmark
 
-    workload = options.workload or "w1"
     spec = EngineBenchmarkSpec(
-        model=options.model or ("llama-3-8b" if is_cuda else "opt-125m"),
-        groups=parse_workload(workload, options.seed),
-        dtype=options.dtype or ("bfloat16" if is_cuda else "float32"),
+        model=suited.model,
+        groups=parse_workload(suited.workload, options.seed),
+        dtype=suited.dtype,
         quantization=options.quantization,
-        device="cuda" if is_cuda else "cpu",
+        device=device,
         attention=options.attention,
         seed=options.seed,
     )
-    with notes().status(f"{spec.model}, {workload}"):
+    with notes().status(f"{spec.model}, {suited.workload}"):
         result = asdict(run_engine_benchmark(spec))
     if options.json_output:
         _print_json(result)
@@ -69,21 +82,19 @@ def _bench_workload(options: EngineOptions, *, is_cuda: bool) -> int:
     return 0
 
 
-def _bench_iterations(options: EngineOptions, *, is_cuda: bool) -> int:
+def _bench_iterations(options: EngineOptions, suited: _Suited, device: str) -> int:
     from alignedserve.bench.engine_iterations import TOY, IterationSpec, run_iteration_benchmark
 
     if options.quantization is not None:
         raise ConfigError("--quantization: single iterations are measured without; name a --workload.")
-    model = options.model or ("llama-3-8b" if is_cuda else "opt-125m")
-    dtype = options.dtype or ("bfloat16" if is_cuda else "float32")
     spec = replace(
-        TOY if model == TOY.model else IterationSpec(model),
-        dtype=dtype,
-        device="cuda" if is_cuda else "cpu",
+        TOY if suited.model == TOY.model else IterationSpec(suited.model),
+        dtype=suited.dtype,
+        device=device,
         attention=options.attention,
         seed=options.seed,
     )
-    with notes().status(f"{model}, single iterations"):
+    with notes().status(f"{spec.model}, single iterations"):
         report = run_iteration_benchmark(spec)
     if options.json_output:
         _print_json(asdict(report))

@@ -8,27 +8,10 @@ import pytest
 
 from alignedserve.config.sections import ClusterConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams
-from alignedserve.messages.iterations import IterationCompleted, RunIteration
-from tests.in_process import TINY_LLAMA, CountingEngine, RoomCluster, small_config
+from tests.in_process import TINY_LLAMA, RoomCluster, small_config
 
 # So cheap that a hidden cache pays as soon as blocks are short, whatever this machine takes for one.
 _SETTINGS = {"hidden_token_s": 1e-7}
-
-
-class HiddenCounter:
-    """Counts the requests that enter an engine with each kind of cache."""
-
-    def __init__(self, engine: CountingEngine) -> None:
-        self.num_hidden = self.num_plain = 0
-        self._perform = engine.run_iteration
-        engine.run_iteration = self.run_iteration  # type: ignore[method-assign]
-
-    def run_iteration(self, command: RunIteration) -> IterationCompleted:
-        """The engine's own, counted."""
-        num_hidden = sum(addition.is_hidden for addition in command.additions)
-        self.num_hidden += num_hidden
-        self.num_plain += len(command.additions) - num_hidden
-        return self._perform(command)
 
 
 def apt_config(folder: Path, policy: str) -> ClusterConfig:
@@ -46,12 +29,12 @@ async def test_answers_are_as_if_everybody_had_keys_and_values(policy: str, tmp_
     cluster = RoomCluster(apt_config(tmp_path / "model", policy), tmp_path)
     await cluster.start()
     try:
-        counter = HiddenCounter(cluster.engines["decode-0"])
+        engine = cluster.engines["decode-0"]
         answers = await asyncio.gather(*(cluster.gateway.generate(prompt, sampling) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == cluster.reference(prompt, sampling)
         await cluster.gateway.idle()
     finally:
         await cluster.close()
-    assert counter.num_hidden > 0
-    assert counter.num_plain > 0
+    assert engine.num_added_hidden > 0
+    assert engine.num_added > engine.num_added_hidden

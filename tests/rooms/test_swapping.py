@@ -7,24 +7,7 @@ import msgspec
 
 from alignedserve.config.sections import ClusterConfig, SchedulingConfig, Topology
 from alignedserve.core.request import SamplingParams
-from alignedserve.messages.iterations import IterationCompleted, RunIteration
-from tests.in_process import CountingEngine, RoomCluster, small_config
-
-
-class SwapCounter:
-    """Counts the caches that an engine swaps out and in."""
-
-    def __init__(self, engine: CountingEngine) -> None:
-        self.num_outs = self.num_ins = 0
-        self._perform = engine.run_iteration
-        engine.run_iteration = self.run_iteration  # type: ignore[method-assign]
-
-    def run_iteration(self, command: RunIteration) -> IterationCompleted:
-        """The engine's own, counted."""
-        if command.swaps is not None:
-            self.num_outs += len(command.swaps.outs)
-            self.num_ins += len(command.swaps.ins)
-        return self._perform(command)
+from tests.in_process import RoomCluster, small_config
 
 
 def some_prompts() -> list[list[int]]:
@@ -44,7 +27,7 @@ async def test_answers_are_as_if_nobody_had_been_swapped_out(tmp_path: Path) -> 
     cluster = RoomCluster(config, tmp_path)
     await cluster.start()
     try:
-        swaps = SwapCounter(cluster.engines["decode-0"])
+        engine = cluster.engines["decode-0"]
         answers = await asyncio.gather(*(cluster.gateway.generate(prompt, sampling) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == cluster.reference(prompt, sampling)
@@ -52,7 +35,7 @@ async def test_answers_are_as_if_nobody_had_been_swapped_out(tmp_path: Path) -> 
         status = await cluster.gateway.idle()
     finally:
         await cluster.close()
-    assert swaps.num_outs == swaps.num_ins == status.num_evictions > 0
+    assert engine.num_swapped_out == engine.num_swapped_in == status.num_evictions > 0
 
 
 async def test_rounded_copies_come_back_and_are_answered_from(tmp_path: Path) -> None:
@@ -61,13 +44,13 @@ async def test_rounded_copies_come_back_and_are_answered_from(tmp_path: Path) ->
     cluster = RoomCluster(config, tmp_path)
     await cluster.start()
     try:
-        swaps = SwapCounter(cluster.engines["decode-0"])
+        engine = cluster.engines["decode-0"]
         answers = await asyncio.gather(*(cluster.gateway.generate(prompt, sampling) for prompt in some_prompts()))
         references = [cluster.reference(prompt, sampling) for prompt in some_prompts()]
         status = await cluster.gateway.idle()
     finally:
         await cluster.close()
-    assert swaps.num_outs == swaps.num_ins == status.num_evictions > 0
+    assert engine.num_swapped_out == engine.num_swapped_in == status.num_evictions > 0
     assert [len(answer.token_ids) for answer in answers] == [40] * len(answers)
     # A model with random weights hardly prefers one token to another, so a rounded cache soon leads it elsewhere.
     starts = [answer.token_ids[:3] == reference[:3] for answer, reference in zip(answers, references, strict=True)]
