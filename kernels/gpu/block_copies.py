@@ -9,17 +9,12 @@ _WORDS = 1024  # of 8 bytes that one program copies
 
 
 def gather_blocks(blocks: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """staging[i] = blocks[block_ids[i]].
-
-    blocks      [num_blocks, block_bytes] uint8, contiguous, block_bytes a multiple of 8
-    block_ids   [count] int64, on the same device
-    staging     [count, block_bytes] uint8, contiguous, on the same device
-    """
+    """See kernels.block_lists."""
     _copy(blocks, block_ids, staging, is_gather=True)
 
 
 def scatter_blocks(staging: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
-    """blocks[block_ids[i]] = staging[i]; as `gather_blocks`, and no block twice."""
+    """See kernels.block_lists."""
     _copy(blocks, block_ids, staging, is_gather=False)
 
 
