@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.runtime.devices import cuda_obstacle
+from alignedserve.bench.device_choice import chosen_device
+from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.devices import CPU, cuda_obstacle
 from benchmarks.gpu_targets import Outcome, outcomes
 from benchmarks.recording import RESULTS, write_result
 
@@ -144,14 +146,13 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder for the figures in place of benchmarks/results")
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for everything together")
     arguments = parser.parse_args()
-    obstacle = cuda_obstacle()
-    is_cpu = arguments.device == "cpu" or (arguments.device == "auto" and obstacle is not None)
-    if obstacle is not None and not is_cpu:
-        parser.error(f"--device cuda cannot be had: {obstacle}")
-    if is_cpu and not arguments.toy:
-        parser.error(f"on a CPU only --toy makes sense ({obstacle or 'there is a GPU: leave --device out'})")
+    try:
+        device = chosen_device(arguments.device).type
+    except ConfigError as error:
+        parser.error(f"--{error}")
+    if device == CPU and not arguments.toy:
+        parser.error(f"on a CPU only --toy makes sense ({cuda_obstacle() or 'there is a GPU: leave --device out'})")
     output = arguments.output or (None if arguments.toy else RESULTS)
-    device = "cpu" if is_cpu else "cuda"
     runner = Runner(["--device", device, *(["--toy"] if arguments.toy else [])], output, arguments.seconds)
     runner.run(PARTS if arguments.toy else (TESTS, *PARTS))
     return _report(runner, output, is_toy=arguments.toy)

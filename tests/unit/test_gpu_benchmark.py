@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from alignedserve.bench import device_choice
 from benchmarks import gpu
 from benchmarks.gpu_parts import count_tests
 from benchmarks.gpu_targets import MET, MISSED, NOT_MEASURED, outcomes
@@ -150,7 +151,8 @@ def test_a_part_that_hangs_is_ended() -> None:
 def test_what_makes_no_sense_is_refused(
     options: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "cuda_obstacle", lambda: "no GPU")
+    for module in (gpu, device_choice):
+        monkeypatch.setattr(module, "cuda_obstacle", lambda: "no GPU")
     monkeypatch.setattr("sys.argv", ["gpu", *options])
     with pytest.raises(SystemExit) as end:
         gpu.main()
