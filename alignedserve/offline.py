@@ -12,22 +12,22 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from alignedserve.config.sections import DecodeWorkerConfig, EngineConfig, ModelSectionConfig, SchedulingConfig
-from alignedserve.core.blocks import blocks_for
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, SamplingParams
-from alignedserve.messages.events import PeerLinked, Received, SendTo
+from alignedserve.messages.events import PeerConnected, Received, SendTo
 from alignedserve.messages.gateways import TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import PrefillRequest, WorkerRegistered
-from alignedserve.runtime.devices import worker_devices
-from alignedserve.runtime.served_model import resolve_model
-from alignedserve.runtime.tokenizer import Tokenizer
-from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
-from alignedserve.scheduling.assembly import make_scheduler
-from decode_worker.assembly import iteration_limits, make_colocated_logic, memory_of
-from decode_worker.colocated import ColocatedCommand
+from alignedserve.runtime.device.devices import worker_devices
+from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.scheduling.factory import make_scheduler
+from decode_worker.colocated.logic import ColocatedCommand
+from decode_worker.factory import iteration_limits, make_colocated_logic, memory_of
 
 _BLOCK_SIZE = 16
 _MAX_TOKENS = 2048
@@ -64,7 +64,7 @@ class LLM:
         served = resolve_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization), on)
         self._tokenizer = Tokenizer.load(served.folder)
         self._max_context_len = served.max_context_len
-        self._engine = WorkerEngine(served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=on))
+        self._engine = ModelExecutor(served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=on))
         registered = WorkerRegistered(
             num_blocks=self._engine.num_blocks,
             block_size=_BLOCK_SIZE,
@@ -80,7 +80,7 @@ class LLM:
             scheduler=make_scheduler(SchedulingConfig(policy="fcfs"), iteration_limits(config)),
             eos_token_ids=self._engine.eos_token_ids,
         )
-        self._perform(self._logic.on_event(PeerLinked(Role.ROUTER, _ROUTER), 0.0), {})
+        self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, _ROUTER), 0.0), {})
 
     def generate(self, prompts: Sequence[str], sampling: SamplingParams | None = None) -> list[Output]:
         """Continue every prompt. Returns one output per prompt, in order. Raises ContextTooLong, InvalidRequest."""

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from alignedserve.bench.attention_batches import AttentionBatch, attention_batch, num_blocks_of
-from alignedserve.bench.shapes import LLAMA_0_5B
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.attention import StepAttention
-from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.model_config import ModelConfig
+from alignedserve.microbench.kernels.attention_batches import AttentionBatch, attention_batch, num_blocks_of
+from alignedserve.microbench.shapes import LLAMA_0_5B
+from alignedserve.runtime.attention.backend import StepAttention
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.model_config import ModelConfig
 from benchmarks.recording import write_result
 from kernels.linear import Linear
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import psutil
 
-from alignedserve.batches.book import BatchSight, Book
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.ports import FleetTotals, LineAnswer, LineCall
+from alignedserve.batches.interfaces import ClusterTotals, LineAnswer, LineCall
+from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.batches.records import BatchKey, BatchRecord, Endpoint, FileId, FileRecord, Progress
+from alignedserve.batches.repository import BatchRepository, BatchSnapshot
 from alignedserve.batches.run import Limits, Rooms
-from alignedserve.batches.storage.disk_blobs import DiskBlobs
-from alignedserve.batches.storage.disk_log import DiskLogs
-from alignedserve.batches.storage.redis_records import RedisRecords
+from alignedserve.batches.stores.disk_blobs import DiskBlobs
+from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 
 _BATCH = BatchKey("batch_" + "0" * 24)
@@ -41,7 +41,7 @@ class _AtOnce:
         await asyncio.sleep(0)
         return LineAnswer(200, self._body, 9, 6)
 
-    def fleet(self) -> FleetTotals | None:
+    def cluster_totals(self) -> ClusterTotals | None:
         return None
 
 
@@ -59,7 +59,7 @@ def measure_bookkeeping(num_lines: int, content: bytes) -> dict[str, float]:
 
 async def _measure(folder: Path, address: str, num_lines: int, content: bytes) -> dict[str, float]:
     records = RedisRecords(address, namespace="bench")
-    rooms = Rooms(Book(records), DiskBlobs(folder / "files"), DiskLogs(folder / "results"), _AtOnce())
+    rooms = Rooms(BatchRepository(records), DiskBlobs(folder / "files"), DiskLogs(folder / "results"), _AtOnce())
     await _submit(rooms, num_lines, content)
     limits = Limits(("pocket",), num_lines, 1 << 22, max_tries=8, assumed_tokens_per_s=500.0, file_lifetime_s=1e6)
     driver = BatchDriver(rooms=rooms, limits=limits, max_in_flight=64, lock_path=folder / "driver.lock")
@@ -119,4 +119,4 @@ async def _submit(rooms: Rooms, num_lines: int, content: bytes) -> None:
         input_lines=num_lines,
         fingerprint="",
     )
-    await rooms.book.add_batch(BatchSight(record, Progress()), source, again=None, again_s=0.0)
+    await rooms.book.add_batch(BatchSnapshot(record, Progress()), source, again=None, again_s=0.0)

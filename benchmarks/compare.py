@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alignedserve.bench.engine_workloads import W4, parse_workload
 from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
+from alignedserve.microbench.engine.workloads import W4, parse_workload
 from benchmarks.compare_shapes import TRANSFORMERS_CONFIGS
 from benchmarks.recording import write_result
 

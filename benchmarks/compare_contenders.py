@@ -14,8 +14,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from alignedserve.bench.engine import EngineBenchmarkSpec, RequestGroup, WorkloadRun, load_decoder, make_engine
-from alignedserve.runtime.dtypes import torch_dtype
+from alignedserve.microbench.engine.throughput import (
+    EngineBenchmarkSpec,
+    RequestGroup,
+    WorkloadRun,
+    load_decoder,
+    make_engine,
+)
+from alignedserve.runtime.device.dtypes import torch_dtype
 from benchmarks.compare_shapes import TRANSFORMERS_CONFIGS
 
 Lengths = list[tuple[int, int]]

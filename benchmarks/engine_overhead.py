@@ -14,15 +14,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from alignedserve.bench.shapes import LLAMA_0_5B
-from alignedserve.core.blocks import blocks_for
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.decoder import Decoder
-from alignedserve.runtime.engine import Engine, NewSequence, StepSlice
-from alignedserve.runtime.model_config import RopeConfig
-from alignedserve.runtime.weights import random_weights
+from alignedserve.microbench.shapes import LLAMA_0_5B
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.model_config import RopeConfig
+from alignedserve.runtime.model.weight_loader import random_weights
 from benchmarks.recording import write_result
 
 NUM_ROWS, NUM_STEPS, BLOCK_SIZE = 64, 200, 16

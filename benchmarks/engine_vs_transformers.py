@@ -19,7 +19,13 @@ import torch
 import transformers
 from transformers import OPTConfig, OPTForCausalLM
 
-from alignedserve.bench.engine import EngineBenchmarkSpec, RequestGroup, WorkloadRun, load_decoder, make_engine
+from alignedserve.microbench.engine.throughput import (
+    EngineBenchmarkSpec,
+    RequestGroup,
+    WorkloadRun,
+    load_decoder,
+    make_engine,
+)
 from benchmarks.recording import write_result
 
 BATCH, PROMPT_LEN, OUTPUT_LEN = 64, 32, 64

@@ -15,11 +15,11 @@ import uvloop
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.app import build_services
-from alignedserve.gateway.model import ServedModel
-from alignedserve.gateway.scripted_backend import Script, ScriptedBackend
+from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
+from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.server import HttpServer, bind
-from alignedserve.runtime.served_model import pocket_folder
-from alignedserve.runtime.tokenizer import Tokenizer
+from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.tokenizer import Tokenizer
 from benchmarks.recording import write_result
 
 
@@ -58,7 +58,7 @@ async def measure(streams: int, max_tokens: int) -> dict[str, float]:
     tokenizer = Tokenizer.load(pocket_folder())
     word = tokenizer.encode(" the", add_special_tokens=False)[0]
     backend = ScriptedBackend(lambda request: Script((word,) * request.sampling.max_tokens))
-    model = ServedModel("bench", pocket_folder(), 1 << 20)
+    model = ModelCard("bench", pocket_folder(), 1 << 20)
     services = build_services(backend=backend, tokenizer=tokenizer, model=model, config=GatewayConfig())
     server = HttpServer(services, bind("127.0.0.1", 0))
     await server.start()

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.bench.device_choice import chosen_device
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.devices import CPU, cuda_obstacle
+from alignedserve.microbench.device_choice import chosen_device
+from alignedserve.runtime.device.devices import CPU, cuda_obstacle
 from benchmarks.gpu_targets import Outcome, outcomes
 from benchmarks.recording import RESULTS, write_result
 

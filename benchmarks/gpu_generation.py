@@ -15,11 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from alignedserve.bench.engine import EngineBenchmarkSpec, RequestGroup, WorkloadRun, load_decoder, make_engine
-from alignedserve.bench.engine_workloads import parse_workload
-from alignedserve.bench.shapes import SHAPES
-from alignedserve.runtime.device_timing import synchronise
-from alignedserve.runtime.model_config import ModelConfig
+from alignedserve.microbench.engine.throughput import (
+    EngineBenchmarkSpec,
+    RequestGroup,
+    WorkloadRun,
+    load_decoder,
+    make_engine,
+)
+from alignedserve.microbench.engine.workloads import parse_workload
+from alignedserve.microbench.shapes import SHAPES
+from alignedserve.runtime.device.timing import synchronise
+from alignedserve.runtime.model.model_config import ModelConfig
 
 TARGET = 3.0  # times the best of transformers
 OURS, STATIC, COMPILED, CONTINUOUS = "alignedserve", "static batches", "static batches, compiled", "continuous batching"

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignedserve.core.blocks import blocks_for
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.attention import AUTO, TORCH, TRITON
-from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.decoder import Decoder
-from alignedserve.runtime.dtypes import torch_dtype
-from alignedserve.runtime.engine import Engine, NewSequence
-from alignedserve.runtime.model_config_reader import read_model_config
-from alignedserve.runtime.weight_files import load_weights
-from kernels.gpu_choice import gpu_kernels_run
+from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.weight_files import load_weights
+from kernels.gpu_dispatch import gpu_kernels_run
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS, TOY_PROMPTS = (300, 65, 17, 2), (37, 5)

@@ -19,19 +19,19 @@ from typing import Any, TextIO
 
 import torch
 
-from alignedserve.bench.device_choice import chosen_device
-from alignedserve.bench.device_result import IterationReport, KernelReport
-from alignedserve.bench.device_transfers import pinned_rows
-from alignedserve.bench.engine_iterations import TOY, IterationSpec, run_iteration_benchmark
-from alignedserve.bench.kernels import KernelBenchmarkSpec, run_kernel_benchmark
-from alignedserve.bench.transfer import measure_device_transfers
-from alignedserve.bench.transfer_result import TransferReport
-from alignedserve.bench.transfer_spec import DEVICE_SPEC, TransferBenchmarkSpec
-from alignedserve.runtime.devices import CUDA
+from alignedserve.microbench.device_choice import chosen_device
+from alignedserve.microbench.device_results import IterationReport, KernelReport
+from alignedserve.microbench.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
+from alignedserve.microbench.kernels.benchmark import KernelBenchmarkSpec, run_kernel_benchmark
+from alignedserve.microbench.transfer.benchmark import measure_device_transfers
+from alignedserve.microbench.transfer.device_transfers import pinned_rows
+from alignedserve.microbench.transfer.results import TransferReport
+from alignedserve.microbench.transfer.spec import DEVICE_SPEC, TransferBenchmarkSpec
+from alignedserve.runtime.device.devices import CUDA
 from benchmarks.gpu_generation import compare_generation
 from benchmarks.gpu_logits import compare_logits
 from benchmarks.recording import RESULTS, write_result
-from kernels.gpu_choice import replaced
+from kernels.gpu_dispatch import replaced
 
 TESTS, LOGITS, KERNELS = "tests", "logits", "kernels"
 ITERATIONS, TRANSFERS, GENERATION = "iterations", "transfers", "generation"

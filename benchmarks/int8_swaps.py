@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from alignedserve.bench.evaluation import EvalAnswer, EvalItem, make_items, score
-from alignedserve.bench.pocket import task_call
-from alignedserve.bench.prompts import load_tokenizer
 from alignedserve.config.sections import ModelSectionConfig
-from alignedserve.core.blocks import blocks_for
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import Request, SamplingParams
+from alignedserve.evaluation.accuracy import EvalAnswer, EvalItem, make_items, score
+from alignedserve.evaluation.pocket_calls import task_call
+from alignedserve.loadgen.prompts import load_tokenizer
 from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
-from alignedserve.runtime.served_model import pocket_folder, resolve_model
-from alignedserve.runtime.tokenizer import Tokenizer
-from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
+from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.model.served_model import pocket_folder, resolve_model
+from alignedserve.runtime.model.tokenizer import Tokenizer
 from benchmarks.recording import write_result
 
 BLOCK_SIZE, BATCH_SIZE = 16, 32
@@ -39,7 +39,7 @@ class SwappingEngine:
         served = resolve_model(ModelSectionConfig())
         has_int8_swaps = swap_format == "int8"
         sizes = EngineSizes(MEMORY_BYTES, BATCH_SIZE, BLOCK_SIZE, has_int8_swaps=has_int8_swaps)
-        self._engine = WorkerEngine(served, sizes)
+        self._engine = ModelExecutor(served, sizes)
         self._swaps = swap_format is not None
         self._leaving: tuple[RequestId, ...] = ()  # with the next iteration
 

@@ -27,24 +27,24 @@ from alignedserve.messages.gateways import TokensEmitted
 from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.messages.workers import (
-    LedgerReport,
+    IterationLogReport,
     PrefillCompleted,
     PrefillRequest,
     RequestFinished,
     WorkerLoad,
     WorkerRegistered,
 )
-from alignedserve.runtime.addresses import AddressBook
-from alignedserve.runtime.links import Identity, Peer
-from alignedserve.runtime.membership import Membership
-from alignedserve.runtime.model_config_reader import parse_model_config
-from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.switchboard import Switchboard
-from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
+from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.runtime.process.link_manager import LinkManager
+from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.runtime.process.process_spec import ProcessSpec
 from benchmarks.recording import write_result
-from decode_worker.assembly import make_live_colocated_logic, memory_of
-from decode_worker.colocated_runner import ColocatedWorker
-from decode_worker.ledger import Ledger
+from decode_worker.colocated.service import ColocatedWorker
+from decode_worker.factory import make_live_colocated_logic, memory_of
+from decode_worker.iteration_log.iteration_log import IterationLog
 
 SECRET = b"b" * 32
 NUM_REQUESTS = 64
@@ -74,8 +74,16 @@ class PeerProcess:
         self._prompt_len = prompt_len
         self._num_left = NUM_REQUESTS
         self._done = asyncio.Event()
-        union = TokensEmitted | WorkerRegistered | PrefillCompleted | RequestFinished | WorkerLoad | LedgerReport | Ping
-        self._board = Switchboard(Identity(Role.ROUTER, "router", SECRET), Codec(union), self)
+        union = (
+            TokensEmitted
+            | WorkerRegistered
+            | PrefillCompleted
+            | RequestFinished
+            | WorkerLoad
+            | IterationLogReport
+            | Ping
+        )
+        self._board = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(union), self)
 
     async def run(self) -> None:
         """Until every request is done."""
@@ -127,7 +135,7 @@ def measure(prompt_len: int) -> list[float]:
     ]
 
 
-def serve_peer(prompt_len: int) -> tuple[list[tuple[float, float, int]], Ledger]:
+def serve_peer(prompt_len: int) -> tuple[list[tuple[float, float, int]], IterationLog]:
     """Serve one peer process; (begin, end, tokens) of every forward pass, and the worker's own ledger."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -136,14 +144,14 @@ def serve_peer(prompt_len: int) -> tuple[list[tuple[float, float, int]], Ledger]
         return uvloop.run(_serve(folder, peer))
 
 
-async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]], Ledger]:
+async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]], IterationLog]:
     served = ServedModel("pocket-shape", folder, parse_model_config(POCKET_SHAPE), "float32", 2048, True)
-    engine = WorkerEngine(served, EngineSizes(1 << 30, NUM_REQUESTS, 16))
+    engine = ModelExecutor(served, EngineSizes(1 << 30, NUM_REQUESTS, 16))
     stamps = _stamp_forward_passes(engine)
     registered = WorkerRegistered(engine.num_blocks, 16, NUM_REQUESTS, "", can_prefill=True, can_decode=True)
     config = DecodeWorkerConfig(max_running=NUM_REQUESTS, max_tokens_per_iteration=2048, swap_bytes=0)
     book = AddressBook(folder)
-    membership = Membership(Role.DECODE_WORKER, "decode-0", "bench", SECRET, 60.0, book, folder)
+    process_spec = ProcessSpec(Role.DECODE_WORKER, "decode-0", "bench", SECRET, 60.0, book, folder)
     make = partial(
         make_live_colocated_logic,
         registered=registered,
@@ -152,14 +160,14 @@ async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]
         scheduling=SchedulingConfig(policy="fcfs"),
         eos_token_ids=engine.eos_token_ids,
     )
-    worker = ColocatedWorker(make=make, engine=engine, membership=membership)
+    worker = ColocatedWorker(make=make, engine=engine, process_spec=process_spec)
     await worker.start(router_at=f"unix:{folder}/router.sock")
     await asyncio.to_thread(peer.join)
     await worker.close()
     return stamps, worker.ledger
 
 
-def _stamp_forward_passes(engine: WorkerEngine) -> list[tuple[float, float, int]]:
+def _stamp_forward_passes(engine: ModelExecutor) -> list[tuple[float, float, int]]:
     """Note (begin, end, tokens) of every pass, from entering the decoder to having the logits."""
     model: Any = engine._engine.model
     forward, logits = model.forward, model.logits

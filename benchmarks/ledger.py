@@ -19,10 +19,10 @@ import torch
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SampledToken, SamplingParams
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
-from alignedserve.runtime.attention_plan import CALL_BYTES
+from alignedserve.runtime.attention.torch_plan import CALL_BYTES
 from benchmarks.iteration_gap import NUM_REQUESTS, serve_peer
 from benchmarks.recording import write_result
-from decode_worker.ledger import Ledger
+from decode_worker.iteration_log.iteration_log import IterationLog
 from decode_worker.state import RunningRequest
 from kernels.attention import GatherBuffers, attend_decode
 
@@ -43,7 +43,7 @@ def measure_cost(num_running: int, *, is_changing: bool) -> float:
         asked = Request(RequestId(f"r{number}"), (1,) * (PROMPT_LEN + number), sampling, "unix:nowhere", 0.0)
         running[asked.request_id] = RunningRequest(asked, 1, [], [], PROMPT_LEN)
     sampled = tuple(SampledToken(request_id, 5) for request_id in running)
-    ledger = Ledger()
+    ledger = IterationLog()
     began = time.perf_counter()
     for iteration in range(NUM_ITERATIONS):
         now = 0.01 * iteration

@@ -29,7 +29,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cli.replay import replay_folder
+from alignedserve.cli.commands.replay import replay_folder
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
 from alignedserve.replay.fitting import MachineFit, fit_machine

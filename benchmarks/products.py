@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.recording import write_result
+from kernels.cpu.packed_linear import INT8, PackedLinear, packed_levels
 from kernels.linear import Linear, OneDnnLinear
-from kernels.packed_linear import INT8, PackedLinear, packed_levels
 
 # (inputs, columns): the layers of the 125M OPT and the 0.5B Llama shapes, and a language-model head.
 WIDTHS = ((768, 2304), (768, 768), (3072, 768), (896, 9728), (4864, 896), (768, 50272))

@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from alignedserve.bench.evaluation import EvalAnswer, EvalItem, EvalReport, make_items, score
-from alignedserve.bench.pocket import task_call
-from alignedserve.bench.prompts import load_tokenizer
-from alignedserve.core.blocks import blocks_for
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
+from alignedserve.evaluation.accuracy import EvalAnswer, EvalItem, EvalReport, make_items, score
+from alignedserve.evaluation.pocket_calls import task_call
+from alignedserve.loadgen.prompts import load_tokenizer
 from alignedserve.offline import LLM
-from alignedserve.runtime.attention import AUTO
-from alignedserve.runtime.attention_choice import attention_planner
-from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.decoder import Decoder
-from alignedserve.runtime.model_config_reader import read_model_config
-from alignedserve.runtime.sequences import NewSequence, SequenceTable
-from alignedserve.runtime.served_model import pocket_folder
-from alignedserve.runtime.step_batch import BatchBuilder
-from alignedserve.runtime.tokenizer import Tokenizer
-from alignedserve.runtime.weight_files import load_weights
+from alignedserve.runtime.attention.backend import AUTO
+from alignedserve.runtime.attention.registry import attention_planner
+from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.step_batch import BatchBuilder
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.weight_files import load_weights
 from benchmarks.recording import write_result
 
 QUANTIZATIONS = (None, "int8")

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from alignedserve.bench.machine import describe_machine
+from alignedserve.loadgen.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 

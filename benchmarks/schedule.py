@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from alignedserve.bench.pool_arrivals import LENGTHS
-from alignedserve.bench.schedule import ScheduleBenchmarkSpec, run_schedule_benchmark
+from alignedserve.microbench.scheduling.benchmark import ScheduleBenchmarkSpec, run_schedule_benchmark
+from alignedserve.microbench.scheduling.pool_arrivals import LENGTHS
 from benchmarks.recording import write_result
 
 

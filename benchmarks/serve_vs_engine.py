@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from alignedserve.bench.engine_workloads import parse_workload
+from alignedserve.microbench.engine.workloads import parse_workload
 from benchmarks.live_policies import ALIGNEDSERVE, TOPOLOGIES, make_model, served
 from benchmarks.recording import write_result
 

@@ -16,12 +16,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from alignedserve.bench.shapes import OPT_125M
-from alignedserve.cli.bench import LoadOptions, bench_serve
-from alignedserve.cli.replay import ReplayOptions, RoomCheck, SimulatedTimes, replay_folder, simulate_beside
+from alignedserve.cli.bench.commands import LoadOptions, bench_serve
+from alignedserve.cli.commands.replay import (
+    ComponentCheck,
+    ReplayOptions,
+    SimulatedTimes,
+    replay_folder,
+    simulate_beside,
+)
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.config.loading import load_config
-from alignedserve.runtime.served_model import pocket_folder
+from alignedserve.microbench.shapes import OPT_125M
+from alignedserve.runtime.model.served_model import pocket_folder
 from benchmarks.recording import write_result
 
 RT = "rt: rate={rate}, prompt=lognormal(100,300), output=exponential(60), max_output=200, ttft=0.4, tpot=0.2"
@@ -125,13 +131,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def _compare(folder: Path, seed: int, outstanding: dict[str, int]) -> tuple[list[RoomCheck], SimulatedTimes]:
+def _compare(folder: Path, seed: int, outstanding: dict[str, int]) -> tuple[list[ComponentCheck], SimulatedTimes]:
     options = ReplayOptions(folder / f"run-{seed}", fit_on=folder / "run-1" if seed != 1 else None)
     checks, run = replay_folder(options.folder)
     return checks, simulate_beside(options, run, outstanding)
 
 
-def _decisions(check: RoomCheck) -> dict[str, Any]:
+def _decisions(check: ComponentCheck) -> dict[str, Any]:
     per_s = round(check.num_equal / check.seconds) if check.seconds else None
     return {
         "room": check.room,

@@ -6,8 +6,8 @@ python -m benchmarks.transfer      # targets: shm 80 % of a plain copy, gloo 70 
 import argparse
 from dataclasses import asdict
 
-from alignedserve.bench.host_transfers import host_rows
-from alignedserve.bench.transfer_spec import TransferBenchmarkSpec
+from alignedserve.microbench.transfer.host_transfers import host_rows
+from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
 from benchmarks.recording import write_result
 
 

@@ -5,13 +5,14 @@ from functools import partial
 import ray
 
 from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, EngineConfig, SchedulingConfig
-from alignedserve.runtime.addresses import ROUTER
-from alignedserve.runtime.hosting import RoomHost
-from alignedserve.runtime.membership import POOL, Membership
-from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.worker_engine import WorkerEngine, engine_sizes, hidden_block_tokens
-from alignedserve.scheduling.assembly import calibration_s
-from decode_worker.assembly import (
+from alignedserve.runtime.engine.model_executor import ModelExecutor, engine_sizes, hidden_block_tokens
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.process.actor_host import ActorHost
+from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
+from alignedserve.scheduling.factory import calibration_s
+from decode_worker.colocated.service import ColocatedWorker
+from decode_worker.factory import (
     colocated_registration_of,
     make_live_colocated_logic,
     make_live_logic,
@@ -19,12 +20,11 @@ from decode_worker.assembly import (
     memory_of,
     registration_of,
 )
-from decode_worker.colocated_runner import ColocatedWorker
-from decode_worker.runner import DecodeWorker
+from decode_worker.service import DecodeWorker
 
 
 @ray.remote
-class DecodeWorkerActor(RoomHost):
+class DecodeWorkerActor(ActorHost):
     """Started, restarted and placed by Ray; everything else goes over its links."""
 
     def __init__(
@@ -35,14 +35,14 @@ class DecodeWorkerActor(RoomHost):
         engine_config: EngineConfig,
         prefillers: tuple[str, ...],
         served: ServedModel,
-        membership: Membership,
+        process_spec: ProcessSpec,
     ) -> None:
         """`prefillers`: names of the prefill workers."""
         layout = served.block_layout(engine_config.block_size)
         sizes = engine_sizes(engine_config, config.memory_bytes, config.max_running)
 
         async def build() -> DecodeWorker:
-            engine = WorkerEngine(served, sizes)
+            engine = ModelExecutor(served, sizes)
             registered = registration_of(config, layout, num_blocks=engine.num_blocks, pool_name=POOL)
             make = partial(
                 make_live_logic,
@@ -57,10 +57,10 @@ class DecodeWorkerActor(RoomHost):
                 make=make,
                 engine=engine,
                 pool_name=POOL,
-                membership=membership,
+                process_spec=process_spec,
                 transport=engine_config.kv_transport,
             )
-            addresses = membership.addresses
+            addresses = process_spec.addresses
             await worker.start(
                 router_at=addresses.of(ROUTER),
                 pool_at=addresses.of(POOL),
@@ -68,11 +68,11 @@ class DecodeWorkerActor(RoomHost):
             )
             return worker
 
-        super().__init__(membership, build)
+        super().__init__(process_spec, build)
 
 
 @ray.remote
-class ColocatedWorkerActor(RoomHost):
+class ColocatedWorkerActor(ActorHost):
     """Started, restarted and placed by Ray; everything else goes over its link."""
 
     def __init__(
@@ -81,7 +81,7 @@ class ColocatedWorkerActor(RoomHost):
         scheduling: SchedulingConfig,
         engine_config: EngineConfig,
         served: ServedModel,
-        membership: Membership,
+        process_spec: ProcessSpec,
     ) -> None:
         layout = served.block_layout(engine_config.block_size)
         block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
@@ -94,7 +94,7 @@ class ColocatedWorkerActor(RoomHost):
         )
 
         async def build() -> ColocatedWorker:
-            engine = WorkerEngine(served, sizes)
+            engine = ModelExecutor(served, sizes)
             make = partial(
                 make_live_colocated_logic,
                 registered=colocated_registration_of(config, layout, num_blocks=engine.num_blocks),
@@ -104,8 +104,8 @@ class ColocatedWorkerActor(RoomHost):
                 eos_token_ids=engine.eos_token_ids,
                 measured=engine.measure_iterations(engine_config.calibration_s),
             )
-            worker = ColocatedWorker(make=make, engine=engine, membership=membership)
-            await worker.start(router_at=membership.addresses.of(ROUTER))
+            worker = ColocatedWorker(make=make, engine=engine, process_spec=process_spec)
+            await worker.start(router_at=process_spec.addresses.of(ROUTER))
             return worker
 
-        super().__init__(membership, build)
+        super().__init__(process_spec, build)

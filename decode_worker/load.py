@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad
-from decode_worker.batches import BatchOrder
-from decode_worker.candidates import Candidates
-from decode_worker.eviction import Evictions
-from decode_worker.running import RunningBatch
+from decode_worker.batching.batch_order import BatchOrder
+from decode_worker.batching.candidates import Candidates
+from decode_worker.batching.eviction import Evictions
+from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.state import CachePlace
 
 _WIDEST_JOIN = 1.5  # longest over shortest of the lengths that may join

@@ -27,7 +27,7 @@ from alignedserve.messages.caches import (
     ReservationRefused,
     ReserveBlocks,
 )
-from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.fields import NO_BATCH, FailureKind
 from alignedserve.messages.gateways import AbortRequest, TokenDelta
 from alignedserve.messages.handshake import Role
@@ -45,23 +45,23 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import AttemptFailed, ExpectLength, RequestFinished, WorkerRegistered
-from alignedserve.scheduling.pacing import PolicyPacing
-from decode_worker.batches import BatchOrder, SwitchLimits, WaitingBatch
-from decode_worker.candidates import Candidates
-from decode_worker.eviction import EvictionCommand, Evictions
-from decode_worker.ledger import Ledger
+from alignedserve.messages.workers import AttemptFailed, RequestFinished, SetPredictedLength, WorkerRegistered
+from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, WaitingBatch
+from decode_worker.batching.candidates import Candidates
+from decode_worker.batching.eviction import EvictionCommand, Evictions
+from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.iteration_log.iteration_log import IterationLog
 from decode_worker.load import LoadCounter, LoadCounts
 from decode_worker.reports import RouterReports
-from decode_worker.running import RunningBatch
 from decode_worker.state import (
     CachePlace,
     Candidate,
     Loading,
     RunningRequest,
-    expect_length,
     is_up_to,
     preempted,
+    set_predicted_length,
 )
 
 DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
@@ -109,7 +109,7 @@ class DecodeLogic:
         self._num_iterations = 0
         self._num_verified = 0
         self._counted: LoadCounts | None = None  # as last reported
-        self.ledger = Ledger()
+        self.ledger = IterationLog()
         self._reports = RouterReports(registered, self.ledger)
 
     def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
@@ -131,9 +131,9 @@ class DecodeLogic:
                 return self._told(self._evictions.evicted(event))
             case Received(peer, message):
                 return self._on_message(peer, message, now)
-            case PeerLinked(role, peer):
+            case PeerConnected(role, peer):
                 return self._on_linked(role, peer)
-            case PeerLost(role, peer):
+            case PeerDisconnected(role, peer):
                 return self._on_lost(role, peer)
             case Ticked():
                 return [*self._reports.totals(now)]
@@ -164,10 +164,10 @@ class DecodeLogic:
         match message:
             case BatchGranted():
                 return self._granted(message, now)
-            case ExpectLength(request_id=request_id):
-                expect_length((self._candidates.get(request_id), self._batch.get(request_id)), message)
+            case SetPredictedLength(request_id=request_id):
+                set_predicted_length((self._candidates.get(request_id), self._batch.get(request_id)), message)
                 if self._pacing is not None:
-                    self._pacing.expect_length(request_id, message.predicted_output_len)
+                    self._pacing.set_predicted_length(request_id, message.predicted_output_len)
                 return []
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)

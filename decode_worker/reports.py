@@ -2,14 +2,14 @@
 
 from alignedserve.messages.events import Send
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import LedgerReport, WorkerLoad, WorkerRegistered
-from decode_worker.ledger import Ledger
+from alignedserve.messages.workers import IterationLogReport, WorkerLoad, WorkerRegistered
+from decode_worker.iteration_log.iteration_log import IterationLog
 
 
 class RouterReports:
     """Knows the router, and what it was told last. Without a router nothing is sent."""
 
-    def __init__(self, registered: WorkerRegistered, ledger: Ledger) -> None:
+    def __init__(self, registered: WorkerRegistered, ledger: IterationLog) -> None:
         self._registered = registered
         self._ledger = ledger
         self._router: str | None = None
@@ -44,4 +44,4 @@ class RouterReports:
     def totals(self, now: float) -> list[Send]:
         """What the ledger gained, about once a second; kept until there is a router."""
         gained = self._ledger.take_totals(now) if self._router is not None else None
-        return self.send(LedgerReport(gained)) if gained is not None else []
+        return self.send(IterationLogReport(gained)) if gained is not None else []

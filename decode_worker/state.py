@@ -4,14 +4,14 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from alignedserve.core.attempts import is_same_life
+from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.ids import BatchId, BlockId, LeaseId
 from alignedserve.core.request import Request, SampledToken
 from alignedserve.messages.caches import BlockCopy, Handoff
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.iterations import delta_of
-from alignedserve.messages.workers import ExpectLength, RequestPreempted
+from alignedserve.messages.workers import RequestPreempted, SetPredictedLength
 
 
 @dataclass(slots=True)
@@ -129,10 +129,10 @@ def is_up_to(one: Candidate | RunningRequest, attempt: int | None) -> bool:
     return attempt is None or one.attempt <= attempt
 
 
-def expect_length(known: Iterable[Candidate | RunningRequest | None], message: ExpectLength) -> None:
+def set_predicted_length(known: Iterable[Candidate | RunningRequest | None], message: SetPredictedLength) -> None:
     """Note it of those that it is said of."""
     for one in known:
-        if one is not None and is_same_life(one.attempt, message.attempt):
+        if one is not None and is_same_epoch(one.attempt, message.attempt):
             one.predicted_output_len = message.predicted_output_len
 
 

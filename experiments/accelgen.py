@@ -16,7 +16,7 @@ from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.sim.config import SimConfig
-from alignedserve.workload.laws import parse_law
+from alignedserve.workload.distributions import parse_distribution
 from alignedserve.workload.objectives import with_ttft_from_prefill
 from benchmarks.recording import commit
 from experiments.common import (
@@ -37,7 +37,7 @@ from experiments.common import (
     write_record,
 )
 
-TTFT_SCALE = parse_law("uniform(0.5,1.5)")
+TTFT_SCALE = parse_distribution("uniform(0.5,1.5)")
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "orca": {"reserved_len": 8192},  # section 3.1, as are the budgets of `_settings`
     "apt_serve": {"hybrid_cache": False},

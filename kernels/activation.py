@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu_choice import fused_kernels
-from kernels.rows import GateRows, native_level
+from kernels.cpu.rows import GateRows, native_level
+from kernels.gpu_dispatch import fused_kernels
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.gpu_choice import fused_kernels, on_device
+from kernels.gpu_dispatch import fused_kernels, on_device
 
 WORD_BYTES = 8
 G, C1, C2 = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53

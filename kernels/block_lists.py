@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.gpu_choice import fused_kernels, on_device
+from kernels.gpu_dispatch import fused_kernels, on_device
 
 
 def gather_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.gpu_choice import fused_kernels, on_device
+from kernels.gpu_dispatch import fused_kernels, on_device
 
 RANGE_BYTES = 4  # of a channel: its step and its lowest number
 LEVELS = 255.0

@@ -1,6 +1,6 @@
 """Matrix products with a fixed weight, packed once for the machine where that pays.
 
-Three ways, the first that is here: the native kernels (`kernels.packed_linear`), oneDNN's packed layout, and plain
+Three ways, the first that is here: the native kernels (`kernels.cpu.packed_linear`), oneDNN's packed layout, and plain
 PyTorch. None needs more memory than the plain weight. A nonlinearity that follows is applied while the product is in
 registers where a packed one computes it.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.activation import ACTIVATIONS, Gated
-from kernels.packed_linear import PackedLinear, fits, packed_levels
+from kernels.cpu.packed_linear import PackedLinear, fits, packed_levels
 
 # oneDNN chooses a layout for an expected number of rows; this one measured well from 1 to 2048 rows.
 _PACKING_ROWS = 64

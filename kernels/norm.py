@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu_choice import fused_kernels
-from kernels.rows import NormRows, native_level
+from kernels.cpu.rows import NormRows, native_level
+from kernels.gpu_dispatch import fused_kernels
 
 
 class Norm(Protocol):

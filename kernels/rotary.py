@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.gpu_choice import fused_kernels
+from kernels.cpu.rows import HeadRows, native_level
+from kernels.gpu_dispatch import fused_kernels
 from kernels.norm import rms_norm
-from kernels.rows import HeadRows, native_level
 
 
 def rotary_angles(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.rows import highest, native_level
+from kernels.cpu.rows import highest, native_level
 
 # Candidates that are sorted first; a row whose filters let more through is tried with the next number, then whole.
 _CANDIDATES = (256, 4096)

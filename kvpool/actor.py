@@ -4,29 +4,29 @@ import ray
 
 from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.addresses import ROUTER
-from alignedserve.runtime.arena import arena_path
-from alignedserve.runtime.hosting import RoomHost
-from alignedserve.runtime.membership import Membership
-from kvpool.storage import KvPool
+from alignedserve.runtime.kv.shm_arena import arena_path
+from alignedserve.runtime.process.actor_host import ActorHost
+from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.runtime.process.process_spec import ProcessSpec
+from kvpool.service import KvPool
 
 
 @ray.remote
-class KvPoolActor(RoomHost):
+class KvPoolActor(ActorHost):
     """Started, restarted and placed by Ray; everything else goes over its links."""
 
     def __init__(
-        self, config: PoolConfig, batching: BatchingConfig, layout: BlockLayout, membership: Membership
+        self, config: PoolConfig, batching: BatchingConfig, layout: BlockLayout, process_spec: ProcessSpec
     ) -> None:
         async def build() -> KvPool:
             pool = KvPool(
                 config=config,
                 batching=batching,
                 layout=layout,
-                arena_path=arena_path(membership.cluster_id, membership.name),
-                membership=membership,
+                arena_path=arena_path(process_spec.cluster_id, process_spec.name),
+                process_spec=process_spec,
             )
-            await pool.start(listen_at=membership.own_address(), router_at=membership.addresses.of(ROUTER))
+            await pool.start(listen_at=process_spec.own_address(), router_at=process_spec.addresses.of(ROUTER))
             return pool
 
-        super().__init__(membership, build)
+        super().__init__(process_spec, build)

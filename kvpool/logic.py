@@ -16,8 +16,8 @@ A lease whose holder is lost or late is taken back. A lost pool entry is a miss,
 from collections import deque
 from dataclasses import dataclass
 
-from alignedserve.core.attempts import passed_on
-from alignedserve.core.blocks import blocks_for
+from alignedserve.core.attempts import next_step
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.caches import (
     ArenaOffered,
@@ -35,7 +35,7 @@ from alignedserve.messages.caches import (
     ReservationRefused,
     ReserveBlocks,
 )
-from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, Ticked
+from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import (
     BatchFormed,
@@ -48,7 +48,7 @@ from alignedserve.messages.pools import (
     RequestPooled,
 )
 from alignedserve.messages.wire import Message
-from kvpool.leases import LeaseBook
+from kvpool.lease_table import LeaseTable
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits, LengthRange
 from kvpool.state import Lease, LeaseStage, PooledRequest, Reservation
 
@@ -84,7 +84,7 @@ class PoolLogic:
         self._block_size = block_size
         self._former = batch_former
         self._lease_s = lease_s
-        self._book = LeaseBook(arena.num_blocks, first_lease)
+        self._book = LeaseTable(arena.num_blocks, first_lease)
         self._pooled: dict[RequestId, Lease] = {}
         self._reservations: deque[Reservation] = deque()
         self._router: str | None = None
@@ -96,9 +96,9 @@ class PoolLogic:
         match event:
             case Received(peer, message):
                 commands = self._on_message(peer, message, now)
-            case PeerLinked(role, peer):
+            case PeerConnected(role, peer):
                 commands = self._on_linked(role, peer, now)
-            case PeerLost(_, peer):
+            case PeerDisconnected(_, peer):
                 commands = self._on_lost(peer, now)
             case Ticked():
                 commands = self._end_overdue(now)
@@ -228,7 +228,7 @@ class PoolLogic:
         assert lease.content is not None, "nothing to index"
         if lease.is_void:
             return self._end(lease)
-        lease.attempt = passed_on(lease.attempt)
+        lease.attempt = next_step(lease.attempt)
         self._book.move(lease, LeaseStage.POOLED)
         self._pooled[lease.request_id] = lease
         self._former.insert(_indexed(lease, lease.content), now)
@@ -258,7 +258,7 @@ class PoolLogic:
     def _grant(self, lease: Lease, worker: str) -> Handoff:
         if lease.stage is LeaseStage.POOLED:
             self._unindex(lease)
-            lease.attempt = passed_on(lease.attempt)
+            lease.attempt = next_step(lease.attempt)
         self._book.move(lease, LeaseStage.GRANTED)
         lease.holder = worker
         content = lease.content

@@ -5,19 +5,19 @@ from functools import partial
 import ray
 
 from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, SchedulingConfig
-from alignedserve.runtime.addresses import ROUTER
-from alignedserve.runtime.candidate_memory import BufferSizes, CandidateMemory
-from alignedserve.runtime.hosting import RoomHost
-from alignedserve.runtime.membership import POOL, Membership
-from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.worker_engine import WorkerEngine, engine_sizes
-from alignedserve.scheduling.assembly import calibration_s
-from prefill_worker.assembly import buffer_blocks_of, make_live_logic, registration_of
-from prefill_worker.runner import PrefillWorker
+from alignedserve.runtime.engine.model_executor import ModelExecutor, engine_sizes
+from alignedserve.runtime.kv.candidate_memory import BufferSizes, CandidateMemory
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.process.actor_host import ActorHost
+from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
+from alignedserve.scheduling.factory import calibration_s
+from prefill_worker.factory import buffer_blocks_of, make_live_logic, registration_of
+from prefill_worker.service import PrefillWorker
 
 
 @ray.remote
-class PrefillWorkerActor(RoomHost):
+class PrefillWorkerActor(ActorHost):
     """Started, restarted and placed by Ray; everything else goes over its links."""
 
     def __init__(
@@ -27,14 +27,14 @@ class PrefillWorkerActor(RoomHost):
         engine_config: EngineConfig,
         num_decode_workers: int,
         served: ServedModel,
-        membership: Membership,
+        process_spec: ProcessSpec,
     ) -> None:
         sizes = engine_sizes(engine_config, config.memory_bytes, config.max_running)
         layout = served.block_layout(engine_config.block_size)
         buffer_blocks = buffer_blocks_of(config, layout, num_decode_workers)
 
         async def build() -> PrefillWorker:
-            engine = WorkerEngine(served, sizes)
+            engine = ModelExecutor(served, sizes)
             registered = registration_of(config, layout, num_blocks=engine.num_blocks, pool_name=POOL)
             make = partial(
                 make_live_logic,
@@ -47,14 +47,14 @@ class PrefillWorkerActor(RoomHost):
             worker = PrefillWorker(
                 make=make,
                 engine=engine,
-                memory=CandidateMemory(layout, BufferSizes(buffer_blocks, engine_config.kv_transport), membership),
+                memory=CandidateMemory(layout, BufferSizes(buffer_blocks, engine_config.kv_transport), process_spec),
                 pool_name=POOL,
-                membership=membership,
+                process_spec=process_spec,
             )
-            addresses = membership.addresses
+            addresses = process_spec.addresses
             await worker.start(
-                listen_at=membership.own_address(), router_at=addresses.of(ROUTER), pool_at=addresses.of(POOL)
+                listen_at=process_spec.own_address(), router_at=addresses.of(ROUTER), pool_at=addresses.of(POOL)
             )
             return worker
 
-        super().__init__(membership, build)
+        super().__init__(process_spec, build)

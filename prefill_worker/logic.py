@@ -15,7 +15,7 @@ worker takes with it what was offered and not yet acknowledged (RequestPreempted
 were leaving for a lost pool reserve again when it is back. Work for the decode workers' buffers is in buffers.py.
 """
 
-from alignedserve.core.blocks import BlockAllocator, blocks_for
+from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.core.request import FinishReason
 from alignedserve.messages.caches import (
@@ -32,7 +32,7 @@ from alignedserve.messages.caches import (
     ReservationRefused,
     ReturnRequest,
 )
-from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, PromptScored, TokenDelta
 from alignedserve.messages.handshake import Role
@@ -53,18 +53,18 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
-    ExpectLength,
     PrefillCompleted,
     PrefillRequest,
     RequestFinished,
     RequestPreempted,
+    SetPredictedLength,
     WorkerLoad,
     WorkerRegistered,
 )
-from alignedserve.scheduling.pacing import Pacing
-from prefill_worker.buffers import BufferOpened, CandidateBuffers, CloseBuffer, OpenBuffer
-from prefill_worker.leaving import JobEnd, Leaving, LeavingStep
-from prefill_worker.state import JobStage, PrefillJob, expect_length, waiting_jobs
+from alignedserve.scheduling.iteration_scheduler import Pacing
+from prefill_worker.candidate_buffers import BufferOpened, CandidateBuffers, CloseBuffer, OpenBuffer
+from prefill_worker.departure import JobEnd, Leaving, LeavingStep
+from prefill_worker.state import JobStage, PrefillJob, set_predicted_length, waiting_jobs
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
 PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
@@ -118,9 +118,9 @@ class PrefillLogic:
                 return [*self._buffers.opened(event)]
             case Received(peer, message):
                 return self._on_message(peer, message)
-            case PeerLinked(role, peer):
+            case PeerConnected(role, peer):
                 return self._on_linked(role, peer)
-            case PeerLost(role, peer):
+            case PeerDisconnected(role, peer):
                 return self._on_lost(role, peer)
             case Ticked():
                 return []
@@ -156,9 +156,9 @@ class PrefillLogic:
         match message:
             case PrefillRequest():
                 return self._begin(message)
-            case ExpectLength(request_id=request_id):
-                expect_length(self._jobs.get(request_id), message)
-                self._pacing.expect_length(request_id, message.predicted_output_len)
+            case SetPredictedLength(request_id=request_id):
+                set_predicted_length(self._jobs.get(request_id), message)
+                self._pacing.set_predicted_length(request_id, message.predicted_output_len)
                 return []
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
@@ -297,7 +297,7 @@ class PrefillLogic:
         self._pacing.enter(
             job.request, self._now, num_cached=num_cached, num_generated=generated, predicted_len=predicted
         )
-        if job.is_again:
+        if job.is_retry:
             self._num_reused_tokens += num_cached
             self._num_recomputed_tokens += job.num_tokens - num_cached
         addition = Addition(job.request, job.generated_token_ids, job.block_ids, num_cached)

@@ -9,7 +9,7 @@ from alignedserve.core.request import Request, RequestClass, SampledToken
 from alignedserve.messages.caches import Handoff, ReturnRequest
 from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.iterations import delta_of
-from alignedserve.messages.workers import ExpectLength, PrefillRequest
+from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
 
 
 class JobStage(enum.Enum):
@@ -32,7 +32,7 @@ class PrefillJob:
     predicted_output_len: float | None = None
     stage: JobStage = JobStage.WAITING
     block_ids: tuple[BlockId, ...] = ()
-    is_again: bool = False  # given out before
+    is_retry: bool = False  # given out before
     has_copy: bool = False  # the pool may keep a copy of it from then
     handoff: Handoff | None = None  # the pool's copy of an earlier attempt, to begin from
     bypass_to: str | None = None  # the decode worker that it is to be offered first
@@ -49,7 +49,7 @@ class PrefillJob:
         request, generated = message.request, message.generated_token_ids
         job = cls(request, message.attempt, generated)
         job.bypass_to, job.predicted_output_len = message.bypass_to, message.predicted_output_len
-        job.is_again, job.has_copy = bool(generated) or message.has_copy, message.has_copy
+        job.is_retry, job.has_copy = bool(generated) or message.has_copy, message.has_copy
         return job
 
     @property
@@ -87,7 +87,7 @@ class PrefillJob:
         return num_usable if is_same else 0
 
 
-def expect_length(job: PrefillJob | None, message: ExpectLength) -> None:
+def set_predicted_length(job: PrefillJob | None, message: SetPredictedLength) -> None:
     """Note it, if it is said of this life of the request."""
     if job is not None and job.attempt == message.attempt:
         job.predicted_output_len = message.predicted_output_len

@@ -3,22 +3,22 @@
 import ray
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
-from alignedserve.runtime.hosting import RoomHost
-from alignedserve.runtime.membership import Membership
-from alignedserve.runtime.served_model import ServedModel
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.process.actor_host import ActorHost
+from alignedserve.runtime.process.process_spec import ProcessSpec
 from router.service import Router
 
 
 @ray.remote
-class RouterActor(RoomHost):
+class RouterActor(ActorHost):
     """Started, restarted and placed by Ray; everything else goes over its links."""
 
     def __init__(
-        self, config: RouterConfig, batching: BatchingConfig, served: ServedModel, membership: Membership
+        self, config: RouterConfig, batching: BatchingConfig, served: ServedModel, process_spec: ProcessSpec
     ) -> None:
         async def build() -> Router:
-            router = Router(config=config, batching=batching, served=served, membership=membership)
-            await router.start(listen_at=membership.own_address())
+            router = Router(config=config, batching=batching, served=served, process_spec=process_spec)
+            await router.start(listen_at=process_spec.own_address())
             return router
 
-        super().__init__(membership, build)
+        super().__init__(process_spec, build)

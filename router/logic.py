@@ -8,7 +8,7 @@ The life of a request in the router:
    BatchReceived who has arrived.
    An urgent request goes straight from its prefill worker to a decode worker, and only a copy of it to the pool.
 5. LengthPredicted says how long it is expected to get. It waits for nobody: a request that has gone to a worker by then
-   went with the mean of its class, and the worker is told (ExpectLength).
+   went with the mean of its class, and the worker is told (SetPredictedLength).
 6. RequestFinished ends it, and the pool's copy. A decode worker may bring it back to the pool (RequestPooled again),
    or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
 Whoever holds a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
@@ -16,11 +16,11 @@ asks it (RequestInterrupted) and goes on from its answer (ResumeRequest). The ro
 """
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
-from alignedserve.core.attempts import next_life
+from alignedserve.core.attempts import next_epoch
 from alignedserve.core.ids import RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.core.request import Request
-from alignedserve.messages.events import CommonEvent, PeerLinked, PeerLost, Received, Send, Ticked
+from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, Ticked
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestRejected, ResumeRequest, SubmitRequest
 from alignedserve.messages.handshake import Role
@@ -36,23 +36,23 @@ from alignedserve.messages.pools import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import (
     AttemptFailed,
-    ExpectLength,
-    LedgerReport,
+    IterationLogReport,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
     RequestFinished,
     RequestPreempted,
+    SetPredictedLength,
     WorkerLoad,
     WorkerRegistered,
 )
-from router.custody import Custody
-from router.fleet import Fleet
-from router.handovers import Handovers
+from router.ownership import OwnershipTransitions
+from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
 from router.policies.prefill_order import PrefillOrder
 from router.prefill_queue import PrefillQueue, Waiting
+from router.request_registry import RequestRegistry
 from router.state import HandedOver, LengthPredicted, TrackedRequest, WorkerRecord
 from router.status import Counters, status_of
 
@@ -66,13 +66,15 @@ class RouterLogic:
 
     def __init__(self, *, config: RouterConfig, batching: BatchingConfig, order: PrefillOrder, bypass: Bypass) -> None:
         self._config = config
-        self._fleet = Fleet(candidate_requests=config.candidate_requests, batching=batching)
-        self._custody = Custody(fleet=self._fleet, queue=PrefillQueue(order), max_requeues=config.max_requeues)
+        self._placement = Placement(candidate_requests=config.candidate_requests, batching=batching)
+        self._registry = RequestRegistry(
+            placement=self._placement, queue=PrefillQueue(order), max_requeues=config.max_requeues
+        )
         self._gateways: dict[str, None] = {}
         self._lengths = OutputLengthForecast()
         self._drain = DrainForecast()
         self._bypass = bypass
-        self._handovers = Handovers(custody=self._custody, fleet=self._fleet, bypass=self._bypass)
+        self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
         self._counters = Counters()
         self._last_attempt = 0
         self._num_ticks = 0
@@ -81,24 +83,24 @@ class RouterLogic:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
         match event:
             case Received(peer, PoolLoad() as load):  # decides nothing, and comes with all that a pool does
-                self._fleet.note_load(peer, load)
+                self._placement.note_load(peer, load)
                 return []
             case Received(peer, message):
                 commands = self._on_message(peer, message, now)
-            case PeerLinked(role, peer):
+            case PeerConnected(role, peer):
                 if role is Role.GATEWAY:
                     self._gateways[peer] = None
                 commands = []
-            case PeerLost(_, peer):
+            case PeerDisconnected(_, peer):
                 commands = self._on_lost(peer)
             case LengthPredicted():
                 commands = self._length_predicted(event)
             case Ticked():
                 commands = self._on_tick()
-        if len(self._custody.queue):
+        if len(self._registry.queue):
             commands += self._dispatch_prefills(now)
-        if self._fleet.num_pooled:
-            commands += [Send(pool, form) for pool, form in self._fleet.batches_to_form(now)]
+        if self._placement.num_pooled:
+            commands += [Send(pool, form) for pool, form in self._placement.batches_to_form(now)]
         return commands
 
     # --- messages
@@ -112,20 +114,20 @@ class RouterLogic:
             case AbortRequest():
                 return self._abort(message.request_id)
             case WorkerRegistered() | PoolRegistered():
-                reason = self._fleet.register(peer, message)
+                reason = self._placement.register(peer, message)
                 return [Send(peer, RegistrationRefused(reason))] if reason is not None else []
             case PrefillCompleted():
                 return self._prefill_completed(peer, message, now)
             case RequestPooled():
-                return self._handovers.pooled(peer, message, now)
+                return self._ownership.pooled(peer, message, now)
             case BatchReceived():
-                return self._handovers.batch_received(peer, message, now)
+                return self._ownership.batch_received(peer, message, now)
             case BatchFormed():
-                return self._handovers.batch_formed(message, now)
+                return self._ownership.batch_formed(message, now)
             case CopyKept():
-                return self._handovers.copy_kept(peer, message)
+                return self._ownership.copy_kept(peer, message)
             case CopyLost():
-                return self._handovers.copy_lost(peer, message)
+                return self._ownership.copy_lost(peer, message)
             case RequestFinished():
                 return self._finished(message)
             case RequestPreempted():
@@ -133,8 +135,8 @@ class RouterLogic:
             case AttemptFailed():
                 return self._failed(message)
             case WorkerLoad():
-                self._fleet.note_load(peer, message)
-            case LedgerReport():
+                self._placement.note_load(peer, message)
+            case IterationLogReport():
                 self._counters.add_ledger(message.gained)
             case _:
                 raise AssertionError(f"the router does not take {type(message).__name__}")
@@ -148,28 +150,28 @@ class RouterLogic:
         return []
 
     def _rejection(self, request: Request) -> RequestRejected | RequestFailed | None:
-        if request.request_id in self._custody.requests:
+        if request.request_id in self._registry.requests:
             return RequestRejected(request.request_id, "this request is already being served", 0.0)
-        if not self._fleet.can_ever_hold(request.max_context_len):
+        if not self._placement.can_ever_hold(request.max_context_len):
             reason = "its context needs more cache blocks than any worker or pool of this cluster has"
             return RequestFailed(request.request_id, FailureKind.UNSERVABLE, reason)
         is_full = (
-            len(self._custody.queue) >= self._config.max_queued_requests
-            or self._custody.queue.num_tokens + request.prompt_len > self._config.max_queued_tokens
+            len(self._registry.queue) >= self._config.max_queued_requests
+            or self._registry.queue.num_tokens + request.prompt_len > self._config.max_queued_tokens
         )
         if not is_full:
             return None
-        retry_after_s = self._drain.seconds_for(self._custody.queue.num_tokens)
+        retry_after_s = self._drain.seconds_for(self._registry.queue.num_tokens)
         return RequestRejected(request.request_id, "the queue is full", retry_after_s)
 
     def _track(self, gateway: str, request: Request, generated_token_ids: tuple[int, ...]) -> None:
         tracked = TrackedRequest(request, gateway, self._lengths.predict(request))
         tracked.generated_token_ids = generated_token_ids
         tracked.num_emitted = len(generated_token_ids)
-        self._custody.accept(tracked)
+        self._registry.accept(tracked)
 
     def _resume(self, gateway: str, message: ResumeRequest) -> list[Send]:
-        tracked = self._custody.requests.get(message.request.request_id)
+        tracked = self._registry.requests.get(message.request.request_id)
         if tracked is None:  # accepted by a router before this one, or finished with tokens that never arrived
             self._track(gateway, message.request, message.generated_token_ids)
             return []
@@ -177,72 +179,72 @@ class RouterLogic:
         has_gap = len(message.generated_token_ids) < tracked.num_emitted
         if tracked.gateway != gateway or (tracked.stage is not Stage.QUEUED and not has_gap):
             return []
-        return self._custody.go_on_from(tracked, message.generated_token_ids)
+        return self._registry.go_on_from(tracked, message.generated_token_ids)
 
     def _abort(self, request_id: RequestId) -> list[Send]:
-        tracked = self._custody.requests.get(request_id)
+        tracked = self._registry.requests.get(request_id)
         if tracked is None:
             return []
-        return self._custody.let_go(tracked, Stage.ABORTED)
+        return self._registry.let_go(tracked, Stage.ABORTED)
 
     def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
-        worker = self._fleet.workers.get(peer)
+        worker = self._placement.workers.get(peer)
         if worker is None or not worker.count_off(message.request_id, message.attempt):
             return []
         self._observe_drain(message.num_tokens, now)
-        tracked = self._custody.current(message.request_id, message.attempt)
+        tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None or tracked.stage is not Stage.PREFILLING or tracked.holder != peer:
             return []
         if worker.registered.can_decode:
-            self._fleet.note_decoding(tracked, worker)
+            self._placement.note_decoding(tracked, worker)
             return []
         tracked.is_computed = True
-        pool = self._fleet.pool_of(peer)
-        if pool is not None and pool.life == tracked.pool_life:
+        pool = self._placement.pool_of(peer)
+        if pool is not None and pool.life == tracked.pool_epoch:
             return []
         # The pool was lost meanwhile, perhaps after it had taken the blocks and before its word could reach us.
-        return [Send(peer, AbortRequest(message.request_id, message.attempt)), *self._custody.interrupt([tracked])]
+        return [Send(peer, AbortRequest(message.request_id, message.attempt)), *self._registry.interrupt([tracked])]
 
     def _observe_drain(self, num_tokens: int, now: float) -> None:
-        if len(self._custody.queue):
+        if len(self._registry.queue):
             self._drain.observe(num_tokens, now)
         else:
             self._drain.idle()
 
     def _finished(self, message: RequestFinished) -> list[Send]:
-        tracked = self._custody.current(message.request_id, message.attempt)
+        tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None:
             return []
         self._lengths.observe(tracked.request, message.num_generated)
         self._counters.count_length(tracked, message.num_generated)
-        return self._custody.finish(tracked)
+        return self._registry.finish(tracked)
 
     def _preempted(self, peer: str, message: RequestPreempted) -> list[Send]:
-        tracked = self._custody.current(message.request_id, message.attempt)
-        worker = self._fleet.workers.get(peer)
+        tracked = self._registry.current(message.request_id, message.attempt)
+        worker = self._placement.workers.get(peer)
         # It gives up what it offered to somebody who was lost; whoever has taken it by then goes on with it.
         if tracked is None or worker is None or tracked.holder != peer or message.attempt < tracked.attempt:
             return []
         self._counters.count_preemption(is_refused=message.handoff_refused)
-        return self._custody.requeue(tracked, message.generated_token_ids, is_refused=message.handoff_refused)
+        return self._registry.requeue(tracked, message.generated_token_ids, is_refused=message.handoff_refused)
 
     def _failed(self, message: AttemptFailed) -> list[Send]:
-        tracked = self._custody.current(message.request_id, message.attempt)
+        tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None:
             return []
-        return self._custody.give_up(tracked, message.kind, message.reason)
+        return self._registry.give_up(tracked, message.kind, message.reason)
 
     def _length_predicted(self, event: LengthPredicted) -> list[Send]:
-        tracked = self._custody.requests.get(event.request_id)
+        tracked = self._registry.requests.get(event.request_id)
         if tracked is None:
             return []
         limit = float(tracked.request.sampling.max_tokens)
         tracked.predicted_output_len, tracked.is_length_predicted = min(event.predicted_len, limit), True
-        worker = self._fleet.workers.get(tracked.holder or "")
+        worker = self._placement.workers.get(tracked.holder or "")
         # Only word that is a whole prefill late would have to go to a pool, or to a worker that only decodes.
         if worker is None or not worker.registered.can_prefill:
             return []
-        expected = ExpectLength(event.request_id, tracked.attempt, self._expected_len(tracked))
+        expected = SetPredictedLength(event.request_id, tracked.attempt, self._expected_len(tracked))
         return [Send(worker.name, expected)]
 
     def _expected_len(self, tracked: TrackedRequest) -> float:
@@ -254,13 +256,13 @@ class RouterLogic:
 
     def _on_lost(self, peer: str) -> list[Send]:
         self._gateways.pop(peer, None)
-        orphans = [tracked for tracked in self._custody.requests.values() if tracked.gateway == peer]
-        commands = [command for tracked in orphans for command in self._custody.let_go(tracked, Stage.ABORTED)]
-        if peer not in self._fleet:
+        orphans = [tracked for tracked in self._registry.requests.values() if tracked.gateway == peer]
+        commands = [command for tracked in orphans for command in self._registry.let_go(tracked, Stage.ABORTED)]
+        if peer not in self._placement:
             return commands
-        lost = [tracked for tracked in self._custody.requests.values() if self._fleet.may_have_lost(tracked, peer)]
-        commands += self._custody.interrupt(lost)
-        self._fleet.remove(peer)
+        lost = [tracked for tracked in self._registry.requests.values() if self._placement.may_have_lost(tracked, peer)]
+        commands += self._registry.interrupt(lost)
+        self._placement.remove(peer)
         return commands
 
     # --- placement
@@ -268,23 +270,23 @@ class RouterLogic:
     def _dispatch_prefills(self, now: float) -> list[Send]:
         """Keep every worker that prefills supplied, the least loaded first; the rest waits here, still in order."""
         commands: list[Send] = []
-        while (worker := self._fleet.least_loaded_prefiller()) is not None:
+        while (worker := self._placement.least_loaded_prefiller()) is not None:
             request_id = self._next_prefill_for(worker)
             if request_id is None:
                 break
-            tracked = self._custody.requests[request_id]
+            tracked = self._registry.requests[request_id]
             tracked.move(Stage.PREFILLING, worker.name)
-            self._last_attempt = tracked.attempt = next_life(self._last_attempt, now)
-            pool = self._fleet.pool_of(worker.name)
-            tracked.pool_life = pool.life if pool is not None else None
+            self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
+            pool = self._placement.pool_of(worker.name)
+            tracked.pool_epoch = pool.life if pool is not None else None
             handed_over = HandedOver(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
             worker.prefilling[request_id] = handed_over
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
         return commands
 
     def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
-        pool = self._fleet.copy_of(tracked)
-        decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, self._fleet.workers.values())
+        pool = self._placement.copy_of(tracked)
+        decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, self._placement.workers.values())
         tracked.granted_to = decoder.name if decoder is not None else None
         return PrefillRequest(
             tracked.request,
@@ -297,8 +299,8 @@ class RouterLogic:
 
     def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
         if worker.registered.can_decode:  # whose own policy is to see everybody
-            return self._custody.queue.pop_if(lambda waiting: True)
-        queue, allowance = self._custody.queue, self._config.max_prefill_tokens_per_worker
+            return self._registry.queue.pop_if(lambda waiting: True)
+        queue, allowance = self._registry.queue, self._config.max_prefill_tokens_per_worker
         room, real_time_room = allowance - worker.num_prefill_tokens, allowance - worker.num_real_time_tokens
 
         def is_wanted(waiting: Waiting) -> bool:
@@ -311,9 +313,9 @@ class RouterLogic:
     # --- status
 
     def _on_tick(self) -> list[Send]:
-        self._fleet.mark_news()  # a pool may know of a worker by now that it did not know before
+        self._placement.mark_news()  # a pool may know of a worker by now that it did not know before
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []
-        status = status_of(self._custody.requests.values(), self._fleet, self._counters)
+        status = status_of(self._registry.requests.values(), self._placement, self._counters)
         return [Send(gateway, status) for gateway in self._gateways]

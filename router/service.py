@@ -6,13 +6,13 @@ from typing import NoReturn
 from alignedserve.config.sections import BatchingConfig, RouterConfig
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec
-from alignedserve.runtime.membership import Membership
-from alignedserve.runtime.room import Room
-from alignedserve.runtime.served_model import ServedModel
-from router.assembly import make_logic
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.process.logic_driver import LogicDriver
+from alignedserve.runtime.process.process_spec import ProcessSpec
+from router.factory import make_logic
 from router.logic import RouterEvent
 from router.prediction import make_length_predictor
-from router.runner import PredictingLogic, PredictionRunner
+from router.prediction.runner import PredictingLogic, PredictionRunner
 from router.state import LengthPredicted
 
 
@@ -20,7 +20,7 @@ class Router:
     """The one router of a cluster. Everybody dials it."""
 
     def __init__(
-        self, *, config: RouterConfig, batching: BatchingConfig, served: ServedModel, membership: Membership
+        self, *, config: RouterConfig, batching: BatchingConfig, served: ServedModel, process_spec: ProcessSpec
     ) -> None:
         """Raises ConfigError or ModelError where the configured policies cannot be had."""
         make = partial(make_logic, config=config, batching=batching)
@@ -28,8 +28,8 @@ class Router:
         predictor = make_length_predictor(config, served)
         self._runner = PredictionRunner(predictor, self._tell) if predictor is not None else None
         decides = logic if self._runner is None else PredictingLogic(logic, self._runner)
-        self._room: Room[RouterEvent, NoReturn] = Room(
-            decides, membership.identity(), Codec(RouterInbound), _nothing_else, membership.recorder(make)
+        self._room: LogicDriver[RouterEvent, NoReturn] = LogicDriver(
+            decides, process_spec.identity(), Codec(RouterInbound), _nothing_else, process_spec.recorder(make)
         )
 
     async def start(self, *, listen_at: str) -> None:

@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from alignedserve.core.attempts import is_same_life
+from alignedserve.core.attempts import is_same_epoch
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.lifecycle import Stage, advance
 from alignedserve.core.request import Request, RequestClass
@@ -22,7 +22,7 @@ class TrackedRequest:
     holder: str | None = None  # the worker or pool that has it; None while queued
     generated_token_ids: tuple[int, ...] = ()  # known here only when they must be recomputed
     num_emitted: int = 0  # tokens that went out before whoever holds it now got it
-    pool_life: int | None = None  # life of the pool that its prefill is to end in
+    pool_epoch: int | None = None  # life of the pool that its prefill is to end in
     is_computed: bool = False  # prefilled, on its way to that pool
     granted_to: str | None = None  # perhaps on its way to this worker already
     attempt: int = 0  # the latest that is known of it (core/attempts.py); messages about an earlier one are stale
@@ -106,7 +106,7 @@ class WorkerRecord:
     def count_off(self, request_id: RequestId, attempt: int) -> bool:
         """It has computed this; False: nobody waits for that any more, though perhaps for a later attempt."""
         handed_over = self.prefilling.get(request_id)
-        if handed_over is None or not is_same_life(handed_over.attempt, attempt):
+        if handed_over is None or not is_same_epoch(handed_over.attempt, attempt):
             return False
         del self.prefilling[request_id]
         return True

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.gateways import ClusterStatus, LengthTotals
-from alignedserve.messages.ledger import LedgerTotals
-from router.fleet import Fleet
+from alignedserve.messages.iteration_log import IterationLogTotals
+from router.placement import Placement
 from router.state import TrackedRequest
 
 
@@ -17,7 +17,7 @@ class Counters:
 
     num_preemptions: int = 0
     num_handoffs_refused: int = 0
-    ledger: LedgerTotals = field(default_factory=LedgerTotals)
+    ledger: IterationLogTotals = field(default_factory=IterationLogTotals)
     lengths: LengthTotals = field(default_factory=LengthTotals)
 
     def count_preemption(self, *, is_refused: bool) -> None:
@@ -25,7 +25,7 @@ class Counters:
         self.num_handoffs_refused += is_refused
         self.num_preemptions += not is_refused
 
-    def add_ledger(self, gained: LedgerTotals) -> None:
+    def add_ledger(self, gained: IterationLogTotals) -> None:
         """What a decode worker's ledger gained. As it reports gains, its restart takes nothing away."""
         self.ledger = self.ledger.plus(gained)
 
@@ -39,9 +39,9 @@ class Counters:
         )
 
 
-def status_of(requests: Collection[TrackedRequest], fleet: Fleet, counters: Counters) -> ClusterStatus:
+def status_of(requests: Collection[TrackedRequest], placement: Placement, counters: Counters) -> ClusterStatus:
     """The cluster in numbers, now."""
-    workers, pools = fleet.workers.values(), fleet.pools.values()
+    workers, pools = placement.workers.values(), placement.pools.values()
     stages = Counter(tracked.stage for tracked in requests)
     return ClusterStatus(
         num_queued=stages[Stage.QUEUED],

@@ -13,11 +13,11 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from alignedserve.batches.driver_ledger import DriverLedger
 from alignedserve.batches.housekeeping import tidy
-from alignedserve.batches.pacing import Pace, by_slack
+from alignedserve.batches.line_scheduling import Pace, by_slack
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun, Limits, Rooms
+from alignedserve.batches.statistics import BatchStatistics
 from alignedserve.core.errors import StorageError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class BatchDriver:
         self._runs: dict[BatchKey, BatchRun] = {}
         self._lives: dict[BatchKey, asyncio.Task[None]] = {}
         self._pace = Pace()
-        self._ledger = DriverLedger(rooms.book, limits.assumed_tokens_per_s, max_in_flight)
+        self._ledger = BatchStatistics(rooms.book, limits.assumed_tokens_per_s, max_in_flight)
         self._has_pending = asyncio.Event()
         self._order: list[BatchRun] = []
         self._ordered_s = 0.0
@@ -114,7 +114,7 @@ class BatchDriver:
 
     async def _save(self) -> None:
         runs = list(self._runs.values())
-        self._ledger.note_fleet(self._rooms.runner.fleet())
+        self._ledger.note_cluster_totals(self._rooms.runner.cluster_totals())
         self._ledger.quote(runs, time.time())
         for run in runs:
             await run.save()

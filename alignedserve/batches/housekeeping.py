@@ -3,10 +3,10 @@
 import logging
 from typing import Protocol
 
-from alignedserve.batches.book import Book
-from alignedserve.batches.ports import BlobStore
+from alignedserve.batches.interfaces import BlobStore
+from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.batches.records import BatchRecord, FileRecord, ResultKind
-from alignedserve.batches.storage.disk_log import DiskLogs
+from alignedserve.batches.repository import BatchRepository
 from alignedserve.core.errors import StorageError
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class Stores(Protocol):
     """Where files are."""
 
     @property
-    def book(self) -> Book:
+    def book(self) -> BatchRepository:
         """What is known of them."""
 
     @property
@@ -97,6 +97,6 @@ def _is_expired(file: FileRecord, now: float) -> bool:
     return file.expires_s is not None and now >= file.expires_s
 
 
-async def _has_results(book: Book, record: BatchRecord) -> bool:
+async def _has_results(book: BatchRepository, record: BatchRecord) -> bool:
     kinds = list(ResultKind)
     return len(await book.unknown_files([record.result_file(kind) for kind in kinds])) < len(kinds)

@@ -2,8 +2,8 @@
 
 from collections.abc import AsyncIterator
 
-from alignedserve.batches.lines import Inspection, LineSplitter, LineTooLong, too_long
-from alignedserve.batches.ports import BlobStore
+from alignedserve.batches.input_lines import Inspection, LineSplitter, LineTooLong, too_long
+from alignedserve.batches.interfaces import BlobStore
 from alignedserve.batches.records import BatchRecord, LineProblem
 from alignedserve.core.errors import StorageDamaged
 

@@ -135,7 +135,7 @@ class Progress(Kept, frozen=True):
     updated_s: float = 0.0
 
 
-class Harvest(Kept, frozen=True):
+class BatchTotals(Kept, frozen=True):
     """What batches have come to since the state was made, and where they stand. Written by the driver."""
 
     completed: int = 0  # lines, like the next three
@@ -151,7 +151,7 @@ class Harvest(Kept, frozen=True):
     oldest_waiting_s: float = 0.0  # since the creation of the oldest batch with a line that nobody runs yet
     is_paused: bool = False  # nothing can be written
 
-    def with_ended(self, counts: Counts, usage: Usage) -> "Harvest":
+    def with_ended(self, counts: Counts, usage: Usage) -> "BatchTotals":
         """So many more lines ended."""
         return msgspec.structs.replace(
             self,

@@ -2,8 +2,8 @@
 
 import orjson
 
-from alignedserve.batches.log_format import LineEnd, ResultRecord
-from alignedserve.batches.ports import LineAnswer
+from alignedserve.batches.interfaces import LineAnswer
+from alignedserve.batches.log.log_format import LineEnd, ResultRecord
 from alignedserve.batches.records import BatchKey
 
 _EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")

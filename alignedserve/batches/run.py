@@ -16,15 +16,16 @@ from typing import TypeVar
 import msgspec
 
 from alignedserve.batches import result_lines
-from alignedserve.batches.book import Book
+from alignedserve.batches.eta import Capacity, Workload, workload
 from alignedserve.batches.input_file import read_input
-from alignedserve.batches.line_book import LineBook
-from alignedserve.batches.lines import Inspection, parse_line
-from alignedserve.batches.log_format import LogTotals, ResultRecord
+from alignedserve.batches.input_lines import Inspection, parse_line
+from alignedserve.batches.interfaces import BlobReader, BlobStore, LineBroken, LineCall, LineNotTaken, LineRunner
+from alignedserve.batches.line_scheduling import Contender, Pace, line_deadline_s
+from alignedserve.batches.line_tracker import LineTracker
+from alignedserve.batches.log.disk_log import DiskLog, DiskLogs
+from alignedserve.batches.log.log_format import LogTotals, ResultRecord
+from alignedserve.batches.log.log_opening import opened_log
 from alignedserve.batches.logic import AllRecorded, BatchEvent, Refused, TimePassed, Validated, advance
-from alignedserve.batches.pacing import Contender, Pace, line_deadline_s
-from alignedserve.batches.ports import BlobReader, BlobStore, LineBroken, LineCall, LineNotTaken, LineRunner
-from alignedserve.batches.quote import Capacity, Workload, workload
 from alignedserve.batches.records import (
     BatchRecord,
     BatchStatus,
@@ -33,9 +34,8 @@ from alignedserve.batches.records import (
     Quote,
     ResultKind,
 )
+from alignedserve.batches.repository import BatchRepository
 from alignedserve.batches.result_files import result_files
-from alignedserve.batches.storage.disk_log import DiskLog, DiskLogs
-from alignedserve.batches.storage.log_opening import opened_log
 from alignedserve.core.errors import StorageError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Limits:
 class Rooms:
     """Where a batch finds what it needs."""
 
-    book: Book
+    book: BatchRepository
     blobs: BlobStore
     logs: DiskLogs
     runner: LineRunner
@@ -77,7 +77,7 @@ class BatchRun:
     def __init__(self, record: BatchRecord, progress: Progress, *, rooms: Rooms, limits: Limits, pace: Pace) -> None:
         self.record = record
         self.progress = progress
-        self.lines: LineBook | None = None  # once they run
+        self.lines: LineTracker | None = None  # once they run
         self.on_change: Callable[[], None] = lambda: None  # a line has ended, or more may be started
         self.on_refusal: Callable[[float], None] = lambda _: None  # the cluster takes nothing for so many seconds
         self._rooms = rooms
@@ -255,7 +255,7 @@ class BatchRun:
             logger.error("%s: %d damaged records were dropped", self.record.batch_id, recovered.num_dropped)
         self._totals, self._log_bytes = recovered.totals, self._log.num_bytes
         known = (self.record.num_lines, recovered.settled, recovered.num_tries)
-        self.lines = LineBook(*known, max_tries=self._limits.max_tries)
+        self.lines = LineTracker(*known, max_tries=self._limits.max_tries)
         self._is_dirty = True
         self.note_pause(None)
         self.on_change()

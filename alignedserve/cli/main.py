@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from alignedserve.cli.batch_app import batch_app
-from alignedserve.cli.bench_app import bench_app
+from alignedserve.cli.batch.app import batch_app
+from alignedserve.cli.bench.app import bench_app
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
 from alignedserve.cli.options import JsonFlag, ModelOption, SeedOption, UrlOption
 from alignedserve.config.environment import let_waiting_threads_sleep
@@ -92,7 +92,7 @@ def serve(
     ] = None,
 ) -> None:
     """Start a cluster on this machine and serve until Ctrl-C."""
-    from alignedserve.cli.serve import serve as run
+    from alignedserve.cli.commands.serve import serve as run
 
     chosen = [] if policy is None else [f"scheduling.policy={policy}"]
     chosen += [] if quantization is None else [f"model.quantization={json.dumps(quantization)}"]
@@ -130,8 +130,8 @@ def replay(
 
     Exit code 1 when a decision differs.
     """
-    from alignedserve.cli.replay import ReplayOptions
-    from alignedserve.cli.replay import replay as run
+    from alignedserve.cli.commands.replay import ReplayOptions
+    from alignedserve.cli.commands.replay import replay as run
 
     if fit_on is not None and costs is not None:
         raise ConfigError("give either --fit-on or --costs")
@@ -158,7 +158,7 @@ def serve_overrides(model: str | None, port: int | None, batching: str | None, o
 @app.command()
 def doctor(json_output: JsonFlag = False) -> None:
     """Check this machine: Python, memory, devices, transports, and what is missing (exit code 1)."""
-    from alignedserve.cli.doctor import doctor as run
+    from alignedserve.cli.commands.doctor import doctor as run
 
     raise typer.Exit(0 if run(json_output) else FAILURE)
 
@@ -178,8 +178,8 @@ def chat(
     ] = None,
 ) -> None:
     """Talk to a running server in the terminal."""
-    from alignedserve.cli.chat import ChatOptions
-    from alignedserve.cli.chat import chat as run
+    from alignedserve.cli.commands.chat import ChatOptions
+    from alignedserve.cli.commands.chat import chat as run
 
     raise typer.Exit(run(ChatOptions(url, model, system, once, temperature, max_tokens)))
 
@@ -198,8 +198,8 @@ def evaluate(
     json_output: JsonFlag = False,
 ) -> None:
     """Measure the pocket model's exact-match accuracy per skill, through a running server."""
-    from alignedserve.cli.evaluate import EvalOptions
-    from alignedserve.cli.evaluate import evaluate as run
+    from alignedserve.cli.commands.evaluate import EvalOptions
+    from alignedserve.cli.commands.evaluate import evaluate as run
 
     options = EvalOptions(
         suite=suite,
@@ -238,8 +238,8 @@ def demo(
 
     Exit code 1 when a request was lost, a block leaked or an answer was corrupted on its way.
     """
-    from alignedserve.cli.demo import DemoOptions
-    from alignedserve.cli.demo import demo as run
+    from alignedserve.cli.commands.demo import DemoOptions
+    from alignedserve.cli.commands.demo import demo as run
 
     options = DemoOptions(
         duration_s=duration_s,
@@ -276,8 +276,8 @@ def profile(
     json_output: JsonFlag = False,
 ) -> None:
     """Measure what iterations cost on this machine and fit a cost model to them, for the simulator and the policies."""
-    from alignedserve.cli.profile import ProfileOptions
-    from alignedserve.cli.profile import profile as run
+    from alignedserve.cli.commands.profile import ProfileOptions
+    from alignedserve.cli.commands.profile import profile as run
 
     options = ProfileOptions(
         model=model,
@@ -369,8 +369,8 @@ def simulate(
     Decisions are the live system's own code; what iterations and copies take comes from a cost model.
     docs/simulator.md says what is modelled and what is not.
     """
-    from alignedserve.cli.simulate import simulate as run
-    from alignedserve.cli.simulate_cases import SimulateOptions
+    from alignedserve.cli.commands.simulate import simulate as run
+    from alignedserve.cli.commands.simulate_cases import SimulateOptions
 
     options = SimulateOptions(
         policies=tuple(policies or ()),

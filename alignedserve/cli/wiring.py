@@ -1,9 +1,9 @@
 """Where the doors are joined to the cluster: the CLI is the only floor that sees both."""
 
+from alignedserve.batch_worker.actor import BatchActor
 from alignedserve.cluster.launch import Doors, RunningCluster, launch_cluster
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.gateway.actor import GatewayActor
-from alignedserve.gateway.batch_actor import BatchActor
 
 
 def start_cluster(config: ClusterConfig) -> RunningCluster:

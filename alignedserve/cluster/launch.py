@@ -18,25 +18,25 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.batches.place import BatchPlace
+from alignedserve.batches.location import BatchLocation
 from alignedserve.cluster import preflight
-from alignedserve.cluster.batch_place import StateLock, open_place
+from alignedserve.cluster.batch_location import StateLock, open_location
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.ray_node import join_ray, start_ray
-from alignedserve.cluster.recorded import prepare_recording
+from alignedserve.cluster.recording_folder import prepare_recording
 from alignedserve.cluster.signals import endings_ignored
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config.environment import RUN_DIR_VARIABLE, api_keys, ray_address, run_root
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.addresses import ROUTER, AddressBook
-from alignedserve.runtime.arena import ARENA_PREFIX, arena_folder, remove_stale_arenas
-from alignedserve.runtime.cores import threads_per_worker
-from alignedserve.runtime.devices import worker_devices
-from alignedserve.runtime.membership import POOL, Membership
-from alignedserve.runtime.served_model import ServedModel, resolve_model
-from alignedserve.scheduling.assembly import resolve_policy
+from alignedserve.runtime.device.cores import threads_per_worker
+from alignedserve.runtime.device.devices import worker_devices
+from alignedserve.runtime.kv.shm_arena import ARENA_PREFIX, arena_folder, remove_stale_arenas
+from alignedserve.runtime.model.served_model import ServedModel, resolve_model
+from alignedserve.runtime.process.addresses import ROUTER, AddressBook
+from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
+from alignedserve.scheduling.factory import resolve_policy
 from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor
 from kvpool.actor import KvPoolActor
 from prefill_worker.actor import PrefillWorkerActor
@@ -65,7 +65,7 @@ class RunningCluster:
     def __init__(self, config: ClusterConfig, served: ServedModel, folder: Path, doors: Doors) -> None:
         self.config = config
         self._doors = doors
-        self._place: BatchPlace | None = None
+        self._place: BatchLocation | None = None
         self._redis: PrivateRedis | None = None
         self._state_lock: StateLock | None = None
         self._watchdog: Watchdog | None = None
@@ -85,7 +85,7 @@ class RunningCluster:
     def start(self) -> None:
         """Create every actor and wait until each is up. Raises what the first failing one raised."""
         if self.config.batches.enabled:
-            self._place, self._redis, self._state_lock = open_place(self.config, self.folder)
+            self._place, self._redis, self._state_lock = open_location(self.config, self.folder)
         self._start_ray()
         self._create_actors()
         failures = {name: actor.failure.remote() for name, actor in self._actors.items()}
@@ -178,7 +178,7 @@ class RunningCluster:
             self._create(self._doors.batches, Role.GATEWAY, "batches-0", *driver)
 
     def _create(self, actor_class: Any, role: Role, name: str, *arguments: object) -> None:
-        membership = Membership(
+        process_spec = ProcessSpec(
             role=role,
             name=name,
             cluster_id=self._cluster_id,
@@ -190,7 +190,7 @@ class RunningCluster:
         )
         # Placement is by node, not by CPU shares; a dead actor is restarted for as long as the cluster lives.
         options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0)
-        self._actors[name] = options.remote(*arguments, membership)
+        self._actors[name] = options.remote(*arguments, process_spec)
 
 
 def launch_cluster(config: ClusterConfig, doors: Doors) -> RunningCluster:

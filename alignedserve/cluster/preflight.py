@@ -7,13 +7,13 @@ import psutil
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
-from alignedserve.runtime.arena import arena_folder
-from alignedserve.runtime.devices import CUDA, worker_devices
-from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.tokenizer import Tokenizer
-from alignedserve.runtime.weight_index import WeightIndex
-from alignedserve.runtime.worker_engine import engine_mechanisms, hidden_block_tokens, storage_blocks
-from alignedserve.scheduling.assembly import resolve_policy
+from alignedserve.runtime.device.devices import CUDA, worker_devices
+from alignedserve.runtime.engine.model_executor import engine_mechanisms, hidden_block_tokens, storage_blocks
+from alignedserve.runtime.kv.shm_arena import arena_folder
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.weight_index import WeightIndex
+from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
 from kvpool.policies import make_batch_former

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import msgspec
 import ray
 
-from alignedserve.batches.place import BatchPlace
+from alignedserve.batches.location import BatchLocation
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.model import ServedModel as GatewayModel
+from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.server import GatewayLinks, GatewayServer
-from alignedserve.runtime.addresses import ROUTER
-from alignedserve.runtime.hosting import RoomHost
-from alignedserve.runtime.membership import Membership
-from alignedserve.runtime.served_model import ServedModel
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.process.actor_host import ActorHost
+from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.runtime.process.process_spec import ProcessSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class _Hosted:
 
 
 @ray.remote
-class GatewayActor(RoomHost):
+class GatewayActor(ActorHost):
     """Started, restarted and placed by Ray; everything else goes over HTTP and its links."""
 
     def __init__(
@@ -33,12 +33,12 @@ class GatewayActor(RoomHost):
         port: int,
         served: ServedModel,
         keys: tuple[str, ...],
-        batches: BatchPlace | None,
-        membership: Membership,
+        batches: BatchLocation | None,
+        process_spec: ProcessSpec,
     ) -> None:
         async def build() -> _Hosted:
             server = GatewayServer(
-                links=gateway_links(membership),
+                links=gateway_links(process_spec),
                 model=gateway_model(served),
                 config=msgspec.structs.replace(config, port=port),
                 api_keys=keys,
@@ -47,21 +47,21 @@ class GatewayActor(RoomHost):
             await server.start()
             return _Hosted(server)
 
-        super().__init__(membership, build)
+        super().__init__(process_spec, build)
 
 
-def gateway_links(membership: Membership) -> GatewayLinks:
+def gateway_links(process_spec: ProcessSpec) -> GatewayLinks:
     """How this member reaches the cluster."""
     return GatewayLinks(
-        identity=membership.identity(),
-        router_address=membership.addresses.of(ROUTER),
-        own_address=membership.own_address(),
+        identity=process_spec.identity(),
+        router_address=process_spec.addresses.of(ROUTER),
+        own_address=process_spec.own_address(),
     )
 
 
-def gateway_model(served: ServedModel) -> GatewayModel:
+def gateway_model(served: ServedModel) -> ModelCard:
     """What a gateway has to know of the model."""
-    return GatewayModel(
+    return ModelCard(
         name=served.name,
         folder=served.folder,
         max_context_len=served.max_context_len,

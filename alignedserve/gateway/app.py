@@ -9,17 +9,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.backend import CompletionBackend
-from alignedserve.gateway.batch_desk import BatchDesk
-from alignedserve.gateway.canary import Canary
-from alignedserve.gateway.door import Door
+from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.gateway.backend.interface import CompletionBackend
+from alignedserve.gateway.backend.readiness_probe import ReadinessProbe
 from alignedserve.gateway.errors import JSON_TYPE, error_body
-from alignedserve.gateway.keys import KeyGate
-from alignedserve.gateway.metrics import GatewayMetrics
-from alignedserve.gateway.model import ServedModel
+from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
+from alignedserve.gateway.middleware import GatewayMiddleware
+from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.routes import batches, files, generate, health, models, page, tokens
 from alignedserve.gateway.services import Capacity, Services
-from alignedserve.runtime.tokenizer import Tokenizer
+from alignedserve.runtime.model.tokenizer import Tokenizer
 
 _MAX_ECHOED_PATH_LEN = 120
 
@@ -28,11 +28,11 @@ def build_services(
     *,
     backend: CompletionBackend,
     tokenizer: Tokenizer,
-    model: ServedModel,
+    model: ModelCard,
     config: GatewayConfig,
     api_keys: Sequence[str] = (),
     reply_to: str = "",
-    desk: BatchDesk | None = None,
+    desk: FilesApi | None = None,
 ) -> Services:
     """Everything that the routes share."""
     canary_token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0
@@ -42,10 +42,10 @@ def build_services(
         model=model,
         config=config,
         reply_to=reply_to,
-        keys=KeyGate(api_keys, requests_per_minute=config.requests_per_minute, clock=time.monotonic),
+        keys=ApiKeys(api_keys, requests_per_minute=config.requests_per_minute, clock=time.monotonic),
         metrics=GatewayMetrics(model.name, backend.status),
         capacity=Capacity(config.max_concurrent_requests),
-        canary=Canary(backend, token_id=canary_token, reply_to=reply_to),
+        canary=ReadinessProbe(backend, token_id=canary_token, reply_to=reply_to),
         desk=desk,
     )
 
@@ -57,7 +57,7 @@ def build_app(services: Services) -> FastAPI:
     for module in (generate, models, tokens, files, batches, health, page):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _http_exception)
-    app.add_middleware(Door, keys=services.keys, metrics=services.metrics)
+    app.add_middleware(GatewayMiddleware, keys=services.keys, metrics=services.metrics)
     return app
 
 

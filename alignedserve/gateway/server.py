@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from alignedserve.batches.place import BatchPlace, BatchStores, open_stores
+from alignedserve.batches.location import BatchLocation, BatchStores, open_stores
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import AddressInUse, ConfigError
 from alignedserve.gateway.app import build_app, build_services
-from alignedserve.gateway.batch_desk import BatchDesk
-from alignedserve.gateway.cluster_backend import ClusterBackend
-from alignedserve.gateway.model import ServedModel
+from alignedserve.gateway.backend.cluster import ClusterBackend
+from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.services import Services
-from alignedserve.runtime.background import start_background
-from alignedserve.runtime.links import Identity
-from alignedserve.runtime.tokenizer import Tokenizer
+from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.process.background_tasks import start_background
+from alignedserve.runtime.process.links import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ class GatewayServer:
         self,
         *,
         links: GatewayLinks,
-        model: ServedModel,
+        model: ModelCard,
         config: GatewayConfig,
         api_keys: Sequence[str] = (),
-        batches: BatchPlace | None = None,
+        batches: BatchLocation | None = None,
     ) -> None:
         self._links = links
         self._model = model
@@ -85,7 +85,7 @@ class GatewayServer:
             config=self._config,
             api_keys=self._api_keys,
             reply_to=self._links.own_address,
-            desk=BatchDesk(self._stores, self._batches.config) if self._batches and self._stores else None,
+            desk=FilesApi(self._stores, self._batches.config) if self._batches and self._stores else None,
         )
         self._http = HttpServer(services, listener)
         try:

@@ -6,14 +6,14 @@ from typing import Any
 from starlette.requests import HTTPConnection, Request
 
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.backend import CompletionBackend
-from alignedserve.gateway.batch_desk import BatchDesk
-from alignedserve.gateway.canary import Canary
+from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.gateway.backend.interface import CompletionBackend
+from alignedserve.gateway.backend.readiness_probe import ReadinessProbe
 from alignedserve.gateway.errors import NotFound, Overloaded, UnknownModel
-from alignedserve.gateway.keys import KeyGate
-from alignedserve.gateway.metrics import GatewayMetrics
-from alignedserve.gateway.model import ServedModel
-from alignedserve.runtime.tokenizer import Tokenizer
+from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
+from alignedserve.gateway.model_card import ModelCard
+from alignedserve.runtime.model.tokenizer import Tokenizer
 
 
 class Capacity:
@@ -41,14 +41,14 @@ class Services:
 
     backend: CompletionBackend
     tokenizer: Tokenizer
-    model: ServedModel
+    model: ModelCard
     config: GatewayConfig
     reply_to: str  # address where workers send tokens
-    keys: KeyGate
+    keys: ApiKeys
     metrics: GatewayMetrics
     capacity: Capacity
-    canary: Canary
-    desk: BatchDesk | None = None  # None: no files and batches here
+    canary: ReadinessProbe
+    desk: FilesApi | None = None  # None: no files and batches here
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModel unless this is the model that is served; None means just that one."""
@@ -64,7 +64,7 @@ def services_of(connection: HTTPConnection) -> Services:
     return services
 
 
-def desk_of(http: Request) -> tuple[BatchDesk, str]:
+def desk_of(http: Request) -> tuple[FilesApi, str]:
     """Where files and batches are, and whose of them this request may see. Raises QuotaExceeded, or NotFound where
     there are none."""
     services = services_of(http)

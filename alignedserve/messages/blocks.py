@@ -21,7 +21,7 @@ class OpenTransfer(Message, frozen=True):
     layout_digest: Text  # of the asking end's blocks, which must be the owner's
 
 
-class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
+class DeviceMemoryHandle(msgspec.Struct, frozen=True, array_like=True):
     """How another process of this machine maps memory of a CUDA device: what the driver and torch need, no pickle."""
 
     device_uuid: Text  # processes may number the devices differently
@@ -38,7 +38,7 @@ class TransferOpened(Message, frozen=True):
     """Owner: agreed. Pairwise transports are now put together by RendezvousValues."""
 
     num_blocks: Count  # that the owner has
-    device_memory: DeviceMemory | None = None  # how to map them (cuda_ipc)
+    device_memory: DeviceMemoryHandle | None = None  # how to map them (cuda_ipc)
 
 
 class TransferRefused(Message, frozen=True):

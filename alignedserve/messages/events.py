@@ -13,14 +13,14 @@ class _Event(msgspec.Struct, frozen=True):
     """Some are made for every message and every iteration: a struct takes a fifth of a frozen dataclass's time."""
 
 
-class PeerLinked(_Event, frozen=True):
+class PeerConnected(_Event, frozen=True):
     """A link to this peer is up, for the first time or again."""
 
     role: Role
     peer: str
 
 
-class PeerLost(_Event, frozen=True):
+class PeerDisconnected(_Event, frozen=True):
     """The link to this peer is gone: dead, stopped or cut off."""
 
     role: Role
@@ -42,7 +42,7 @@ class Ticked(_Event, frozen=True):
 
 
 class Send(_Event, frozen=True):
-    """Send to a linked peer. A peer that is gone gets nothing; the logic hears of it as PeerLost."""
+    """Send to a linked peer. A peer that is gone gets nothing; the logic hears of it as PeerDisconnected."""
 
     peer: str
     message: Message
@@ -55,5 +55,5 @@ class SendTo(_Event, frozen=True):
     message: Message
 
 
-CommonEvent = PeerLinked | PeerLost | Received | Ticked
+CommonEvent = PeerConnected | PeerDisconnected | Received | Ticked
 CommonCommand = Send | SendTo

@@ -5,7 +5,7 @@ import msgspec
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, TokenLogprob
 from alignedserve.messages.fields import Attempt, Count, FailureKind, NonNegative, Seconds, Text, TokenIds
-from alignedserve.messages.ledger import LedgerTotals
+from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.wire import Message
 
 
@@ -80,7 +80,7 @@ class ClusterStatus(Message, frozen=True):
     num_pool_blocks_kept: Count = 0  # among the used: copies of what workers have
     num_reused_tokens: Count = 0  # of requests given out again, since the router started, like the next
     num_recomputed_tokens: Count = 0
-    ledger: LedgerTotals = LedgerTotals()  # of all decode workers, since the router started
+    ledger: IterationLogTotals = IterationLogTotals()  # of all decode workers, since the router started
     lengths: LengthTotals = LengthTotals()  # since the router started
 
 

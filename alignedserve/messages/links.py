@@ -54,13 +54,13 @@ from alignedserve.messages.pools import (
 )
 from alignedserve.messages.workers import (
     AttemptFailed,
-    ExpectLength,
-    LedgerReport,
+    IterationLogReport,
     PrefillCompleted,
     PrefillRequest,
     RegistrationRefused,
     RequestFinished,
     RequestPreempted,
+    SetPredictedLength,
     WorkerLoad,
     WorkerRegistered,
 )
@@ -75,7 +75,7 @@ RouterInbound = (
     | RequestFinished
     | RequestPreempted
     | WorkerLoad
-    | LedgerReport
+    | IterationLogReport
     | PoolRegistered
     | RequestPooled
     | BatchFormed
@@ -102,7 +102,7 @@ PoolInbound = (
 )
 PrefillWorkerInbound = (
     PrefillRequest
-    | ExpectLength
+    | SetPredictedLength
     | AbortRequest
     | ArenaOffered
     | BlocksReserved
@@ -118,7 +118,7 @@ PrefillWorkerInbound = (
 )
 DecodeWorkerInbound = (
     PrefillRequest
-    | ExpectLength
+    | SetPredictedLength
     | AbortRequest
     | ArenaOffered
     | BatchGranted

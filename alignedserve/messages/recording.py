@@ -16,7 +16,7 @@ from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import RecordingError
 from alignedserve.messages.events import Received
-from alignedserve.messages.redaction import Decisive, Lengths, Redactor
+from alignedserve.messages.redaction import Decisive, RedactedLengths, Redactor
 
 VERSION = 1
 SUFFIX = ".recording"
@@ -71,7 +71,7 @@ class Digester:
     """Commands in a form that does not depend on tokens, and its digest."""
 
     def __init__(self) -> None:
-        self._without_tokens = Redactor(Lengths())
+        self._without_tokens = Redactor(RedactedLengths())
 
     def encode(self, commands: Sequence[Any]) -> bytes:
         """MessagePack of (class, command) in order."""

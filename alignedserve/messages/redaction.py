@@ -36,7 +36,7 @@ class Cover(Protocol):
         """In place of one new token."""
 
 
-class Lengths:
+class RedactedLengths:
     """Nothing but how many there are."""
 
     def note(self, request: Request) -> None:

@@ -5,7 +5,7 @@ import msgspec
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.request import Request
 from alignedserve.messages.fields import Attempt, Count, FailureKind, PredictedLen, Text, TokenIds
-from alignedserve.messages.ledger import LedgerTotals
+from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.messages.wire import Message
 
 
@@ -35,10 +35,10 @@ class PrefillRequest(Message, frozen=True):
     generated_token_ids: TokenIds = ()  # emitted in earlier attempts; recomputed with the prompt
     has_copy: bool = False  # the pool may keep a copy of an earlier attempt: ask it before computing everything
     bypass_to: WorkerName | None = None  # urgent: offer it to this decode worker first, and to the pool only as a copy
-    predicted_output_len: PredictedLen | None = None  # never above max_tokens; ExpectLength may replace it
+    predicted_output_len: PredictedLen | None = None  # never above max_tokens; SetPredictedLength may replace it
 
 
-class ExpectLength(Message, frozen=True):
+class SetPredictedLength(Message, frozen=True):
     """Router to a worker that prefills: the prediction for a request that it was given before there was one. Ignored
     where the request has left."""
 
@@ -106,7 +106,7 @@ class WorkerLoad(Message, frozen=True):
     running: JoinedBatch | None = None  # None: nothing runs, or requests of any length
 
 
-class LedgerReport(Message, frozen=True):
+class IterationLogReport(Message, frozen=True):
     """Decode worker to router, about once a second while it iterates: what its ledger gained since the last report."""
 
-    gained: LedgerTotals
+    gained: IterationLogTotals

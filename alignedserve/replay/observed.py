@@ -23,7 +23,7 @@ from alignedserve.messages.iterations import (
     RunIteration,
 )
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, RequestFinished
-from alignedserve.replay.rooms import Decided
+from alignedserve.replay.components import Decided
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.sim.engine import SimulatedEngine
 
@@ -82,9 +82,9 @@ class ObservedRun:
         self._sent: dict[tuple[object, ...], float] = {}
         self._received: dict[tuple[object, ...], float] = {}
 
-    def room(self, name: str, pool: str | None) -> "RoomObserver":
+    def room(self, name: str, pool: str | None) -> "ComponentObserver":
         """What looks at one room's decisions. `pool`: of a worker, the pool of its node."""
-        return RoomObserver(self, name, pool)
+        return ComponentObserver(self, name, pool)
 
     def complete(self) -> None:
         """All rooms have been seen: put their words together."""
@@ -105,7 +105,7 @@ class ObservedRun:
         """How long messages took from room to room, those that can be told apart."""
         return [time_s - self._sent[key] for key, time_s in self._received.items() if key in self._sent]
 
-    # --- for RoomObserver
+    # --- for ComponentObserver
 
     def note_sent(self, message: object, now: float) -> None:
         """A room sends this."""
@@ -127,7 +127,7 @@ class ObservedRun:
         self._emitted.append((now, message))
 
 
-class RoomObserver:
+class ComponentObserver:
     """Looks at one life of one room."""
 
     def __init__(self, run: ObservedRun, name: str, pool: str | None) -> None:

@@ -60,7 +60,7 @@ class WorkerState:
         """A request without any cache."""
         self.table.add(request, now, predicted_len=predicted_len, num_generated=num_generated)
 
-    def expect_length(self, request_id: RequestId, predicted_len: float) -> None:
+    def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
         """A later prediction of its output tokens in all."""
         self.table.predicted_len[self.table.row(request_id)] = max(predicted_len, 1.0)
 

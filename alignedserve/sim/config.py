@@ -8,7 +8,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.policy import DeviceMemory, Mechanism
-from decode_worker.assembly import memory_of
+from decode_worker.factory import memory_of
 
 
 @dataclass(frozen=True, slots=True)

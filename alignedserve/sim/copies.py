@@ -6,7 +6,7 @@ whether a copy verifies.
 
 from collections.abc import Sequence
 
-from alignedserve.core.blocks import neighbours
+from alignedserve.core.block_allocator import neighbours
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.messages.iterations import (
@@ -17,8 +17,8 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RelayBlocks,
 )
-from alignedserve.sim.agenda import Agenda
 from alignedserve.sim.config import SimLinks
+from alignedserve.sim.event_queue import EventQueue
 
 _NOT_SUMMED = 0  # there are no bytes to take a checksum of
 
@@ -58,7 +58,7 @@ class SimulatedArena:
 class Channels:
     """The links between memories. Each does one copy at a time, in the order in which they were asked for."""
 
-    def __init__(self, agenda: Agenda, links: SimLinks, block_bytes: int) -> None:
+    def __init__(self, agenda: EventQueue, links: SimLinks, block_bytes: int) -> None:
         self._agenda = agenda
         self._links = links
         self._block_bytes = block_bytes

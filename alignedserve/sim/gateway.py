@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams
-from alignedserve.messages.events import PeerLinked, Received
+from alignedserve.messages.events import PeerConnected, Received
 from alignedserve.messages.gateways import ClusterStatus, RequestFailed, RequestRejected, SubmitRequest, TokensEmitted
 from alignedserve.messages.handshake import Role
-from alignedserve.sim.agenda import Agenda
+from alignedserve.sim.components import Network
 from alignedserve.sim.engine import TOKEN
+from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.records import Ending, GapSample, OpenRequest, RequestRecord
-from alignedserve.sim.rooms import Network
 from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
 from router.state import LengthPredicted
 
@@ -44,7 +44,7 @@ class SimulatedGateway:
     role = Role.GATEWAY
 
     def __init__(
-        self, workload: Workload, agenda: Agenda, network: Network, *, message_s: float, on_idle: Callable[[], None]
+        self, workload: Workload, agenda: EventQueue, network: Network, *, message_s: float, on_idle: Callable[[], None]
     ) -> None:
         self._agenda = agenda
         self._network = network
@@ -70,9 +70,9 @@ class SimulatedGateway:
         self._plan_all(self._loops.first())
         self._note_idle()
 
-    def dispatch(self, event: PeerLinked | Received) -> None:
+    def dispatch(self, event: PeerConnected | Received) -> None:
         """The router's word."""
-        if isinstance(event, PeerLinked):
+        if isinstance(event, PeerConnected):
             return
         message = event.message
         match message:

@@ -8,7 +8,7 @@ import msgspec
 
 from alignedserve.config.sections import ClusterConfig, SchedulingConfig, Topology
 from alignedserve.costmodel.profile_file import MachineProfile
-from alignedserve.scheduling.assembly import resolve_policy
+from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.config import SimConfig, SimMechanisms

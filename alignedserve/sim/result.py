@@ -8,7 +8,7 @@ import msgspec
 
 from alignedserve.core.metrics import Distribution, attainment, describe, per_second, percentile
 from alignedserve.messages.gateways import LengthTotals
-from alignedserve.messages.ledger import LedgerTotals
+from alignedserve.messages.iteration_log import IterationLogTotals
 from alignedserve.sim.engine import IterationLine, SimulatedEngine
 from alignedserve.sim.records import Ending, GapSample, RequestRecord
 
@@ -76,7 +76,7 @@ class SimulationResult:
     num_recomputed_tokens: int
     num_pool_blocks_used: int  # at the end: nothing but what unfinished requests hold
     num_worker_blocks_used: int
-    ledger: LedgerTotals  # of all decode workers
+    ledger: IterationLogTotals  # of all decode workers
     lengths: LengthTotals  # how well output lengths were foreseen
     num_decisions: int  # events that logics were told of
     num_events: int  # entries of the agenda

@@ -6,7 +6,7 @@ or ends, the others' iterations end earlier or later than they would have.
 
 from collections.abc import Callable
 
-from alignedserve.sim.agenda import Agenda
+from alignedserve.sim.event_queue import EventQueue
 
 
 class _Job:
@@ -22,7 +22,7 @@ class _Job:
 class SharedCores:
     """One machine. `slowdown`: by how much of its time alone an iteration takes longer for each other one."""
 
-    def __init__(self, agenda: Agenda, slowdown: float) -> None:
+    def __init__(self, agenda: EventQueue, slowdown: float) -> None:
         self._agenda = agenda
         self._slowdown = slowdown
         self._jobs: list[_Job] = []

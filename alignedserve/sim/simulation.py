@@ -13,22 +13,27 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.events import TICK_S
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.handshake import Role
-from alignedserve.scheduling.assembly import make_decode_pacing, make_pacing, make_scheduler, resolve_policy
+from alignedserve.scheduling.factory import (
+    make_decode_iteration_scheduler,
+    make_iteration_scheduler,
+    make_scheduler,
+    resolve_policy,
+)
 from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import Mechanism
-from alignedserve.sim.agenda import Agenda
+from alignedserve.sim.components import Logic, Network, SharedMemory, SimulatedComponent, SimulatedPool, SimulatedWorker
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.copies import Channels, SimulatedCopier
 from alignedserve.sim.engine import EOS, SimulatedEngine
+from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.gateway import GATEWAY, ROUTER, SimulatedGateway
 from alignedserve.sim.result import SimulationResult, classes_of, worker_of
-from alignedserve.sim.rooms import Logic, Network, SharedMemory, SimulatedPool, SimulatedRoom, SimulatedWorker
 from alignedserve.sim.shared_cores import SharedCores
 from alignedserve.workload.requests import Workload
-from decode_worker import assembly as decode_assembly
-from kvpool import assembly as pool_assembly
-from prefill_worker import assembly as prefill_assembly
-from router import assembly as router_assembly
+from decode_worker import factory as decode_factory
+from kvpool import factory as pool_factory
+from prefill_worker import factory as prefill_factory
+from router import factory as router_factory
 
 Progress = Callable[[float, int], None]  # simulated seconds since the first sending, requests that have ended
 
@@ -47,17 +52,17 @@ class Simulation:
         self._random = random.Random(config.seed)  # noqa: S311
         _check_fit(config, workload)
         _check_policy(config, workload)
-        self._agenda = Agenda()
+        self._agenda = EventQueue()
         self._network = Network(self._agenda, config.links.message_s)
         self._gateway = SimulatedGateway(
             workload, self._agenda, self._network, message_s=config.links.message_s, on_idle=self._settle
         )
         self._network.to_gateway = self._gateway.emitted
-        self._rooms: list[SimulatedRoom] = []
+        self._rooms: list[SimulatedComponent] = []
         self._workers: dict[str, SimulatedWorker] = {}
         self._channels = Channels(self._agenda, config.links, config.layout.block_bytes)
         num_decode = config.cluster.decode.count // config.num_pools
-        buffer_blocks = prefill_assembly.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
+        buffer_blocks = prefill_factory.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
         cores = SharedCores(self._agenda, config.core_slowdown) if config.core_slowdown else None
         self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
         self._build()
@@ -83,9 +88,7 @@ class Simulation:
 
     def _build(self) -> None:
         cluster = self._config.cluster
-        self._add_room(
-            ROUTER, Role.ROUTER, router_assembly.make_logic(config=cluster.router, batching=cluster.batching)
-        )
+        self._add_room(ROUTER, Role.ROUTER, router_factory.make_logic(config=cluster.router, batching=cluster.batching))
         self._network.link(GATEWAY, ROUTER)
         for node in range(self._config.num_pools):
             decoders = range(node, cluster.decode.count, self._config.num_pools)
@@ -100,8 +103,8 @@ class Simulation:
                 [self._add_decode_worker(number, node) for number in decoders],
             )
 
-    def _add_room(self, name: str, role: Role, logic: Logic) -> SimulatedRoom:
-        room = SimulatedRoom(name, role, logic, self._agenda, self._network)
+    def _add_room(self, name: str, role: Role, logic: Logic) -> SimulatedComponent:
+        room = SimulatedComponent(name, role, logic, self._agenda, self._network)
         self._rooms.append(room)
         return room
 
@@ -111,7 +114,7 @@ class Simulation:
         if num_blocks < 1:
             raise ConfigError(f"pool.memory_bytes holds no block of {layout.block_bytes} bytes")
         arena = self._memory.make_pool(_pool(node), num_blocks, layout.digest().hex())
-        logic = pool_assembly.make_logic(
+        logic = pool_factory.make_logic(
             config=config.cluster.pool,
             batching=config.cluster.batching,
             arena=arena,
@@ -124,15 +127,15 @@ class Simulation:
     def _add_prefill_worker(self, number: int, node: int) -> str:
         config = self._config.cluster.prefill
         num_blocks = self._config.layout.blocks_in(config.memory_bytes)
-        registered = prefill_assembly.registration_of(
+        registered = prefill_factory.registration_of(
             config, self._config.layout, num_blocks=num_blocks, pool_name=_pool(node)
         )
         costs = self._config.prefill_costs or self._config.decode_costs
-        limits = prefill_assembly.iteration_limits(config)
-        logic = prefill_assembly.make_logic(
+        limits = prefill_factory.iteration_limits(config)
+        logic = prefill_factory.make_logic(
             registered=registered,
             config=config,
-            pacing=make_pacing(self._config.cluster.scheduling, limits, self._known(costs)),
+            pacing=make_iteration_scheduler(self._config.cluster.scheduling, limits, self._known(costs)),
             eos_token_ids=_EOS_TOKEN_IDS,
         )
         return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, logic, _pool(node), costs)
@@ -141,22 +144,20 @@ class Simulation:
         config, layout = self._config.cluster.decode, self._config.layout
         num_blocks = layout.blocks_in(config.memory_bytes)
         logic: Logic
-        scheduling, limits = self._config.cluster.scheduling, decode_assembly.iteration_limits(config)
+        scheduling, limits = self._config.cluster.scheduling, decode_factory.iteration_limits(config)
         costs = self._known(self._config.decode_costs)
         if self._config.is_colocated:
-            logic = decode_assembly.make_colocated_logic(
-                registered=decode_assembly.colocated_registration_of(config, layout, num_blocks=num_blocks),
+            logic = decode_factory.make_colocated_logic(
+                registered=decode_factory.colocated_registration_of(config, layout, num_blocks=num_blocks),
                 memory=self._config.colocated_memory,
                 scheduler=make_scheduler(scheduling, limits, costs),
                 eos_token_ids=_EOS_TOKEN_IDS,
             )
         else:
-            logic = decode_assembly.make_logic(
-                registered=decode_assembly.registration_of(
-                    config, layout, num_blocks=num_blocks, pool_name=_pool(node)
-                ),
-                limits=decode_assembly.limits_of(config, self._config.cluster.batching, num_blocks=num_blocks),
-                pacing=make_decode_pacing(scheduling, limits, costs),
+            logic = decode_factory.make_logic(
+                registered=decode_factory.registration_of(config, layout, num_blocks=num_blocks, pool_name=_pool(node)),
+                limits=decode_factory.limits_of(config, self._config.cluster.batching, num_blocks=num_blocks),
+                pacing=make_decode_iteration_scheduler(scheduling, limits, costs),
                 eos_token_ids=_EOS_TOKEN_IDS,
             )
         name = f"decode-{number}"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.workload.laws import FloatArray
+from alignedserve.workload.distributions import FloatArray
 
 MAX_ARRIVALS = 10_000_000  # more in one workload is a mistake
 _BLOCK = 4096

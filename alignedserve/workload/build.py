@@ -19,8 +19,8 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.workload.arrivals import GapLaw, Renewal
 from alignedserve.workload.catalogue import Library
+from alignedserve.workload.distributions import FloatArray, ValueDistribution
 from alignedserve.workload.grammar import RECORDED, ClassSpec, parse_classes
-from alignedserve.workload.laws import FloatArray, Law
 from alignedserve.workload.lengths import DrawnLengths, IntArray, Lengths
 from alignedserve.workload.recordings import Extract, RecordedSource, Recording
 from alignedserve.workload.requests import ClosedLoop, Description, TimedRequest, Workload
@@ -210,7 +210,7 @@ class _DrawnStream:
 def _objectives(spec: ClassSpec, rng: Generator, count: int) -> tuple[list[RequestClass], list[Slo]]:
     """Class and objectives of every request. In a shared class, best-effort requests have the deadline only."""
 
-    def drawn(law: Law | None) -> list[float] | list[None]:
+    def drawn(law: ValueDistribution | None) -> list[float] | list[None]:
         if law is None:
             return [None] * count
         return [law.constant] * count if law.constant is not None else law.draw(rng, count).tolist()

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field, fields
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass
 from alignedserve.workload.arrivals import GapLaw
-from alignedserve.workload.laws import Law, parse_law, parse_number, split_outside_parentheses
+from alignedserve.workload.distributions import (
+    ValueDistribution,
+    parse_distribution,
+    parse_number,
+    split_outside_parentheses,
+)
 from alignedserve.workload.lengths import LengthLimits
 from alignedserve.workload.prediction import PredictionModel, parse_prediction
 
@@ -29,8 +34,8 @@ class ClassSpec:
 
     name: str
     source: str | None = None  # of prompt and output lengths
-    prompt: Law | None = None  # in place of the source's
-    output: Law | None = None
+    prompt: ValueDistribution | None = None  # in place of the source's
+    output: ValueDistribution | None = None
     arrivals: str = GapLaw.GAMMA.value  # or weibull, recorded, or the name of a rate profile
     rate: float | None = None  # requests per second
     cv: float = 1.0
@@ -40,9 +45,9 @@ class ClassSpec:
     wave: int | None = None  # that many at once, the next ones when all have ended
     request_class: RequestClass = RequestClass.REAL_TIME
     be_share: float = 0.0  # of its requests, drawn at random, are best-effort
-    ttft_s: Law | None = None
-    tpot_s: Law | None = None
-    deadline_s: Law | None = None
+    ttft_s: ValueDistribution | None = None
+    tpot_s: ValueDistribution | None = None
+    deadline_s: ValueDistribution | None = None
     priority: int = 0
     tier: str | None = None
     max_tokens: int | None = None  # the client's limit; None: it asks for just what it gets
@@ -103,9 +108,9 @@ def _source(key: str, value: str) -> str:
     return value
 
 
-def _law(key: str, value: str) -> Law:
+def _law(key: str, value: str) -> ValueDistribution:
     try:
-        return parse_law(value)
+        return parse_distribution(value)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
 

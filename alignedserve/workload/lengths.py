@@ -9,7 +9,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.workload.laws import FloatArray, Law
+from alignedserve.workload.distributions import FloatArray, ValueDistribution
 
 IntArray = NDArray[np.int64]
 _MAX_ROUNDS = 200  # of drawing again what a limit dropped
@@ -73,8 +73,8 @@ class DrawnLengths:
     """Lengths of a recording, with laws in place of the columns that it lacks or that were given explicitly."""
 
     source: LengthSource | None
-    prompt: Law | None = None
-    output: Law | None = None
+    prompt: ValueDistribution | None = None
+    output: ValueDistribution | None = None
 
     def draw(self, rng: Generator, count: int) -> Lengths:
         """So many rows. Raises ConfigError where a column is missing."""

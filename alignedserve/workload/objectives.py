@@ -7,13 +7,15 @@ from dataclasses import replace
 import numpy as np
 
 from alignedserve.core.request import RequestClass
-from alignedserve.workload.laws import Law
+from alignedserve.workload.distributions import ValueDistribution
 from alignedserve.workload.requests import TimedRequest, Workload
 
 PROMPT_GROUP = 512  # tokens
 
 
-def with_ttft_from_prefill(workload: Workload, prefill_s: Callable[[int], float], *, scale: Law, seed: int) -> Workload:
+def with_ttft_from_prefill(
+    workload: Workload, prefill_s: Callable[[int], float], *, scale: ValueDistribution, seed: int
+) -> Workload:
     """The workload with TTFT objectives as AccelGen sets them (section 3), for its open-loop real-time requests.
 
     Prompts are grouped by PROMPT_GROUP tokens; the objective is the mean of `prefill_s(prompt_len)` over the group

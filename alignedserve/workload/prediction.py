@@ -7,7 +7,7 @@ import numpy as np
 from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.workload.laws import parse_number
+from alignedserve.workload.distributions import parse_number
 from alignedserve.workload.lengths import IntArray, whole
 
 

@@ -1,8 +1,8 @@
 """The same workload at another rate."""
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.workload.distributions import split_outside_parentheses
 from alignedserve.workload.grammar import RECORDED, parse_classes
-from alignedserve.workload.laws import split_outside_parentheses
 
 
 def at_rate(line: str, rate: float) -> str:

@@ -10,7 +10,7 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.workload import traces
-from alignedserve.workload.laws import FloatArray
+from alignedserve.workload.distributions import FloatArray
 from alignedserve.workload.lengths import IntArray, Lengths
 from alignedserve.workload.servegen import ClientDay
 from alignedserve.workload.traces import Terms, TraceRow

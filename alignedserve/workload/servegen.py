@@ -14,7 +14,7 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.workload.arrivals import gamma_gaps, weibull_gaps
-from alignedserve.workload.laws import FloatArray
+from alignedserve.workload.distributions import FloatArray
 from alignedserve.workload.lengths import IntArray, Lengths, joined, whole
 from alignedserve.workload.reading import parsed_lines, read_lines
 

@@ -12,7 +12,7 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.workload.arrivals import RateProfile
-from alignedserve.workload.laws import Law, parse_number
+from alignedserve.workload.distributions import ValueDistribution, parse_number
 from alignedserve.workload.lengths import IntArray, Lengths, whole
 from alignedserve.workload.reading import Columns, parse_length, parsed_lines, read_lines
 
@@ -95,7 +95,7 @@ class Task:
     """One task of LongBench, as its table describes it."""
 
     name: str
-    prompt: Law
+    prompt: ValueDistribution
     max_output: int
     num_samples: int
 
@@ -132,7 +132,7 @@ def read_tasks(path: Path, *, only: Sequence[str] = ()) -> TaskTable:
             mean = parse_number("avg_len", fields["avg_len_words_or_zh_chars"]) * TOKENS_PER_WORD
             return Task(
                 name=fields["task"],
-                prompt=Law("skewed", (mean, mean * PROMPT_DEVIATION)),
+                prompt=ValueDistribution("skewed", (mean, mean * PROMPT_DEVIATION)),
                 max_output=parse_length(fields["max_output_tokens"], least=1),
                 num_samples=int(fields["samples"]),
             )

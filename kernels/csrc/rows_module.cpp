@@ -1,6 +1,6 @@
 // The Python side of operations on rows: divides them over cores where there are many, runs a level.
 //
-// Addresses are checked by the caller (kernels/rows.py), which holds the tensors.
+// Addresses are checked by the caller (kernels/cpu/rows.py), which holds the tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 

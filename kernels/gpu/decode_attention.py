@@ -1,4 +1,4 @@
-"""Decode attention over paged blocks on a GPU, its work divided evenly over the batch (`kernels.gpu.division`).
+"""Decode attention over paged blocks on a GPU, its work divided evenly over the batch (`kernels.gpu.work_partition`).
 
 Two kernels. The first computes parts of contexts, one program per run of tiles and key head: all query heads of the key
 head at once, scores, softmax and sums in one pass. The second merges the parts of each context by their maxima and

@@ -9,7 +9,7 @@ import torch
 
 from kernels.gpu.blocks import BlockTables
 from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch
-from kernels.gpu.division import Division, Int64Array
+from kernels.gpu.work_partition import Division, Int64Array
 
 
 def naive_batch(

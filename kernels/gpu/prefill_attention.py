@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.blocks import BlockTables, BlockView, cached_elements
-from kernels.gpu.division import Int32Array, Int64Array
 from kernels.gpu.launching import padded, upcast
+from kernels.gpu.work_partition import Int32Array, Int64Array
 
 
 class Tiling(NamedTuple):

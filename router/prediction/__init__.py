@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 from alignedserve.config.sections import RouterConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.served_model import ServedModel
-from alignedserve.runtime.tokenizer import Tokenizer
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.tokenizer import Tokenizer
 from router.prediction.encoders import HashedNgrams, PromptEncoder
 from router.prediction.predictor import LengthPredictor
 from router.prediction.sentence_encoder import SentenceEncoder

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.weight_index import WeightIndex
+from alignedserve.runtime.model.weight_index import WeightIndex
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.families import PARAMETER_NAMES
-from alignedserve.runtime.model_config import Family
+from alignedserve.runtime.model.model_config import Family
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 from router.prediction.encoders import KEY_LEN, PromptCode, normalised, random_projection, window_of
 from router.prediction.tensors import FloatTensors
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from alignedserve.core.blocks import BlockAllocator
+from alignedserve.core.block_allocator import BlockAllocator
 from alignedserve.core.ids import LeaseId
 from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun, Handoff
 from alignedserve.messages.handshake import Role
@@ -22,13 +22,13 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RunIteration,
 )
-from alignedserve.runtime.arena import Arena
-from alignedserve.runtime.links import Identity
-from alignedserve.runtime.served_model import resolve_model
-from alignedserve.runtime.worker_engine import EngineSizes, WorkerEngine
-from tests.desks.transfer import NUM_POOL_BLOCKS, changed
-from tests.in_process import small_config
-from tests.samples import POOL, blocks, request
+from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.process.links import Identity
+from tests.harnesses.transfer import NUM_POOL_BLOCKS, changed
+from tests.support.in_process import small_config
+from tests.support.samples import POOL, blocks, request
 
 
 class Engines:
@@ -39,7 +39,7 @@ class Engines:
         served = resolve_model(config.model)
         layout = served.block_layout(config.engine.block_size)
         self.arena = Arena.create(folder / "pool.arena", layout, NUM_POOL_BLOCKS)
-        self.here, self.there = (WorkerEngine(served, EngineSizes(1 << 18, 4, 8, 1)) for _ in range(2))
+        self.here, self.there = (ModelExecutor(served, EngineSizes(1 << 18, 4, 8, 1)) for _ in range(2))
         self.offered = ArenaOffered(str(self.arena.path), NUM_POOL_BLOCKS, layout.block_bytes, layout.digest().hex())
         identity = Identity(Role.DECODE_WORKER, "decode-0", b"t" * 32)
         self.copier_here, self.copier_there = self.here.copier(identity), self.there.copier(identity)

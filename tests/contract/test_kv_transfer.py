@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from alignedserve.core.block_allocator import neighbours
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.blocks import neighbours
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
-from alignedserve.runtime.arena import Arena
-from alignedserve.runtime.block_storage import BlockStorage
-from alignedserve.runtime.transfer import Incoming, Outgoing, ShmTransfer
-from tests.desks.transfer import (
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, Outgoing, ShmTransfer
+from tests.harnesses.transfer import (
     BLOCK_SIZE,
     ELSEWHERE,
     IN_SLOW_TESTS,
@@ -38,7 +38,7 @@ from tests.desks.transfer import (
     layout_of,
     run_of,
 )
-from tests.samples import blocks
+from tests.support.samples import blocks
 
 
 def cases() -> Iterator[object]:

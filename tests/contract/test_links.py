@@ -15,8 +15,8 @@ from alignedserve.messages.caches import LeasesReleased
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.links import Identity, Peer
-from alignedserve.runtime.switchboard import Switchboard
+from alignedserve.runtime.process.link_manager import LinkManager
+from alignedserve.runtime.process.links import Identity, Peer
 
 CODEC = Codec(AbortRequest | Ping)
 
@@ -47,8 +47,8 @@ class Recorder:
                 await self.changed.wait()
 
 
-def board(name: str, recorder: Recorder, secret: bytes = b"s" * 32, peer_timeout_s: float = 5.0) -> Switchboard:
-    return Switchboard(Identity(Role.ROUTER, name, secret, peer_timeout_s), CODEC, recorder)
+def board(name: str, recorder: Recorder, secret: bytes = b"s" * 32, peer_timeout_s: float = 5.0) -> LinkManager:
+    return LinkManager(Identity(Role.ROUTER, name, secret, peer_timeout_s), CODEC, recorder)
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -166,7 +166,7 @@ def test_whoever_was_stalled_does_not_take_its_peers_for_silent(tmp_path: Path) 
     thread = threading.Thread(target=elsewhere.run_forever)
     thread.start()
 
-    async def listen() -> Switchboard:
+    async def listen() -> LinkManager:
         listener = board("patient", Recorder(), peer_timeout_s=4.0)  # pings every 0.8 s
         await listener.listen(address)
         return listener

@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignedserve.batches.ports import Delist, Enlist, Put, RecordStore, Remove
-from alignedserve.batches.storage.memory_records import MemoryRecords
-from alignedserve.batches.storage.redis_records import RedisRecords
+from alignedserve.batches.interfaces import Delist, Enlist, Put, RecordStore, Remove
+from alignedserve.batches.stores.memory_records import MemoryRecords
+from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import StoreUnavailable
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignedserve.batches.book import BatchSight, Book
-from alignedserve.batches.ports import Put
+from alignedserve.batches.interfaces import Put
 from alignedserve.batches.records import Progress
-from alignedserve.batches.storage import redis_records
-from alignedserve.batches.storage.redis_records import RedisRecords
+from alignedserve.batches.repository import BatchRepository, BatchSnapshot
+from alignedserve.batches.stores import redis_records
+from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.core.errors import ResourceError, StorageDamaged, StoreUnavailable
-from tests.batch_samples import BATCH, batch_record, file_record
-from tests.marks import slow
+from tests.support.batch_samples import BATCH, batch_record, file_record
+from tests.support.marks import slow
 
 
 def private_redis(folder: Path) -> PrivateRedis:
@@ -133,17 +133,17 @@ async def test_damage_in_the_middle_of_the_file_is_refused_and_told_how_to_repai
 async def test_damage_in_a_value_is_found_by_who_reads_it(tmp_path: Path) -> None:
     """Redis starts with it: its file has no checksums."""
     async with stored(tmp_path) as records:
-        whole = BatchSight(batch_record(), Progress(log_bytes=77))
-        await Book(records).add_file(file_record(), fits=lambda _: True)
-        assert await Book(records).add_batch(whole, file_record(), again=None, again_s=0.0)
+        whole = BatchSnapshot(batch_record(), Progress(log_bytes=77))
+        await BatchRepository(records).add_file(file_record(), fits=lambda _: True)
+        assert await BatchRepository(records).add_batch(whole, file_record(), again=None, again_s=0.0)
     kept = max((tmp_path / "data").rglob("*appendonly*"), key=lambda path: path.stat().st_size)
     content = kept.read_bytes()
     assert content.count(b'{"log_bytes"') == 1
     kept.write_bytes(content.replace(b'{"log_bytes"', b'?"log_bytes"'))
     async with stored(tmp_path) as records:
-        assert await Book(records).active_batches() == [BatchSight(whole.record, Progress())]
+        assert await BatchRepository(records).active_batches() == [BatchSnapshot(whole.record, Progress())]
         with pytest.raises(StorageDamaged):
-            await Book(records).batch(BATCH)
+            await BatchRepository(records).batch(BATCH)
 
 
 async def test_a_server_that_stays_silent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.core.errors import PeerLost
-from tests.desks.block_peer import Asking, Owner, PeerProcess
+from tests.harnesses.block_peer import Asking, Owner, PeerProcess
 
 TIMEOUT_S = 1.5
 # Above the configured time: a loaded machine, and the rest of a piece.

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from alignedserve.core.blocks import blocks_for
+from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.errors import HandoffRejected, PeerLost, ProtocolError
 from alignedserve.messages.blocks import (
     BlocksAnswered,
@@ -25,14 +25,14 @@ from alignedserve.messages.blocks import (
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
-from alignedserve.runtime.arena import Arena
-from alignedserve.runtime.transfer import Incoming, Outgoing
-from alignedserve.runtime.transfers.block_server import BlockServer
-from alignedserve.runtime.transfers.control import Control, dial
-from alignedserve.runtime.transfers.group_transfer import GroupTransfer
-from alignedserve.runtime.transfers.memory import ArenaBuffer
-from alignedserve.runtime.transfers.questions import open_with
-from tests.desks.transfer import (
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.control import Control, dial
+from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
+from alignedserve.runtime.kv.transfers.requests import open_with
+from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, Outgoing
+from tests.harnesses.transfer import (
     ASKING,
     BLOCK_SIZE,
     IN_SLOW_TESTS,
@@ -46,7 +46,7 @@ from tests.desks.transfer import (
     filled,
     layout_of,
 )
-from tests.samples import blocks
+from tests.support.samples import blocks
 
 SOURCES = ([3, 1, 2], [9], [14, 0, 15, 7, 8])
 # One medium for all examples of a test: making a pair costs more than using it.

@@ -10,22 +10,22 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from alignedserve.batches.book import Book
+from alignedserve.batch_worker.line_runner import ClusterLines
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.place import BatchStores
+from alignedserve.batches.location import BatchStores
+from alignedserve.batches.log.disk_log import DiskLogs
+from alignedserve.batches.repository import BatchRepository
 from alignedserve.batches.run import Limits, Rooms
-from alignedserve.batches.storage.disk_blobs import DiskBlobs
-from alignedserve.batches.storage.disk_log import DiskLogs
-from alignedserve.batches.storage.memory_records import MemoryRecords
+from alignedserve.batches.stores.disk_blobs import DiskBlobs
+from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app, build_services
-from alignedserve.gateway.batch_desk import BatchDesk
-from alignedserve.gateway.batch_lines import ClusterLines
-from alignedserve.gateway.model import ServedModel
-from alignedserve.gateway.scripted_backend import Script, ScriptedBackend
-from tests.batch_samples import chat_lines
+from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
+from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.model_card import ModelCard
 from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
+from tests.support.batch_samples import chat_lines
 
 OVER = ("completed", "failed", "expired", "cancelled")
 
@@ -140,10 +140,10 @@ async def batch_gateway(
     **config: Any,
 ) -> AsyncIterator[BatchGateway]:
     records = MemoryRecords()
-    stores = BatchStores(Book(records), DiskBlobs(folder / "files"), DiskLogs(folder / "results"), records)
+    stores = BatchStores(BatchRepository(records), DiskBlobs(folder / "files"), DiskLogs(folder / "results"), records)
     backend = ScriptedBackend(script or saying("hello world"))
     batches = BatchesConfig(**config)
-    model = ServedModel("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
+    model = ModelCard("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
     services = build_services(
         backend=backend,
         tokenizer=tokenizer(),
@@ -151,7 +151,7 @@ async def batch_gateway(
         config=GatewayConfig(),
         api_keys=api_keys,
         reply_to="unix:/nowhere",
-        desk=BatchDesk(stores, batches),
+        desk=FilesApi(stores, batches),
     )
     app = build_app(services)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:

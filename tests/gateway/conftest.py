@@ -12,4 +12,4 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(driver, name, 0.02)
     monkeypatch.setattr(driver, "_FULL_S", 0.1)
     monkeypatch.setattr(run, "_LOOK_S", 0.02)
-    monkeypatch.setattr("alignedserve.batches.line_book._FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("alignedserve.batches.line_tracker._FIRST_PAUSE_S", 0.05)

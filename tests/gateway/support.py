@@ -18,10 +18,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.app import build_app, build_services
-from alignedserve.gateway.model import ServedModel
-from alignedserve.gateway.scripted_backend import Script, ScriptedBackend
+from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
+from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.services import Services
-from alignedserve.runtime import tokenizer as ours
+from alignedserve.runtime.model import tokenizer as ours
 
 EOS = 1
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?", "stop here and now"] * 4
@@ -92,7 +92,7 @@ class Gateway:
 
 
 def services_for(backend: ScriptedBackend, config: GatewayConfig, api_keys: tuple[str, ...] = ()) -> Services:
-    model = ServedModel("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
+    model = ModelCard("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
     return build_services(
         backend=backend, tokenizer=tokenizer(), model=model, config=config, api_keys=api_keys, reply_to="unix:/nowhere"
     )

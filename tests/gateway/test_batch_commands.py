@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from alignedserve.batches.records import Endpoint
-from alignedserve.cli.batch_check import check_file
+from alignedserve.cli.batch.input_check import check_file
 from alignedserve.cli.main import main
 from alignedserve.core.request import Request
-from alignedserve.gateway.scripted_backend import Script
-from tests.batch_samples import chat_line, chat_lines
+from alignedserve.gateway.backend.scripted import Script
 from tests.gateway.batch_server import CuttingProxy, listening
 from tests.gateway.batch_support import BatchGateway, batch_gateway
 from tests.gateway.support import EOS, tokens_of
+from tests.support.batch_samples import chat_line, chat_lines
 
 
 class Shell:
@@ -61,9 +61,9 @@ async def shell(folder: Path, capsys: pytest.CaptureFixture[str], *args: Any, **
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignedserve.cli.batch_client._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("alignedserve.cli.batch_client._LONGEST_PAUSE_S", 0.02)
-    for module in ("batch_watch", "batch_results"):
+    monkeypatch.setattr("alignedserve.cli.batch.client._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("alignedserve.cli.batch.client._LONGEST_PAUSE_S", 0.02)
+    for module in ("batch.watch", "batch.results"):
         monkeypatch.setattr(f"alignedserve.cli.{module}.POLL_S", 0.05)
     monkeypatch.setattr(sys, "argv", sys.argv)
 
@@ -227,7 +227,7 @@ async def test_output_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.Ca
 async def test_batches_that_end_badly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("alignedserve.gateway.batch_schemas.MIN_WINDOW_S", 1.0)
+    monkeypatch.setattr("alignedserve.gateway.files.schemas.MIN_WINDOW_S", 1.0)
     path, bad = written(tmp_path, chat_lines(3)), written(tmp_path, b"{\n", "bad.jsonl")
     async with shell(tmp_path, capsys, never) as cli:
         assert await cli.run("submit", path, "--window", "1s", "--watch") == 1

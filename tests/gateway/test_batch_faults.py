@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from alignedserve.batches import driver
-from alignedserve.batches.ports import Change, Put
+from alignedserve.batches.interfaces import Change, Put
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import StorageError, StoreUnavailable
-from tests.batch_samples import chat_lines
 from tests.gateway.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
+from tests.support.batch_samples import chat_lines
 
 
 async def test_a_validation_that_cannot_read_pauses_and_goes_on(

@@ -11,11 +11,11 @@ import pytest
 
 from alignedserve.batches import run
 from alignedserve.core.request import FinishReason, Request, RequestClass
+from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import GenerationFailed, Overloaded, Unavailable
-from alignedserve.gateway.scripted_backend import Script
-from tests.batch_samples import chat_line, chat_lines
 from tests.gateway.batch_support import batch_gateway, eventually
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
+from tests.support.batch_samples import chat_line, chat_lines
 
 
 def custom_ids(lines: list[str]) -> list[str]:

@@ -18,12 +18,12 @@ import openai
 import pytest
 
 from alignedserve.core.request import Request
-from alignedserve.gateway.scripted_backend import Script
-from tests.batch_samples import chat_line, chat_lines
+from alignedserve.gateway.backend.scripted import Script
 from tests.gateway.batch_server import Recorder, listening, transcript
 from tests.gateway.batch_support import batch_gateway
 from tests.gateway.support import EOS, tokens_of
 from tests.gateway.test_conformance import validator
+from tests.support.batch_samples import chat_line, chat_lines
 
 STORED = Path(__file__).with_name("batch_transcript.jsonl")
 NODE_SDK = "openai@6.49.0"

@@ -10,15 +10,15 @@ import httpx
 import pytest
 
 from alignedserve.batches.input_file import read_input
-from alignedserve.batches.lines import Inspection
+from alignedserve.batches.input_lines import Inspection
 from alignedserve.batches.records import Endpoint
-from alignedserve.batches.storage.disk_blobs import DiskBlobs
-from alignedserve.cli.batch_check import as_text, check_file
+from alignedserve.batches.stores.disk_blobs import DiskBlobs
+from alignedserve.cli.batch.input_check import as_text, check_file
 from alignedserve.config.sections import BatchesConfig
-from tests.batch_samples import batch_record, chat_line, chat_lines
 from tests.gateway.batch_server import listening
 from tests.gateway.batch_support import batch_gateway, eventually
 from tests.gateway.support import error_of
+from tests.support.batch_samples import batch_record, chat_line, chat_lines
 
 LIMITS = BatchesConfig()
 _CHUNK = b"x" * 1_000_000

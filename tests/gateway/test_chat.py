@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from alignedserve.core.request import Request, RequestClass, Slo
-from alignedserve.gateway.scripted_backend import Script
+from alignedserve.gateway.backend.scripted import Script
 from tests.gateway.support import EOS, chunks_of, error_of, gateway, saying, tokens_of
 
 

@@ -11,8 +11,8 @@ import pytest
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
-from alignedserve.gateway.backend import Output, RequestStream
-from alignedserve.gateway.cluster_backend import ClusterBackend
+from alignedserve.gateway.backend.cluster import ClusterBackend
+from alignedserve.gateway.backend.interface import Output, RequestStream
 from alignedserve.gateway.errors import GenerationError, GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
@@ -30,9 +30,9 @@ from alignedserve.messages.gateways import (
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.links import Identity, Peer
-from alignedserve.runtime.switchboard import Switchboard
-from tests.waiting import holds
+from alignedserve.runtime.process.link_manager import LinkManager
+from alignedserve.runtime.process.links import Identity, Peer
+from tests.support.waiting import holds
 
 SECRET = b"s" * 32
 STATUS = ClusterStatus(1, 2, 3, 4, 1, 1, 10, 5, 20, 10, 0, 7, 0)
@@ -68,8 +68,8 @@ class Cluster:
     """One gateway backend, one router, one worker."""
 
     backend: ClusterBackend
-    router: Switchboard
-    worker: Switchboard
+    router: LinkManager
+    worker: LinkManager
     heard: Recorder
     gateway_address: str
     router_address: str
@@ -91,8 +91,8 @@ class Cluster:
 async def cluster(folder: Path, **config: float) -> AsyncIterator[Cluster]:
     router_at, gateway_at = f"unix:{folder}/router.sock", f"unix:{folder}/gateway.sock"
     heard = Recorder()
-    router = Switchboard(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), heard)
-    worker = Switchboard(Identity(Role.DECODE_WORKER, "decode-0", SECRET), Codec(RouterInbound), Recorder())
+    router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), heard)
+    worker = LinkManager(Identity(Role.DECODE_WORKER, "decode-0", SECRET), Codec(RouterInbound), Recorder())
     await router.listen(router_at)
     identity = Identity(Role.GATEWAY, "gateway-0", SECRET)
     backend = ClusterBackend(
@@ -271,7 +271,7 @@ async def test_a_lost_router(tmp_path: Path) -> None:
             made.submit(name="later")
         made.backend.abort(RequestId("unknown"))
         heard = Recorder()
-        made.router = Switchboard(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), heard)
+        made.router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), heard)
         await made.router.listen(made.router_address)
         (resumed,) = await heard.wait_for(ResumeRequest)
         assert isinstance(resumed, ResumeRequest)

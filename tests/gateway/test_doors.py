@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from alignedserve.gateway.api_keys import ApiKeys
+from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script
 from alignedserve.gateway.errors import QuotaExceeded, Unavailable
-from alignedserve.gateway.keys import KeyGate
-from alignedserve.gateway.scripted_backend import IDLE_STATUS, Script
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
 
 CLOSED = ["/v1/models", "/v1/models/tiny", "/metrics", "/v1/nothing", "/tokenize", "/v1/chat/completions"]
@@ -50,7 +50,7 @@ async def test_a_quota_is_429_with_the_time_to_come_back() -> None:
 
 def test_a_quota_refills() -> None:
     now = [0.0]
-    gate = KeyGate((), requests_per_minute=60, clock=lambda: now[0])
+    gate = ApiKeys((), requests_per_minute=60, clock=lambda: now[0])
     for _ in range(60):
         gate.spend(0)
     with pytest.raises(QuotaExceeded) as caught:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.batch_samples import chat_lines
 from tests.gateway.batch_support import BatchGateway, batch_gateway, eventually
 from tests.gateway.support import error_of
+from tests.support.batch_samples import chat_lines
 
 
 def left_on_disk(folder: Path) -> list[str]:

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from alignedserve.gateway.scripted_backend import IDLE_STATUS
+from alignedserve.gateway.backend.scripted import IDLE_STATUS
 from tests.gateway.support import gateway
-from tests.samples import TOTALS
+from tests.support.samples import TOTALS
 
 BUSY = msgspec.structs.replace(IDLE_STATUS, ledger=TOTALS)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from alignedserve.gateway import responding
+from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
-from alignedserve.gateway.scripted_backend import Script
+from alignedserve.gateway.openai import streaming as responding
 from tests.gateway.support import error_of, gateway, saying, tokens_of
 
 CHAT_PATH = "/v1/chat/completions"

@@ -14,18 +14,18 @@ import pytest
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound
 from alignedserve.core.request import FinishReason
+from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script, ScriptedBackend
 from alignedserve.gateway.errors import Overloaded, Unavailable
-from alignedserve.gateway.model import ServedModel
-from alignedserve.gateway.scripted_backend import IDLE_STATUS, Script, ScriptedBackend
+from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.server import GatewayLinks, GatewayServer, HttpServer, bind
 from alignedserve.messages.gateways import SubmitRequest, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.links import Identity, Peer
-from alignedserve.runtime.switchboard import Switchboard
+from alignedserve.runtime.process.link_manager import LinkManager
+from alignedserve.runtime.process.links import Identity, Peer
 from tests.gateway.support import EOS, saying, services_for, tokenizer_folder, tokens_of
-from tests.waiting import holds
+from tests.support.waiting import holds
 
 SECRET = b"s" * 32
 
@@ -144,8 +144,8 @@ class EchoingWorker:
     """Router and worker in one: answers every request with its prompt's tokens, over links."""
 
     def __init__(self) -> None:
-        self.router = Switchboard(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), self)
-        self.worker = Switchboard(Identity(Role.DECODE_WORKER, "decode-0", SECRET), Codec(RouterInbound), self)
+        self.router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), self)
+        self.worker = LinkManager(Identity(Role.DECODE_WORKER, "decode-0", SECRET), Codec(RouterInbound), self)
 
     def on_linked(self, peer: Peer) -> None:
         if peer.role is Role.GATEWAY:
@@ -169,7 +169,7 @@ async def test_a_whole_gateway(tmp_path: Path, unused_tcp_port: int) -> None:
     identity = Identity(Role.GATEWAY, "gateway-0", SECRET)
     server = GatewayServer(
         links=GatewayLinks(identity, f"unix:{tmp_path}/router.sock", f"unix:{tmp_path}/gateway.sock"),
-        model=ServedModel("tiny", tokenizer_folder(), 256, (EOS,)),
+        model=ModelCard("tiny", tokenizer_folder(), 256, (EOS,)),
         config=GatewayConfig(port=unused_tcp_port),
     )
     await server.start()
@@ -194,8 +194,8 @@ async def test_a_gateway_that_cannot_start_leaves_nothing(tmp_path: Path, unused
     links = GatewayLinks(Identity(Role.GATEWAY, "g", SECRET), f"unix:{tmp_path}/r.sock", f"unix:{tmp_path}/g.sock")
     config = GatewayConfig(port=unused_tcp_port)
     with pytest.raises(ModelNotFound):
-        await GatewayServer(links=links, model=ServedModel("m", tmp_path, 16), config=config).start()
-    model = ServedModel("m", tokenizer_folder(), 16)
+        await GatewayServer(links=links, model=ModelCard("m", tmp_path, 16), config=config).start()
+    model = ModelCard("m", tokenizer_folder(), 16)
     with bind("127.0.0.1", unused_tcp_port), pytest.raises(AddressInUse):
         await GatewayServer(links=links, model=model, config=config).start()
     again = GatewayServer(links=links, model=model, config=config)

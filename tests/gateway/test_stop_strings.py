@@ -2,7 +2,7 @@
 
 import random
 
-from alignedserve.gateway.stop_strings import StopFinder
+from alignedserve.gateway.openai.stop_strings import StopFinder
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kernels.reference import attention_of_chunk
 from tests.gpu_kernels.paged import contexts
-from tests.marks import slow
+from tests.support.marks import slow
 
 pytest.importorskip("triton")
 
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
-from kernels.gpu.division import divide
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
+from kernels.gpu.work_partition import divide
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 HEAD_DIMS = (64, 80, 96, 128)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.marks import slow
+from tests.support.marks import slow
 
 pytest.importorskip("triton")
 

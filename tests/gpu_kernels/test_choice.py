@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.request import SamplingParams
-from alignedserve.runtime.attention import TRITON
-from alignedserve.runtime.decode_graphs import repeat
-from kernels import gpu_choice
+from alignedserve.runtime.attention.backend import TRITON
+from alignedserve.runtime.engine.cuda_graphs import repeat
+from kernels import gpu_dispatch as gpu_choice
 from kernels.activation import ACTIVATIONS, Gated, gated
 from kernels.norm import RmsNorm, rms_norm
-from tests.marks import slow
-from tests.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
-from tests.tiny_models import make_tiny_model
+from tests.support.marks import slow
+from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_models import make_tiny_model
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

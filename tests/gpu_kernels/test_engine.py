@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
-from alignedserve.runtime.attention import TORCH, TRITON
-from alignedserve.runtime.decode_graphs import graph_sizes, repeat
-from alignedserve.runtime.decoder import Decoder
-from alignedserve.runtime.device_queues import CheckedEvent, CheckedQueue, CheckedQueues
-from kernels import gpu_choice
-from tests.marks import slow
-from tests.tiny_engines import GREEDY, TinyEngine, random_tokens, reference_generation, tiny_decoder
-from tests.tiny_models import make_tiny_model
+from alignedserve.runtime.attention.backend import TORCH, TRITON
+from alignedserve.runtime.device.streams import CheckedEvent, CheckedStream, CheckedStreams
+from alignedserve.runtime.engine.cuda_graphs import graph_sizes, repeat
+from alignedserve.runtime.engine.decoder import Decoder
+from kernels import gpu_dispatch as gpu_choice
+from tests.support.marks import slow
+from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, reference_generation, tiny_decoder
+from tests.support.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
 
@@ -164,21 +164,21 @@ class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class CountedQueues(CheckedQueues):
+class CountedQueues(CheckedStreams):
     """Operations see no value of any tensor, and waits of the host are counted."""
 
     def __init__(self) -> None:
         super().__init__(0)
         self.num_waits = 0
 
-    def queue(self, name: str) -> CheckedQueue:
+    def queue(self, name: str) -> CheckedStream:
         queue = super().queue(name)
         if not isinstance(queue, CountedQueue):
             queue = self._queues[name] = CountedQueue(self)
         return queue
 
 
-class CountedQueue(CheckedQueue):
+class CountedQueue(CheckedStream):
     def __init__(self, queues: CountedQueues) -> None:
         super().__init__(queues)
         self._counted = queues

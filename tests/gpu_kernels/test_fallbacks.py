@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime import device_timing, flash_attention
-from alignedserve.runtime.attention import TORCH, TRITON
-from alignedserve.runtime.decoder import Decoder
-from kernels import gpu_choice
+from alignedserve.runtime.attention import flash_backend as flash_attention
+from alignedserve.runtime.attention.backend import TORCH, TRITON
+from alignedserve.runtime.device import timing as device_timing
+from alignedserve.runtime.engine.decoder import Decoder
+from kernels import gpu_dispatch as gpu_choice
 from kernels.reference import attention_of_chunk
-from tests.marks import slow
-from tests.tiny_engines import TinyEngine, random_tokens, tiny_decoder
-from tests.tiny_models import make_tiny_model
+from tests.support.marks import slow
+from tests.support.tiny_engines import TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
 
 import triton
 
-from alignedserve.runtime import gpu_attention
+from alignedserve.runtime.attention import triton_backend as gpu_attention
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for what a GPU would do")
 

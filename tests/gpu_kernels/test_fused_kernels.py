@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from kernels.activation import ACTIVATIONS, gated
 from kernels.rotary import HeadNorms, rotary_angles, rotate_
-from tests.marks import slow
+from tests.support.marks import slow
 
 pytest.importorskip("triton")
 

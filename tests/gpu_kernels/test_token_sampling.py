@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.reference import kept_tokens
 from kernels.sampling import RowParameters, greedy
-from tests.marks import slow
+from tests.support.marks import slow
 
 pytest.importorskip("triton")
 

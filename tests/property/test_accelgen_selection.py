@@ -7,8 +7,8 @@ import pytest
 
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, WorkerView
-from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
-from tests.desks.scheduling import assert_sound, request_of, view_of
+from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals
+from tests.harnesses.scheduling import assert_sound, request_of, view_of
 
 COMPUTE, BLOCKS, SIZE = 256, 14, 16
 

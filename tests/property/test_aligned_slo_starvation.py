@@ -2,8 +2,8 @@
 
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits
-from tests.desks.policy_run import Arrival, PolicyRun
-from tests.desks.scheduling import request_of
+from tests.harnesses.policy_run import Arrival, PolicyRun
+from tests.harnesses.scheduling import request_of
 
 SIZE = 16
 COMES_S = 1.0

@@ -12,9 +12,9 @@ from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.apt_serve_selection import Candidates, Room, Selection, select
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Floats
-from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
-from tests.desks.scheduling import EasyCosts, request_of
-from tests.marks import slow
+from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals
+from tests.harnesses.scheduling import EasyCosts, request_of
+from tests.support.marks import slow
 
 _NAMES = ("apt_serve", *slow("apt_serve_chunked"))
 

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from alignedserve.batches import driver as driver_module
 from alignedserve.batches import run as run_module
-from alignedserve.batches.book import BatchSight, Book
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.ports import FleetTotals, LineAnswer, LineBroken, LineCall, LineNotTaken
+from alignedserve.batches.interfaces import ClusterTotals, LineAnswer, LineBroken, LineCall, LineNotTaken
+from alignedserve.batches.log import disk_log
+from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.batches.records import BatchStatus, Progress, ResultKind
+from alignedserve.batches.repository import BatchRepository, BatchSnapshot
 from alignedserve.batches.run import Limits, Rooms
-from alignedserve.batches.storage import disk_log
-from alignedserve.batches.storage.disk import write_all
-from alignedserve.batches.storage.disk_blobs import DiskBlobs
-from alignedserve.batches.storage.disk_log import DiskLogs
-from alignedserve.batches.storage.memory_records import MemoryRecords
-from tests.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
+from alignedserve.batches.stores.disk import write_all
+from alignedserve.batches.stores.disk_blobs import DiskBlobs
+from alignedserve.batches.stores.memory_records import MemoryRecords
+from tests.support.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
 
 NUM_LINES = 40
 TROUBLES = ("driver", "torn", "store", "disk", "broken", "refused", "nothing")
@@ -39,7 +39,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(driver_module, name, 0.002)
     for name in ("_LOOK_S", "_STORE_RETRY_S"):
         monkeypatch.setattr(run_module, name, 0.002)
-    monkeypatch.setattr("alignedserve.batches.line_book._FIRST_PAUSE_S", 0.002)
+    monkeypatch.setattr("alignedserve.batches.line_tracker._FIRST_PAUSE_S", 0.002)
     monkeypatch.setattr(os, "fdatasync", lambda _: None)
 
 
@@ -57,7 +57,7 @@ class Echo:
             raise LineNotTaken("refused", retry_after_s=0.002)
         return LineAnswer(200, json.dumps({"said": call.body["messages"][0]["content"]}).encode(), 3, 2)
 
-    def fleet(self) -> FleetTotals | None:
+    def cluster_totals(self) -> ClusterTotals | None:
         return None
 
 
@@ -69,7 +69,7 @@ class World:
         self.records = MemoryRecords()
         self.runner = Echo()
         self.logs = DiskLogs(folder / "results")
-        self.rooms = Rooms(Book(self.records), DiskBlobs(folder / "files"), self.logs, self.runner)
+        self.rooms = Rooms(BatchRepository(self.records), DiskBlobs(folder / "files"), self.logs, self.runner)
         self.is_full = False
         self._driving: asyncio.Task[None] | None = None
 
@@ -83,7 +83,7 @@ class World:
         now = time.time()
         sizes = {"input_bytes": len(content), "input_lines": NUM_LINES}
         record = batch_record(created_s=now, expires_s=now + 3600.0, **sizes)
-        assert await self.rooms.book.add_batch(BatchSight(record, Progress()), source, again=None, again_s=0.0)
+        assert await self.rooms.book.add_batch(BatchSnapshot(record, Progress()), source, again=None, again_s=0.0)
 
     def start(self) -> None:
         limits = Limits(("tiny",), 1000, 1 << 20, max_tries=10_000, assumed_tokens_per_s=500.0, file_lifetime_s=1e6)
@@ -124,7 +124,7 @@ class World:
         os.write(file_descriptor, content[: len(content) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def end(self) -> BatchSight:
+    async def end(self) -> BatchSnapshot:
         await self.suffer(("nothing", 0))
         async with asyncio.timeout(20):
             while True:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.core.blocks import BlockAllocator
+from alignedserve.core.block_allocator import BlockAllocator
 from alignedserve.core.ids import BlockId
 
 # Positive: allocate that many. Negative: free the holding at that place, in part or whole.

@@ -14,8 +14,8 @@ from alignedserve.scheduling.packer import Packer
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.bros import residual_s
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, WorkerView
-from tests.desks.policy_run import PolicyRun, random_arrivals
-from tests.desks.scheduling import assert_sound, view_of
+from tests.harnesses.policy_run import PolicyRun, random_arrivals
+from tests.harnesses.scheduling import assert_sound, view_of
 
 
 @dataclass(frozen=True)

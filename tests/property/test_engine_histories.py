@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from alignedserve.runtime.block_uses import BlockUses
-from alignedserve.runtime.decoder import Decoder
-from alignedserve.runtime.device_queues import CheckedQueue, CheckedQueues, CudaQueues, DeviceQueues, HostQueues
-from tests.desks.engine_histories import EngineHistory, generated_alone, undisturbed
-from tests.tiny_engines import tiny_decoder
-from tests.tiny_models import make_tiny_model
+from alignedserve.runtime.device.streams import CheckedStream, CheckedStreams, CudaStreams, DeviceStreams, HostStreams
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.kv.pending_copies import PendingCopies
+from tests.harnesses.engine_histories import EngineHistory, generated_alone, undisturbed
+from tests.support.tiny_engines import tiny_decoder
+from tests.support.tiny_models import make_tiny_model
 
 NUM_HISTORIES, NUM_SLOW_HISTORIES = 60, 10_000
 NUM_ROUNDED_HISTORIES = 40
@@ -34,11 +34,11 @@ def decoder(folder: Path) -> Decoder:
 
 @pytest.fixture(scope="module")
 def alone(decoder: Decoder) -> list[list[int]]:
-    return generated_alone(decoder, CheckedQueues)
+    return generated_alone(decoder, CheckedStreams)
 
 
 def is_undisturbed(
-    decoder: Decoder, alone: list[list[int]], seed: int, folder: Path, make_queues: Callable[[int], DeviceQueues]
+    decoder: Decoder, alone: list[list[int]], seed: int, folder: Path, make_queues: Callable[[int], DeviceStreams]
 ) -> tuple[bool, int]:
     history = EngineHistory(decoder, make_queues, seed, folder)
     try:
@@ -52,7 +52,7 @@ def is_undisturbed(
 def check(decoder: Decoder, alone: list[list[int]], seeds: range, folder: Path) -> None:
     num_generated = 0
     for seed in seeds:
-        holds, generated = is_undisturbed(decoder, alone, seed, folder, CheckedQueues)
+        holds, generated = is_undisturbed(decoder, alone, seed, folder, CheckedStreams)
         assert holds, f"seed {seed}"
         num_generated += generated
     assert num_generated > 10 * len(seeds)
@@ -75,7 +75,7 @@ def test_rounded_copies_are_the_same_whatever_the_order(decoder: Decoder, tmp_pa
     num_generated = 0
     for seed in range(NUM_ROUNDED_HISTORIES):
         tokens: list[list[list[int]]] = []
-        kinds: tuple[Callable[[int], DeviceQueues], ...] = (lambda _: HostQueues(), CheckedQueues)
+        kinds: tuple[Callable[[int], DeviceStreams], ...] = (lambda _: HostStreams(), CheckedStreams)
         for number, make_queues in enumerate(kinds):
             folder = tmp_path / f"{seed}-{number}"
             folder.mkdir()
@@ -92,9 +92,9 @@ def test_rounded_copies_are_the_same_whatever_the_order(decoder: Decoder, tmp_pa
 def test_streams_of_a_gpu_keep_the_order_too(folder: Path, tmp_path: Path) -> None:
     device = torch.device("cuda")
     decoder = tiny_decoder(folder, device=device)
-    alone = generated_alone(decoder, lambda _: CudaQueues(device))
+    alone = generated_alone(decoder, lambda _: CudaStreams(device))
     for seed in range(300):
-        holds, _ = is_undisturbed(decoder, alone, seed, tmp_path, lambda _: CudaQueues(device))
+        holds, _ = is_undisturbed(decoder, alone, seed, tmp_path, lambda _: CudaStreams(device))
         assert holds, f"seed {seed}"
 
 
@@ -105,9 +105,9 @@ def _nothing(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("owner", "wait"),
     [
-        (BlockUses, "begin"),  # of a queue for what other queues do with the same blocks
-        (BlockUses, "settle"),  # of the host, before a transfer
-        (CheckedQueue, "wait"),  # of a prefetch for its own offload, as well
+        (PendingCopies, "begin"),  # of a queue for what other queues do with the same blocks
+        (PendingCopies, "settle"),  # of the host, before a transfer
+        (CheckedStream, "wait"),  # of a prefetch for its own offload, as well
     ],
 )
 def test_a_wait_that_is_left_out_shows(
@@ -116,7 +116,7 @@ def test_a_wait_that_is_left_out_shows(
     monkeypatch.setattr(owner, wait, _nothing)
     for seed in range(MAX_HISTORIES_TO_SHOW):
         try:
-            holds, _ = is_undisturbed(decoder, alone, seed, tmp_path, CheckedQueues)
+            holds, _ = is_undisturbed(decoder, alone, seed, tmp_path, CheckedStreams)
         except AssertionError:
             return
         if not holds:

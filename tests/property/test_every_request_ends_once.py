@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from alignedserve.config.sections import SchedulingConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo
-from tests.desks.token_engine import right_answer
-from tests.logic_cluster import LogicCluster, Shape
+from tests.harnesses.token_engine import right_answer
+from tests.support.logic_cluster import LogicCluster, Shape
 
 SHAPES = (
     Shape(),

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
-from decode_worker.colocated import ColocatedLogic
-from decode_worker.ledger import Ledger, totals_of
+from decode_worker.colocated.logic import ColocatedLogic
+from decode_worker.iteration_log.iteration_log import IterationLog, totals_of
 from decode_worker.logic import DecodeLogic
 from decode_worker.state import RunningRequest
-from tests.logic_cluster import LogicCluster
 from tests.property.test_every_request_ends_once import SHAPES, make_requests
-from tests.samples import request
+from tests.support.logic_cluster import LogicCluster
+from tests.support.samples import request
 
 SPANS = st.one_of(st.just(0.0), st.floats(1e-6, 100.0))
 
@@ -27,7 +27,7 @@ def iterations(draw: st.DrawFn) -> list[tuple[float, ...]]:
 
 @given(iterations(), st.floats(0.0, 1e6))
 def test_the_parts_add_up(times: list[tuple[float, ...]], now: float) -> None:
-    ledger = Ledger()
+    ledger = IterationLog()
     ledger.take_totals(now)
     began = now
     for idle, arrival, grant, way_there, prepare, forward, sampling, way_back in times:

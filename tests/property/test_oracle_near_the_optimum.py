@@ -9,8 +9,8 @@ from alignedserve.core.request import Slo
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits
-from tests.desks.policy_run import Arrival, PolicyRun
-from tests.desks.scheduling import EasyCosts, request_of
+from tests.harnesses.policy_run import Arrival, PolicyRun
+from tests.harnesses.scheduling import EasyCosts, request_of
 
 COSTS = EasyCosts(base_s=0.02, token_s=0.001, context_s=0.00001)
 STEP = 20  # prompts are multiples of it, and so are the chunks that are tried

@@ -8,8 +8,8 @@ from alignedserve.config.sections import Topology
 from alignedserve.core.request import Slo
 from alignedserve.scheduling.policies import POLICIES, make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, Mechanism
-from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
-from tests.marks import slow
+from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals
+from tests.support.marks import slow
 
 COLOCATED = [name for name, entry in POLICIES.items() if Topology.COLOCATED in entry.topologies]
 SEEDS = (0, *slow(1, 2))

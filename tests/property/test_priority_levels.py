@@ -10,9 +10,9 @@ import pytest
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPlan, WorkerView
-from tests.desks.policy_run import Arrival, PolicyRun, random_arrivals
-from tests.desks.scheduling import EasyCosts, request_of
-from tests.marks import slow
+from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals
+from tests.harnesses.scheduling import EasyCosts, request_of
+from tests.support.marks import slow
 
 _SCARCE = DeviceMemory(30, 30, 16, num_free_host=2000)
 _VARIANTS: list[tuple[str, Mapping[str, Any]]] = [

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.core.ids import RequestId
-from kvpool.index import NEVER, QuadTree
 from kvpool.ordered_entries import NO_SIZE, Entry, OrderedEntries
+from kvpool.quad_tree import NEVER, QuadTree
 from kvpool.state import PooledRequest
 
 BLOCK_SIZE, MAX_LEN = 4, 60  # 16 leaves; the last one ends beyond the maximum

@@ -19,17 +19,17 @@ from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.replay.rooms import RoomReplay, recordings_in
-from alignedserve.runtime.recording import Recorder, open_recorder
+from alignedserve.replay.components import ComponentReplay, recordings_in
+from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Workload
-from decode_worker import assembly as decode_assembly
-from kvpool import assembly as pool_assembly
-from prefill_worker import assembly as prefill_assembly
-from router import assembly as router_assembly
-from tests.desks.token_engine import BLOCK_SIZE, EOS
-from tests.logic_cluster import POOL, ROUTER, LogicCluster, Shape
+from decode_worker import factory as decode_factory
+from kvpool import factory as pool_factory
+from prefill_worker import factory as prefill_factory
+from router import factory as router_factory
+from tests.harnesses.token_engine import BLOCK_SIZE, EOS
+from tests.support.logic_cluster import POOL, ROUTER, LogicCluster, Shape
 
 PROMPT_TOKEN = 48_611  # as no other number of these runs
 STOP_TOKEN = 7
@@ -75,10 +75,10 @@ class RecordedCluster(LogicCluster):
         batching = BatchingConfig(policy=shape.policy, min_requests=shape.min_requests, starvation_s=0.3)
         if name == ROUTER:
             config = RouterConfig(max_queued_requests=200, max_requeues=50, candidate_requests=4)
-            return partial(router_assembly.make_logic, config=config, batching=batching)
+            return partial(router_factory.make_logic, config=config, batching=batching)
         if name == POOL:
             return partial(
-                pool_assembly.make_logic,
+                pool_factory.make_logic,
                 config=PoolConfig(lease_s=1e9),
                 batching=batching,
                 arena=ArenaOffered(list(self.offered)[-1], shape.pool_blocks, 64, ""),
@@ -96,9 +96,9 @@ class RecordedCluster(LogicCluster):
         }
         if is_prefill:
             prefill = PrefillWorkerConfig(max_running=4, max_tokens_per_iteration=10)
-            return partial(prefill_assembly.make_live_logic, config=prefill, **common)
+            return partial(prefill_factory.make_live_logic, config=prefill, **common)
         decode = DecodeWorkerConfig(max_running=shape.max_running, max_tokens_per_iteration=12)
-        return partial(decode_assembly.make_live_logic, config=decode, batching=batching, **common)
+        return partial(decode_factory.make_live_logic, config=decode, batching=batching, **common)
 
 
 def random_run(config: RecordingConfig, seed: int, num_requests: int = 40, **changes: Any) -> None:
@@ -140,7 +140,7 @@ def recorded_simulation(folder: Path, config: SimConfig, workload: Workload) -> 
 def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | None":
     cluster = config.cluster
     if role is Role.ROUTER:
-        return partial(router_assembly.make_logic, config=cluster.router, batching=cluster.batching)
+        return partial(router_factory.make_logic, config=cluster.router, batching=cluster.batching)
     if role is Role.KV_POOL:
         return None
     common: dict[str, Any] = {
@@ -149,16 +149,16 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
         "eos_token_ids": logic._eos_token_ids,
     }
     if role is Role.PREFILL_WORKER:
-        return partial(prefill_assembly.make_live_logic, config=cluster.prefill, **common)
+        return partial(prefill_factory.make_live_logic, config=cluster.prefill, **common)
     if config.is_colocated:
-        make = decode_assembly.make_live_colocated_logic
+        make = decode_factory.make_live_colocated_logic
         return partial(make, memory=config.colocated_memory, config=cluster.decode, **common)
-    return partial(decode_assembly.make_live_logic, config=cluster.decode, batching=cluster.batching, **common)
+    return partial(decode_factory.make_live_logic, config=cluster.decode, batching=cluster.batching, **common)
 
 
-def replays(folder: Path) -> list[RoomReplay]:
+def replays(folder: Path) -> list[ComponentReplay]:
     """Every file of the folder, replayed to its end."""
-    rooms = [RoomReplay(path) for path in recordings_in(folder)]
+    rooms = [ComponentReplay(path) for path in recordings_in(folder)]
     for room in rooms:
         for _ in room.decided():
             pass

@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from alignedserve.cli.replay import ReplayOptions, parse_outstanding, replay
+from alignedserve.cli.commands.replay import ReplayOptions, parse_outstanding, replay
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.messages.recording import RUN_FILE, RunFacts
 from alignedserve.sim.config import SimConfig
 from decode_worker.logic import DecodeLogic
-from tests.desks.simulation import colocated, disaggregated, mixed_workload
-from tests.marks import slow
+from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
 from tests.replay.recorded import random_run, recorded_simulation
+from tests.support.marks import slow
 
 
 def recorded(folder: Path, config: SimConfig, seed: int) -> Path:

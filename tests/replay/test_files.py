@@ -12,9 +12,9 @@ from alignedserve.config.sections import BatchingConfig, RecordingConfig, Router
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.messages.events import Ticked
 from alignedserve.messages.recording import FULL, RecordEncoder, RecordReader
-from alignedserve.replay.rooms import CUT, ENDS_BETWEEN, RoomReplay, recordings_in
-from alignedserve.runtime.recording import Recorder, open_recorder
-from router.assembly import make_logic
+from alignedserve.replay.components import CUT, ENDS_BETWEEN, ComponentReplay, recordings_in
+from alignedserve.runtime.process.recorder import Recorder, open_recorder
+from router.factory import make_logic
 from tests.replay.recorded import Recorded
 
 MAKE = partial(make_logic, config=RouterConfig(), batching=BatchingConfig())
@@ -30,8 +30,8 @@ def ticking(folder: Path, num_ticks: int = 10, **changes: Any) -> Path:
     return sorted(folder.iterdir())[-1]
 
 
-def replayed(path: Path) -> RoomReplay:
-    room = RoomReplay(path)
+def replayed(path: Path) -> ComponentReplay:
+    room = ComponentReplay(path)
     for _ in room.decided():
         pass
     return room
@@ -73,7 +73,7 @@ def test_another_version_is_named(tmp_path: Path) -> None:
     content[7] = 9
     path.write_bytes(content)
     with pytest.raises(RecordingError, match="has version 9 of the format; this is version 1"):
-        RoomReplay(path)
+        ComponentReplay(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"hello, world", b"\x80\x04\x95"])
@@ -81,14 +81,14 @@ def test_another_file_is_no_recording(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.recording"
     path.write_bytes(content)
     with pytest.raises(RecordingError, match="is no recording"):
-        RoomReplay(path)
+        ComponentReplay(path)
 
 
 def test_a_header_that_is_cut(tmp_path: Path) -> None:
     path = ticking(tmp_path)
     path.write_bytes(path.read_bytes()[:30])
     with pytest.raises(RecordingError, match="ends before its header"):
-        RoomReplay(path)
+        ComponentReplay(path)
 
 
 class Unknown(msgspec.Struct, frozen=True):
@@ -99,25 +99,25 @@ class Unknown(msgspec.Struct, frozen=True):
 
 def test_an_unknown_event_is_refused_by_name(tmp_path: Path) -> None:
     path = ticking(tmp_path, num_ticks=0)
-    opening = ENCODER.opening("router", "router.assembly.make_logic", MAKE.keywords)
+    opening = ENCODER.opening("router", "router.factory.make_logic", MAKE.keywords)
     path.write_bytes(opening + ENCODER.decision(Unknown(), 0.0, []))
     with pytest.raises(RecordingError, match=f"byte {len(opening)}: no event of this room is called 'Unknown'"):
         replayed(path)
 
 
-@pytest.mark.parametrize("made_by", ["os.system", "kvpool.storage.KvPool", "router.assembly.make_prefill_order"])
+@pytest.mark.parametrize("made_by", ["os.system", "kvpool.service.KvPool", "router.factory.make_prefill_order"])
 def test_no_other_function_is_looked_up(tmp_path: Path, made_by: str) -> None:
     path = tmp_path / "x.recording"
     path.write_bytes(ENCODER.opening("router", made_by, MAKE.keywords))
     with pytest.raises(RecordingError, match=f"no room is made by '{made_by}'"):
-        RoomReplay(path)
+        ComponentReplay(path)
 
 
 def test_arguments_of_another_program_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.recording"
-    path.write_bytes(ENCODER.opening("router", "router.assembly.make_logic", {"config": RouterConfig()}))
+    path.write_bytes(ENCODER.opening("router", "router.factory.make_logic", {"config": RouterConfig()}))
     with pytest.raises(RecordingError, match=r"its logic cannot be made again: .*batching"):
-        RoomReplay(path)
+        ComponentReplay(path)
 
 
 def test_the_limit_ends_a_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,14 +8,14 @@ import pytest
 from alignedserve.config.sections import RecordingConfig, Topology
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.recording import RecordReader
-from alignedserve.replay.rooms import RoomReplay, recordings_in
+from alignedserve.replay.components import ComponentReplay, recordings_in
 from decode_worker.logic import DecodeLogic
-from tests.desks.simulation import colocated, disaggregated, mixed_workload
-from tests.in_process import running, small_config
+from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
 from tests.replay.recorded import PROMPT_TOKEN, random_run, recorded_simulation, replays
+from tests.support.in_process import running, small_config
 
 
-def differing(rooms: list[RoomReplay]) -> list[str]:
+def differing(rooms: list[ComponentReplay]) -> list[str]:
     return [room.path.name for room in rooms if room.difference is not None]
 
 
@@ -107,7 +107,7 @@ def test_a_changed_event_is_found(tmp_path: Path) -> None:
     start, end = frames[submitted][0], frames[submitted + 1][0]
     content = path.read_bytes()
     path.write_bytes(content[:start] + content[end:])
-    room = RoomReplay(path)
+    room = ComponentReplay(path)
     assert list(room.decided())
     assert room.difference is not None
     assert room.difference.number >= submitted

@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 
 import decode_worker.actor
-import decode_worker.assembly
-import kvpool.assembly
-import kvpool.storage
+import decode_worker.factory
+import kvpool.factory
+import kvpool.service
 import prefill_worker.actor
-import prefill_worker.assembly
-import router.assembly
+import prefill_worker.factory
+import router.factory
 import router.service
 from alignedserve.sim import simulation
 from alignedserve.sim.simulation import Simulation
-from decode_worker.colocated import ColocatedLogic
+from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 from kvpool.logic import PoolLogic
 from prefill_worker.logic import PrefillLogic
 from router.logic import RouterLogic
-from tests.desks.simulation import colocated, disaggregated, workload_of
+from tests.harnesses.simulation import colocated, disaggregated, workload_of
 
 ROOT = Path(simulation.__file__).parents[2]
 LOGICS = ("RouterLogic", "PoolLogic", "PrefillLogic", "DecodeLogic", "ColocatedLogic")
@@ -37,7 +37,7 @@ CALLS = {
     path.relative_to(ROOT).as_posix(): _calls(path)
     for room in ROOMS
     for path in (ROOT / room).rglob("*.py")
-    if "bench" not in path.parts
+    if "microbench" not in path.parts
 }
 
 
@@ -45,20 +45,20 @@ CALLS = {
 def test_a_logic_is_made_in_one_file(logic: str) -> None:
     makers = [path for path, called in CALLS.items() if logic in called]
     assert len(makers) == 1
-    assert makers[0].endswith("/assembly.py")
+    assert makers[0].endswith("/factory.py")
 
 
 def test_both_use_that_file() -> None:
     live = [
-        (router.service, router.assembly, "make_logic"),
-        (kvpool.storage, kvpool.assembly, "make_logic"),
-        (prefill_worker.actor, prefill_worker.assembly, "make_live_logic"),
-        (decode_worker.actor, decode_worker.assembly, "make_live_logic"),
-        (decode_worker.actor, decode_worker.assembly, "make_live_colocated_logic"),
+        (router.service, router.factory, "make_logic"),
+        (kvpool.service, kvpool.factory, "make_logic"),
+        (prefill_worker.actor, prefill_worker.factory, "make_live_logic"),
+        (decode_worker.actor, decode_worker.factory, "make_live_logic"),
+        (decode_worker.actor, decode_worker.factory, "make_live_colocated_logic"),
     ]
-    assert all(vars(user)[name] is vars(assembly)[name] for user, assembly, name in live)
-    assemblies = [vars(simulation)[f"{room}_assembly"] for room in ("router", "pool", "prefill", "decode")]
-    assert assemblies == [router.assembly, kvpool.assembly, prefill_worker.assembly, decode_worker.assembly]
+    assert all(vars(user)[name] is vars(factory)[name] for user, factory, name in live)
+    assemblies = [vars(simulation)[f"{room}_factory"] for room in ("router", "pool", "prefill", "decode")]
+    assert assemblies == [router.factory, kvpool.factory, prefill_worker.factory, decode_worker.factory]
 
 
 def test_the_simulated_rooms_hold_them() -> None:

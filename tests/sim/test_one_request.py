@@ -4,7 +4,7 @@ import pytest
 
 from alignedserve.core.request import Slo
 from alignedserve.sim.simulation import Simulation
-from tests.desks.simulation import MESSAGE_S, colocated, disaggregated, timed, workload_of
+from tests.harnesses.simulation import MESSAGE_S, colocated, disaggregated, timed, workload_of
 
 PREFILL_S = 0.010 + 0.001 * 40
 SECOND_S = 0.010 + 0.001 + 0.00001 * 41  # the second token reads the prompt and the first

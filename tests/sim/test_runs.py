@@ -16,7 +16,7 @@ from alignedserve.sim.config import SimConfig, SimMechanisms
 from alignedserve.sim.result import SimulationResult
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload
-from tests.desks.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
+from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, timed, workload_of
 
 CONFIGS = {
     "disaggregated": disaggregated(2, 2),

@@ -5,13 +5,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.batches.book import BatchSight
+from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.batch_schemas import CreateBatchRequest
-from alignedserve.gateway.batch_views import batch_view, limits_view, list_view
 from alignedserve.gateway.errors import JSON_TYPE
-from alignedserve.gateway.parsing import parse, read_json
-from alignedserve.gateway.query import positive
+from alignedserve.gateway.files.schemas import CreateBatchRequest
+from alignedserve.gateway.files.views import batch_view, limits_view, list_view
+from alignedserve.gateway.openai.parsing import parse, read_json
+from alignedserve.gateway.routes.query_parameters import positive
 from alignedserve.gateway.services import desk_of, services_of
 
 router = APIRouter()
@@ -66,5 +66,5 @@ def _again(http: Request) -> str | None:
     return key
 
 
-def _json(sight: BatchSight) -> Response:
+def _json(sight: BatchSnapshot) -> Response:
     return Response(orjson.dumps(batch_view(sight)), media_type=JSON_TYPE)

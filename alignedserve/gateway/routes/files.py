@@ -10,13 +10,13 @@ from starlette.responses import Response, StreamingResponse
 
 from alignedserve.batches.records import FileRecord
 from alignedserve.core.errors import StorageDamaged
-from alignedserve.gateway.batch_desk import BatchDesk, new_file_id
-from alignedserve.gateway.batch_views import file_view, list_view
 from alignedserve.gateway.errors import JSON_TYPE, RangeNotThere
-from alignedserve.gateway.query import one_of, positive
-from alignedserve.gateway.ranges import first_byte
+from alignedserve.gateway.files.files_api import FilesApi, new_file_id
+from alignedserve.gateway.files.uploads import receive_upload
+from alignedserve.gateway.files.views import file_view, list_view
+from alignedserve.gateway.routes.byte_ranges import first_byte
+from alignedserve.gateway.routes.query_parameters import one_of, positive
 from alignedserve.gateway.services import desk_of
-from alignedserve.gateway.uploads import receive_upload
 
 router = APIRouter()
 
@@ -108,7 +108,7 @@ async def _begun(chunks: AsyncIterator[bytes], num_bytes: int) -> AsyncIterator[
     return all_of_it()
 
 
-async def _shown(desk: BatchDesk, record: FileRecord) -> dict[str, Any]:
+async def _shown(desk: FilesApi, record: FileRecord) -> dict[str, Any]:
     return file_view(record, await desk.num_bytes(record))
 
 

@@ -4,12 +4,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.gateway.calls import Call, chat_call, completion_call
-from alignedserve.gateway.generation import Generation
-from alignedserve.gateway.parsing import parse_chat, parse_completion, read_json
-from alignedserve.gateway.planning import Arrival, new_arrival
-from alignedserve.gateway.responding import BodyResponse, EventStreamResponse
-from alignedserve.gateway.schemas import GenerationFields
+from alignedserve.gateway.openai.calls import Call, chat_call, completion_call
+from alignedserve.gateway.openai.generation import Generation
+from alignedserve.gateway.openai.parsing import parse_chat, parse_completion, read_json
+from alignedserve.gateway.openai.request_builder import Arrival, new_arrival
+from alignedserve.gateway.openai.schemas import GenerationFields
+from alignedserve.gateway.openai.streaming import BodyResponse, EventStreamResponse
 from alignedserve.gateway.services import Services, services_of
 
 router = APIRouter()

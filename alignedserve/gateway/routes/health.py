@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.core.errors import StorageError
-from alignedserve.gateway.batch_desk import BatchDesk
-from alignedserve.gateway.batch_metrics import batch_metrics
 from alignedserve.gateway.errors import JSON_TYPE, error_body
+from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.metrics.batch_metrics import batch_metrics
 from alignedserve.gateway.services import services_of
 
 router = APIRouter()
@@ -43,7 +43,7 @@ async def metrics(http: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-async def _batch_metrics(desk: BatchDesk) -> bytes:
+async def _batch_metrics(desk: FilesApi) -> bytes:
     """Absent while the state of batches cannot be reached: the others are still told."""
     try:
         return batch_metrics(await desk.book.harvest())

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.gateway.errors import JSON_TYPE
-from alignedserve.gateway.model import ServedModel
+from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.services import services_of
 
 router = APIRouter()
@@ -29,7 +29,7 @@ async def get_model(http: Request, name: str) -> Response:
     return Response(orjson.dumps(_shown(services.model)), media_type=JSON_TYPE)
 
 
-def _shown(model: ServedModel) -> dict[str, Any]:
+def _shown(model: ModelCard) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",

@@ -6,11 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.calls import encode_chat, encode_text
 from alignedserve.gateway.errors import JSON_TYPE
-from alignedserve.gateway.parsing import parse, plain_messages, read_json
-from alignedserve.gateway.planning import known_token_ids
-from alignedserve.gateway.schemas import DetokenizeRequest, TokenizeRequest
+from alignedserve.gateway.openai.calls import encode_chat, encode_text
+from alignedserve.gateway.openai.parsing import parse, plain_messages, read_json
+from alignedserve.gateway.openai.request_builder import known_token_ids
+from alignedserve.gateway.openai.schemas import DetokenizeRequest, TokenizeRequest
 from alignedserve.gateway.services import services_of
 
 router = APIRouter()

@@ -15,13 +15,13 @@ from alignedserve.scheduling.policies.aligned_slo import AlignedSlo, AlignedSloC
 from alignedserve.scheduling.policies.alise import Alise, AliseConfig
 from alignedserve.scheduling.policies.apt_serve import AptServe, AptServeChunked, AptServeConfig
 from alignedserve.scheduling.policies.bros import Bros, BrosConfig
-from alignedserve.scheduling.policies.everyone import AlignedConfig, DistserveConfig, Everyone
 from alignedserve.scheduling.policies.fastgen import Fastgen, FastgenConfig
 from alignedserve.scheduling.policies.fastserve import FastServe, FastServeConfig
 from alignedserve.scheduling.policies.fcfs import Fcfs, FcfsConfig
 from alignedserve.scheduling.policies.oracle import Oracle, OracleConfig
 from alignedserve.scheduling.policies.orca import Orca, OrcaConfig
 from alignedserve.scheduling.policies.round_robin import RoundRobin, RoundRobinConfig
+from alignedserve.scheduling.policies.run_all import AlignedConfig, DistserveConfig, RunAllRequests
 from alignedserve.scheduling.policies.sarathi import Sarathi, SarathiConfig
 from alignedserve.scheduling.policy import IterationPolicy, Mechanism
 
@@ -66,7 +66,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
         "aligned": PolicyEntry(
             "decode batches of similar context length, formed in a quad-tree (AlignedServe)",
             AlignedConfig,
-            Everyone,
+            RunAllRequests,
             DISAGGREGATED,
             batching="density_first",
             batching_settings=("min_requests", "max_block_share", "starvation_s"),
@@ -113,7 +113,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
         "distserve": PolicyEntry(
             "prompts and decodes on workers of their own, first come, first served (DistServe)",
             DistserveConfig,
-            Everyone,
+            RunAllRequests,
             DISAGGREGATED,
             is_direct=True,
         ),

@@ -28,7 +28,7 @@ from alignedserve.scheduling.policies.slo_packing import (
     SloPacking,
 )
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.runtime import Probed, left_to_generate, probe_prompts, probe_runtime
+from alignedserve.scheduling.runtime_estimate import Probed, left_to_generate, probe_prompts, probe_runtime
 from alignedserve.scheduling.table import Bools, Floats, RequestTable
 
 

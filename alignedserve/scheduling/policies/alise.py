@@ -6,9 +6,9 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from alignedserve.scheduling.levels import LevelPacking, Preemption
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.runtime import Probed, RuntimeModel, left_to_generate, probe_runtime
+from alignedserve.scheduling.priority_packing import Preemption, PriorityPacking
+from alignedserve.scheduling.runtime_estimate import Probed, RuntimeModel, left_to_generate, probe_runtime
 from alignedserve.scheduling.table import Floats, Ints
 
 
@@ -44,7 +44,7 @@ class Alise:
         waited_s = np.maximum(view.now - table.arrival_s - table.service_s, 0.0)
         level = np.maximum(level - (waited_s // config.age_threshold_s).astype(np.int64), 0)
         wait_s = self._estimated_wait_s(level, remaining_s, waited_s)
-        return LevelPacking(view, level, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
+        return PriorityPacking(view, level, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
 
     def _base_level(self, by_first: Floats, num_overruns: Ints) -> Ints:
         """Level n: remaining times from 2^(n-1) to 2^n of the first level's; who overran n times is at n or worse."""

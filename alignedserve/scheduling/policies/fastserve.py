@@ -6,9 +6,9 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from alignedserve.scheduling.levels import LevelPacking, Preemption
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.runtime import Probed, RuntimeModel, probe_runtime
+from alignedserve.scheduling.priority_packing import Preemption, PriorityPacking
+from alignedserve.scheduling.runtime_estimate import Probed, RuntimeModel, probe_runtime
 from alignedserve.scheduling.table import Floats, Ints
 
 
@@ -48,7 +48,7 @@ class FastServe:
             num_queues=config.num_queues,
         )
         wait_s = self._estimated_wait_s(queue, quantum_s, waited_s)
-        return LevelPacking(view, queue, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
+        return PriorityPacking(view, queue, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
 
     def _estimated_wait_s(self, queue: Ints, quantum_s: float, waited_s: Floats) -> Floats:
         """Until everybody in better queues has had a quantum, or until the next promotion."""

@@ -1,0 +1,128 @@
+"""Blobs as files of one folder, named by ids that we made. A file appears under its id only when it is complete."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from alignedserve.batches.interfaces import BlobReader, BlobWriter
+from alignedserve.batches.records import FileId, parsed_file_id
+from alignedserve.batches.stores.disk import disk_errors, sync_folder, write_all
+from alignedserve.core.errors import StorageDamaged
+
+CHUNK_BYTES = 256 * 1024
+_PARTIAL = ".partial"
+
+
+class DiskBlobs:
+    """A BlobStore. The folder may be shared by hosts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with disk_errors("files"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    async def begin(self, file_id: FileId) -> BlobWriter:
+        """See BlobStore."""
+        return _DiskWriter(self._path(file_id))
+
+    async def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
+        """See BlobStore."""
+        reader = self.open(file_id)
+        try:
+            offset = start
+            while chunk := await asyncio.to_thread(reader.read_at, offset, CHUNK_BYTES):
+                yield chunk
+                offset += len(chunk)
+        finally:
+            reader.close()
+
+    def open(self, file_id: FileId) -> BlobReader:
+        """See BlobStore."""
+        return _DiskReader(self._path(file_id))
+
+    async def remove(self, file_id: FileId) -> None:
+        """See BlobStore."""
+        with disk_errors("a file"):
+            self._path(file_id).unlink(missing_ok=True)
+
+    async def committed_before(self, age_s: float) -> list[FileId]:
+        """See BlobStore."""
+        with disk_errors("files"):
+            named = ((parsed_file_id(path.name), path) for path in self._older_than(age_s))
+            return sorted(file_id for file_id, _ in named if file_id is not None)
+
+    async def remove_abandoned(self, age_s: float) -> int:
+        """See BlobStore."""
+        with disk_errors("abandoned uploads"):
+            old = [path for path in self._older_than(age_s) if path.name.endswith(_PARTIAL)]
+            for path in old:
+                path.unlink(missing_ok=True)
+            return len(old)
+
+    def _older_than(self, age_s: float) -> Iterator[Path]:
+        before_s = time.time() - age_s
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):  # somebody else has removed it meanwhile
+                if entry.stat().st_mtime < before_s:
+                    yield Path(entry.path)
+
+    def _path(self, file_id: FileId) -> Path:
+        assert parsed_file_id(file_id) is not None, "a path from something that is no id"
+        return self._folder / file_id
+
+
+class _DiskWriter:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._partial = path.with_name(path.name + _PARTIAL)
+        with disk_errors("an upload"):
+            self._file: int | None = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    async def write(self, chunk: bytes) -> None:
+        """See BlobWriter."""
+        assert self._file is not None, "a write after the end"
+        with disk_errors("an upload"):
+            await asyncio.to_thread(write_all, self._file, chunk)
+
+    async def commit(self) -> None:
+        """See BlobWriter."""
+        with disk_errors("an upload"):
+            await asyncio.to_thread(self._commit)
+
+    async def discard(self) -> None:
+        """See BlobWriter."""
+        if self._file is not None:
+            self._close()
+            self._partial.unlink(missing_ok=True)
+
+    def _commit(self) -> None:
+        assert self._file is not None, "a commit after the end"
+        os.fsync(self._file)
+        self._partial.rename(self._path)
+        self._close()
+        sync_folder(self._path.parent)
+
+    def _close(self) -> None:
+        assert self._file is not None, "closed twice"
+        file_descriptor, self._file = self._file, None
+        os.close(file_descriptor)
+
+
+class _DiskReader:
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageDamaged(f"the content of {path.name} is not there") from error
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """See BlobReader."""
+        with disk_errors("a file"):
+            return os.pread(self._file, length, offset)
+
+    def close(self) -> None:
+        """See BlobReader."""
+        os.close(self._file)

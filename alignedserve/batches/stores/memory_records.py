@@ -1,0 +1,68 @@
+"""Records in this process: for tests, and for a gateway that is measured alone. Gone when the process ends."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from alignedserve.batches.interfaces import Change, Delist, Enlist, Page, Put, Remove
+from alignedserve.core.errors import StoreUnavailable
+
+
+class MemoryRecords:
+    """A RecordStore. `is_away` makes every question fail, as when the store does not answer."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._values: dict[str, tuple[bytes, float]] = {}  # with the time until which it is kept
+        self._lists: dict[str, dict[str, float]] = {}
+        self.is_away = False
+
+    async def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See RecordStore."""
+        self._check()
+        return [self._value(key) for key in keys]
+
+    async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
+        """See RecordStore."""
+        self._check()
+        if any(self._value(key) != value for key, value in unchanged.items()):
+            return False
+        for change in changes:
+            self._do(change)
+        return True
+
+    async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
+        """See RecordStore."""
+        self._check()
+        scores = self._lists.get(index, {})
+        ordered = sorted((score, member) for member, score in scores.items())
+        if newest_first:
+            ordered.reverse()
+        first = 0
+        if after is not None:
+            if after not in scores:
+                return None
+            first = ordered.index((scores[after], after)) + 1
+        members = ordered[first : first + limit]
+        return Page(tuple(member for _, member in members), len(ordered) > first + limit)
+
+    async def close(self) -> None:
+        """See RecordStore."""
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("The state of batches cannot be reached now.")
+
+    def _value(self, key: str) -> bytes | None:
+        value, until_s = self._values.get(key, (None, 0.0))
+        return value if value is not None and self._clock() < until_s else None
+
+    def _do(self, change: Change) -> None:
+        match change:
+            case Put(key, value, lifetime_s):
+                self._values[key] = (value, float("inf") if lifetime_s is None else self._clock() + lifetime_s)
+            case Remove(key):
+                self._values.pop(key, None)
+            case Enlist(index, member, score):
+                self._lists.setdefault(index, {})[member] = score
+            case Delist(index, member):
+                self._lists.get(index, {}).pop(member, None)

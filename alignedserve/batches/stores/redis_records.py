@@ -1,0 +1,98 @@
+"""Records in Redis: a value is a string, an ordered list a sorted set, a commit one WATCH/MULTI/EXEC.
+
+Nothing that comes back is anything but bytes, no script is ever sent, and keys are made by us.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as ConnectionLost
+from redis.exceptions import RedisError, WatchError
+from redis.exceptions import TimeoutError as TimeoutExpired
+
+from alignedserve.batches.interfaces import Change, Delist, Enlist, Page, Put, Remove
+from alignedserve.core.errors import StoreUnavailable
+
+_TIMEOUT_S = 2.0  # a write is on the disk when it is answered
+# At once and once only: a connection of before the server's restart is lost, a new one may do. Whoever asks decides
+# about more; a server that is silent (stopped, or its disk hangs) is asked once.
+_RETRY = Retry(NoBackoff(), 1, supported_errors=(ConnectionLost,))
+
+
+class RedisRecords:
+    """A RecordStore. `address`: a redis:// or unix:// URL. Connects when first used, and again after every loss."""
+
+    def __init__(self, address: str, *, namespace: str) -> None:
+        self._prefix = f"{namespace}:"
+        self._client: Any = redis.Redis.from_url(
+            address, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S, retry=_RETRY
+        )
+
+    async def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See RecordStore."""
+        if not keys:
+            return []
+        found: list[bytes | None] = await self._ask(self._client.mget([self._key(key) for key in keys]))
+        return found
+
+    async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
+        """See RecordStore."""
+        done: bool = await self._ask(self._commit(changes, unchanged))
+        return done
+
+    async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
+        """See RecordStore."""
+        key = self._key(index)
+        first = 0
+        if after is not None:
+            rank = await self._ask((self._client.zrevrank if newest_first else self._client.zrank)(key, after))
+            if rank is None:
+                return None
+            first = rank + 1
+        members = await self._ask(self._client.zrange(key, first, first + limit, desc=newest_first))
+        return Page(tuple(member.decode() for member in members[:limit]), len(members) > limit)
+
+    async def close(self) -> None:
+        """See RecordStore."""
+        await self._client.aclose()
+
+    def _key(self, key: str) -> str:
+        return self._prefix + key
+
+    async def _commit(self, changes: Sequence[Change], unchanged: Mapping[str, bytes | None]) -> bool:
+        async with self._client.pipeline(transaction=True) as pipe:
+            if unchanged:
+                keys = [self._key(key) for key in unchanged]
+                await pipe.watch(*keys)
+                if await pipe.mget(keys) != list(unchanged.values()):
+                    return False
+                pipe.multi()
+            for change in changes:
+                self._add(pipe, change)
+            try:
+                await pipe.execute()
+            except WatchError as error:
+                if isinstance(error.__context__, (ConnectionLost, TimeoutExpired)):
+                    raise StoreUnavailable("Whether the change was made is not known.") from error
+                return False  # a value was another one: EXEC has said so
+        return True
+
+    def _add(self, pipe: Any, change: Change) -> None:
+        match change:
+            case Put(key, value, lifetime_s):
+                pipe.set(self._key(key), value, px=None if lifetime_s is None else max(1, int(lifetime_s * 1000)))
+            case Remove(key):
+                pipe.delete(self._key(key))
+            case Enlist(index, member, score):
+                pipe.zadd(self._key(index), {member: score})
+            case Delist(index, member):
+                pipe.zrem(self._key(index), member)
+
+    async def _ask(self, question: Any) -> Any:
+        try:
+            return await question
+        except (TimeoutError, RedisError, OSError) as error:
+            raise StoreUnavailable("The state of batches cannot be reached now.") from error

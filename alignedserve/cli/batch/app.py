@@ -1,0 +1,125 @@
+"""`alignedserve batch`: declares every option of its commands, then hands over to the module of the command.
+
+Imports of a command's module are inside its function, as in main.py.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from alignedserve.cli.console import DEFAULT_URL
+from alignedserve.cli.options import JsonFlag, UrlOption
+
+batch_app = typer.Typer(
+    help="Files of best-effort requests: submit, watch, results. Works with any gateway.", no_args_is_help=True
+)
+
+BatchIdArgument = Annotated[str, typer.Argument(metavar="ID", help="The batch's id.", show_default=False)]
+
+
+@batch_app.command("submit")
+def submit(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="One JSON object per line.", exists=True, dir_okay=False, readable=True),
+    ],
+    url: UrlOption = DEFAULT_URL,
+    window: Annotated[str, typer.Option(help="How long it may take: 90s, 45m, 2h, 7d.")] = "24h",
+    endpoint: Annotated[
+        str | None, typer.Option(help="chat or completions.", show_default="where the first line goes")
+    ] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option("--metadata", metavar="NAME=VALUE", help="Kept with the batch (repeatable).")
+    ] = None,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option("--idempotency-key", metavar="KEY", help="The same key and file never make two batches."),
+    ] = None,
+    is_watched: Annotated[bool, typer.Option("--watch", help="Stay until it is over.")] = False,
+    is_checked: Annotated[
+        bool, typer.Option("--check/--no-check", help="Look for mistakes in the file before sending it.")
+    ] = True,
+    json_output: JsonFlag = False,
+) -> None:
+    """Check a file, send it and create a batch from it; prints the batch's id.
+
+    Exit code 1 when the file has mistakes (nothing is sent then) or, with --watch, the batch does not complete.
+    """
+    from alignedserve.cli.batch.commands import SubmitOptions
+    from alignedserve.cli.batch.commands import submit as run
+
+    options = SubmitOptions(
+        url=url,
+        path=path,
+        window=window,
+        endpoint=endpoint,
+        metadata=tuple(metadata or ()),
+        idempotency_key=idempotency_key,
+        is_checked=is_checked,
+        is_watched=is_watched,
+        json_output=json_output,
+    )
+    raise typer.Exit(run(options))
+
+
+@batch_app.command("status")
+def status(batch_id: BatchIdArgument, url: UrlOption = DEFAULT_URL, json_output: JsonFlag = False) -> None:
+    """Show a batch as it is now. Exit code 1 when it failed, expired or was cancelled."""
+    from alignedserve.cli.batch.commands import status as run
+
+    raise typer.Exit(run(url, batch_id, json_output))
+
+
+@batch_app.command("watch")
+def watch(batch_id: BatchIdArgument, url: UrlOption = DEFAULT_URL, json_output: JsonFlag = False) -> None:
+    """Show a batch until it is over: progress, rate, expected end, time to spare. Exit code as for status."""
+    from alignedserve.cli.batch.commands import watch as run
+
+    raise typer.Exit(run(url, batch_id, json_output))
+
+
+@batch_app.command("results")
+def show_results(
+    batch_id: BatchIdArgument,
+    url: UrlOption = DEFAULT_URL,
+    is_followed: Annotated[bool, typer.Option("--follow", help="Go on until the batch is over.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", metavar="FILE", help="Write here; goes on where an earlier run stopped.", dir_okay=False
+        ),
+    ] = None,
+) -> None:
+    """Print the answers so far, one JSON object per line, in the order in which they came."""
+    from alignedserve.cli.batch.results import show_results as run
+
+    raise typer.Exit(run(url, batch_id, is_followed=is_followed, output=output))
+
+
+@batch_app.command("errors")
+def show_errors(batch_id: BatchIdArgument, url: UrlOption = DEFAULT_URL, json_output: JsonFlag = False) -> None:
+    """Print what is wrong with the file, or with which of its lines; with --json one object per line."""
+    from alignedserve.cli.batch.results import show_errors as run
+
+    raise typer.Exit(run(url, batch_id, json_output=json_output))
+
+
+@batch_app.command("cancel")
+def cancel(batch_id: BatchIdArgument, url: UrlOption = DEFAULT_URL, json_output: JsonFlag = False) -> None:
+    """End a batch; what is done is kept."""
+    from alignedserve.cli.batch.commands import cancel as run
+
+    raise typer.Exit(run(url, batch_id, json_output))
+
+
+@batch_app.command("list")
+def show_list(
+    url: UrlOption = DEFAULT_URL,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 20,
+    json_output: JsonFlag = False,
+) -> None:
+    """Show the newest batches."""
+    from alignedserve.cli.batch.commands import show_list as run
+
+    raise typer.Exit(run(url, limit, json_output))

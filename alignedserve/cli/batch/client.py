@@ -1,0 +1,254 @@
+"""Client of the Files and Batches API of any gateway. What is lost with a connection is asked for again, and said so.
+
+Nothing is sent twice that could be done twice: creations carry an Idempotency-Key, and an upload whose answer was lost
+leaves at most a file that nobody uses. A server that never answered is reported at once; one that did is waited for.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from alignedserve.cli.batch.input_check import USUAL, FileLimits
+from alignedserve.cli.batch.upload_form import upload_form
+from alignedserve.config.environment import CLIENT_KEY_VARIABLE
+from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
+from alignedserve.loadgen.sse import error_message
+
+PATIENCE_S = 600.0  # how long a server that answered before may be away
+_CONNECT_S, _SILENCE_S = 10.0, 90.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
+_MAX_ERROR_BYTES = 64 * 1024
+_MAX_ANSWER_BYTES = 64 * 1024 * 1024
+_COME_BACK = frozenset({429, 502, 503, 504})
+
+T = TypeVar("T")
+
+
+class Refused(PeerError):
+    """The server's answer is no, and would be again."""
+
+    def __init__(self, message: str, *, status: int, code: str | None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class Away(PeerLost):
+    """No answer, or one that says to come back."""
+
+    def __init__(self, message: str, *, has_answered: bool, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.has_answered = has_answered
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(slots=True)
+class Receiver:
+    """Takes a file's bytes from wherever it stands."""
+
+    offset: Callable[[], int]  # the first byte that it wants; asked anew after a lost connection
+    take: Callable[[bytes], None]
+    begin: Callable[[], None] = field(default=lambda: None)  # what was taken since the last whole line is void
+
+
+class BatchClient:
+    """Used as an async context manager. Methods raise PeerError; see Refused and Away."""
+
+    def __init__(
+        self, *, url: str, api_key: str | None, say: Callable[[str], None], patience_s: float = PATIENCE_S
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url}: must begin with http:// or https://")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._say = say
+        self._patience_s = patience_s
+        self._has_answered = False
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open the connection pool."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=256 * 1024)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    # --- what there is
+
+    async def models(self) -> tuple[str, ...]:
+        """Names of the models that are served."""
+        listed = await self._json("GET", "/v1/models")
+        try:
+            return tuple(str(model["id"]) for model in listed["data"])
+        except (KeyError, TypeError) as error:
+            raise ProtocolError(f"{self.url}/v1/models does not list models") from error
+
+    async def limits(self) -> FileLimits:
+        """What a file may be. A server that is not one of ours does not say, and gets the usual ones."""
+        try:
+            told = await self._json("GET", "/v1/batches/limits")
+        except Refused:
+            return USUAL
+        if told.get("object") != "batch.limits":
+            return USUAL
+        try:
+            return FileLimits(*(int(told[name]) for name in FileLimits._fields))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{self.url}/v1/batches/limits does not say what may be sent") from error
+
+    async def batch(self, batch_id: str) -> dict[str, Any]:
+        """A batch as it is now."""
+        return await self._json("GET", f"/v1/batches/{batch_id}")
+
+    async def batches(self, limit: int) -> list[dict[str, Any]]:
+        """The newest ones."""
+        found: list[dict[str, Any]] = []
+        while True:
+            after = f"&after={found[-1]['id']}" if found else ""
+            page = await self._json("GET", f"/v1/batches?limit={min(100, limit - len(found))}{after}")
+            found += page["data"]
+            if not page.get("has_more") or not page["data"] or len(found) >= limit:
+                return found[:limit]
+
+    async def receive(self, file_id: str, receiver: Receiver) -> None:
+        """All that a file holds now, from where the receiver stands; whatever is lost on the way is asked for again."""
+
+        async def attempt() -> None:
+            receiver.begin()
+            offset = receiver.offset()
+            headers = {"Range": f"bytes={offset}-"} if offset else {}
+            async with self._open.get(f"{self.url}/v1/files/{file_id}/content", headers=headers) as response:
+                await self._check(response)
+                surplus = offset if response.status == 200 else 0  # of a server that knows no ranges
+                async for chunk in response.content.iter_any():
+                    receiver.take(chunk[surplus:])
+                    surplus = max(0, surplus - len(chunk))
+
+        await self._patiently(attempt, is_retried=True)
+
+    # --- what changes something
+
+    async def upload(self, path: Path, on_bytes: Callable[[int], None]) -> dict[str, Any]:
+        """Send a file for batches, piece by piece; tells how many bytes have gone."""
+
+        async def attempt() -> dict[str, Any]:
+            form = upload_form(path, on_bytes)
+            async with self._open.post(f"{self.url}/v1/files", data=form.chunks(), headers=form.headers) as response:
+                return await self._answer(response)
+
+        return await self._patiently(attempt, is_retried=True)
+
+    async def create(self, body: dict[str, Any], idempotency_key: str) -> dict[str, Any]:
+        """A batch. The same key never makes a second one."""
+        return await self._json("POST", "/v1/batches", body, {"Idempotency-Key": idempotency_key})
+
+    async def cancel(self, batch_id: str) -> dict[str, Any]:
+        """Ask for the end of a batch."""
+        return await self._json("POST", f"/v1/batches/{batch_id}/cancel")
+
+    async def delete_file(self, file_id: str) -> None:
+        """Forget a file."""
+        await self._json("DELETE", f"/v1/files/{file_id}")
+
+    # --- one request
+
+    async def _json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        async def attempt() -> dict[str, Any]:
+            async with self._open.request(method, self.url + path, json=body, headers=headers) as response:
+                return await self._answer(response)
+
+        return await self._patiently(attempt, is_retried=method == "GET")
+
+    async def _answer(self, response: aiohttp.ClientResponse) -> dict[str, Any]:
+        await self._check(response)
+        raw = await response.content.read(_MAX_ANSWER_BYTES) if response.content_length is None else None
+        raw = await response.read() if raw is None else raw
+        try:
+            answer = msgspec.json.decode(raw)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"{self.url} does not answer in JSON") from error
+        if not isinstance(answer, dict):
+            raise ProtocolError(f"{self.url} does not answer with a JSON object")
+        return answer
+
+    async def _check(self, response: aiohttp.ClientResponse) -> None:
+        """Raises Away or Refused for anything but a success."""
+        if response.status in (200, 206):
+            return
+        body = await response.content.read(_MAX_ERROR_BYTES)
+        if response.status in (401, 403):
+            hint = f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows"
+            raise Refused(hint, status=response.status, code=None)
+        message = error_message(body) or f"status {response.status}"
+        if response.status in _COME_BACK:
+            told = response.headers.get("Retry-After", "")
+            retry_after_s = float(told) if told.isascii() and told.isdigit() else None
+            is_quota = response.status == 429
+            raise Away(f"{response.status}: {message}", has_answered=is_quota, retry_after_s=retry_after_s)
+        raise Refused(message, status=response.status, code=_code_of(body))
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[T]], *, is_retried: bool) -> T:
+        """Its result, at last. `is_retried`: also where the server has said that it was asked too often."""
+        began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        is_lost = False
+        while True:
+            try:
+                result = await self._once(attempt)
+            except Away as away:
+                waited_s = time.monotonic() - began_s
+                if (away.has_answered and not is_retried) or not self._has_answered or waited_s > self._patience_s:
+                    raise
+                pause_s = min(_LONGEST_PAUSE_S, max(pause_s, away.retry_after_s or 0.0))
+                self._say(f"{away}; trying again in {pause_s:g} s")
+                is_lost = True
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
+                continue
+            if is_lost:
+                self._say(f"{self.url} answers again")
+            return result
+
+    async def _once(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        try:
+            result = await attempt()
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+            raise ConfigError(f"--url {self.url}: no address") from error
+        except aiohttp.ClientConnectorError as error:
+            hint = "" if self._has_answered else "; `alignedserve serve` starts a server"
+            raise Away(f"nothing answers at {self.url}{hint}", has_answered=False) from error
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            self._has_answered = self._has_answered or not isinstance(error, TimeoutError)
+            raise Away(f"the connection to {self.url} was lost ({type(error).__name__})", has_answered=False) from error
+        except (Away, Refused):
+            self._has_answered = True
+            raise
+        self._has_answered = True
+        return result
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "the client is used outside its context"
+        return self._session
+
+
+def _code_of(body: bytes) -> str | None:
+    try:
+        code = msgspec.json.decode(body)["error"]["code"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return None
+    return str(code) if code else None

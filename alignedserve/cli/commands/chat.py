@@ -1,0 +1,185 @@
+"""`alignedserve chat`: a conversation in the terminal with a running server.
+
+Ctrl-C while an answer comes stops that answer; at the prompt it leaves, as does Ctrl-D. What came of a stopped or
+broken answer stays in the conversation as it stands, so that the model sees what the person saw. A message that got no
+text at all is taken back, so that it can be asked again.
+"""
+
+import asyncio
+import contextlib
+import sys
+from dataclasses import dataclass, field
+
+from rich.markup import escape
+
+from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
+from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
+from alignedserve.core.errors import ConfigError
+from alignedserve.loadgen.client import Call, Endpoint, Failure, FailureKind, OpenAiClient, Outcome
+
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401 - gives input() line editing and a history
+
+PROMPT = "> "
+HELP = """/new          forget the conversation
+/system TEXT  set the system message (empty: remove it) and start anew
+/help         this list
+/quit         leave (so do Ctrl-D, and Ctrl-C at the prompt)
+Ctrl-C while an answer comes stops that answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What the command line says."""
+
+    url: str
+    model: str | None = None  # None: the first that the server lists
+    system: str | None = None
+    once: str | None = None
+    temperature: float = 0.0
+    max_tokens: int | None = None  # None: the server's own limit
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far."""
+
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def messages(self) -> list[dict[str, str]]:
+        """As the server wants them."""
+        return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
+
+    def ask(self, text: str) -> None:
+        """The person's next message."""
+        self.turns.append({"role": "user", "content": text})
+
+    def settle(self, answer: str) -> None:
+        """The answer, whole or not; without any text the question is taken back."""
+        if answer:
+            self.turns.append({"role": "assistant", "content": answer})
+        else:
+            self.turns.pop()
+
+    def restart(self) -> None:
+        """Forget everything but the system message."""
+        self.turns.clear()
+
+
+def chat(options: ChatOptions) -> int:
+    """Run the command; returns its exit code."""
+    model = options.model or asyncio.run(_served_model(options.url))
+    session = ChatSession(options=options, model=model)
+    if options.once is not None:
+        return session.answer_once(options.once)
+    if not sys.stdin.isatty():
+        return session.answer_once(sys.stdin.read())
+    return session.converse()
+
+
+async def _served_model(url: str) -> str:
+    async with OpenAiClient(url=url, api_key=client_api_key()) as client:
+        return await client.model_name()
+
+
+class ChatSession:
+    """One run of the program."""
+
+    def __init__(self, *, options: ChatOptions, model: str) -> None:
+        self._options = options
+        self._model = model
+        self._conversation = Conversation(system=options.system)
+
+    def answer_once(self, prompt: str) -> int:
+        """For scripts: one prompt, its answer on stdout. Ctrl-C ends it with code 130."""
+        if not prompt.strip():
+            raise ConfigError("there is no prompt: neither --once nor anything on stdin")
+        outcome, was_interrupted = self._answer(prompt.strip())
+        if was_interrupted:
+            return INTERRUPTED
+        return FAILURE if outcome.failure is not None else 0
+
+    def converse(self) -> int:
+        """Read, answer, repeat."""
+        console = notes()
+        console.print(f"[dim]{escape(self._model)} at {escape(self._options.url)}. /help lists the commands.[/dim]")
+        while True:
+            try:
+                line = input(PROMPT).strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return 0
+            if line.startswith("/"):
+                if not self._obey(line):
+                    return 0
+            elif line:
+                outcome, was_interrupted = self._answer(line)
+                if was_interrupted:
+                    console.print("[dim](stopped)[/dim]")
+                elif outcome.finish_reason == "length":
+                    console.print("[dim](cut at the length limit)[/dim]")
+
+    def _obey(self, line: str) -> bool:
+        """Carry out a command; False to leave."""
+        command, _, argument = line.partition(" ")
+        match command:
+            case "/quit" | "/exit":
+                return False
+            case "/new":
+                self._conversation.restart()
+                notes().print("[dim]A new conversation.[/dim]")
+            case "/system":
+                self._conversation.system = argument.strip() or None
+                self._conversation.restart()
+                notes().print(
+                    f"[dim]System message {'set' if argument.strip() else 'removed'}; a new conversation.[/dim]"
+                )
+            case "/help":
+                notes().print(HELP, markup=False)
+            case _:
+                notes().print(f"There is no command {command}. /help lists them.", markup=False)
+        return True
+
+    def _answer(self, prompt: str) -> tuple[Outcome, bool]:
+        """Stream the answer to stdout; also returns whether the person stopped it."""
+        self._conversation.ask(prompt)
+        outcome, was_interrupted = Outcome(), False
+        try:
+            # A loop per answer: asyncio turns Ctrl-C into the cancellation of just this answer.
+            asyncio.run(self._stream(outcome))
+        except KeyboardInterrupt:
+            was_interrupted = True
+        if outcome.text_parts and not outcome.text.endswith("\n"):
+            print(flush=True)
+        self._conversation.settle(outcome.text)
+        if outcome.failure is not None:
+            print_error(_explain(outcome.failure, self._options.url))
+        return outcome, was_interrupted
+
+    async def _stream(self, outcome: Outcome) -> None:
+        options = self._options
+        body = {
+            "model": self._model,
+            "messages": self._conversation.messages(),
+            "temperature": options.temperature,
+        }
+        if options.max_tokens is not None:
+            body["max_tokens"] = options.max_tokens
+        async with OpenAiClient(url=options.url, api_key=client_api_key()) as client:
+            await client.complete(Call(Endpoint.CHAT, body), outcome, _print_piece)
+
+
+def _print_piece(text: str) -> None:
+    print(printable(text), end="", flush=True)
+
+
+def _explain(failure: Failure, url: str) -> str:
+    """One line for a person."""
+    if failure.kind is FailureKind.CONNECT:
+        return f"nothing answers at {url}. Start a server there with: alignedserve serve"
+    if failure.status in (401, 403):
+        return f"{failure.message} (set {CLIENT_KEY_VARIABLE} to a key that the server knows)"
+    if failure.kind is FailureKind.ERROR_EVENT:
+        return f"the answer broke off: {failure.message}"
+    return f"{failure.label}: {failure.message}"

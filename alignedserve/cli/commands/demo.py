@@ -1,0 +1,280 @@
+"""`alignedserve demo`: two minutes of real traffic on a real cluster, every answer checked."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.progress import Progress
+from rich.table import Table
+
+from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
+from alignedserve.config.environment import client_api_key
+from alignedserve.config.loading import load_config
+from alignedserve.core.errors import ConfigError
+from alignedserve.evaluation.checked_trace import (
+    HANDOFFS_REFUSED,
+    HANDOFFS_VERIFIED,
+    CheckedPlan,
+    DemoReport,
+    Fate,
+    WrongAnswer,
+    blocks_used,
+    find_problems,
+    parse_metrics,
+    plan_checked_trace,
+)
+from alignedserve.evaluation.fault_injector import Fault, FaultInjector, plan_faults
+from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
+from alignedserve.loadgen.batch_alignment import Alignment, alignment_of
+from alignedserve.loadgen.client import OpenAiClient, Outcome
+from alignedserve.loadgen.load_generator import LoadGenerator, Run, Sent
+from alignedserve.loadgen.load_plan import PlannedRequest
+from alignedserve.loadgen.prompts import CountTokens, to_json
+from alignedserve.loadgen.report import print_latencies, remarks
+from alignedserve.loadgen.summary import summarise
+from alignedserve.pocket.tasks import is_correct
+from alignedserve.workload.traces import shipped_trace
+
+# Requests per second that two cores hold with room to spare under the default configuration (TTFT median 0.2 s). The
+# trace itself has 6.26.
+DEFAULT_RATE = 2.0
+READY_TIMEOUT_S = 120.0
+DRAIN_TIMEOUT_S = 20.0
+_DRAIN_POLL_S = 0.25
+_SETTLE_S = 1.0  # the gateway's numbers are reports of the other processes, a moment old
+_SHOWN_WRONG = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the command line says."""
+
+    duration_s: float
+    rate: float | None
+    url: str | None
+    config_path: Path | None
+    overrides: tuple[str, ...]
+    seed: int
+    json_output: bool
+    is_mixed: bool = False
+    has_faults: bool = False
+
+    def __post_init__(self) -> None:
+        if self.url is not None and self.has_faults:
+            raise ConfigError("--faults hurts a cluster that the demo starts; --url names a running one")
+        if self.url is not None and (self.config_path is not None or self.overrides):
+            raise ConfigError("--config and --set belong to a cluster that the demo starts; --url names a running one")
+
+
+def demo(options: DemoOptions) -> int:
+    """Run the command; returns its exit code (1 when a request was lost, a block leaked or an answer was corrupted)."""
+    count_tokens = pocket_tokenizer()
+    checked = plan_checked_trace(
+        shipped_trace(),
+        duration_s=options.duration_s,
+        rate=options.rate or DEFAULT_RATE,
+        seed=options.seed,
+        count_tokens=count_tokens,
+        is_mixed=options.is_mixed,
+    )
+    with _server(options) as url:
+        faults = plan_faults(options.duration_s, options.seed) if options.has_faults else []
+        report = asyncio.run(_Demo(checked, count_tokens, url, faults).run())
+    if options.json_output:
+        write_json(to_json(report), "-")
+    else:
+        _print_report(report)
+    return FAILURE if report.problems else 0
+
+
+@contextlib.contextmanager
+def _server(options: DemoOptions) -> Iterator[str]:
+    """The address of the running server, or of a cluster that lives as long as the context."""
+    if options.url is not None:
+        yield options.url
+        return
+    # Here and not above: it loads Ray, which --url does not need.
+    from alignedserve.cli.wiring import start_cluster
+
+    overrides = list(options.overrides)
+    if options.config_path is None:
+        # Beside a server that already has the usual port; an explicit --set comes later and wins.
+        overrides[:0] = [f"gateway.port={_free_port()}", "batches.enabled=false"]
+    config = load_config(options.config_path, overrides)
+    began_s = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        with notes().status("starting a cluster"):
+            cluster = stack.enter_context(start_cluster(config))
+            cluster.wait_ready(READY_TIMEOUT_S)
+        notes().print(f"cluster ready at {cluster.url} after {time.monotonic() - began_s:.1f} s", markup=False)
+        yield cluster.url
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class _Demo:
+    """One replay against one server."""
+
+    def __init__(self, checked: CheckedPlan, count_tokens: CountTokens, url: str, faults: list[Fault]) -> None:
+        self._faults = faults
+        self._checked = checked
+        self._count_tokens = count_tokens
+        self._client = OpenAiClient(url=url, api_key=client_api_key())
+        self._model = ""
+
+    async def run(self) -> DemoReport:
+        """Replay, ask every wrong one again alone, wait for the drain, judge."""
+        async with self._client:
+            self._model = await self._client.model_name()
+            first_page = await self._metrics_page()
+            before = parse_metrics(first_page)
+            with progress() as bar:
+                run = await self._replay(bar)
+                page = await self._metrics_page()
+                wrong = await self._ask_again(self._wrong(run), bar)
+            after = await self._drained_metrics()
+        checked = self._checked
+        report = DemoReport(
+            load=summarise(
+                run, checked.plan.classes, num_clamped=(checked.num_clamped_prompts, checked.num_clamped_outputs)
+            ),
+            num_correct=sum(self._is_correct(sent) for sent in run.sent),
+            wrong=tuple(wrong),
+            blocks_leaked=blocks_used(after),
+            handoffs_verified=_gained(before, after, HANDOFFS_VERIFIED),
+            handoffs_refused=_gained(before, after, HANDOFFS_REFUSED),
+            stretch=checked.stretch,
+            num_readings=checked.num_readings,
+            num_faults=len(self._faults),
+            alignment=alignment_of(before, parse_metrics(page), (first_page, page)),
+        )
+        return replace(report, problems=find_problems(report))
+
+    async def _replay(self, bar: Progress) -> Run:
+        tasks = self._checked.tasks
+        # Counting tokens takes milliseconds for a long prompt, so not between arrivals.
+        calls = [task_call(task, self._model, self._count_tokens) for task in tasks]
+        task_id = bar.add_task("requests", total=len(tasks), status="")
+        num_wrong = 0
+
+        async def send(request: PlannedRequest, outcome: Outcome) -> None:
+            await self._client.complete(calls[request.index], outcome)
+
+        def on_done(sent: Sent) -> None:
+            nonlocal num_wrong
+            num_wrong += not self._is_correct(sent)
+            bar.update(task_id, advance=1, status=f"{num_wrong} wrong or failed" if num_wrong else "")
+
+        injector = FaultInjector(self._faults, _say)
+        hurting = asyncio.create_task(injector.run())
+        try:
+            return await LoadGenerator(plan=self._checked.plan, send=send, on_done=on_done).run()
+        finally:
+            hurting.cancel()
+            await asyncio.gather(hurting, return_exceptions=True)
+            self._faults = injector.done
+
+    def _is_correct(self, sent: Sent) -> bool:
+        return sent.outcome.failure is None and is_correct(self._checked.tasks[sent.request.index], sent.outcome.text)
+
+    def _wrong(self, run: Run) -> list[Sent]:
+        return [sent for sent in run.sent if sent.outcome.failure is None and not self._is_correct(sent)]
+
+    async def _ask_again(self, wrong: list[Sent], bar: Progress) -> list[WrongAnswer]:
+        """One at a time, on the idle system."""
+        answers = []
+        for sent in bar.track(wrong, description="wrong answers again, alone") if wrong else ():
+            task = self._checked.tasks[sent.request.index]
+            again = await self._client.complete(task_call(task, self._model, self._count_tokens), Outcome())
+            alone = None if again.failure is not None else again.text
+            answers.append(WrongAnswer(sent.request.index, task, sent.outcome.text, alone))
+        return answers
+
+    async def _metrics_page(self) -> str:
+        return (await self._client.get("/metrics")).decode("utf-8", errors="replace")
+
+    async def _metrics(self) -> dict[str, float]:
+        return parse_metrics(await self._metrics_page())
+
+    async def _drained_metrics(self) -> dict[str, float]:
+        """The metrics once no block is in use, or when waiting for that became pointless."""
+        end_s = time.monotonic() + DRAIN_TIMEOUT_S
+        await asyncio.sleep(_SETTLE_S)
+        metrics = await self._metrics()
+        while blocks_used(metrics) and time.monotonic() < end_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+            metrics = await self._metrics()
+        return metrics
+
+
+def _say(fault: Fault) -> None:
+    notes().print(f"{fault.at_s:.0f} s: {fault.victim} is {'killed' if fault.is_killed else 'stopped'}", markup=False)
+
+
+def _gained(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
+    return after[name] - before.get(name, 0.0) if name in after else None
+
+
+def _print_report(report: DemoReport) -> None:
+    console = results()
+    total = report.load.total
+    for answer in report.wrong[:_SHOWN_WRONG]:
+        console.print(f"wrong ({answer.fate.value}), request {answer.index}:", markup=False)
+        console.print(f"  expected: {printable(answer.task.answer)[:200]}", markup=False)
+        console.print(f"  answered: {printable(answer.answered)[:200]}", markup=False)
+    table = Table(title="demo: a slice of the Azure conversation trace", title_justify="left", show_header=False)
+    table.add_row("requests sent", str(total.num_sent))
+    table.add_row("completed", str(total.num_completed))
+    for label, count in total.failures.items():
+        table.add_row(f"lost: {label}", str(count))
+    if report.num_faults:
+        table.add_row("processes killed or stopped", str(report.num_faults))
+    table.add_row("correct", str(report.num_correct))
+    table.add_row("wrong, the model's fault", str(report.count(Fate.MODEL_WRONG)))
+    table.add_row("corrupted on the way", str(report.count(Fate.CORRUPTED)))
+    table.add_row(
+        "KV handoffs verified / refused", f"{_count(report.handoffs_verified)} / {_count(report.handoffs_refused)}"
+    )
+    table.add_row("blocks leaked after the drain", _count(report.blocks_leaked))
+    table.add_row("throughput", _throughput(report))
+    if report.alignment is not None:
+        table.add_row("running batches", _batches(report.alignment))
+    console.print(table)
+    print_latencies(console, total)
+    num_counting = total.num_sent - report.num_readings
+    console.print(f"- arrivals as traced, {report.stretch:.2f} times as far apart")
+    console.print(f"- {report.num_readings} tasks of reading in the prompt, {num_counting} of counting after it")
+    for remark in remarks(report.load):
+        console.print(f"- {remark}", markup=False, soft_wrap=True)
+    for problem in report.problems:
+        console.print(f"FAILED: {problem}", markup=False, style="bold red")
+    if not report.problems:
+        console.print("passed: nothing lost, nothing leaked, nothing corrupted", style="bold green")
+
+
+def _throughput(report: DemoReport) -> str:
+    total = report.load.total
+    return (
+        f"{total.requests_per_s:.2f} requests/s, {total.input_tokens_per_s:.0f} input and "
+        f"{total.output_tokens_per_s:.0f} output tokens/s"
+    )
+
+
+def _batches(alignment: Alignment) -> str:
+    return (
+        f"{alignment.num_iterations} iterations of {alignment.mean_batch_size:.1f} requests; "
+        f"longest over mean context: median {alignment.spread_p50:.2f}, p90 {alignment.spread_p90:.2f}; "
+        f"in batch switch {alignment.switch_share:.1%}"
+    )
+
+
+def _count(value: float | None) -> str:
+    return "not told" if value is None else f"{value:g}"

@@ -1,0 +1,160 @@
+"""`alignedserve doctor`: what this machine has, and what will be used."""
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+
+import psutil
+import torch
+from rich.table import Table
+
+from alignedserve.cli.console import results
+from alignedserve.config.environment import thread_waiting
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.attention.backend import TORCH
+from alignedserve.runtime.attention.registry import measure_gpu_attention
+from alignedserve.runtime.device.cores import threads_per_worker
+from alignedserve.runtime.device.devices import CUDA, cuda_obstacle, describe_gpus
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.kv.shm_arena import arena_folder
+from alignedserve.runtime.kv.transfers.registry import here
+from alignedserve.runtime.model.served_model import pocket_folder
+from alignedserve.runtime.model.tokenizer import Tokenizer
+from kernels.cpu.packed_linear import INT8, packed_levels
+from kernels.cpu.paged_attention import supported_levels
+from kernels.linear import ONEDNN, packing
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    found: str
+    is_fine: bool = True
+
+
+def doctor(json_output: bool) -> bool:
+    """Print the report. Returns whether everything needed is there."""
+    findings = [*_machine(), *_engine(), *_cluster()]
+    if json_output:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        table = Table(title="AlignedServe on this machine", show_header=False)
+        for finding in findings:
+            mark = "[green]ok[/]" if finding.is_fine else "[red]missing[/]"
+            table.add_row(mark, finding.topic, finding.found)
+        results().print(table)
+    return all(finding.is_fine for finding in findings)
+
+
+def _machine() -> list[Finding]:
+    memory = psutil.virtual_memory()
+    return [
+        Finding("Python", platform.python_version()),
+        Finding("Cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}; {_instruction_sets()}"),
+        Finding(
+            "Memory",
+            f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB",
+            memory.available > 3 * _GIB,
+        ),
+    ]
+
+
+def _instruction_sets() -> str:
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            flags = next((line.split() for line in file if line.startswith("flags")), [])
+    except OSError:
+        return "instruction sets unknown"
+    return ", ".join(name for name in wanted if name in flags) or "no vector extensions beyond the base"
+
+
+def _engine() -> list[Finding]:
+    return [
+        Finding("PyTorch", torch.__version__),
+        Finding("Device", _device()),
+        Finding("Threads", _threads()),
+        Finding("Weights", _weights()),
+        Finding("Attention", _attention()),
+        *_gpu(),
+        _pocket(),
+    ]
+
+
+def _device() -> str:
+    obstacle = cuda_obstacle()
+    if obstacle is not None:
+        return f"CPU ({obstacle})"
+    return f"CPU; with engine.device=cuda {'; '.join(describe_gpus())}"
+
+
+def _gpu() -> list[Finding]:
+    """How attention would be computed on a GPU; measured where there is one."""
+    flash = "installed" if importlib.util.find_spec("flash_attn") else "not installed"
+    if cuda_obstacle() is not None:
+        return [Finding("flash-attn", f"{flash} (not needed on a CPU)")]
+    choice = measure_gpu_attention(torch.device("cuda"))
+    return [
+        Finding("GPU attention", choice.decodes),
+        Finding("Prompts on a GPU", f"{choice.prompts}; flash-attn is {flash}"),
+    ]
+
+
+def _attention() -> str:
+    best, *others = (*supported_levels(), TORCH)
+    if not others:
+        return "plain PyTorch: the native kernels are not built (needs a C++ compiler, then install again)"
+    return f"native, straight from blocks: {best}; engine.attention also takes {', '.join(others)}"
+
+
+def _threads() -> str:
+    one, two = threads_per_worker(1), threads_per_worker(2)
+    return (
+        f"{two} in each of two workers, {one} in a colocated one; not pinned; waiting for each other {thread_waiting()}"
+    )
+
+
+def _weights() -> str:
+    cpu = torch.device("cpu")
+    forms = {name: packing(torch_dtype(name), cpu) for name in ("float32", "bfloat16")}
+    int8 = (*packed_levels(INT8, cpu), ONEDNN)[0]
+    named = [f"{name} {form}" for name, form in forms.items() if form is not None]
+    if not named:
+        return "plain linear layers"
+    return f"linear layers packed once: {', '.join(named)}; int8 {int8} where asked for"
+
+
+def _pocket() -> Finding:
+    try:
+        Tokenizer.load(pocket_folder())
+    except AlignedServeError as error:
+        return Finding("Pocket model", str(error), is_fine=False)
+    has_weights = (pocket_folder() / "model.safetensors").exists()
+    return Finding("Pocket model", "installed" if has_weights else "weights are missing", has_weights)
+
+
+def _transports() -> str:
+    on_cpu = ", ".join(here(torch.device("cpu")))
+    if cuda_obstacle() is not None:
+        return on_cpu
+    return f"{on_cpu}; with engine.device=cuda {', '.join(here(torch.device(CUDA)))}"
+
+
+def _cluster() -> list[Finding]:
+    try:
+        folder = arena_folder()
+    except AlignedServeError as error:
+        return [Finding("KV transfer", str(error), is_fine=False)]
+    free = shutil.disk_usage(folder).free
+    return [
+        Finding("KV transfer", f"shm: shared memory in {folder}, {free / _GIB:.1f} GiB free", free > _GIB // 4),
+        Finding("Transports", f"{_transports()}; on one host the first is used"),
+        Finding("Tokens", "Unix sockets of this host"),
+    ]

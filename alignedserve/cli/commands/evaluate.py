@@ -1,0 +1,139 @@
+"""`alignedserve eval`: is what comes out of the running system right?"""
+
+import asyncio
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from alignedserve.cli.console import FAILURE, printable, progress, results, write_json
+from alignedserve.config.environment import client_api_key
+from alignedserve.core.errors import ConfigError
+from alignedserve.evaluation.accuracy import EvalAnswer, EvalItem, EvalReport, GroupScore, make_items, score
+from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
+from alignedserve.loadgen.client import OpenAiClient, Outcome
+from alignedserve.loadgen.prompts import CountTokens, to_json
+
+_SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """What the command line says."""
+
+    suite: str
+    url: str
+    num_per_skill: int
+    seed: int
+    concurrency: int
+    threshold: float
+    show_failures: int
+    json_output: bool
+
+    def __post_init__(self) -> None:
+        if self.suite != "pocket":
+            raise ConfigError(f"there is no suite {self.suite!r}; there is: pocket")
+
+
+def evaluate(options: EvalOptions) -> int:
+    """Run the command; returns its exit code (1 when a skill is below the threshold)."""
+    count_tokens = pocket_tokenizer()
+    items = make_items(options.num_per_skill, options.seed, count_tokens)
+    report = score(asyncio.run(_ask_all(options, items, count_tokens)))
+    below = report.below(options.threshold)
+    if options.json_output:
+        write_json(_as_json(report, options), "-")
+    else:
+        _print_report(report, options)
+    return FAILURE if below else 0
+
+
+async def _ask_all(options: EvalOptions, items: list[EvalItem], count_tokens: CountTokens) -> list[EvalAnswer]:
+    """The answers, in the order of the tasks."""
+    answers: list[EvalAnswer | None] = [None] * len(items)
+    waiting = iter(enumerate(items))
+    client = OpenAiClient(url=options.url, api_key=client_api_key())
+    async with client:
+        model = await client.model_name()
+        with progress() as bar:
+            task_id = bar.add_task("tasks", total=len(items), status="")
+
+            async def ask_in_turn() -> None:
+                for index, item in waiting:
+                    outcome = await client.complete(task_call(item.task, model, count_tokens), Outcome())
+                    failure = None if outcome.failure is None else f"{outcome.failure.label}: {outcome.failure.message}"
+                    answers[index] = EvalAnswer(item, outcome.text, failure)
+                    bar.advance(task_id)
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(options.concurrency, len(items))):
+                    group.create_task(ask_in_turn())
+    return [answer for answer in answers if answer is not None]
+
+
+def _print_report(report: EvalReport, options: EvalOptions) -> None:
+    console = results()
+    for answer in report.wrong[: options.show_failures]:
+        task = answer.item.task
+        console.print(f"\n{answer.item.group}: {_shortened(task.prompt)}", markup=False)
+        console.print(f"  expected: {_shortened(task.answer)}", markup=False)
+        console.print(f"  answered: {_shortened(answer.failure or answer.text)}", markup=False)
+    table = Table(title="exact match", title_justify="left", header_style="bold")
+    for heading in ("", "tasks", "correct", "failed", "accuracy", ""):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for group in report.skills:
+        table.add_row(*_row(group), "" if group.accuracy >= options.threshold else f"below {options.threshold:.0%}")
+    table.add_section()
+    for group in report.contexts:
+        table.add_row(*_row(group), "")
+    console.print(table)
+    below = report.below(options.threshold)
+    verdict = "every skill reaches" if not below else f"{', '.join(group.name for group in below)}: below"
+    console.print(f"{verdict} {options.threshold:.0%}", markup=False)
+
+
+def _row(group: GroupScore) -> tuple[str, ...]:
+    return (group.name, str(group.num_tasks), str(group.num_correct), str(group.num_failed), f"{group.accuracy:.1%}")
+
+
+def _shortened(text: str) -> str:
+    """Enough of a long prompt to see both its beginning and the question at its end."""
+    text = printable(text).replace("\n", " / ")
+    half = _SHOWN_CHARACTERS // 2
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
+
+
+def _as_json(report: EvalReport, options: EvalOptions) -> bytes:
+    def scores(groups: tuple[GroupScore, ...]) -> list[dict[str, object]]:
+        return [
+            {
+                "name": group.name,
+                "tasks": group.num_tasks,
+                "correct": group.num_correct,
+                "failed": group.num_failed,
+                "accuracy": group.accuracy,
+            }
+            for group in groups
+        ]
+
+    shown = [
+        {
+            "group": answer.item.group,
+            "prompt": answer.item.task.prompt,
+            "expected": answer.item.task.answer,
+            "answered": answer.text,
+            "failure": answer.failure,
+        }
+        for answer in report.wrong[: options.show_failures]
+    ]
+    below = [group.name for group in report.below(options.threshold)]
+    return to_json(
+        {
+            "suite": options.suite,
+            "seed": options.seed,
+            "threshold": options.threshold,
+            "skills": scores(report.skills),
+            "contexts": scores(report.contexts),
+            "below_threshold": below,
+            "wrong": shown,
+        }
+    )

@@ -1,0 +1,111 @@
+"""`alignedserve profile`: what iterations of a model cost on this machine, as a cost model and a file."""
+
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from alignedserve.cli.console import notes, progress, results, write_json
+from alignedserve.costmodel.linear import LinearCoefficients
+from alignedserve.loadgen.machine import describe_machine
+from alignedserve.loadgen.prompts import to_json
+from alignedserve.microbench.engine.profile import PointResult, ProfileResult, ProfileSpec, run_profile
+
+_UNITS = {
+    "base_s": "an iteration",
+    "prompt_token_s": "a token of a prompt",
+    "prompt_pair_s": "a (query, key) pair of a chunk",
+    "chunk_s": "a chunk",
+    "decode_s": "a decode",
+    "context_token_s": "a token of a decode's context",
+    "padded_token_s": "a decode times the longest context",
+    "hidden_token_s": "a token of a hidden cache",
+    "sampled_s": "a sampled token",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """What the command line says."""
+
+    model: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    num_threads: int | None = None
+    duration_s: float = 90.0
+    is_cpu_time: bool = False
+    json_output: bool = False
+    output: Path | None = None
+
+
+def profile(options: ProfileOptions) -> int:
+    """Run the command; returns its exit code."""
+    spec = ProfileSpec(
+        model=options.model,
+        dtype=options.dtype,
+        device=options.device,
+        duration_s=options.duration_s,
+        num_threads=options.num_threads,
+        is_cpu_time=options.is_cpu_time,
+    )
+    with progress() as bar:
+        task = bar.add_task(f"{options.model}, {options.dtype}: seconds", total=options.duration_s, status="loading")
+        result = run_profile(spec, lambda gone_s: bar.update(task, completed=round(gone_s, 1), status=""))
+    document = to_json(_document(result, "processor time" if options.is_cpu_time else "wall"))
+    if options.output is not None:
+        write_json(document, str(options.output))
+        notes().print(f"written to {options.output}; use it as fitted:{options.output}", markup=False, soft_wrap=True)
+    if options.json_output:
+        write_json(document, "-")
+    else:
+        _print(results(), result)
+    return 0
+
+
+def _document(result: ProfileResult, clock: str) -> dict[str, Any]:
+    """The profile as `read_profile` reads it, and all that lets a person judge it."""
+    return {
+        **result.profile.as_fields(),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["alignedserve", *sys.argv[1:]]),
+        "machine": {**describe_machine(), "threads": result.num_threads, "clock": clock},
+        "num_rounds": result.num_rounds,
+        "straggler_share": result.profile.coefficients.straggler_share,
+        "errors": {kind: error._asdict() for kind, error in result.errors.items()},
+        "samples": [_sample(found) for found in (*result.fitted, *result.held_out)],
+    }
+
+
+def _sample(found: PointResult) -> dict[str, Any]:
+    work = {name: value for name, value in asdict(found.point.work).items() if value}
+    return {"kind": found.point.kind, "work": work, "seconds": found.sample.seconds, "num_visits": len(found.seconds)}
+
+
+def _print(console: Console, result: ProfileResult) -> None:
+    coefficients = result.profile.coefficients
+    table = Table(title="microseconds for each", title_justify="left", show_header=False)
+    for name, seconds in asdict(coefficients).items():
+        table.add_row(_UNITS[name], f"{seconds * 1e6:.4g}")
+    console.print(table)
+    errors = Table(title="predicted / measured - 1", title_justify="left", header_style="bold")
+    for heading in ("iterations", "points", "median size", "p90", "bias"):
+        errors.add_column(heading, justify="left" if heading == "iterations" else "right")
+    for kind, error in result.errors.items():
+        errors.add_row(kind, str(error.num_samples), f"{error.median:.1%}", f"{error.p90:.1%}", f"{error.bias:+.1%}")
+    console.print(errors)
+    console.print(_kernel_remark(coefficients), markup=False, soft_wrap=True)
+    rate = result.profile.memory_link.bytes_per_s / 1e9
+    console.print(f"- copies of cache blocks within memory: {rate:.2f} GB/s", markup=False, soft_wrap=True)
+    if result.num_rounds < 1:
+        console.print("- the time was up before every point was measured once", markup=False, soft_wrap=True)
+
+
+def _kernel_remark(coefficients: LinearCoefficients) -> str:
+    share = coefficients.straggler_share
+    if share is None:
+        return "- decode attention costs nothing that can be seen"
+    return f"- decode attention: {share:.0%} of its time follows the longest context, the rest the sum of all"

@@ -1,0 +1,213 @@
+"""`alignedserve replay`: a recorded run decided again, and simulated."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from alignedserve.cli.console import FAILURE, notes, printable, results, write_json
+from alignedserve.core.errors import ConfigError, RecordingError
+from alignedserve.core.request import RequestClass
+from alignedserve.costmodel.choice import FITTED, make_cost_model
+from alignedserve.loadgen.prompts import to_json
+from alignedserve.replay.components import ComponentReplay, Difference, recordings_in
+from alignedserve.replay.fitting import MachineFit, WorkerFit, fit_machine
+from alignedserve.replay.observed import ObservedRun
+from alignedserve.replay.run_file import read_run_facts
+from alignedserve.replay.simulated import OTHERS, Comparison, WorkerCosts, compare, fitted_machine, requests_of
+
+_MAX_SHOWN = 4000  # characters of one side of a difference
+_MANY_ZEROS = re.compile(r"\b0(, 0){7,}\b")  # a prompt without its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What the command line says."""
+
+    folder: Path
+    room: str | None = None
+    fit_on: Path | None = None
+    costs: str | None = None
+    outstanding: tuple[str, ...] = ()
+    is_simulated: bool = True
+    json_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentCheck:
+    """One file, replayed."""
+
+    room: str
+    file: str
+    num_equal: int
+    ending: str  # closed, limit, cut or unfinished
+    seconds: float
+    difference: Difference | None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTimes:
+    """The simulation beside the run."""
+
+    costs_from: str
+    num_requests: int
+    num_others: int
+    fit: MachineFit
+    comparisons: list[Comparison]
+
+
+def replay(options: ReplayOptions) -> int:
+    """Run the command; returns its exit code."""
+    outstanding = parse_outstanding(options.outstanding)
+    with notes().status("Deciding again …"):
+        checks, run = replay_folder(options.folder, options.room)
+    is_equal = all(check.difference is None for check in checks)
+    times = None
+    if options.is_simulated and is_equal:
+        with notes().status("Simulating …"):
+            times = simulate_beside(options, run, outstanding)
+    if options.json_output:
+        write_json(to_json({"rooms": [_plain(check) for check in checks], "simulation": _plain_times(times)}), "-")
+    else:
+        _print_checks(checks)
+        _print_times(times)
+    return 0 if is_equal else FAILURE
+
+
+def replay_folder(folder: Path, room: str | None = None) -> tuple[list[ComponentCheck], ObservedRun]:
+    """Decide everything again; what was seen on the way. Raises RecordingError."""
+    run, checks = ObservedRun(), []
+    replays = [ComponentReplay(path) for path in recordings_in(folder)]
+    chosen = [one for one in replays if room in (None, one.name)]
+    if not chosen:
+        raise ConfigError(f"--room {room}: recorded are {', '.join(sorted({one.name for one in replays}))}")
+    for one in chosen:
+        observer, began_s = run.room(one.name, one.pool), time.perf_counter()
+        for decided in one.decided():
+            observer.take(decided)
+        seconds = time.perf_counter() - began_s
+        checks.append(ComponentCheck(one.name, one.path.name, one.num_equal, one.ending, seconds, one.difference))
+    run.complete()
+    return checks, run
+
+
+def simulate_beside(options: ReplayOptions, run: ObservedRun, outstanding: Mapping[str, int]) -> SimulatedTimes:
+    """Simulate the run with the costs that the options name. Raises RecordingError when it had no request."""
+    requests = requests_of(run)
+    if not requests:
+        raise RecordingError(f"{options.folder} has no request that got a token; --no-simulate leaves it at decisions")
+    facts = read_run_facts(options.folder)
+    source = run if options.fit_on is None else replay_folder(options.fit_on)[1]
+    fit = fit_machine(source, facts.layout.block_bytes)
+    machine = fitted_machine(facts, fit)
+    costs_from = "this very run" if options.fit_on is None else str(options.fit_on)
+    if options.costs is not None:
+        if not options.costs.startswith(FITTED):
+            raise ConfigError(f"--costs {options.costs}: must be {FITTED}FILE")
+        machine = replace(machine, decode=WorkerCosts(make_cost_model(options.costs)), prefill=None)
+        costs_from = f"{options.costs}; links from this very run"
+    comparisons = compare(requests, outstanding, machine)
+    num_others = sum(one.timed.class_name == OTHERS for one in requests)
+    return SimulatedTimes(costs_from, len(requests), num_others, fit, comparisons)
+
+
+def parse_outstanding(values: Sequence[str]) -> dict[str, int]:
+    """CLASS=N of the command line. Raises ConfigError."""
+    outstanding = {}
+    for value in values:
+        name, _, number = value.partition("=")
+        if name not in {kind.value for kind in RequestClass} or not number.isdecimal() or int(number) < 1:
+            raise ConfigError(f"--outstanding {value}: must be rt=N or be=N")
+        outstanding[name] = int(number)
+    return outstanding
+
+
+def _plain(check: ComponentCheck) -> dict[str, Any]:
+    fields = {name: getattr(check, name) for name in ("room", "file", "num_equal", "ending", "seconds")}
+    difference = check.difference
+    if difference is None:
+        return {**fields, "difference": None}
+    shown = {name: getattr(difference, name) for name in ("number", "offset", "now", "expected", "got")}
+    return {**fields, "difference": {**shown, "event": repr(difference.event)}}
+
+
+def _plain_times(times: SimulatedTimes | None) -> dict[str, Any] | None:
+    if times is None:
+        return None
+    fit = times.fit
+    workers = {"decode": fit.decode, "prefill": fit.prefill}
+    return {
+        "costs_from": times.costs_from,
+        "num_requests": times.num_requests,
+        "num_others": times.num_others,
+        "fit": {name: _plain_fit(worker) for name, worker in workers.items()}
+        | {"links": asdict(fit.links), "slowdown": fit.slowdown},
+        "comparisons": [asdict(one) | {"ratio": one.ratio} for one in times.comparisons],
+    }
+
+
+def _plain_fit(worker: WorkerFit | None) -> dict[str, Any] | None:
+    if worker is None:
+        return None
+    return {"coefficients": asdict(worker.costs.coefficients), "error": worker.error._asdict()}
+
+
+def _print_checks(checks: Sequence[ComponentCheck]) -> None:
+    table = Table("room", "recording", "decisions equal", "events/s", "ends", title="Decided again")
+    for check in checks:
+        per_second = f"{check.num_equal / check.seconds:,.0f}" if check.seconds > 0 else ""
+        verdict = f"{check.num_equal:,}" if check.difference is None else f"[red]differs after {check.num_equal:,}[/]"
+        table.add_row(check.room, check.file, verdict, per_second, _ENDINGS.get(check.ending, check.ending))
+    results().print(table)
+    for check in checks:
+        if check.difference is not None:
+            _print_difference(check, check.difference)
+
+
+_ENDINGS = {
+    "closed": "with the room",
+    "limit": "at recording.max_bytes",
+    "cut": "in the middle of a decision: its process was killed",
+    "unfinished": "between two decisions: its process was killed",
+}
+
+
+def _print_difference(check: ComponentCheck, difference: Difference) -> None:
+    expected = "only a digest was recorded (recording.commands keeps more)"
+    lines = [
+        f"{check.file}: event {difference.number} at byte {difference.offset}, now = {difference.now!r}",
+        f"  event     {_shown(difference.event)}",
+        f"  recorded  {expected if difference.expected is None else _shown(difference.expected)}",
+        f"  today     {_shown(difference.got)}",
+    ]
+    for line in lines:
+        results().print(line, markup=False, soft_wrap=True)
+
+
+def _shown(value: Any) -> str:
+    text = _MANY_ZEROS.sub(lambda found: f"0 x {found.group().count('0')}", printable(repr(value)))
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} …"
+
+
+def _print_times(times: SimulatedTimes | None) -> None:
+    if times is None:
+        return
+    table = Table("class", "measure", title=f"Simulated, with costs fitted to {times.costs_from}")
+    for name in ("real", "simulated", "ratio"):
+        table.add_column(name, justify="right")
+    for one in times.comparisons:
+        ratio = "" if one.ratio is None else f"{one.ratio:.3f}"
+        table.add_row(one.class_name, one.measure, f"{one.real:.4g}", f"{one.simulated:.4g}", ratio)
+    results().print(table)
+    fit = times.fit
+    for name, worker in (("decode" if fit.prefill else "colocated", fit.decode), ("prefill", fit.prefill)):
+        if worker is not None:
+            error = f"error {worker.error.median:.1%} median, {worker.error.p90:.1%} p90"
+            results().print(f"{worker.error.num_samples} {name} iterations fitted, {error}", markup=False)
+    others = f"{times.num_others} of them not compared"
+    machine = f"message {fit.links.message_s:.2g} s, slowdown {fit.slowdown:g}"
+    results().print(f"{times.num_requests} requests, {others}; {machine}", markup=False)

@@ -1,0 +1,177 @@
+"""`alignedserve simulate`: what would happen if. Policies and rates, simulated side by side."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.progress import Progress
+from rich.table import Table
+
+from alignedserve.cli.commands.simulate_cases import (
+    DEFAULT_DURATION_S,
+    DEFAULT_HARDWARE,
+    DEFAULT_MODEL,
+    DEFAULT_WORKLOAD,
+    PlannedCase,
+    SimulateOptions,
+    plan_cases,
+)
+from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.choice import FITTED
+from alignedserve.loadgen.machine import describe_machine
+from alignedserve.loadgen.prompts import to_json
+from alignedserve.scheduling.policies import policy_config
+from alignedserve.sim.report.page import report_page
+from alignedserve.sim.report.runs import Report, ReportedRun, window_of
+from alignedserve.sim.report.tables import headlines
+from alignedserve.sim.sweep import CaseProgress, CaseResult, WorkloadLine, run_cases
+
+
+class _Done(NamedTuple):
+    """A simulation that is over."""
+
+    planned: PlannedCase
+    outcome: CaseResult
+
+
+def simulate(options: SimulateOptions) -> int:
+    """Run the command; returns its exit code (1 when a simulation failed)."""
+    planned = plan_cases(options)
+    _make_folder(options.output)
+    done = _run(planned, options)
+    report = Report("AlignedServe: simulated", tuple(_about(options).items()), [_reported(one) for one in done])
+    document = to_json(_as_json(options, done))
+    write_json(document, str(options.output / "simulation.json"))
+    page = options.output / "report.html"
+    _write_page(page, report_page(report))
+    if options.json_output:
+        write_json(document, "-")
+    else:
+        _print_table(report)
+    notes().print(f"{page} has the plots, simulation.json beside it every figure", markup=False, soft_wrap=True)
+    return FAILURE if any(outcome.error is not None for _, outcome in done) else 0
+
+
+# --- running it
+
+
+def _run(planned: Sequence[PlannedCase], options: SimulateOptions) -> list[_Done]:
+    with progress() as bar:
+        shown = _Bar(bar, planned)
+        outcomes = run_cases([one.case for one in planned], processes=options.processes, progress=shown.update)
+    return [_Done(*pair) for pair in zip(planned, outcomes, strict=True)]
+
+
+class _Bar:
+    """All simulations in one bar: a hundred steps each, as far as their arrivals have come."""
+
+    def __init__(self, bar: Progress, planned: Sequence[PlannedCase]) -> None:
+        self._bar = bar
+        self._ends_s = {one.case.name: one.ends_s for one in planned}
+        self._steps: dict[str, int] = {}
+        self._over: set[str] = set()
+        self._task = bar.add_task("simulating", total=100 * len(planned), status="")
+
+    def update(self, word: CaseProgress) -> None:
+        """A simulation has come so far."""
+        ends_s = self._ends_s[word.name]
+        so_far = int(100 * min(word.simulated_s / ends_s, 1.0)) if ends_s > 0 else 0
+        self._steps[word.name] = 100 if word.is_over else so_far
+        if word.is_over:
+            self._over.add(word.name)
+        status = f"{len(self._over)} of {len(self._ends_s)} simulations"
+        self._bar.update(self._task, completed=sum(self._steps.values()), status=status)
+
+
+# --- what comes of it
+
+
+def _reported(done: _Done) -> ReportedRun:
+    planned, outcome = done
+    config = planned.case.config
+    num_blocks = config.layout.blocks_in(config.cluster.decode.memory_bytes)
+    return ReportedRun(planned.policy, planned.rate, num_blocks, outcome.result, outcome.error)
+
+
+def _about(options: SimulateOptions) -> dict[str, str]:
+    machine = describe_machine()
+    duration_s = options.duration_s or (DEFAULT_DURATION_S if options.workload is None else None)
+    duration = "to its end" if duration_s is None else f"{duration_s:g} s of arrivals"
+    model = "as profiled" if options.costs.startswith(FITTED) else options.model or DEFAULT_MODEL
+    hardware = f"{options.tensor_parallel or 1} x {options.hardware or DEFAULT_HARDWARE} a worker"
+    return {
+        "workload": f"{options.workload or DEFAULT_WORKLOAD} ({duration}, seed {options.seed})",
+        "model": model if options.costs.startswith(FITTED) else f"{model}, {hardware}",
+        "costs": options.costs,
+        "command": _command(),
+        "version": f"alignedserve {version('alignedserve')}, Python {machine['python']}",
+    }
+
+
+def _command() -> str:
+    return " ".join(["alignedserve", *(repr(word) if " " in word else word for word in sys.argv[1:])])
+
+
+def _as_json(options: SimulateOptions, done: Sequence[_Done]) -> dict[str, Any]:
+    """Everything; of timelines what the report shows."""
+    return {"about": _about(options), "machine": describe_machine(), "cases": [_case_as_json(one) for one in done]}
+
+
+def _case_as_json(done: _Done) -> dict[str, Any]:
+    outcome, case = done.outcome, done.planned.case
+    config, result = case.config, outcome.result
+    assert isinstance(case.workload, WorkloadLine)
+    scheduling = config.cluster.scheduling
+    plain = None
+    if result is not None:
+        plain = replace(result, timeline=tuple(window_of(result.timeline))).to_builtins()
+    return {
+        "name": case.name,
+        "rate": done.planned.rate,
+        "policy": scheduling.policy,
+        "policy_settings": msgspec.to_builtins(policy_config(scheduling.policy, scheduling.settings)),
+        "workload": case.workload.line,
+        "seed": config.seed,
+        "cluster": msgspec.to_builtins(config.cluster),
+        "mechanisms": asdict(config.mechanisms),
+        "links": asdict(config.links),
+        "num_pools": config.num_pools,
+        "error": outcome.error,
+        "traceback": outcome.traceback,
+        "result": plain,
+    }
+
+
+def _print_table(report: Report) -> None:
+    whole = headlines(report)
+    table = Table(header_style="bold", title=report.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(whole.headings[0], min_width=11, overflow="fold")
+    for place, heading in enumerate(whole.headings[1:], start=1):
+        table.add_column(heading, justify="left" if place < whole.num_names else "right", no_wrap=True)
+    for row in whole.rows:
+        table.add_row(*map(printable, row))
+    results().print(table)
+    for run in report.runs:
+        if run.error is not None:
+            notes().print(f"{run.policy} at {run.rate:g}/s: {run.error}", markup=False, soft_wrap=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """Before the simulations, not after them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be made: {error.strerror}") from error
+
+
+def _write_page(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,243 @@
+"""From the options of `alignedserve simulate` to the simulations that they ask for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import yaml
+
+from alignedserve.config.environment import data_dir
+from alignedserve.config.loading import load_config
+from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.choice import FITTED, WorkerSpec
+from alignedserve.costmodel.profile_file import MachineProfile, read_profile
+from alignedserve.sim.config import SimConfig
+from alignedserve.sim.machines import Machines
+from alignedserve.sim.policies import simulated_policy, with_policy
+from alignedserve.sim.sweep import Case, WorkloadLine
+from alignedserve.workload.feasibility import Capacity, require_fit
+from alignedserve.workload.rates import at_rate
+from alignedserve.workload.requests import Workload
+
+DEFAULT_WORKLOAD = "azure_conv, arrivals=recorded, ttft=1, tpot=0.1"
+DEFAULT_POLICIES = ("aligned", "aligned_slo", "fcfs", "sarathi")
+DEFAULT_RATES = (2.0, 3.0, 4.0, 6.0)
+DEFAULT_DURATION_S = 60.0  # of the default workload; others are as long as they are
+DEFAULT_MODEL, DEFAULT_HARDWARE = "llama-2-13b", "a100-80g"
+# What a server of such accelerators has, where no configuration file says otherwise.
+_SERVER = (
+    "pool.memory_bytes=64GiB",
+    "prefill.max_tokens_per_iteration=2048",
+    "prefill.max_running=64",
+    "decode.max_running=256",
+    "decode.max_tokens_per_iteration=2048",
+    "decode.swap_bytes=16GiB",
+)
+_TIMELINE_OF = "decode-0"
+_SAID_ELSEWHERE = {
+    "scheduling.policy": "--policy",
+    "scheduling.settings": "--policy",
+    "prefill.count": "--prefill",
+    "decode.count": "--decode or --colocated",
+}
+_FOLLOWS = ("decode.memory_bytes", "prefill.memory_bytes", "prefill.buffer_bytes")  # from model and hardware
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """What the command line says; None: not said."""
+
+    policies: tuple[str, ...] = ()
+    workload: str | None = None
+    rates: tuple[str, ...] = ()
+    model: str | None = None
+    hardware: str | None = None
+    tensor_parallel: int | None = None
+    costs: str = "roofline"
+    num_prefill: int | None = None
+    num_decode: int | None = None
+    num_colocated: int | None = None
+    num_pools: int = 1
+    duration_s: float | None = None
+    seed: int = 0
+    processes: int = 1
+    config_path: Path | None = None
+    overrides: tuple[str, ...] = ()
+    output: Path = Path("simulation")
+    json_output: bool = False
+
+
+class Variant(NamedTuple):
+    """A policy with parameters, as the command line names it."""
+
+    label: str
+    name: str
+    settings: Mapping[str, Any]
+
+
+class _Traffic(NamedTuple):
+    """The workload at one rate."""
+
+    rate: float  # requests per second that come
+    line: WorkloadLine
+    workload: Workload
+
+    @property
+    def ends_s(self) -> float:
+        """When the last arrivals come; 0 where only closed loops send and nothing but their number ends them."""
+        return self.workload.ends_s or (self.workload.requests[-1].arrival_s if self.workload.requests else 0.0)
+
+
+class PlannedCase(NamedTuple):
+    """A simulation, and the names that it goes by in the report."""
+
+    policy: str
+    rate: float
+    case: Case
+    ends_s: float  # of arrivals; 0 where nothing but their number ends them
+
+
+def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
+    """Every policy at every rate. Raises ConfigError for whatever could never run."""
+    cluster = _cluster(options)
+    machines = _machines(options)
+    variants = [_variant(text) for text in options.policies] or _default_variants(options, cluster)
+    configs = [_configured(options, cluster, machines, variant) for variant in variants]
+    traffics = _traffics(options)
+    for traffic, config in product(traffics, configs):
+        require_fit(traffic.workload, _capacity(config, machines))
+    planned = [
+        PlannedCase(label, traffic.rate, Case(f"{label} at {traffic.rate:g}/s", config, traffic.line), traffic.ends_s)
+        for (label, config), traffic in product(zip((one.label for one in variants), configs, strict=True), traffics)
+    ]
+    if len({one.case.name for one in planned}) < len(planned):
+        raise ConfigError("a policy or a rate was named twice")
+    return planned
+
+
+def _cluster(options: SimulateOptions) -> ClusterConfig:
+    """The user's own, or one of the size of a server; how many workers is for the options to say.
+
+    Raises ConfigError for overrides that would change nothing.
+    """
+    for override in options.overrides:
+        field = override.partition("=")[0].strip()
+        for name, place in _SAID_ELSEWHERE.items():
+            if field == name or field.startswith(f"{name}."):
+                raise ConfigError(f"--set {field}: here {place} says that")
+        if field in _FOLLOWS and not options.costs.startswith(FITTED):
+            raise ConfigError(f"--set {field}: memory follows from --model, --hardware and --tensor-parallel")
+    sizes = () if options.config_path is not None else _SERVER
+    return load_config(options.config_path, (*sizes, *options.overrides))
+
+
+def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[Variant]:
+    """A configuration file names the policy that it would be served with."""
+    if options.config_path is None:
+        return [_variant(name) for name in DEFAULT_POLICIES]
+    scheduling = cluster.scheduling
+    return [Variant(scheduling.policy, scheduling.policy, scheduling.settings)]
+
+
+def _variant(text: str) -> Variant:
+    """`alise`, or with parameters `alise:num_levels=4,preemption=recompute`. Raises ConfigError."""
+    name, _, given = text.partition(":")
+    settings: dict[str, Any] = {}
+    for setting in given.split(",") if given else []:
+        key, separator, value = setting.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(f"--policy {text!r}: write NAME:parameter=value,parameter=value")
+        try:
+            settings[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--policy {text!r}: {value!r} is not a value") from None
+    return Variant(text, name.strip(), settings)
+
+
+def _configured(
+    options: SimulateOptions, cluster: ClusterConfig, machines: Machines | MachineProfile, variant: Variant
+) -> SimConfig:
+    """One policy's cluster on its machines."""
+    chosen = with_policy(cluster, variant.name, variant.settings, topology=_topology(options, cluster))
+    chosen = _sized(options, chosen, cluster.topology)
+    config = simulated_policy(machines, chosen)
+    return replace(config, num_pools=options.num_pools, seed=options.seed, timeline_of=_TIMELINE_OF)
+
+
+def _topology(options: SimulateOptions, cluster: ClusterConfig) -> Topology | None:
+    """The one that was asked for; None: each policy's own."""
+    if options.num_colocated is not None and options.num_prefill is None and options.num_decode is None:
+        return Topology.COLOCATED
+    is_named = any(text.partition("=")[0].strip() == "topology" for text in options.overrides)
+    is_served = options.config_path is not None and not options.policies
+    return cluster.topology if is_named or is_served else None
+
+
+def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology) -> ClusterConfig:
+    """With as many workers as asked for. Where separate ones were `given`, colocated ones are as many as both kinds."""
+    changed = msgspec.structs.replace
+    num_prefill = options.num_prefill or cluster.prefill.count
+    num_decode = options.num_decode or cluster.decode.count
+    if cluster.topology is Topology.COLOCATED:
+        num_together = num_decode if given is Topology.COLOCATED else num_prefill + num_decode
+        num_decode = options.num_colocated or num_together
+    return changed(
+        cluster,
+        prefill=changed(cluster.prefill, count=num_prefill),
+        decode=changed(cluster.decode, count=num_decode),
+    )
+
+
+def _machines(options: SimulateOptions) -> Machines | MachineProfile:
+    if options.costs.startswith(FITTED):
+        if (options.model, options.hardware, options.tensor_parallel) != (None, None, None):
+            raise ConfigError(f"--costs {options.costs} says itself which model on which machine")
+        return read_profile(Path(options.costs.removeprefix(FITTED)))
+    worker = WorkerSpec(
+        options.model or DEFAULT_MODEL, options.hardware or DEFAULT_HARDWARE, options.tensor_parallel or 1
+    )
+    return Machines(worker, source=options.costs)
+
+
+def _capacity(config: SimConfig, machines: Machines | MachineProfile) -> Capacity:
+    decode, layout = config.cluster.decode, config.layout
+    shape = machines.shape if isinstance(machines, MachineProfile) else machines.decode.shape
+    return Capacity(
+        max_context_len=config.cluster.model.max_context_len or shape.num_positions or None,
+        memory_tokens=layout.blocks_in(decode.memory_bytes) * layout.block_size,
+    )
+
+
+def _traffics(options: SimulateOptions) -> list[_Traffic]:
+    rates = [_rate(text) for given in options.rates for text in given.split(",")]
+    if options.workload is None:
+        rates = rates or list(DEFAULT_RATES)
+    workload = options.workload or DEFAULT_WORKLOAD
+    return [_traffic(options, at_rate(workload, rate), rate) for rate in rates] or [_traffic(options, workload, None)]
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0.0 < rate <= 1e6:
+        raise ConfigError(f"--rate {text!r} is not a number of requests per second")
+    return rate
+
+
+def _traffic(options: SimulateOptions, text: str, rate: float | None) -> _Traffic:
+    duration_s = DEFAULT_DURATION_S if options.workload is None else None
+    line = WorkloadLine(text, options.seed, duration_s=options.duration_s or duration_s, data_dir=data_dir())
+    traffic = _Traffic(rate or 0.0, line, line.build())
+    return traffic if rate is not None else traffic._replace(rate=_own_rate(traffic))
+
+
+def _own_rate(traffic: _Traffic) -> float:
+    """Of the open loop, to three digits; 0 without one."""
+    num_requests = len(traffic.workload.requests)
+    return float(f"{num_requests / max(traffic.ends_s, 1e-3):.3g}") if num_requests else 0.0

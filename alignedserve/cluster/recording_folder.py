@@ -1,0 +1,34 @@
+"""The folder of a recorded run, made before its rooms are."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.errors import ConfigError
+from alignedserve.messages.recording import RUN_FILE, RunFacts
+from alignedserve.runtime.model.served_model import ServedModel
+
+
+def prepare_recording(config: ClusterConfig, served: ServedModel) -> ClusterConfig:
+    """The configuration with the folder where every process finds it; unchanged when nothing is to be recorded.
+
+    Raises ConfigError when the folder holds anything, as two runs in one cannot be told apart.
+    """
+    if config.recording.folder is None:
+        return config
+    folder = Path(config.recording.folder).expanduser().absolute()
+    recorded = msgspec.structs.replace(config, recording=msgspec.structs.replace(config.recording, folder=str(folder)))
+    facts = RunFacts(config=recorded, layout=served.block_layout(config.engine.block_size))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"recording.folder {folder} is not empty")
+        folder.chmod(0o700)
+        descriptor = os.open(folder / RUN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(facts))
+    except OSError as error:
+        raise ConfigError(f"recording.folder {folder} cannot be written: {error.strerror}") from error
+    return recorded

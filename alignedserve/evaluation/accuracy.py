@@ -1,0 +1,103 @@
+"""Exact-match accuracy of the pocket model: which tasks to ask, and how to count the answers. Pure."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignedserve.evaluation.pocket_calls import MIN_PROMPT_LEN
+from alignedserve.loadgen.prompts import CountTokens
+from alignedserve.pocket.tasks import OFFERED_SKILLS, PocketTask, is_correct, make_long_task, make_task
+
+CONTEXT_BUCKETS = (128, 256, 512, 1024, 1900)  # upper ends, in prompt tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EvalItem:
+    """One task and the row of the report it counts in."""
+
+    group: str
+    task: PocketTask
+
+
+@dataclass(frozen=True, slots=True)
+class EvalAnswer:
+    """What the system answered."""
+
+    item: EvalItem
+    text: str
+    failure: str | None = None
+
+    @property
+    def is_correct(self) -> bool:
+        """A failed request is not a right answer."""
+        return self.failure is None and is_correct(self.item.task, self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScore:
+    """One row of the report."""
+
+    name: str
+    num_tasks: int
+    num_correct: int
+    num_failed: int  # requests that failed; they count as wrong
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers."""
+        return self.num_correct / self.num_tasks
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """Scores by skill and by context length, and what was wrong."""
+
+    skills: tuple[GroupScore, ...]
+    contexts: tuple[GroupScore, ...]
+    wrong: tuple[EvalAnswer, ...]
+
+    def below(self, threshold: float) -> tuple[GroupScore, ...]:
+        """Skills under the threshold. Context lengths inform and do not judge: they ask the same skills."""
+        return tuple(score for score in self.skills if score.accuracy < threshold)
+
+
+def make_items(num_per_group: int, seed: int, count_tokens: CountTokens) -> list[EvalItem]:
+    """`num_per_group` tasks of every offered skill, and of every range of context lengths."""
+    items = []
+    for skill in OFFERED_SKILLS:
+        rng = random.Random(f"{seed}/eval/{skill.value}")  # noqa: S311 - a workload, not a secret
+        items += [EvalItem(skill.value, make_task(skill, rng)) for _ in range(num_per_group)]
+    shortest = MIN_PROMPT_LEN
+    for longest in CONTEXT_BUCKETS:
+        rng = random.Random(f"{seed}/eval/context/{longest}")  # noqa: S311
+        name = context_name(longest)
+        for _ in range(num_per_group):
+            items.append(EvalItem(name, make_long_task(rng, rng.randint(shortest, longest), count_tokens)))
+        shortest = longest
+    return items
+
+
+def context_name(longest: int) -> str:
+    """The row of prompts up to `longest` tokens."""
+    return f"prompt up to {longest}"
+
+
+def score(answers: Sequence[EvalAnswer]) -> EvalReport:
+    """Count. Groups without answers have no row."""
+    return EvalReport(
+        skills=_scores([skill.value for skill in OFFERED_SKILLS], answers),
+        contexts=_scores([context_name(longest) for longest in CONTEXT_BUCKETS], answers),
+        wrong=tuple(answer for answer in answers if not answer.is_correct),
+    )
+
+
+def _scores(groups: Sequence[str], answers: Sequence[EvalAnswer]) -> tuple[GroupScore, ...]:
+    scores = []
+    for group in groups:
+        members = [answer for answer in answers if answer.item.group == group]
+        if not members:
+            continue
+        num_correct = sum(answer.is_correct for answer in members)
+        num_failed = sum(answer.failure is not None for answer in members)
+        scores.append(GroupScore(group, len(members), num_correct, num_failed))
+    return tuple(scores)

@@ -1,0 +1,30 @@
+"""What evaluation and demo share: the pocket model's tokenizer, and a task as a call."""
+
+from importlib import resources
+from pathlib import Path
+
+from alignedserve.loadgen.client import Call, Endpoint
+from alignedserve.loadgen.prompts import CountTokens, load_tokenizer
+from alignedserve.pocket.tasks import PocketTask
+
+CONTEXT_LEN = 2048  # of the pocket model
+MIN_PROMPT_LEN, MAX_PROMPT_LEN = 30, 1900  # what make_long_task can make
+TEMPLATE_LEN = 8  # tokens that the chat template adds, at most
+SPARE_LEN = 16  # tokens beyond the right answer before a wrong one is cut off
+
+
+def pocket_tokenizer() -> CountTokens:
+    """Counts tokens as the pocket model does."""
+    return load_tokenizer(Path(str(resources.files("alignedserve.pocket"))) / "model")
+
+
+def task_call(task: PocketTask, model: str, count_tokens: CountTokens) -> Call:
+    """The task as a greedy chat completion with a little more room than its answer needs."""
+    room = CONTEXT_LEN - TEMPLATE_LEN - count_tokens(task.prompt)
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": task.prompt}],
+        "temperature": 0,
+        "max_tokens": max(1, min(count_tokens(task.answer) + SPARE_LEN, room)),
+    }
+    return Call(Endpoint.CHAT, body)

@@ -1,0 +1,74 @@
+"""What clients may send about files and batches."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from alignedserve.batches.records import Endpoint
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.openai.schemas import Schema
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
+MIN_WINDOW_S, MAX_WINDOW_S = 60.0, 7 * 86_400.0
+_MIN_LIFETIME_S, _MAX_LIFETIME_S = 3600, 2_592_000
+_MAX_METADATA = 16
+
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+class ExpiresAfter(Schema):
+    """When a file expires."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=_MIN_LIFETIME_S, le=_MAX_LIFETIME_S)
+
+
+class CreateBatchRequest(Schema):
+    """POST /v1/batches."""
+
+    input_file_id: Annotated[str, Field(max_length=256)]
+    endpoint: str
+    completion_window: Annotated[str, Field(max_length=16)]
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=_MAX_METADATA)] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+def endpoint_of(name: str) -> Endpoint:
+    """Raises InvalidRequest naming those that there are."""
+    try:
+        return Endpoint(name)
+    except ValueError:
+        known = " and ".join(endpoint.value for endpoint in Endpoint)
+        raise InvalidRequest(f"endpoint must be one of {known}.", param="endpoint", code="invalid_value") from None
+
+
+def window_s(text: str) -> float:
+    """Seconds of a completion window such as 24h, 90m or 7d. Raises InvalidRequest."""
+    match = _WINDOW.fullmatch(text)
+    seconds = float(int(match[1]) * _UNITS_S[match[2]]) if match else 0.0
+    if not MIN_WINDOW_S <= seconds <= MAX_WINDOW_S:
+        raise InvalidRequest(
+            "completion_window must be a duration from 1m to 7d, such as 90m or 24h.",
+            param="completion_window",
+            code="invalid_value",
+        )
+    return seconds
+
+
+def lifetime_of(fields: dict[str, str]) -> float | None:
+    """Seconds after which a file expires, from the form's fields. Raises InvalidRequest."""
+    given: dict[str, Any] = {name: value for name, value in fields.items() if name.startswith("expires_after")}
+    if not given:
+        return None
+    seconds = fields.get("expires_after[seconds]", "")
+    if fields.get("expires_after[anchor]") != "created_at":
+        raise InvalidRequest("expires_after[anchor] must be created_at.", param="expires_after[anchor]")
+    if not re.fullmatch(r"\d{1,9}", seconds, re.ASCII) or not _MIN_LIFETIME_S <= int(seconds) <= _MAX_LIFETIME_S:
+        raise InvalidRequest(
+            f"expires_after[seconds] must be between {_MIN_LIFETIME_S} and {_MAX_LIFETIME_S}.",
+            param="expires_after[seconds]",
+        )
+    return float(seconds)

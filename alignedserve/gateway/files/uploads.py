@@ -1,0 +1,177 @@
+"""A file on its way in: multipart/form-data read as it comes, the file's bytes straight to storage."""
+
+import asyncio
+import hashlib
+import re
+from dataclasses import dataclass, field
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect, Request
+
+from alignedserve.batches.interfaces import BlobStore, BlobWriter
+from alignedserve.batches.records import FileId
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, WrongContentType
+
+_MAX_FIELD_BYTES = 4096
+_MAX_PARTS = 16
+_MAX_NAME_LEN = 255
+_SILENCE_S = 60.0
+_ENVELOPE_BYTES = 64 * 1024  # of a body beside its file
+_FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
+
+
+@dataclass(slots=True)
+class Upload:
+    """What came. The blob is written and not committed."""
+
+    blob: BlobWriter
+    name: str = ""
+    num_bytes: int = 0
+    num_lines: int = 0
+    digest: str = ""  # of the bytes
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+async def receive_upload(http: Request, blobs: BlobStore, file_id: FileId, max_file_bytes: int) -> Upload:
+    """Read the whole body. Raises InvalidRequest, StorageFull; then nothing is left of it."""
+    media_type, options = parse_options_header(http.headers.get("content-type", ""))
+    boundary = options.get(b"boundary", b"")
+    if media_type != b"multipart/form-data" or not 0 < len(boundary) <= 256:
+        raise WrongContentType("The Content-Type header must be multipart/form-data with a boundary.")
+    length = http.headers.get("content-length", "")
+    if length.isdigit() and int(length) > max_file_bytes + _ENVELOPE_BYTES:
+        raise BodyTooLarge(f"The file is larger than {max_file_bytes} bytes.")
+    form = _Form(boundary, Upload(await blobs.begin(file_id)), max_file_bytes)
+    try:
+        await _read(http, form)
+        return form.finished()
+    except BaseException:
+        await form.upload.blob.discard()
+        raise
+
+
+async def _read(http: Request, form: "_Form") -> None:
+    chunks = http.stream()
+    try:
+        while True:
+            async with asyncio.timeout(_SILENCE_S):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return
+            await form.push(chunk)
+    except TimeoutError as error:
+        raise BodyTooSlow("The body did not arrive in time.") from error
+    except ClientDisconnect as error:
+        raise ClientGone("The client went away before its file was complete.") from error
+    except FormParserError as error:
+        raise InvalidRequest("The body is not valid multipart/form-data.", code="invalid_multipart") from error
+
+
+class _Form:
+    """Parts of one form. The parser calls back for pieces of them; file bytes are collected and written per chunk."""
+
+    def __init__(self, boundary: bytes, upload: Upload, max_file_bytes: int) -> None:
+        self.upload = upload
+        self._max_file_bytes = max_file_bytes
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_part_data": self._data,
+                "on_part_end": self._end,
+                "on_header_field": self._header_name,
+                "on_header_value": self._header_value,
+                "on_header_end": self._header_end,
+                "on_headers_finished": self._headers_finished,
+                "on_end": self._whole,
+            },
+        )
+        self._num_parts = 0
+        self._name, self._value = b"", b""  # of the header that is being read; its length is bounded by the parser
+        self._disposition = b""
+        self._field: str | None = None  # the part's name; None: the file
+        self._text = b""
+        self._file_pieces: list[bytes] = []
+        self._has_file = False
+        self._is_whole = False
+        self._last_byte = b""
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    async def push(self, chunk: bytes) -> None:
+        """More of the body."""
+        self._parser.write(chunk)
+        content = b"".join(self._file_pieces)
+        self._file_pieces.clear()
+        if not content:
+            return
+        self.upload.num_bytes += len(content)
+        if self.upload.num_bytes > self._max_file_bytes:
+            raise BodyTooLarge(f"The file is larger than {self._max_file_bytes} bytes.")
+        self.upload.num_lines += content.count(b"\n")
+        self._last_byte = content[-1:]
+        self._digest.update(content)
+        await self.upload.blob.write(content)
+
+    def finished(self) -> Upload:
+        """No more is to come. Raises InvalidRequest."""
+        if not self._is_whole:
+            raise InvalidRequest("The body ends in the middle.", code="invalid_multipart")
+        if not self._has_file:
+            raise InvalidRequest("file is missing.", param="file", code="missing_required_parameter")
+        self.upload.num_lines += self._last_byte not in (b"", b"\n")
+        self.upload.digest = self._digest.hexdigest()
+        return self.upload
+
+    def _begin(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > _MAX_PARTS:
+            raise InvalidRequest(f"The form has more than {_MAX_PARTS} parts.", code="invalid_multipart")
+        self._disposition = b""
+
+    def _header_name(self, chunk: bytes, start: int, end: int) -> None:
+        self._name += chunk[start:end]
+
+    def _header_value(self, chunk: bytes, start: int, end: int) -> None:
+        self._value += chunk[start:end]
+
+    def _header_end(self) -> None:
+        if self._name.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._name, self._value = b"", b""
+
+    def _headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        name = options.get(b"name", b"").decode("utf-8", "replace")
+        self._text, self._field = b"", name
+        if name == "file":
+            if self._has_file:
+                raise InvalidRequest("file was given twice.", param="file", code="invalid_multipart")
+            self._has_file, self._field = True, None
+            self.upload.name = shown_name(options.get(b"filename", b"").decode("utf-8", "replace"))
+        elif name not in _FIELDS:
+            shown = name[:64]
+            raise InvalidRequest(f"Unrecognized request argument: {shown!r}.", param=shown, code="unknown_parameter")
+
+    def _data(self, chunk: bytes, start: int, end: int) -> None:
+        if self._field is None:
+            self._file_pieces.append(chunk[start:end])
+            return
+        self._text += chunk[start:end]
+        if len(self._text) > _MAX_FIELD_BYTES:
+            raise InvalidRequest(f"{self._field} is too long.", param=self._field)
+
+    def _end(self) -> None:
+        if self._field is not None:
+            self.upload.fields[self._field] = self._text.decode("utf-8", "replace")
+
+    def _whole(self) -> None:
+        self._is_whole = True
+
+
+def shown_name(given: str) -> str:
+    """The last part of a file's name, as it is shown and nothing else: it never becomes a path."""
+    last = re.split(r"[/\\]", given)[-1]
+    printable = "".join(character for character in last if character.isprintable())
+    return printable[:_MAX_NAME_LEN] or "upload"

@@ -1,0 +1,133 @@
+"""Files and batches in OpenAI's shapes. Fields that are not set yet are left out, as its description has them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from alignedserve.batches.records import BatchRecord, Endpoint, FileRecord, LineProblem, Progress, Quote
+from alignedserve.batches.repository import BatchSnapshot
+from alignedserve.config.sections import BatchesConfig
+from alignedserve.gateway.files.schemas import MAX_WINDOW_S, MIN_WINDOW_S
+
+_TIMES = (
+    "in_progress",
+    "finalizing",
+    "completed",
+    "failed",
+    "expired",
+    "cancelling",
+    "cancelled",
+)
+
+
+def file_view(record: FileRecord, num_bytes: int) -> dict[str, Any]:
+    """A File object."""
+    view: dict[str, Any] = {
+        "id": record.file_id,
+        "object": "file",
+        "bytes": num_bytes,
+        "created_at": int(record.created_s),
+        "filename": record.name,
+        "purpose": record.purpose,
+        "status": "processed",
+    }
+    if record.expires_s is not None:
+        view["expires_at"] = int(record.expires_s)
+    return view
+
+
+def batch_view(sight: BatchSnapshot) -> dict[str, Any]:
+    """A Batch object."""
+    record, progress = sight.record, sight.progress
+    view: dict[str, Any] = {
+        "id": record.batch_id,
+        "object": "batch",
+        "endpoint": record.endpoint.value,
+        "input_file_id": record.input_file_id,
+        "completion_window": record.completion_window,
+        "status": record.status.value,
+        "created_at": int(record.created_s),
+        "expires_at": int(record.expires_s),
+        "request_counts": _counts(record, progress),
+        "usage": _usage(progress),
+        "metadata": record.metadata,
+    }
+    view |= {f"{name}_at": int(value) for name in _TIMES if (value := getattr(record, f"{name}_s")) is not None}
+    if record.model is not None:
+        view["model"] = record.model
+    if record.problems:
+        view["errors"] = {"object": "list", "data": [_problem(problem) for problem in record.problems]}
+    if progress.output_bytes:
+        view["output_file_id"] = record.output_file_id
+    if progress.error_bytes:
+        view["error_file_id"] = record.error_file_id
+    view["alignedserve"] = _extension(record, progress)
+    return view
+
+
+def list_view(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """A page of objects."""
+    view: dict[str, Any] = {"object": "list", "data": list(items), "has_more": has_more}
+    if items:
+        view |= {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
+    return view
+
+
+def limits_view(config: BatchesConfig) -> dict[str, Any]:
+    """What this gateway accepts; an object of ours."""
+    return {
+        "object": "batch.limits",
+        "max_file_bytes": config.max_file_bytes,
+        "max_lines": config.max_lines,
+        "max_line_bytes": config.max_line_bytes,
+        "max_files": config.max_files,
+        "max_files_bytes": config.max_files_bytes,
+        "max_active_batches": config.max_active,
+        "completion_window_s": [MIN_WINDOW_S, MAX_WINDOW_S],
+        "endpoints": [endpoint.value for endpoint in Endpoint],
+    }
+
+
+def _counts(record: BatchRecord, progress: Progress) -> dict[str, int]:
+    counts = progress.counts
+    return {
+        "total": record.num_lines,
+        "completed": counts.completed,
+        "failed": counts.num_ended - counts.completed,
+    }
+
+
+def _usage(progress: Progress) -> dict[str, Any]:
+    usage = progress.usage
+    return {
+        "input_tokens": usage.input_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.input_tokens + usage.output_tokens,
+    }
+
+
+def _problem(problem: LineProblem) -> dict[str, Any]:
+    return {"code": problem.code, "message": problem.message, "param": problem.param, "line": problem.line}
+
+
+def _extension(record: BatchRecord, progress: Progress) -> dict[str, Any]:
+    """Our own key, which strict clients ignore."""
+    counts = progress.counts
+    return {
+        "lines_validated": max(progress.num_validated, record.num_lines),
+        "lines_expired": counts.expired,
+        "lines_cancelled": counts.cancelled,
+        "paused": None if record.is_over else progress.paused,
+        "quote": None if progress.quote is None or record.is_over else _quote(record, progress.quote),
+    }
+
+
+def _quote(record: BatchRecord, quote: Quote) -> dict[str, Any]:
+    return {
+        "verdict": quote.risk.value,
+        "expected_at": int(quote.finish_s),
+        "slack_s": round(record.expires_s - quote.finish_s, 1),
+        "basis": "measured" if quote.is_measured else "assumed",
+        "quoted_at": int(quote.quoted_s),
+    }

@@ -1,0 +1,184 @@
+"""From the bytes of a body to a checked schema: sizes, JSON, unsupported fields, types, in this order."""
+
+import asyncio
+from typing import Any, NoReturn, TypeVar
+
+import orjson
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from alignedserve.config.sections import GatewayConfig
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, WrongContentType
+from alignedserve.gateway.openai import unsupported_fields as unsupported
+from alignedserve.gateway.openai.schemas import PROMPT_FORMS, ChatCompletionRequest, CompletionRequest, Schema
+
+_BODY_TIMEOUT_S = 30.0
+_MAX_ECHOED_NAME_LEN = 64
+_MAX_MEMBERS = 1000  # of one object; logit_bias has the most
+
+SchemaT = TypeVar("SchemaT", bound=Schema)
+
+
+async def read_json(request: Request, config: GatewayConfig) -> dict[str, Any]:
+    """The body as an object. Raises InvalidRequest; the message never shows the body."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        # Also keeps other sites' pages from posting here: JSON needs a preflight, which is not answered.
+        raise WrongContentType("The Content-Type header must be application/json.")
+    raw = await _read_body(request, config.max_body_bytes)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error.msg}.", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
+    check_shape(body, config.max_json_depth)
+    return body
+
+
+def parse_chat(body: dict[str, Any]) -> ChatCompletionRequest:
+    """Check the body of a chat completion. Raises InvalidRequest naming the field."""
+    fields = _without_neutral(body, unsupported.CHAT)
+    return parse(ChatCompletionRequest, _with_common(plain_messages(fields)))
+
+
+def parse_completion(body: dict[str, Any]) -> CompletionRequest:
+    """Check the body of a completion. Raises InvalidRequest naming the field."""
+    return parse(CompletionRequest, _with_common(_without_neutral(body, unsupported.COMPLETION)))
+
+
+def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with messages that hold nothing unsupported. Raises InvalidRequest naming what does."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        return fields
+    plain = [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return fields | {"messages": plain}
+
+
+def parse(schema: type[SchemaT], fields: dict[str, Any]) -> SchemaT:
+    """Check types. Raises InvalidRequest naming the field."""
+    try:
+        return schema.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        _refuse(error)
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise BodyTooLarge(f"The body is larger than {limit} bytes.")
+                chunks.append(chunk)
+    except TimeoutError as error:
+        raise BodyTooSlow("The body did not arrive in time.") from error
+    except ClientDisconnect as error:
+        raise ClientGone("The client went away before its body was complete.") from error
+    return b"".join(chunks)
+
+
+def check_shape(body: Any, max_depth: int) -> None:
+    """Bound what validation may have to look at. Raises InvalidRequest."""
+    level, depth = [body], 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise InvalidRequest(f"The body is nested more than {max_depth} deep.", code="invalid_json")
+        if any(len(container) > _MAX_MEMBERS for container in level if isinstance(container, dict)):
+            raise InvalidRequest(f"An object has more than {_MAX_MEMBERS} members.", code="invalid_json")
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, dict | list)
+        ]
+
+
+def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
+    options = fields.get("stream_options")
+    if isinstance(options, dict):
+        fields["stream_options"] = _without_neutral(options, unsupported.STREAM_OPTIONS, "stream_options.")
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    if fields.get("service_tier") in unsupported.TIERS:
+        _refuse_unsupported("service_tier", fields["service_tier"])
+    return fields
+
+
+def _plain_message(message: Any, path: str) -> Any:
+    if not isinstance(message, dict):
+        return message
+    if message.get("role") in unsupported.ROLES:
+        _refuse_unsupported(f"{path}.role", message["role"])
+    fields = _without_neutral(message, unsupported.MESSAGE, f"{path}.")
+    parts = fields.get("content")
+    if isinstance(parts, list):
+        fields["content"] = [_plain_part(part, f"{path}.content[{place}]") for place, part in enumerate(parts)]
+    return fields
+
+
+def _plain_part(part: Any, path: str) -> Any:
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") in unsupported.PART_TYPES:
+        _refuse_unsupported(f"{path}.type", part["type"])
+    return _without_neutral(part, unsupported.PART, f"{path}.")
+
+
+def _without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, path: str = "") -> dict[str, Any]:
+    """The fields without those that ask for nothing; those that ask for something we do not have are refused."""
+    kept = {}
+    for name, value in fields.items():
+        if name not in table:
+            kept[name] = value
+        elif value is not None and not _is_neutral(value, table[name]):
+            _refuse_unsupported(f"{path}{name}")
+    return kept
+
+
+def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
+    # 1 == True in Python, but not in JSON.
+    return any(value == neutral and type(value) is type(neutral) for neutral in neutral_values)
+
+
+def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:
+    """Only values of OpenAI's own lists are repeated; anything else could be a client's content."""
+    what = f"{path} {known_value!r}" if known_value is not None else path
+    raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
+
+
+def _refuse(error: ValidationError) -> NoReturn:
+    """Raise for the first problem; its message shows the field's name, never its value."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = _path_of(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        raise InvalidRequest(f"Unrecognized request argument: {path}.", param=path, code="unknown_parameter")
+    if problem["type"] == "missing":
+        raise InvalidRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
+    expected = _UNION_FIELDS.get(path.rpartition(".")[2], problem["msg"])
+    raise InvalidRequest(f"Invalid value for {path}: {expected}.", param=path, code="invalid_value")
+
+
+def _path_of(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`; names of union members that pydantic inserts are left out."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.replace("_", "").isidentifier() and step not in _UNION_MEMBERS:
+            path += f".{step[:_MAX_ECHOED_NAME_LEN]}" if path else step[:_MAX_ECHOED_NAME_LEN]
+        elif not path:
+            path = "(a name that is not an identifier)"
+    return path
+
+
+_UNION_FIELDS = {
+    "prompt": f"Input {PROMPT_FORMS}",
+    "stop": "Input should be a string or a list of strings, none empty",
+    "content": "Input should be a string or a list of text parts, not empty",
+}
+_UNION_MEMBERS = frozenset({"str", "int", "float", "list", "bool"})

@@ -1,0 +1,127 @@
+"""The load generator: sends a plan on time, whatever the server does.
+
+Open-loop requests go out at their planned moment; a slow answer never delays the next request. The generator watches
+itself: how late each request went out, and how late its own event loop woke up (a late loop also reads tokens late).
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from alignedserve.loadgen.client import Outcome
+from alignedserve.loadgen.load_plan import ClosedLoop, Plan, PlannedRequest
+
+LAG_SAMPLE_S = 0.02
+
+Send = Callable[[PlannedRequest, Outcome], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request as planned and as it went. Times count from the start of the run."""
+
+    request: PlannedRequest
+    outcome: Outcome
+    lateness_s: float  # sent after its planned moment; 0 in a closed loop
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything that happened."""
+
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    sent: list[Sent] = field(default_factory=list)  # in order of sending
+    loop_lags_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0  # processor time that the generator itself took
+
+    @property
+    def duration_s(self) -> float:
+        """From the start to the last answer."""
+        return self.ended_s - self.started_s
+
+
+class LoadGenerator:
+    """Runs one plan once."""
+
+    def __init__(
+        self, *, plan: Plan, send: Send, on_done: Callable[[Sent], None] | None = None, cuts_off: bool = False
+    ) -> None:
+        """`cuts_off`: closed-loop requests still in the air at the plan's end are given up, and not counted."""
+        self._plan = plan
+        self._cuts_off = cuts_off
+        self._send = send
+        self._on_done = on_done
+        self._run = Run()
+        self._opens_done = asyncio.Event()
+        self._num_closed = 0
+
+    async def run(self) -> Run:
+        """Send everything and wait for every answer."""
+        run = self._run
+        run.started_s, cpu_before_s = time.monotonic(), time.process_time()
+        watch = asyncio.create_task(self._watch_loop())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for loop in self._plan.closed_loops:
+                    for _ in range(loop.traffic.outstanding or 0):
+                        group.create_task(self._keep_one_in_the_air(loop))
+                await self._send_on_time(group)
+        finally:
+            watch.cancel()
+        run.ended_s, run.cpu_s = time.monotonic(), time.process_time() - cpu_before_s
+        return run
+
+    async def _send_on_time(self, group: asyncio.TaskGroup) -> None:
+        for request in self._plan.open_requests:
+            due_s = self._run.started_s + request.arrival_s
+            # Sleeping 0 s when late still lets tokens be read.
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            group.create_task(self._perform(request, due_s))
+        self._opens_done.set()
+
+    async def _keep_one_in_the_air(self, loop: ClosedLoop) -> None:
+        while self._may_start_closed():
+            self._num_closed += 1
+            try:
+                async with asyncio.timeout(self._left_s() if self._cuts_off else None):
+                    sent = await self._perform(next(loop.requests), None)
+            except TimeoutError:
+                return
+            if sent.outcome.failure is not None:
+                await asyncio.sleep(0.1)  # a server that refuses at once must not be asked in a tight loop
+
+    def _may_start_closed(self) -> bool:
+        plan = self._plan
+        if plan.max_closed is not None and self._num_closed >= plan.max_closed:
+            return False
+        left_s = self._left_s()
+        if left_s is not None:
+            return left_s > 0
+        return plan.max_closed is not None or not self._opens_done.is_set()
+
+    def _left_s(self) -> float | None:
+        """Until the plan ends, where it has an end of its own."""
+        ends_s = self._plan.ends_s
+        return None if ends_s is None else self._run.started_s + ends_s - time.monotonic()
+
+    async def _perform(self, request: PlannedRequest, due_s: float | None) -> Sent:
+        outcome = Outcome()
+        lateness_s = 0.0 if due_s is None else max(0.0, time.monotonic() - due_s)
+        sent = Sent(request, outcome, lateness_s)
+        self._run.sent.append(sent)
+        try:
+            await self._send(request, outcome)
+        except asyncio.CancelledError:
+            self._run.sent.remove(sent)
+            raise
+        if self._on_done is not None:
+            self._on_done(sent)
+        return sent
+
+    async def _watch_loop(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(LAG_SAMPLE_S)
+            self._run.loop_lags_s.append(max(0.0, time.monotonic() - before - LAG_SAMPLE_S))

@@ -1,0 +1,119 @@
+"""Prompts of a wanted length for load tests: meaningless words, different in every request.
+
+They differ from the first word on, so that a server's prefix cache gives no advantage that real traffic would not have.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.loadgen.client import Call, Endpoint
+from alignedserve.loadgen.load_plan import PlannedRequest, TrafficClass
+
+# Short, common words: one token each, with the space before them, in nearly every tokenizer.
+# fmt: off
+WORDS = (
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state",
+    "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company",
+    "system", "program", "question", "work", "government", "number", "night", "point", "home", "water", "room",
+    "mother", "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word",
+    "business", "issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game",
+    "line", "end", "member", "law", "car", "city", "name", "team", "minute", "idea", "kid", "body", "back",
+    "parent", "face", "level", "office", "door", "health", "person", "art", "war", "history", "party", "result",
+    "change", "morning", "reason", "research", "girl", "guy", "moment", "air", "teacher", "force",
+)
+# fmt: on
+_FILLERS = (" a", " I", " 1", " x", ".", "?")  # one token each, in most tokenizers
+CountTokens = Callable[[str], int]
+
+
+def load_tokenizer(folder: Path) -> CountTokens:
+    """Counts the tokens of a text, without special ones. `folder` holds a tokenizer.json. Raises ConfigError."""
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing more precise
+        raise ConfigError(f"{folder / 'tokenizer.json'}: not a tokenizer: {error}") from error
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def words(num_words: int, rng: random.Random) -> str:
+    """`num_words` random words: about as many tokens."""
+    return " ".join(rng.choices(WORDS, k=max(1, num_words)))
+
+
+def exact_prompt(num_tokens: int, rng: random.Random, count_tokens: CountTokens) -> str:
+    """A text that `count_tokens` finds `num_tokens` long, or a little shorter where no filler fits its tokenizer."""
+    chosen = rng.choices(WORDS, k=num_tokens)
+    tokens_per_word = max(1.0, count_tokens(" ".join(chosen)) / len(chosen))
+    del chosen[int(num_tokens / tokens_per_word) :]
+    while chosen and count_tokens(" ".join(chosen)) > num_tokens:
+        chosen.pop()
+    text = " ".join(chosen)
+    num_missing = num_tokens - count_tokens(text)
+    candidates = (text + filler * num_missing for filler in _FILLERS)
+    return next((candidate for candidate in candidates if count_tokens(candidate) == num_tokens), text or WORDS[0])
+
+
+class CallMaker:
+    """Turns planned requests into calls.
+
+    `output_len` exact sends max_tokens (and, with `ignore_eos`, gets just as many); without it the model decides.
+    """
+
+    def __init__(
+        self, *, model: str, endpoint: Endpoint, seed: int, limits_output: bool = True, ignore_eos: bool = False
+    ) -> None:
+        self._fixed: dict[str, Any] = {"model": model, "temperature": 0}
+        if ignore_eos:
+            self._fixed["ignore_eos"] = True  # an extension that vLLM, SGLang and AlignedServe share
+        self._endpoint = endpoint
+        self._seed = seed
+        self._limits_output = limits_output
+        self._prepared: dict[int, str] = {}
+        self._tokens_per_word = 1.0
+
+    def calibrate(self, count_tokens: CountTokens) -> None:
+        """Learn how many tokens a word has, for prompts that are not prepared: those of closed loops.
+
+        Their lengths come out right to a few percent.
+        """
+        self._tokens_per_word = count_tokens(" ".join(WORDS)) / len(WORDS)
+
+    def prepare(self, request: PlannedRequest, count_tokens: CountTokens) -> None:
+        """Make the prompt ahead of time, exactly as long as planned: too slow to do between two arrivals."""
+        self._prepared[request.index] = exact_prompt(request.prompt_len, self._rng(request), count_tokens)
+
+    def call(self, request: PlannedRequest, traffic: TrafficClass) -> Call:
+        """The call of one planned request."""
+        prompt = self._prepared.pop(request.index, None)
+        if prompt is None:
+            prompt = words(round(request.prompt_len / self._tokens_per_word), self._rng(request))
+        body = dict(self._fixed)
+        if self._endpoint is Endpoint.CHAT:
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        if self._limits_output:
+            body["max_tokens"] = request.output_len
+        if traffic.tier is not None:
+            body["service_tier"] = traffic.tier
+        return Call(self._endpoint, body, slo_headers(traffic))
+
+    def _rng(self, request: PlannedRequest) -> random.Random:
+        return random.Random(f"{self._seed}/prompt/{request.index}")  # noqa: S311 - a workload, not a secret
+
+
+def slo_headers(traffic: TrafficClass) -> dict[str, str]:
+    """Objectives as AlignedServe's gateway reads them; other servers ignore unknown headers."""
+    named = (("x-slo-ttft-ms", traffic.slo.ttft_s), ("x-slo-tpot-ms", traffic.slo.tpot_s))
+    return {name: f"{seconds * 1000:g}" for name, seconds in named if seconds is not None}
+
+
+def to_json(report: object) -> bytes:
+    """A report as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"

@@ -1,0 +1,143 @@
+"""From what happened to the numbers of a report. Pure; the formulas themselves stand in core/metrics.py."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignedserve.core import metrics
+from alignedserve.core.metrics import Distribution
+from alignedserve.core.request import Slo
+from alignedserve.loadgen.load_generator import Run, Sent
+from alignedserve.loadgen.load_plan import TrafficClass
+
+# A generator later than both of these at its 99th percentile shows in what it measures.
+GENERATOR_LIMIT_S = 0.02
+GENERATOR_LIMIT_OF_TTFT = 0.1  # of the median time to first token
+
+
+@dataclass(frozen=True, slots=True)
+class ClassReport:
+    """Numbers of one class of traffic, or of all together."""
+
+    name: str
+    slo: Slo
+    num_sent: int
+    num_completed: int
+    failures: dict[str, int]  # by kind, most frequent first
+    input_tokens: int  # of completed requests: the server's count, else as planned
+    output_tokens: int  # of all requests, failed ones too: they were received
+    requests_per_s: float  # completed
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    ttft_s: Distribution | None
+    tbt_s: Distribution | None  # every gap of every completed request
+    tpot_s: Distribution | None
+    end_to_end_s: Distribution | None
+    slo_attainment: float | None  # None: no objectives
+    goodput_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorReport:
+    """How well the generator kept its own times."""
+
+    lateness_s: Distribution | None  # of open-loop requests: sent after their planned moment
+    loop_lag_s: Distribution | None  # wake-ups of its event loop
+    cpu_share: float  # of one core
+    was_limit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The whole report."""
+
+    duration_s: float
+    total: ClassReport
+    classes: tuple[ClassReport, ...]
+    generator: GeneratorReport
+    num_server_counts: int  # completed requests whose tokens the server counted itself
+    num_clamped_prompts: int = 0
+    num_clamped_outputs: int = 0
+
+
+def summarise(run: Run, classes: Sequence[TrafficClass], *, num_clamped: tuple[int, int] = (0, 0)) -> LoadReport:
+    """The report of a run; `num_clamped` prompts and outputs were shortened by the plan."""
+    slos = {traffic.name: traffic.slo for traffic in classes}
+    reports = tuple(
+        _class_report(traffic.name, [sent for sent in run.sent if sent.request.class_name == traffic.name], slos, run)
+        for traffic in classes
+    )
+    total = _class_report("all", run.sent, slos, run)
+    return LoadReport(
+        duration_s=run.duration_s,
+        total=total,
+        classes=reports,
+        generator=_generator_report(run, total.ttft_s),
+        num_server_counts=sum(
+            sent.outcome.failure is None and sent.outcome.num_output_tokens is not None for sent in run.sent
+        ),
+        num_clamped_prompts=num_clamped[0],
+        num_clamped_outputs=num_clamped[1],
+    )
+
+
+def _class_report(name: str, members: Sequence[Sent], slos: dict[str, Slo], run: Run) -> ClassReport:
+    completed = [sent for sent in members if sent.outcome.failure is None]
+    failures = Counter(sent.outcome.failure.label for sent in members if sent.outcome.failure is not None)
+    input_tokens = sum(_prompt_tokens(sent) for sent in completed)
+    output_tokens = sum(sent.outcome.num_tokens for sent in members)
+    has_slo = any(slos[sent.request.class_name] != Slo() for sent in members)
+    num_met = sum(_held_slo(sent, slos[sent.request.class_name]) for sent in completed)
+    return ClassReport(
+        name=name,
+        slo=slos.get(name, Slo()),
+        num_sent=len(members),
+        num_completed=len(completed),
+        failures=dict(failures.most_common()),
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        requests_per_s=metrics.per_second(len(completed), run.duration_s),
+        input_tokens_per_s=metrics.per_second(input_tokens, run.duration_s),
+        output_tokens_per_s=metrics.per_second(output_tokens, run.duration_s),
+        ttft_s=metrics.describe([ttft for sent in completed if (ttft := _ttft_s(sent)) is not None]),
+        tbt_s=metrics.describe([gap for sent in completed for gap in metrics.tbt_s(sent.outcome.token_times_s)]),
+        tpot_s=metrics.describe([tpot for sent in completed if (tpot := _tpot_s(sent)) is not None]),
+        end_to_end_s=metrics.describe([_end_to_end_s(sent) for sent in completed]),
+        slo_attainment=metrics.attainment(num_met, len(members)) if has_slo else None,
+        goodput_per_s=metrics.per_second(num_met, run.duration_s) if has_slo else None,
+    )
+
+
+def _prompt_tokens(sent: Sent) -> int:
+    counted = sent.outcome.num_prompt_tokens
+    return sent.request.prompt_len if counted is None else counted
+
+
+def _ttft_s(sent: Sent) -> float | None:
+    # From the moment of sending: the generator's own lateness is reported beside it and not blamed on the server.
+    return metrics.ttft_s(sent.outcome.sent_s, sent.outcome.token_times_s)
+
+
+def _tpot_s(sent: Sent) -> float | None:
+    return metrics.tpot_s(sent.outcome.token_times_s, sent.outcome.num_tokens)
+
+
+def _end_to_end_s(sent: Sent) -> float:
+    return sent.outcome.ended_s - sent.outcome.sent_s
+
+
+def _held_slo(sent: Sent, slo: Slo) -> bool:
+    return metrics.meets_slo(slo, ttft=_ttft_s(sent), tpot=_tpot_s(sent), end_to_end=_end_to_end_s(sent))
+
+
+def _generator_report(run: Run, ttft: Distribution | None) -> GeneratorReport:
+    lateness = metrics.describe([sent.lateness_s for sent in run.sent])
+    lag = metrics.describe(run.loop_lags_s)
+    worst = max((found.p99 for found in (lateness, lag) if found is not None), default=0.0)
+    tolerated = max(GENERATOR_LIMIT_S, GENERATOR_LIMIT_OF_TTFT * (ttft.p50 if ttft is not None else 0.0))
+    return GeneratorReport(
+        lateness_s=lateness,
+        loop_lag_s=lag,
+        cpu_share=metrics.per_second(run.cpu_s, run.duration_s),
+        was_limit=worst > tolerated,
+    )

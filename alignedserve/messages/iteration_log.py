@@ -1,0 +1,39 @@
+"""The sums of the decode workers' ledgers, as they travel: from a worker what was gained, from the router all of it."""
+
+from typing import Annotated, Any
+
+import msgspec
+
+# Upper edges of the histogram of spread (longest context of a batch over its mean); a last bucket has none.
+SPREAD_EDGES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0)
+_NUM_BUCKETS = len(SPREAD_EDGES) + 1
+
+Total = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+TotalSeconds = Annotated[float, msgspec.Meta(ge=0.0)]
+SpreadCounts = Annotated[tuple[Total, ...], msgspec.Meta(min_length=_NUM_BUCKETS, max_length=_NUM_BUCKETS)]
+
+
+class IterationLogTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Sums over decode iterations. The seven parts add up to the wall time, but for what nobody measured."""
+
+    num_iterations: Total = 0
+    num_switch_iterations: Total = 0  # of those, in which two batches mixed
+    num_requests: Total = 0  # running requests, counted again in every iteration
+    wall_s: TotalSeconds = 0.0  # from the end of one iteration to the end of the next
+    nothing_to_do_s: TotalSeconds = 0.0  # first part: nobody had asked for anything
+    waiting_for_prefill_s: TotalSeconds = 0.0  # second: asked for, not yet granted to this worker
+    prefetch_not_ready_s: TotalSeconds = 0.0  # third: granted, not yet loaded
+    turnaround_s: TotalSeconds = 0.0  # fourth: deciding, and the way to the computing thread and back
+    prepare_s: TotalSeconds = 0.0  # fifth
+    forward_s: TotalSeconds = 0.0  # sixth
+    sampling_s: TotalSeconds = 0.0  # seventh
+    misaligned_s: TotalSeconds = 0.0  # of forward_s: attention over padding
+    sum_of_spreads: TotalSeconds = 0.0
+    spread_counts: SpreadCounts = (0,) * _NUM_BUCKETS  # iterations by spread, one bucket for each edge and the last
+
+    def plus(self, other: "IterationLogTotals") -> "IterationLogTotals":
+        """The sums of both."""
+        ours, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        sums: list[Any] = [mine + yours for mine, yours in zip(ours[:-1], theirs[:-1], strict=True)]
+        sums.append(tuple(mine + yours for mine, yours in zip(self.spread_counts, other.spread_counts, strict=True)))
+        return IterationLogTotals(*sums)

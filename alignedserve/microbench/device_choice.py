@@ -1,0 +1,18 @@
+"""Which device a benchmark is for."""
+
+import torch
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.device.devices import CPU, CUDA, cuda_obstacle
+
+AUTO = "auto"
+
+
+def chosen_device(choice: str) -> torch.device:
+    """auto, cpu or cuda. Raises ConfigError for another name and for a GPU that is not there."""
+    if choice not in (AUTO, CPU, CUDA):
+        raise ConfigError(f"device {choice!r} must be auto, cpu or cuda.")
+    obstacle = cuda_obstacle()
+    if choice == CUDA and obstacle is not None:
+        raise ConfigError(f"device cuda cannot be had: {obstacle}")
+    return torch.device(CPU if choice == CPU or obstacle is not None else CUDA)

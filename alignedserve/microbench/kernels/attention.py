@@ -1,0 +1,142 @@
+"""Attention as the benchmark of the kernels measures it: batches and chunks by every planner that runs here."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.microbench.kernels.attention_batches import AttentionBatch, attention_batch, num_blocks_of
+from alignedserve.microbench.kernels.work import TRITON, KernelBench, KernelWork
+from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
+from alignedserve.runtime.attention.flash_backend import FLASH
+from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.dtypes import dtype_name
+from alignedserve.runtime.kv.block_storage import BlockStorage
+
+DECODE, PREFILL = "decode", "prefill"
+NAIVE = "undivided"  # one program per sequence and key head
+_BLOCK_SIZE = 16
+_NUM_LAYERS = 2  # taken in turn
+
+Groups = tuple[tuple[int, int], ...]  # how many sequences of which length
+
+# The second is as many tokens as the third in as many sequences.
+BATCHES: tuple[Groups, ...] = (((64, 4096),), ((60, 256), (4, 16384)), ((64, 1264),), ((64, 1024),), ((1, 16384),))
+TOY_BATCHES: tuple[Groups, ...] = (((4, 64),), ((3, 16), (1, 112)), ((4, 40),), ((4, 32),), ((1, 96),))
+# (sequences, new tokens of each, context that the new tokens end)
+CHUNKS = ((1, 4096, 4096), (1, 512, 4096), (32, 128, 1152))
+TOY_CHUNKS = ((1, 32, 32), (1, 8, 40), (2, 8, 24))
+
+
+def name_of(groups: Groups) -> str:
+    """As rows show it."""
+    return " + ".join(f"{number} x {length}" for number, length in groups)
+
+
+def batches(bench: KernelBench) -> tuple[Groups, ...]:
+    """The decode batches of this benchmark; the second is mixed, the third is as many tokens evenly long."""
+    return TOY_BATCHES if bench.is_toy else BATCHES
+
+
+def attention_works(bench: KernelBench) -> Iterator[list[KernelWork]]:
+    """Groups to be measured by turns: all decode batches, then the chunks."""
+    chunks = TOY_CHUNKS if bench.is_toy else CHUNKS
+    lengths = [_lengths(groups) for groups in batches(bench)]
+    lengths += [[context] * sequences for sequences, _, context in chunks]
+    config = bench.config
+    layout = BlockLayout(_BLOCK_SIZE, _NUM_LAYERS, config.num_kv_heads, config.head_dim, dtype_name(bench.dtype))
+    storage = BlockStorage(
+        layout, max(num_blocks_of(own, _BLOCK_SIZE) for own in lengths), bench.device, has_scratch=True
+    )
+    storage.blocks.normal_()
+    yield [work for groups in batches(bench) for work in _decode_works(bench, storage, groups)]
+    for sequences, num_new, context in chunks:
+        yield list(_prefill_works(bench, storage, sequences, num_new, context))
+
+
+def _lengths(groups: Groups) -> list[int]:
+    return [length for number, length in groups for _ in range(number)]
+
+
+def _planners(bench: KernelBench, batch: AttentionBatch) -> dict[str, AttentionPlanner]:
+    found = batch.planners(bench.config)
+    return {by: planner for by, planner in found.items() if by not in (TRITON, FLASH) or bench.runs_triton}
+
+
+def _decode_works(bench: KernelBench, storage: BlockStorage, groups: Groups) -> Iterator[KernelWork]:
+    config, lengths = bench.config, _lengths(groups)
+    num_tokens = sum(lengths)
+    batch = attention_batch(storage, lengths, 1)
+    queries = bench.randn(len(lengths), config.num_kv_heads, config.group_size, config.head_dim)
+    num_bytes = num_tokens * 2 * config.kv_width * bench.dtype.itemsize
+    num_operations = 4 * num_tokens * config.query_width
+
+    def work(by: str, run: Callable[[int], object]) -> KernelWork:
+        return KernelWork(DECODE, name_of(groups), by, _in_turn(run), num_bytes, num_operations, is_copy=False)
+
+    planners = _planners(bench, batch)
+    planners.pop(FLASH, None)
+    for by, planner in planners.items():
+        yield work(by, _decoding(batch.decodes(planner), queries))
+    if TRITON in planners:
+        yield work(NAIVE, _naively_decoding(batch, planners[TRITON], queries))
+
+
+def _decoding(step: StepAttention, queries: torch.Tensor) -> Callable[[int], object]:
+    out = torch.empty_like(queries)
+    return lambda layer: step.decode(queries, out, layer, False)
+
+
+def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor) -> Callable[[int], object]:
+    """By the same kernel, whose work is not divided: only benchmarks do so. `planner`: the one for the GPU."""
+    naive, places, decoding = (
+        importlib.import_module(f"kernels.gpu.{name}") for name in ("naive_decode", "blocks", "decode_attention")
+    )
+    lengths = batch.table.num_computed[batch.rows] + 1
+    starts, is_reversed, entries = to_device(planner.block_tables(batch.rows, lengths), batch.storage.device)
+    whole = naive.naive_batch(places.BlockTables(entries, starts, is_reversed), lengths, planner.heads)
+    out, blocks = torch.empty_like(queries), batch.storage.blocks
+    return lambda layer: decoding.paged_decode(queries, out, places.BlockView(blocks, layer), whole)
+
+
+def _prefill_works(
+    bench: KernelBench, storage: BlockStorage, sequences: int, num_new: int, context: int
+) -> Iterator[KernelWork]:
+    config = bench.config
+    batch = attention_batch(storage, [context] * sequences, num_new)
+    num_tokens = sequences * num_new
+    queries = bench.randn(num_tokens, config.num_kv_heads, config.group_size, config.head_dim)
+    # Where nothing was computed before, the gathering kernel takes them from here instead of from blocks.
+    new = (bench.randn(num_tokens, config.kv_width), bench.randn(num_tokens, config.kv_width))
+    # Both products of a query with the keys up to its own: two operations each per element.
+    num_pairs = sequences * sum(range(context - num_new + 1, context + 1))
+    cached = "" if context == num_new else f" after {context - num_new}"
+    planners = _planners(bench, batch)
+    if cached:
+        planners.pop(FLASH, None)
+    for by, planner in planners.items():
+        yield KernelWork(
+            PREFILL,
+            f"{sequences} x {num_new}{cached}",
+            by,
+            _in_turn(_computing(batch.chunks(planner, num_new), queries, new)),
+            sequences * context * 2 * config.kv_width * bench.dtype.itemsize,
+            4 * num_pairs * config.query_width,
+            is_copy=False,
+        )
+
+
+def _computing(
+    step: StepAttention, queries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]
+) -> Callable[[int], object]:
+    out = torch.empty_like(queries)
+    return lambda layer: step.chunks(queries, new, out, layer, False)
+
+
+def _in_turn(run: Callable[[int], object]) -> Callable[[], object]:
+    """A layer at each call, one after the other."""
+    calls = count()
+    return lambda: run(next(calls) % _NUM_LAYERS)

@@ -1,0 +1,87 @@
+"""Every kernel of a pass alone, by every implementation that runs on the device, against what the device can do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ceilings
+from alignedserve.microbench.device_choice import AUTO, chosen_device
+from alignedserve.microbench.device_results import DeviceCeilings, KernelReport, KernelRow
+from alignedserve.microbench.kernels.attention import DECODE, attention_works, batches, name_of
+from alignedserve.microbench.kernels.blocks import block_works
+from alignedserve.microbench.kernels.rows import row_works
+from alignedserve.microbench.kernels.work import KernelBench, KernelWork, rows_of
+from alignedserve.microbench.shapes import SHAPES
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.device.timing import DeviceTimer
+
+_TOY_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBenchmarkSpec:
+    """What to run. Raises ConfigError naming the field."""
+
+    device: str = AUTO  # auto, cpu or cuda
+    shape: str = "llama-3-8b"  # a name in SHAPES
+    dtype: str = "bfloat16"
+    is_toy: bool = False  # sizes of nothing but a trial
+    num_rounds: int = 20
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise ConfigError(f"shape {self.shape!r} is none of {', '.join(SHAPES)}.")
+        if self.num_rounds < 1:
+            raise ConfigError("num_rounds must be at least 1.")
+
+
+@torch.inference_mode()
+def run_kernel_benchmark(
+    spec: KernelBenchmarkSpec, on_measured: Callable[[KernelReport], None] = lambda _: None
+) -> KernelReport:
+    """Measure everything, one group after the other; `on_measured` sees the report after each. Raises ConfigError for a
+    device that is not there."""
+    torch.manual_seed(0)
+    device, dtype = chosen_device(spec.device), torch_dtype(spec.dtype)
+    bench = KernelBench(device, dtype, SHAPES[spec.shape], spec.is_toy)
+    if spec.is_toy:
+        timer = DeviceTimer(device, num_rounds=1, budget_s=0.0, cold_bytes=_TOY_BYTES)
+    else:
+        timer = DeviceTimer(device, num_rounds=spec.num_rounds)
+    ceilings = measure_device_ceilings(device, dtype, timer, TOY_SIZES if spec.is_toy else None)
+    report = KernelReport(spec.shape, spec.dtype, ceilings, [], bench.left_out)
+    for group in chain(attention_works(bench), block_works(bench), row_works(bench)):
+        report.rows.extend(_measure(bench, group, timer, ceilings))
+        on_measured(report)
+    return report
+
+
+def _measure(
+    bench: KernelBench, group: list[KernelWork], timer: DeviceTimer, ceilings: DeviceCeilings
+) -> list[KernelRow]:
+    runnable = bench.that_runs(group)
+    if not runnable:
+        return []
+
+    def bound_of(work: KernelWork) -> tuple[str, float]:
+        bound_s = ceilings.bound_s(work.num_bytes, work.num_operations, is_copy=work.is_copy)
+        moves = ceilings.bound_s(work.num_bytes, 0, is_copy=work.is_copy) == bound_s
+        return ("copy" if work.is_copy else "read") if moves else "matrix", bound_s
+
+    rows = rows_of(runnable, timer.by_turns([work.run for work in runnable]), bound_of)
+    return _compared(bench, rows) if runnable[0].kernel == DECODE else rows
+
+
+def _compared(bench: KernelBench, rows: list[KernelRow]) -> list[KernelRow]:
+    """The rows of the mixed batch with their time against that of the even one by the same kernel."""
+    mixed, even = (name_of(groups) for groups in batches(bench)[1:3])
+    times = {(row.case, row.by): row.microseconds for row in rows}
+    return [
+        replace(row, against_aligned=row.microseconds / times[even, row.by])
+        if row.case == mixed and (even, row.by) in times
+        else row
+        for row in rows
+    ]

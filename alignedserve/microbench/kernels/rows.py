@@ -1,0 +1,102 @@
+"""What is done to rows, as the benchmark of the kernels measures it: norms, heads, gates, sampling."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from alignedserve.microbench.kernels.work import TORCH, TRITON, KernelBench, KernelWork
+from kernels.activation import ACTIVATIONS, gated
+from kernels.norm import rms_norm
+from kernels.rotary import rotate_
+from kernels.sampling import Filters, RowParameters, greedy, sample
+
+_ROWS, _TOY_ROWS = (64, 4096), (2,)  # of a decode batch and of a prompt
+_SAMPLED_ROWS, _TOY_SAMPLED_ROWS = 64, 2
+_SAMPLED_VOCABULARY = 128256
+_PARAMETERS = {"greedy": (0.0, 0, 1.0), "top-p 0.9": (1.0, 0, 0.9), "top-k 50": (1.0, 50, 1.0)}
+_ACTIVATION = "silu"
+
+
+def row_works(bench: KernelBench) -> Iterator[list[KernelWork]]:
+    """Groups to be measured by turns."""
+    for count in _TOY_ROWS if bench.is_toy else _ROWS:
+        for group in (_norms, _heads, _gates):
+            yield list(group(bench, count))
+    for name in _PARAMETERS:
+        yield list(_sampling(bench, name))
+
+
+def _norms(bench: KernelBench, count: int) -> Iterator[KernelWork]:
+    width, eps = bench.config.hidden_size, bench.config.norm_eps
+    weight = torch.ones(width, dtype=bench.dtype, device=bench.device)
+    x, residual = bench.randn(count, width), bench.randn(count, width)
+    kernels, num_bytes = bench.kernels("row_norm"), 4 * count * width * bench.dtype.itemsize
+    work = partial(KernelWork, "residual and norm", f"{count} x {width}", num_bytes=num_bytes)
+    yield work(TORCH, lambda: rms_norm(residual.add_(x), weight, eps))
+    if kernels is not None:
+        norm = kernels.RowNorm(weight, None, eps, is_rms=True)
+        yield work(TRITON, lambda: norm(x, residual))
+
+
+def _heads(bench: KernelBench, count: int) -> Iterator[KernelWork]:
+    config, kernels = bench.config, bench.kernels("head_placement")
+    num_heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    first_value, all_heads = num_heads + kv_heads, num_heads + 2 * kv_heads
+    fused, slots = bench.randn(count, all_heads * head_dim), torch.randperm(count, device=bench.device)
+    keys, values = (bench.randn(count, config.kv_width) for _ in range(2))
+    cos, sin = bench.angles(count)
+    rounded = (cos.to(bench.dtype), sin.to(bench.dtype))
+
+    def plain() -> None:
+        heads = fused.view(count, all_heads, head_dim)
+        rotate_(heads[:, :first_value], *rounded)
+        keys.index_copy_(0, slots, heads[:, num_heads:first_value].flatten(1))
+        values.index_copy_(0, slots, heads[:, first_value:].flatten(1))
+
+    # Queries and keys are changed in place, values read; keys and values are written to the cache.
+    num_elements = count * head_dim * (2 * first_value + 3 * kv_heads)
+    work = partial(KernelWork, "heads placed", f"{count} tokens", num_bytes=num_elements * bench.dtype.itemsize)
+    yield work(TORCH, plain)
+    if kernels is not None:
+        place = kernels.HeadRows(num_heads, kv_heads, head_dim)
+        yield work(TRITON, lambda: place(fused, None, (cos, sin), slots, keys, values))
+
+
+def _gates(bench: KernelBench, count: int) -> Iterator[KernelWork]:
+    width, kernels = bench.config.intermediate_size, bench.kernels("gating")
+    x = bench.randn(count, 2 * width)
+    work = partial(KernelWork, "gates", f"{count} x {width}", num_bytes=3 * count * width * bench.dtype.itemsize)
+    yield work(TORCH, lambda: gated(x, ACTIVATIONS[_ACTIVATION]))
+    if kernels is not None:
+        gates = kernels.Gates(_ACTIVATION)
+        yield work(TRITON, lambda: gates(x))
+
+
+def _sampling(bench: KernelBench, name: str) -> Iterator[KernelWork]:
+    """Bytes count once, whatever an implementation reads."""
+    kernels = bench.kernels("token_sampling")
+    rows = _TOY_SAMPLED_ROWS if bench.is_toy else _SAMPLED_ROWS
+    vocabulary = bench.config.vocab_size if bench.is_toy else _SAMPLED_VOCABULARY
+    logits = torch.randn(rows, vocabulary, device=bench.device) * 3.0
+    parameters = _parameters(bench.device, rows, *_PARAMETERS[name])
+    filters = Filters(parameters.top_k, parameters.top_p, parameters.min_p)
+    plain: Callable[[], tuple[Tensor, Tensor]] = partial(sample, logits, filters, parameters.draws)
+    if name == "greedy":
+        plain = partial(greedy, logits)
+    case, num_bytes = f"{name}, {rows} x {vocabulary}", 4 * logits.numel()
+    work = partial(KernelWork, "sampling", case, num_bytes=num_bytes, is_copy=False)
+    yield work(TORCH, plain)
+    if kernels is not None:
+        yield work(TRITON, lambda: kernels.sample_tokens(logits, parameters))
+
+
+def _parameters(device: torch.device, rows: int, temperature: float, top_k: int, top_p: float) -> RowParameters:
+    return RowParameters(
+        temperatures=torch.full((rows,), temperature, device=device),
+        top_k=torch.full((rows,), top_k, device=device),
+        top_p=torch.full((rows,), top_p, device=device),
+        min_p=torch.zeros(rows, device=device),
+        draws=torch.rand(rows, dtype=torch.float64, device=device),
+    )

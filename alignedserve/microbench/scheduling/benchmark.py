@@ -1,0 +1,239 @@
+"""What scheduling costs: the pool's index and its batch formers, without any engine.
+
+A pool of a given size is filled with requests of the lengths of a recorded trace or a made-up distribution. Then
+requests are moved and removed one by one, and batches are formed, taken out and replaced by new arrivals, so that the
+pool keeps its size. Only the operation itself is timed.
+"""
+
+import itertools
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.errors import ConfigError
+from alignedserve.core.metrics import percentile
+from alignedserve.microbench.scheduling.iterations import IterationScheduleFigures, measure_iteration_schedule
+from alignedserve.microbench.scheduling.pool_arrivals import LENGTHS, Arrivals
+from kvpool.policies import BATCH_FORMERS, make_batch_former
+from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits
+from kvpool.quad_tree import QuadTree
+from kvpool.state import PooledRequest
+
+_MAX_POOLED = 1_000_000
+Thing = TypeVar("Thing")
+_BATCH_EVERY_S = 0.02  # a few decode workers, each with a batch every few dozen iterations
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleBenchmarkSpec:
+    """What to run. Raises ConfigError naming the field."""
+
+    pool_sizes: tuple[int, ...] = (1_000, 10_000, 100_000)
+    lengths: str = "azure"  # a name in LENGTHS
+    formers: tuple[str, ...] = tuple(sorted(BATCH_FORMERS))
+    limits: BatchLimits = field(default_factory=lambda: BatchLimits(1000, 128, 36))
+    block_size: int = 16
+    starvation_s: float = 2.0
+    num_changes: int = 10_000  # moves, and removals, that are timed; at most as many as there are requests
+    num_batches: int = 300
+    num_iterations: int = 2000  # of the decode worker, that are timed
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lengths not in LENGTHS:
+            raise ConfigError(f"lengths {self.lengths!r} must be one of {', '.join(LENGTHS)}.")
+        if not self.pool_sizes or not all(1 <= size <= _MAX_POOLED for size in self.pool_sizes):
+            raise ConfigError(f"pool sizes must lie between 1 and {_MAX_POOLED}.")
+
+
+@dataclass(frozen=True, slots=True)
+class FormingFigures:
+    """One batch former at one pool size. Every field is plain JSON."""
+
+    former: str
+    num_pooled: int
+    insert_us: float  # medians
+    remove_us: float
+    index_bytes_per_request: int  # the former with its requests' records, without their ids
+    form_p50_ms: float
+    form_p99_ms: float
+    batch_requests: float  # median
+    range_blocks: float  # median of the range of a batch, in blocks of tokens
+    range_to_best_p50: float  # by the narrowest range holding as many requests within the limits
+    range_to_best_p90: float
+
+
+@dataclass(frozen=True, slots=True)
+class MovingFigures:
+    """The quad-tree alone: a pooled request that grew. Medians in microseconds."""
+
+    num_pooled: int
+    grow_by_one_us: float
+    to_another_leaf_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleBenchmarkResult:
+    """What was measured."""
+
+    lengths: str
+    max_blocks: int
+    max_requests: int
+    min_requests: int
+    forming: tuple[FormingFigures, ...]
+    moving: tuple[MovingFigures, ...]
+    iterations: tuple[IterationScheduleFigures, ...]
+
+
+def parse_pool_sizes(text: str) -> tuple[int, ...]:
+    """`1000,100000` is two pools. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ConfigError(f"pool sizes {text!r} must read like 1000,100000.")
+    return tuple(map(int, parts))
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def run_schedule_benchmark(spec: ScheduleBenchmarkSpec) -> ScheduleBenchmarkResult:
+    """Every former at every pool size. Takes about half a minute at 100 000 requests."""
+    pairs = itertools.product(spec.pool_sizes, spec.formers)
+    return ScheduleBenchmarkResult(
+        lengths=spec.lengths,
+        max_blocks=spec.limits.max_blocks,
+        max_requests=spec.limits.max_requests,
+        min_requests=spec.limits.min_requests,
+        forming=tuple(_measure_forming(spec, name, num_pooled) for num_pooled, name in pairs),
+        moving=tuple(_measure_moving(spec, num_pooled) for num_pooled in spec.pool_sizes),
+        iterations=(measure_iteration_schedule(num_iterations=spec.num_iterations, seed=spec.seed),),
+    )
+
+
+def _arrivals(spec: ScheduleBenchmarkSpec) -> Arrivals:
+    return Arrivals(spec.lengths, spec.block_size, spec.limits.max_blocks, spec.seed)
+
+
+def _measure_forming(spec: ScheduleBenchmarkSpec, name: str, num_pooled: int) -> FormingFigures:
+    arrivals = _arrivals(spec)
+    requests = arrivals.take(num_pooled)
+
+    def make() -> BatchFormer:
+        return make_batch_former(name, block_size=spec.block_size, starvation_s=spec.starvation_s)
+
+    index_bytes = _bytes_held(make, requests)
+    former = make()
+    insert_us = _median_us(lambda pooled: former.insert(pooled, 0.0), requests)
+    sample = _sampled(requests, spec)
+    remove_us = _median_us(former.remove, [pooled.request_id for pooled in sample])
+    for pooled in sample:
+        former.insert(pooled, 0.0)
+    batches = _form_batches(spec, former, requests, arrivals)
+    form_s = sorted(batch.form_s for batch in batches)
+    ratios = sorted(batch.range_to_best for batch in batches if batch.range_to_best is not None)
+    return FormingFigures(
+        former=name,
+        num_pooled=num_pooled,
+        insert_us=insert_us,
+        remove_us=remove_us,
+        index_bytes_per_request=index_bytes // num_pooled,
+        form_p50_ms=1e3 * percentile(form_s, 50),
+        form_p99_ms=1e3 * percentile(form_s, 99),
+        batch_requests=statistics.median(batch.num_requests for batch in batches),
+        range_blocks=statistics.median(batch.range_blocks for batch in batches),
+        range_to_best_p50=percentile(ratios, 50),
+        range_to_best_p90=percentile(ratios, 90),
+    )
+
+
+def _bytes_held(make: Callable[[], BatchFormer], requests: list[PooledRequest]) -> int:
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    former = make()
+    for pooled in requests:
+        former.insert(replace(pooled), 0.0)  # a record of its own, which counts
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return after - before
+
+
+def _median_us(change: Callable[[Thing], object], things: list[Thing]) -> float:
+    times_ns = []
+    for thing in things:
+        begin = time.perf_counter_ns()
+        change(thing)
+        times_ns.append(time.perf_counter_ns() - begin)
+    return statistics.median(times_ns) / 1e3
+
+
+def _sampled(requests: list[PooledRequest], spec: ScheduleBenchmarkSpec) -> list[PooledRequest]:
+    rng = random.Random(spec.seed)  # noqa: S311  (nothing secret)
+    return rng.sample(requests, min(spec.num_changes, len(requests)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Formed:
+    form_s: float
+    num_requests: int
+    range_blocks: int
+    range_to_best: float | None  # not worked out for every batch
+
+
+def _form_batches(
+    spec: ScheduleBenchmarkSpec, former: BatchFormer, requests: list[PooledRequest], arrivals: Arrivals
+) -> list[_Formed]:
+    pool = {pooled.request_id: pooled for pooled in requests}
+    compared = set(range(0, spec.num_batches, max(1, spec.num_batches // 60)))
+    formed = []
+    for number in range(spec.num_batches):
+        now = number * _BATCH_EVERY_S
+        begin = time.perf_counter()
+        batch = former.form(spec.limits, now)
+        form_s = time.perf_counter() - begin
+        assert batch is not None, "a pool of requests that fit gives no batch"
+        ratio = range_to_best(batch, list(pool.values()), spec.limits, spec.block_size) if number in compared else None
+        formed.append(_Formed(form_s, len(batch.request_ids), _range_blocks(batch, spec.block_size), ratio))
+        for request_id in batch.request_ids:
+            former.remove(request_id)
+            del pool[request_id]
+        for pooled in arrivals.take(len(batch.request_ids)):
+            former.insert(pooled, now)
+            pool[pooled.request_id] = pooled
+    return formed
+
+
+def _range_blocks(batch: AlignedBatch, block_size: int) -> int:
+    return blocks_for(batch.lengths.stop - 1, block_size) - blocks_for(batch.lengths.start, block_size) + 1
+
+
+def range_to_best(batch: AlignedBatch, pool: list[PooledRequest], limits: BatchLimits, block_size: int) -> float:
+    """The batch's range of lengths by the narrowest one that holds as many requests within the limits, in blocks."""
+    ordered = sorted(pool, key=lambda pooled: pooled.context_len)
+    leaves = np.array([blocks_for(pooled.context_len, block_size) for pooled in ordered])
+    blocks = np.cumsum([0, *(pooled.num_blocks for pooled in ordered)])
+    count = len(batch.request_ids)
+    ranges = leaves[count - 1 :] - leaves[: len(leaves) - count + 1] + 1
+    fits = blocks[count:] - blocks[:-count] <= limits.max_blocks
+    return float(_range_blocks(batch, block_size) / ranges[fits].min())
+
+
+def _measure_moving(spec: ScheduleBenchmarkSpec, num_pooled: int) -> MovingFigures:
+    tree = QuadTree(block_size=spec.block_size)
+    requests = _arrivals(spec).take(num_pooled)
+    for pooled in requests:
+        tree.insert(pooled, 0.0)
+
+    def grow(pooled: PooledRequest, num_tokens: int) -> None:
+        context_len = pooled.context_len + num_tokens
+        tree.move(pooled.request_id, context_len, blocks_for(context_len, spec.block_size))
+
+    sample = _sampled(requests, spec)
+    by_one_us = _median_us(lambda pooled: grow(pooled, 1), sample)
+    return MovingFigures(num_pooled, by_one_us, _median_us(lambda pooled: grow(pooled, 1 + spec.block_size), sample))

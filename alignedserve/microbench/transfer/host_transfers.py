@@ -1,0 +1,145 @@
+"""How fast blocks move, against moving the same bytes without looking at them.
+
+`shm` and `relay` are compared with a numpy copy of the same blocks from and to the same places, block by block; `gloo`
+with one bare send of as many bytes between the same two processes. Both ends of a comparison alternate, so that a load
+that changes meets both; medians count.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import HandoffRejected
+from alignedserve.core.ids import BlockId
+from alignedserve.messages.caches import BlockCopy
+from alignedserve.messages.handshake import Role
+from alignedserve.microbench.transfer.block_moves import GENERATION, BlockMoves
+from alignedserve.microbench.transfer.other_process import END, address, identity, other_process
+from alignedserve.microbench.transfer.results import TransferResult
+from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
+
+
+def host_rows(spec: TransferBenchmarkSpec) -> Iterator[TransferResult]:
+    """Every way between processes without a device, one after the other."""
+    torch.set_num_threads(1)
+    for shape, num_blocks in spec.sizes():
+        with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
+            bench = _Bench(BlockMoves(spec, shape, num_blocks), Path(folder), spec.seed)
+            yield from bench.in_shared_memory()
+            yield from bench.between_processes()
+
+
+class _Bench:
+    """One size of one shape: a storage with random content."""
+
+    def __init__(self, moves: BlockMoves, folder: Path, seed: int) -> None:
+        self._moves = moves
+        self._folder = folder
+        self._storage = BlockStorage(moves.layout, moves.num_blocks)
+        self._storage_bytes = self._storage.bytes.numpy()
+        self._storage_bytes[:] = np.random.default_rng(seed).integers(0, 256, self._storage_bytes.shape, np.uint8)
+
+    def in_shared_memory(self) -> Iterator[TransferResult]:
+        moves, stored = self._moves, self._storage_bytes
+        arenas = [Arena.create(self._folder / f"{i}.arena", moves.layout, moves.num_blocks) for i in range(2)]
+        pool, buffer = arenas
+        transfer = ShmTransfer(self._storage, pool, stamps=True)
+        copy = moves.offload(transfer)
+        mine, theirs, onwards = moves.mine, moves.theirs, moves.theirs[::-1]
+        yield moves.result(
+            "shm", "offload", lambda: moves.offload(transfer), _block_copies(stored, mine, pool.blocks, theirs)
+        )
+        yield moves.result(
+            "shm", "fetch", lambda: moves.fetch(transfer, copy), _block_copies(pool.blocks, theirs, stored, mine)
+        )
+        yield moves.result(
+            "shm",
+            "relay",
+            lambda: _relayed(pool, copy, buffer, onwards),
+            _block_copies(pool.blocks, theirs, buffer.blocks, onwards),
+        )
+        for arena in arenas:
+            arena.close(unlink=True)
+
+    def between_processes(self) -> Iterator[TransferResult]:
+        moves = self._moves
+        with other_process(_own_blocks, self._folder, moves.layout, moves.num_blocks) as told:
+            transfer = GroupTransfer(self._storage, address(self._folder), identity=identity(Role.DECODE_WORKER))
+            group = _bare_group(self._folder, rank=1)
+            flat = torch.zeros(moves.num_bytes, dtype=torch.uint8)
+            copy = moves.offload(transfer)
+
+            def send() -> None:
+                told.send("receive")
+                group.send([flat], 0, 0).wait()
+                told.recv()
+
+            def receive() -> None:
+                told.send("send")
+                group.recv([flat], 0, 0).wait()
+                told.recv()
+
+            yield moves.result("gloo", "offload", lambda: moves.offload(transfer), send)
+            yield moves.result("gloo", "fetch", lambda: moves.fetch(transfer, copy), receive)
+            transfer.close()
+
+
+def _block_copies(source: Any, source_ids: list[BlockId], target: Any, target_ids: list[BlockId]) -> Callable[[], None]:
+    def copy() -> None:
+        for read, written in zip(source_ids, target_ids, strict=True):
+            np.copyto(target[written], source[read])
+
+    return copy
+
+
+def _relayed(pool: Arena, copy: BlockCopy, buffer: Arena, targets: list[BlockId]) -> None:
+    if relay(pool, copy, buffer, targets, GENERATION + 1) is None:
+        raise HandoffRejected("a relay that must hold was refused; the log says why")
+
+
+# --- the other process
+
+
+def _own_blocks(told: Connection, folder: Path, layout: BlockLayout, num_blocks: int) -> None:
+    """Entry point: a candidate buffer with its block server, and a bare process group beside it."""
+    torch.set_num_threads(1)
+    arena = Arena.create(folder / "candidates.arena", layout, num_blocks)
+    own = identity(Role.PREFILL_WORKER)
+    server = BlockServer(ArenaBuffer(arena), address(folder), identity=own, transports=("gloo",))
+    told.send("ready")
+    group = _bare_group(folder, rank=0)
+    flat = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)
+    while (said := told.recv()) != END:
+        work = group.send([flat], 1, 0) if said == "send" else group.recv([flat], 1, 0)
+        work.wait()
+        told.send("done")
+    server.close()
+    arena.close(unlink=True)
+
+
+def _bare_group(folder: Path, rank: int) -> Any:
+    distributed: Any = dist
+    gloo = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=60)
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    return gloo(distributed.FileStore(str(folder / "store"), 2), rank, 2, options)
+
+
+def _memory_folder() -> str | None:
+    """Where the pool's arena would lie."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108

@@ -1,0 +1,110 @@
+"""Lists of blocks to page-locked host memory and back, against one plain copy of as many bytes.
+
+On a GPU both go on queues of their own, as a worker's offload and prefetch do.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.runtime.device.streams import DeviceStreams, Event
+from alignedserve.runtime.device.timing import clocked_by_turns
+from alignedserve.runtime.kv.block_codecs import exact_rows
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.staged_copies import StagedCopies
+
+OFFLOAD, PREFETCH = "offload", "prefetch"
+
+
+class PinnedSpeed(NamedTuple):
+    """Seconds of one direction, medians."""
+
+    lists_s: float
+    plain_s: float
+
+
+class PinnedLists:
+    """The same list of blocks in each direction, again and again."""
+
+    def __init__(
+        self,
+        storage: BlockStorage,
+        queues: DeviceStreams,
+        outwards: npt.NDArray[np.int64],
+        inwards: npt.NDArray[np.int64],
+    ) -> None:
+        """Both lists equally long; their blocks are nobody else's, and the inward ones are overwritten."""
+        self._storage_bytes = storage.bytes
+        self._ids = {OFFLOAD: outwards, PREFETCH: inwards}
+        self._queues = {name: queues.queue(name) for name in self._ids}
+        self._copies = {
+            name: StagedCopies(exact_rows(storage.bytes), queue, storage.device) for name, queue in self._queues.items()
+        }
+        self._rows = {name: copies.pinned(len(self._ids[name])) for name, copies in self._copies.items()}
+        self.num_bytes = self._rows[OFFLOAD].numel()
+
+    def begin(self, name: str) -> Event:
+        """Put one list in this direction on its queue; the event behind it."""
+        if name == OFFLOAD:
+            self._copies[name].copy_out(self._ids[name], self._rows[name])
+        else:
+            self._copies[name].copy_in(self._rows[name], self._ids[name])
+        return self._queues[name].record()
+
+    def measure(self, name: str, num_rounds: int) -> PinnedSpeed:
+        """One list, against one copy of as many bytes that lie side by side on the device."""
+        seconds = clocked_by_turns(num_rounds, _awaited(lambda: self.begin(name)), _awaited(lambda: self._plain(name)))
+        return PinnedSpeed(*seconds)
+
+    def _plain(self, name: str) -> Event:
+        rows, queue = self._rows[name], self._queues[name]
+        first = int(min(ids.min() for ids in self._ids.values()))
+        there = self._storage_bytes[first : first + len(rows)]
+        if name == OFFLOAD:
+            queue.copy_out(there, rows)
+        else:
+            queue.copy_in(rows, there)
+        return queue.record()
+
+
+class Traffic:
+    """Offload and prefetch that go on beside something else."""
+
+    def __init__(self, lists: PinnedLists, *, num_ahead: int) -> None:
+        """`num_ahead` lists in each direction wait on the queues whenever `fill` returns."""
+        self._lists = lists
+        self._num_ahead = num_ahead
+        self._pending: dict[str, list[Event]] = {OFFLOAD: [], PREFETCH: []}
+
+    def fill(self) -> None:
+        """Put there what is missing, in both directions by turns."""
+        for _ in range(self._num_ahead):
+            for name, pending in self._pending.items():
+                pending[:] = [event for event in pending if not event.is_done()]
+                if len(pending) < self._num_ahead:
+                    pending.append(self._lists.begin(name))
+
+    def is_going_on(self) -> bool:
+        """Whether there is still something to be copied in both directions."""
+        return all(any(not event.is_done() for event in pending) for pending in self._pending.values())
+
+    def drain(self) -> None:
+        """Wait until everything has been copied."""
+        for pending in self._pending.values():
+            for event in pending:
+                event.wait_on_host()
+            pending.clear()
+
+
+def _awaited(begin: Callable[[], Event]) -> Callable[[], None]:
+    return lambda: begin().wait_on_host()
+
+
+def lists_at_the_end(storage: BlockStorage, num_blocks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Two lists of so many blocks in no order, of the storage's last ones."""
+    assert 2 * num_blocks <= storage.num_blocks, "fewer blocks than are listed"
+    ids = np.arange(storage.num_blocks - 2 * num_blocks, storage.num_blocks)
+    np.random.default_rng(0).shuffle(ids)
+    return ids[:num_blocks].copy(), ids[num_blocks:].copy()

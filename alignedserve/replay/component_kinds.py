@@ -1,0 +1,87 @@
+"""What each kind of room is made from and is told: the one table by which recordings are read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from types import GenericAlias
+from typing import Any, Protocol, get_type_hints
+
+import msgspec
+
+from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Ticked
+from alignedserve.messages.iterations import BlocksLoaded, BlocksOffloaded, BlocksRelayed, IterationCompleted
+from alignedserve.messages.links import DecodeWorkerInbound, PoolInbound, PrefillWorkerInbound, RouterInbound
+from alignedserve.messages.recording import Decision, RecordReader
+from decode_worker import factory as decode_factory
+from kvpool import factory as pool_factory
+from prefill_worker import factory as prefill_factory
+from prefill_worker.candidate_buffers import BufferOpened
+from router import factory as router_factory
+from router.state import LengthPredicted
+
+
+class RecordedLogic(Protocol):
+    """Any room's."""
+
+    def on_event(self, event: Any, now: float) -> Sequence[Any]:
+        """What to do about this event at this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentKind:
+    """How one kind of room is made again, and which events it knows beside those that all know."""
+
+    make: Callable[..., RecordedLogic]
+    inbound: Any  # union of the messages that it takes
+    events: tuple[type, ...] = ()
+    _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for kind in (PeerConnected, PeerDisconnected, Ticked, *self.events):
+            self._decoders[kind.__name__] = msgspec.msgpack.Decoder(kind)
+        self._decoders[Received.__name__] = msgspec.msgpack.Decoder(GenericAlias(tuple, (str, self.inbound)))
+
+    def arguments(self, recorded: msgspec.Raw) -> dict[str, Any]:
+        """What `make` is to be called with. Raises msgspec.ValidationError when they are not the function's."""
+        hints = get_type_hints(self.make)
+        fields = [
+            (name, hints[name]) if one.default is one.empty else (name, hints[name], one.default)
+            for name, one in signature(self.make).parameters.items()
+        ]
+        schema = msgspec.defstruct("Arguments", fields, forbid_unknown_fields=True, kw_only=True)
+        given = msgspec.msgpack.decode(recorded, type=schema)
+        return {name: getattr(given, name) for name, *_ in fields}
+
+    def event(self, decision: Decision) -> Any:
+        """What it was told. Raises msgspec.ValidationError for what it is never told."""
+        decoder = self._decoders.get(decision.kind)
+        if decoder is None:
+            raise msgspec.ValidationError(f"no event of this room is called {decision.kind[:64]!r}")
+        told = decoder.decode(decision.event)
+        return Received(*told) if decision.kind == Received.__name__ else told
+
+
+_KINDS: dict[str, ComponentKind] = {
+    f"{kind.make.__module__}.{kind.make.__name__}": kind
+    for kind in (
+        ComponentKind(router_factory.make_logic, RouterInbound, (LengthPredicted,)),
+        ComponentKind(pool_factory.make_logic, PoolInbound),
+        ComponentKind(
+            prefill_factory.make_live_logic,
+            PrefillWorkerInbound,
+            (IterationCompleted, BlocksLoaded, BlocksOffloaded, BlocksRelayed, BufferOpened),
+        ),
+        ComponentKind(
+            decode_factory.make_live_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
+        ),
+        ComponentKind(decode_factory.make_live_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
+    )
+}
+
+
+def kind_of(reader: RecordReader) -> ComponentKind:
+    """Which of them this recording is of. Raises RecordingError."""
+    kind = _KINDS.get(reader.header.made_by)
+    if kind is None:
+        raise reader.damaged(0, f"no room is made by {reader.header.made_by[:80]!r}")
+    return kind

@@ -1,0 +1,88 @@
+"""How the tokens of a step read their contexts: planned once per step, then performed on every layer."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.attention.sequence_table import IntArray
+from alignedserve.runtime.device.arrays import Array
+from kernels.cpu.paged_attention import LEVELS, supported_levels
+from kernels.gpu_dispatch import gpu_kernels_run
+
+AUTO, TORCH, TRITON = "auto", "torch", "triton"
+CHOICES = (AUTO, *LEVELS, TRITON, TORCH)
+
+
+class Contexts(Protocol):
+    """Where the contexts of sequences lie; of a SequenceTable, what planning reads."""
+
+    block_size: int
+    version: int  # changes whenever a row, or its blocks, become another's
+    block_tables: IntArray  # [rows, blocks]
+    num_computed: IntArray  # [rows]
+
+
+class StepAttention(Protocol):
+    """One step's attention. Token rows: one for each of `decode_rows`, then those of the chunks one after another."""
+
+    @property
+    def decode_rows(self) -> IntArray:
+        """Rows of the sequence table that decode one token, in the order of their token rows."""
+
+    @property
+    def padded_share(self) -> float:
+        """Of the time of `decode`: what goes into slots that are read only because another sequence is longer."""
+
+    @property
+    def host_arrays(self) -> Sequence[Array]:
+        """What must be on the device before a layer is computed."""
+
+    def place(self, tensors: Sequence[Tensor]) -> None:
+        """The same arrays, on the device."""
+
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        """The block of each decode's own token, where the planner plans ahead of their being given out; before
+        `place`."""
+
+    def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
+        """Fill the rows of `out` that decode. Both [tokens, kv_heads, group, head_dim]; the new keys and values of
+        this layer are already in the storage."""
+
+    def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
+        """Fill the other rows of `out`. `new`: keys and values [tokens, kv_heads * head_dim], also in the storage."""
+
+
+class AttentionPlanner(Protocol):
+    """Plans steps over one storage; keeps what the next step can use."""
+
+    reads_unused_slots: bool  # then every slot of a block in use must hold finite numbers
+    plans_ahead: bool  # a step may be planned before the one before it is computed
+
+    def plan(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
+    ) -> StepAttention:
+        """Rows of the sequence table that decode one token, and those that compute `chunk_counts` tokens.
+
+        `num_padding` rows behind those that decode are nobody's: asked for by DecodeGraphs alone."""
+
+
+def attention_level(choice: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The level that `choice` means here: one of LEVELS, TRITON, or TORCH. Raises ConfigError for one that cannot be
+    had."""
+    if choice not in CHOICES:
+        raise ConfigError(f"attention must be one of {', '.join(CHOICES)}, not {choice!r}.")
+    fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    available = supported_levels() if fits else ()
+    if choice == AUTO and device.type == "cuda" and gpu_kernels_run(device):
+        return TRITON
+    if choice == AUTO:
+        return available[0] if available else TORCH
+    if choice == TRITON and gpu_kernels_run(device):
+        return TRITON
+    if choice != TORCH and choice not in available:
+        has = ", ".join((*available, TORCH))
+        raise ConfigError(f"attention {choice!r} is not available for {dtype} on {device}; available: {has}.")
+    return choice

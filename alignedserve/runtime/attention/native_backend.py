@@ -1,0 +1,74 @@
+"""Attention by the native kernels: straight from the blocks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.attention.backend import Contexts
+from alignedserve.runtime.attention.sequence_table import IntArray
+from alignedserve.runtime.device.arrays import Array
+from kernels.cpu.paged_attention import PagedAttention, PagedPlan
+
+
+class PagedStep:
+    """A StepAttention that reads blocks."""
+
+    padded_share = 0.0
+    host_arrays: Sequence[Array] = ()
+
+    def __init__(
+        self, paged: PagedAttention, rows: IntArray, decodes: PagedPlan | None, chunks: PagedPlan | None
+    ) -> None:
+        self.decode_rows = rows
+        self._paged = paged
+        self._decodes = decodes
+        self._chunks = chunks
+
+    def place(self, tensors: Sequence[Tensor]) -> None:
+        """See StepAttention: everything is where it is needed."""
+
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        """See StepAttention."""
+        raise AssertionError("planned ahead by a planner that does not")
+
+    def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
+        """See StepAttention."""
+        if self._decodes is not None:
+            count = len(self.decode_rows)
+            self._paged.run(self._decodes, queries[:count], out[:count], layer, is_windowed)
+
+    def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
+        """See StepAttention."""
+        if self._chunks is not None:
+            first = len(self.decode_rows)
+            self._paged.run(self._chunks, queries[first:], out[first:], layer, is_windowed)
+
+
+class PagedPlanner:
+    """An AttentionPlanner. The plan of a step is made anew: it is a few integers per sequence."""
+
+    reads_unused_slots = False
+    plans_ahead = False
+
+    def __init__(self, table: Contexts, window: int | None, paged: PagedAttention) -> None:
+        self._table = table
+        self._window = window
+        self._paged = paged
+
+    def plan(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
+    ) -> PagedStep:
+        """See AttentionPlanner."""
+        assert not num_padding, "only the GPU kernels read padding"
+        table, num_threads = self._table, torch.get_num_threads()
+        decodes = chunks = None
+        if len(decode_rows):
+            lengths = table.num_computed[decode_rows] + 1
+            decodes = self._paged.plan_decode(table.block_tables, decode_rows, lengths, self._window, num_threads)
+        if len(chunk_rows):
+            lengths = table.num_computed[chunk_rows] + chunk_counts
+            chunks = self._paged.plan_chunks(
+                table.block_tables, chunk_rows, lengths, chunk_counts, self._window, num_threads
+            )
+        return PagedStep(self._paged, decode_rows, decodes, chunks)

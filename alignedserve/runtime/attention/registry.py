@@ -1,0 +1,67 @@
+"""Chooses how attention is computed for one engine."""
+
+import importlib
+import logging
+from typing import NamedTuple, cast
+
+import torch
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.runtime.attention.backend import TORCH, TRITON, AttentionPlanner, Contexts, attention_level
+from alignedserve.runtime.attention.native_backend import PagedPlanner
+from alignedserve.runtime.attention.sequence_table import SequenceTable
+from alignedserve.runtime.attention.torch_backend import GatheredPlanner
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.model_config import ModelConfig
+from kernels.cpu.paged_attention import PagedAttention
+from kernels.gpu_dispatch import gpu_kernels_run
+
+_GROUP = 4  # query heads per key head of the model that doctor measures with
+logger = logging.getLogger(__name__)
+
+
+def attention_planner(choice: str, table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner:
+    """The planner that `choice` means here; plain PyTorch, with a warning, where the GPU kernels turn out not to run.
+    Raises ConfigError for one that cannot be had."""
+    level = attention_level(choice, storage.device, torch_dtype(storage.layout.dtype))
+    if level == TRITON:
+        on_gpu = _gpu_planner(table, storage, config)
+        if on_gpu is not None:
+            return on_gpu
+    if level in (TORCH, TRITON):
+        return GatheredPlanner(table, storage, config.sliding_window)
+    paged = PagedAttention(storage.blocks, group=config.group_size, level=level)
+    return PagedPlanner(table, config.sliding_window, paged)
+
+
+def _gpu_planner(table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner | None:
+    """None where the GPU kernels do not run."""
+    gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")  # loads Triton
+    if not gpu_attention.gpu_attention_works(storage.layout, config.group_size, storage.device):
+        return None
+    planner = gpu_attention.GpuPlanner(table, storage, config.sliding_window, config.group_size)
+    choice_of_prompts = gpu_attention.choose_prompt_attention(planner)
+    if choice_of_prompts is not None:
+        logger.info("whole prompts are computed by %s", choice_of_prompts)
+    return cast(AttentionPlanner, planner)
+
+
+class GpuAttention(NamedTuple):
+    """What computes attention on a GPU, in words."""
+
+    decodes: str
+    prompts: str
+
+
+def measure_gpu_attention(device: torch.device) -> GpuAttention:
+    """Of a model with the heads of an 8B Llama, in bfloat16."""
+    layout = BlockLayout(block_size=16, num_layers=1, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    if not gpu_kernels_run(device):
+        return GpuAttention("plain PyTorch: Triton is not installed", "plain PyTorch")
+    gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")
+    if not gpu_attention.gpu_attention_works(layout, _GROUP, device):
+        return GpuAttention("plain PyTorch: the Triton kernels do not run here, see the warning", "plain PyTorch")
+    table = SequenceTable(max_sequences=1, max_context_len=layout.block_size, block_size=layout.block_size)
+    planner = gpu_attention.GpuPlanner(table, BlockStorage(layout, 1, device), None, _GROUP)
+    return GpuAttention("Triton, straight from blocks", str(gpu_attention.choose_prompt_attention(planner) or "Triton"))

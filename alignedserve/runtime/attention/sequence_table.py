@@ -1,0 +1,134 @@
+"""The sequences being computed: one row each of persistent arrays, so that a step is a few array operations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import SamplingParams
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that joins the engine: fresh, or resumed with tokens and blocks it had elsewhere."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]  # prompt, then what has been generated so far
+    prompt_len: int
+    num_cached: int  # leading tokens whose keys and values already lie in the blocks; below len(token_ids)
+    block_ids: tuple[BlockId, ...]  # owned by the caller, for this sequence alone to write
+    sampling: SamplingParams
+    is_hidden: bool = False  # its blocks hold layer inputs
+
+
+class SequenceTable:
+    """Rows of arrays by sequence. Only the engine writes; `version` changes whenever a row changes hands."""
+
+    def __init__(
+        self, *, max_sequences: int, max_context_len: int, block_size: int, hidden_block_tokens: int | None = None
+    ) -> None:
+        """`hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches."""
+        self.block_size = block_size
+        self.hidden_block_tokens = hidden_block_tokens
+        self.max_context_len = max_context_len
+        self.version = 0
+        self.sequences: list[NewSequence | None] = [None] * max_sequences
+        max_blocks = blocks_for(max_context_len, block_size)
+        self.request_ids = [RequestId("")] * max_sequences  # what a free row holds means nothing
+        self.block_tables = np.zeros((max_sequences, max_blocks), np.int64)
+        # One more than the context: the token sampled at its end is known, but never computed.
+        self.tokens = np.zeros((max_sequences, max_context_len + 1), np.int32)
+        self.prompt_lens = np.zeros(max_sequences, np.int64)
+        self.num_blocks = np.zeros(max_sequences, np.int64)
+        self.num_tokens = np.zeros(max_sequences, np.int64)
+        self.num_computed = np.zeros(max_sequences, np.int64)
+        self.is_hidden = np.zeros(max_sequences, np.bool_)
+        self.block_tokens = np.full(max_sequences, block_size)  # that a block of the sequence holds
+        self.has_unclean_tail = np.zeros(max_sequences, np.bool_)
+        self.wants_prompt_logprobs = np.zeros(max_sequences, np.bool_)
+        self._row_of: dict[RequestId, int] = {}
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._row_of
+
+    def row(self, request_id: RequestId) -> int:
+        """The row of a sequence that is here."""
+        assert request_id in self._row_of, f"unknown request {request_id}"
+        return self._row_of[request_id]
+
+    def rows(self, request_ids: Sequence[RequestId]) -> IntArray:
+        """The rows of sequences that are here."""
+        try:
+            return np.array([self._row_of[request_id] for request_id in request_ids], np.int64)
+        except KeyError as error:
+            raise AssertionError(f"unknown request {error}") from error
+
+    def add(self, sequence: NewSequence) -> int:
+        """Give the sequence a row and return it."""
+        request_id, count = sequence.request_id, len(sequence.token_ids)
+        assert request_id not in self._row_of, f"request {request_id} added twice"
+        assert self._free_rows, "more sequences than max_sequences"
+        assert 1 <= sequence.prompt_len <= count <= self.max_context_len, f"{request_id}: bad number of tokens"
+        assert 0 <= sequence.num_cached < count, f"{request_id}: num_cached must leave a token to compute"
+        row = self._free_rows.pop()
+        self._row_of[request_id] = row
+        self.sequences[row] = sequence
+        self.request_ids[row] = request_id
+        self.tokens[row, :count] = sequence.token_ids
+        self.num_tokens[row] = count
+        self.num_computed[row] = sequence.num_cached
+        self.num_blocks[row] = 0
+        self.prompt_lens[row] = sequence.prompt_len
+        self.is_hidden[row] = sequence.is_hidden
+        self.block_tokens[row] = self._block_tokens_of(sequence)
+        self.has_unclean_tail[row] = sequence.num_cached > 0 and not sequence.is_hidden
+        self.wants_prompt_logprobs[row] = sequence.sampling.num_prompt_logprobs is not None
+        self.version += 1
+        self.append_blocks(request_id, sequence.block_ids)
+        room = len(sequence.block_ids) * int(self.block_tokens[row])
+        assert sequence.num_cached <= room, f"{request_id}: cached without blocks"
+        return row
+
+    def _block_tokens_of(self, sequence: NewSequence) -> int:
+        if not sequence.is_hidden:
+            return self.block_size
+        assert self.hidden_block_tokens is not None, "a hidden cache where there is none"
+        return self.hidden_block_tokens
+
+    def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
+        """Extend the sequence's block table."""
+        row = self.row(request_id)
+        first = int(self.num_blocks[row])
+        last = first + len(block_ids)
+        assert last <= self.block_tables.shape[1], f"{request_id}: more blocks than max_context_len needs"
+        self.block_tables[row, first:last] = block_ids
+        self.num_blocks[row] = last
+
+    def blocks_of(self, rows: IntArray) -> IntArray:
+        """All blocks of the sequences in these rows."""
+        counts = zip(rows.tolist(), self.num_blocks[rows].tolist(), strict=True)
+        return np.concatenate([self.block_tables[row, :count] for row, count in counts])
+
+    def remove(self, request_id: RequestId) -> int:
+        """Free the row and return it."""
+        row = self.row(request_id)
+        del self._row_of[request_id]
+        self.sequences[row] = None
+        self._free_rows.append(row)
+        self.version += 1
+        return row
+
+    def sequence(self, row: int) -> NewSequence:
+        """Facts of the sequence in this row, as it joined."""
+        sequence = self.sequences[row]
+        assert sequence is not None, f"row {row} is free"
+        return sequence

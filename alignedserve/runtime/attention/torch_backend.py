@@ -1,0 +1,98 @@
+"""Attention in plain PyTorch: contexts are gathered into buffers, similar lengths together, padded and masked."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from alignedserve.runtime.attention.backend import Contexts
+from alignedserve.runtime.attention.sequence_table import IntArray
+from alignedserve.runtime.attention.torch_plan import ChunkPlan, DecodeBucket, DecodePlan, plan_chunk
+from alignedserve.runtime.device.arrays import Array
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from kernels.attention import GatherBuffers, attend_chunk, attend_decode, gather_context
+
+
+class GatheredStep(NamedTuple):
+    """A StepAttention over buckets."""
+
+    storage: BlockStorage
+    buffers: GatherBuffers
+    decode_rows: IntArray  # shortest context first
+    padded_share: float
+    buckets: tuple[DecodeBucket, ...]
+    chunk_plans: tuple[ChunkPlan, ...]
+    host_arrays: Sequence[Array] = ()
+
+    def place(self, tensors: Sequence[Tensor]) -> None:
+        """See StepAttention: everything is where it is needed."""
+
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        """See StepAttention."""
+        raise AssertionError("planned ahead by a planner that does not")
+
+    def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
+        """See StepAttention."""
+        runs = (self.storage.key_runs(layer), self.storage.value_runs(layer))
+        for bucket in self.buckets:
+            mask = bucket.mask if bucket.window_mask is None or not is_windowed else bucket.window_mask
+            rows = slice(bucket.first, bucket.last)
+            out[rows] = attend_decode(queries[rows], *runs, bucket.run_ids, mask, self.buffers)
+
+    def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
+        """See StepAttention."""
+        for chunk in self.chunk_plans:
+            rows = slice(chunk.first, chunk.last)
+            keys, values = self._context(chunk, new, layer)
+            mask = chunk.window_mask if is_windowed and chunk.window_mask is not None else chunk.mask
+            out[rows] = attend_chunk(queries[rows], keys, values, mask)
+
+    def _context(self, chunk: ChunkPlan, new: tuple[Tensor, Tensor], layer: int) -> tuple[Tensor, Tensor]:
+        layout, storage = self.storage.layout, self.storage
+        shape = (chunk.context_len, layout.num_kv_heads, layout.head_dim)
+        if chunk.run_ids is None:
+            rows = slice(chunk.first, chunk.last)
+            return new[0][rows].view(shape), new[1][rows].view(shape)
+        keys = gather_context(storage.key_runs(layer), chunk.run_ids, shape, "keys", self.buffers)
+        values = gather_context(storage.value_runs(layer), chunk.run_ids, shape, "values", self.buffers)
+        return keys, values
+
+
+class GatheredPlanner:
+    """An AttentionPlanner. Keeps the buckets from step to step."""
+
+    reads_unused_slots = True
+    plans_ahead = False
+
+    def __init__(self, table: Contexts, storage: BlockStorage, window: int | None) -> None:
+        self._table = table
+        self._storage = storage
+        self._window = window
+        self._plan: DecodePlan | None = None
+        self._buffers = GatherBuffers(storage.device)
+
+    def plan(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
+    ) -> GatheredStep:
+        """See AttentionPlanner."""
+        assert not num_padding, "only the GPU kernels read padding"
+        step = self.plan_chunks(chunk_rows, chunk_counts, len(decode_rows))
+        plan = self._decode_plan(decode_rows)
+        if plan is None:
+            return step
+        return step._replace(decode_rows=plan.rows, padded_share=plan.padded_share, buckets=plan.buckets)
+
+    def plan_chunks(self, rows: IntArray, counts: IntArray, first: int) -> GatheredStep:
+        """A step of nothing but chunks, whose token rows start at `first`."""
+        plans = []
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            plans.append(plan_chunk(self._table, self._storage, row, first, count, self._window))
+            first += count
+        return GatheredStep(self._storage, self._buffers, rows[:0], 0.0, (), tuple(plans))
+
+    def _decode_plan(self, rows: IntArray) -> DecodePlan | None:
+        if not len(rows):
+            return None
+        if self._plan is None or not self._plan.advance(self._table, rows):
+            self._plan = DecodePlan(self._table, self._storage, rows, self._window)
+        return self._plan

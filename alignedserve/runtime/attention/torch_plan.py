@@ -1,0 +1,224 @@
+"""Turns rows of the sequence table into the index and mask tensors that attention reads.
+
+The plan of a decode batch is kept: as long as the same sequences decode one token per step, a step changes one entry
+per sequence, whatever the context length. It is rebuilt when the batch changes or a bucket runs out of slots.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.attention.backend import Contexts
+from alignedserve.runtime.attention.sequence_table import IntArray
+from alignedserve.runtime.kv.block_storage import BlockStorage
+
+FloatArray = npt.NDArray[np.float32]
+
+# Gathered keys and values of one bucket should stay in the second-level caches of a few cores ...
+_BUCKET_BYTES = 2 << 20
+# ... but fewer sequences than this leave cores idle.
+_MIN_BUCKET_SEQUENCES = 4
+# What one call of attention costs beside what it reads, in bytes that it could have read in that time: 24 us, at
+# 0.76 us for 16 KiB (two cores, Zen 4; benchmarks.ledger compares what follows from it with what is measured).
+CALL_BYTES = 512 << 10
+# Tokens that each bucket can grow before the plan is rebuilt.
+_SPARE_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Sequences of similar length with one new token each: token rows `first` to `last` (excluded) of the batch."""
+
+    first: int
+    last: int
+    run_ids: Tensor  # [(last - first) * blocks] int64, rows of BlockStorage.key_runs
+    mask: Tensor  # [last - first, 1, 1, blocks * block_size] float32: 0 or -inf
+    window_mask: Tensor | None  # the same for windowed layers; None where the window excludes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """Several new tokens of one sequence: token rows `first` to `last` (excluded) of the batch."""
+
+    first: int
+    last: int
+    context_len: int  # tokens before the chunk and in it
+    run_ids: Tensor | None  # int64: all blocks of the context; None when nothing lies before the chunk
+    mask: Tensor | None  # [last - first, context_len]; None: causal over the chunk alone
+    window_mask: Tensor | None  # the same for windowed layers; None: as `mask`
+
+
+class DecodePlan:
+    """Buckets over decoding sequences, shortest context first, with one new token each.
+
+    `padded_share`: of the time that attention takes, what it spends on slots that only a longer sequence of the same
+    bucket needs. It is that of the lengths the plan was built for; until it is rebuilt, all of them grow alike.
+    """
+
+    def __init__(self, table: Contexts, storage: BlockStorage, rows: IntArray, window: int | None) -> None:
+        """`rows`: the sequences; the new token of each is number num_computed."""
+        lengths = table.num_computed[rows] + 1
+        self.order = np.argsort(lengths, kind="stable")  # position in `rows` of each bucket row
+        self.rows = rows[self.order]
+        self._table = table
+        self._version = table.version
+        self._requested_rows = rows
+        self._window = window
+        self._device = storage.device
+        self._run_stride = storage.run_stride
+        self._lengths = lengths[self.order]  # context of each row, new token included
+        self._build(storage)
+
+    def advance(self, table: Contexts, rows: IntArray) -> bool:
+        """Move every row one token on. False, with nothing changed, when the plan does not fit this step."""
+        if self._version != table.version or not np.array_equal(rows, self._requested_rows):
+            return False
+        lengths = table.num_computed[self.rows] + 1
+        if not np.array_equal(lengths, self._lengths + 1) or (lengths > self._capacities).any():
+            return False
+        self._lengths = lengths
+        last = lengths - 1
+        columns = last // table.block_size
+        self._run_ids[self._run_offsets + columns] = table.block_tables[self.rows, columns] * self._run_stride
+        self._mask[self._mask_offsets + last] = 0.0
+        if self._window_mask is not None and self._window is not None:
+            is_past = last >= self._window
+            self._window_mask[self._mask_offsets + last] = 0.0
+            self._window_mask[(self._mask_offsets + last - self._window)[is_past]] = -np.inf
+        return True
+
+    @property
+    def buckets(self) -> tuple[DecodeBucket, ...]:
+        """Views of the plan's arrays; on another device than the CPU, copies of what they hold now."""
+        if self._device.type == "cpu":
+            return self._buckets
+        return self._make_buckets()
+
+    def _build(self, storage: BlockStorage) -> None:
+        table, block_size = self._table, self._table.block_size
+        blocks = -(-(self._lengths + _SPARE_TOKENS) // block_size)
+        bytes_per_block = 2 * storage.layout.block_bytes // storage.layout.runs_per_block
+        self._bounds = bucket_bounds(blocks.tolist(), max(1, _BUCKET_BYTES // bytes_per_block))
+        widths = np.empty_like(blocks)
+        for first, last in self._bounds:
+            widths[first:last] = blocks[last - 1]
+        self._capacities = np.minimum(widths, table.block_tables.shape[1]) * block_size
+        widths = self._capacities // block_size
+        # Rounding up to blocks and room to grow are not padding: a batch of equal lengths reads them as well.
+        num_padded = int((widths - np.minimum(blocks, widths)).sum())
+        self.padded_share = num_padded / (int(widths.sum()) + len(self._bounds) * CALL_BYTES / bytes_per_block)
+        self._run_offsets = np.cumsum(widths) - widths
+        self._mask_offsets = self._run_offsets * block_size
+        self._run_ids = self._build_run_ids(widths)
+        self._mask = self._build_mask(widths, None)
+        self._window_mask = None
+        if self._window is not None and (self._capacities > self._window).any():
+            self._window_mask = self._build_mask(widths, self._window)
+        self._buckets = self._make_buckets()
+
+    def _build_run_ids(self, widths: IntArray) -> IntArray:
+        run_ids = np.empty(int(widths.sum()), np.int64)
+        used = -(-self._lengths // self._table.block_size)
+        for first, last in self._bounds:
+            width = int(widths[first])
+            tables = self._table.block_tables[self.rows[first:last], :width]
+            # Padding repeats the sequence's own first block: written, so finite, and masked.
+            columns = np.arange(width)
+            chosen = np.where(columns < used[first:last, None], tables, tables[:, :1])
+            start = int(self._run_offsets[first])
+            run_ids[start : start + chosen.size] = chosen.ravel()
+        return run_ids * self._run_stride
+
+    def _build_mask(self, widths: IntArray, window: int | None) -> FloatArray:
+        block_size = self._table.block_size
+        mask = np.zeros(int(widths.sum()) * block_size, np.float32)
+        for first, last in self._bounds:
+            tokens = int(widths[first]) * block_size
+            start = int(self._mask_offsets[first])
+            lengths = self._lengths[first:last, None]
+            positions = np.arange(tokens)
+            is_hidden = positions >= lengths
+            if window is not None:
+                is_hidden |= positions < lengths - window
+            mask[start : start + (last - first) * tokens].reshape(last - first, tokens)[is_hidden] = -np.inf
+        return mask
+
+    def _make_buckets(self) -> tuple[DecodeBucket, ...]:
+        run_ids = torch.from_numpy(self._run_ids).to(self._device)
+        mask = torch.from_numpy(self._mask).to(self._device)
+        window_mask = None if self._window_mask is None else torch.from_numpy(self._window_mask).to(self._device)
+        return tuple(self._make_bucket(bounds, run_ids, mask, window_mask) for bounds in self._bounds)
+
+    def _make_bucket(
+        self, bounds: tuple[int, int], run_ids: Tensor, mask: Tensor, window_mask: Tensor | None
+    ) -> DecodeBucket:
+        first, last = bounds
+        count, tokens = last - first, int(self._capacities[first])
+        start = int(self._mask_offsets[first])
+        runs = slice(
+            int(self._run_offsets[first]), int(self._run_offsets[first]) + count * tokens // self._table.block_size
+        )
+        slots = slice(start, start + count * tokens)
+        shape = (count, 1, 1, tokens)
+        return DecodeBucket(
+            first=first,
+            last=last,
+            run_ids=run_ids[runs],
+            mask=mask[slots].view(shape),
+            window_mask=None if window_mask is None else window_mask[slots].view(shape),
+        )
+
+
+def bucket_bounds(blocks: list[int], max_blocks: int) -> list[tuple[int, int]]:
+    """Split sequences, given their numbers of blocks in ascending order, into runs [first, last).
+
+    In a bucket all are padded to its longest: at most a quarter and one block more than its shortest. A bucket holds at
+    most `max_blocks` blocks after padding, but may always hold a handful of sequences of similar length.
+    """
+    bounds = []
+    first = 0
+    for index, length in enumerate(blocks):
+        count = index - first
+        is_wasteful = length > blocks[first] + blocks[first] // 4 + 1
+        is_full = count >= _MIN_BUCKET_SEQUENCES and (count + 1) * length > max_blocks
+        if is_wasteful or is_full:
+            bounds.append((first, index))
+            first = index
+    if blocks:
+        bounds.append((first, len(blocks)))
+    return bounds
+
+
+def plan_chunk(
+    table: Contexts, storage: BlockStorage, row: int, first: int, num_tokens: int, window: int | None
+) -> ChunkPlan:
+    """The next `num_tokens` tokens of the sequence in `row`, which are token rows from `first` on."""
+    before = int(table.num_computed[row])
+    context_len = before + num_tokens
+    run_ids = None
+    if before:
+        num_blocks = -(-context_len // table.block_size)
+        run_ids = torch.from_numpy(table.block_tables[row, :num_blocks] * storage.run_stride).to(storage.device)
+    is_window_narrow = window is not None and context_len > window
+    return ChunkPlan(
+        first=first,
+        last=first + num_tokens,
+        context_len=context_len,
+        run_ids=run_ids,
+        mask=_chunk_mask(before, num_tokens, None, storage) if before else None,
+        window_mask=_chunk_mask(before, num_tokens, window, storage) if is_window_narrow else None,
+    )
+
+
+def _chunk_mask(before: int, num_tokens: int, window: int | None, storage: BlockStorage) -> Tensor:
+    """0 where new token i may read slot j, -inf elsewhere: [num_tokens, before + num_tokens], dtype of the storage."""
+    own = torch.arange(before, before + num_tokens, device=storage.device)[:, None]
+    others = torch.arange(before + num_tokens, device=storage.device)
+    is_hidden = others > own
+    if window is not None:
+        is_hidden |= others <= own - window
+    mask = torch.zeros(is_hidden.shape, dtype=storage.layer_keys(0).dtype, device=storage.device)
+    return mask.masked_fill_(is_hidden, -float("inf"))

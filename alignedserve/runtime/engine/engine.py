@@ -1,0 +1,348 @@
+"""Computes tokens: one forward pass and one sampling step per call, for whatever mixture of sequences is asked for."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import SampledToken, TokenLogprob
+from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Contexts
+from alignedserve.runtime.attention.registry import attention_planner
+from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
+from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.device.streams import DeviceStreams, Event, HostEvent, streams_of
+from alignedserve.runtime.engine.cuda_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.hidden_cache import HiddenContexts
+from alignedserve.runtime.engine.sampler import Draw, Sampler, logprob_entries
+from alignedserve.runtime.engine.step_batch import BatchBuilder, StepBatch
+from alignedserve.runtime.kv.block_storage import BlockStorage
+
+__all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice", "StepTimes"]
+
+# Logits of this many prompt tokens are held at a time for prompt logprobs.
+_PROMPT_LOGPROB_ROWS = 64
+
+
+COMPUTE = "compute"  # the queue of what an engine computes
+# Stands for a token where logits were not numbers.
+_NO_TOKEN = -1
+
+
+class StepSlice(NamedTuple):
+    """Work of one sequence in one step: compute its next `num_tokens` known tokens."""
+
+    request_id: RequestId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of consecutive prompt tokens."""
+
+    request_id: RequestId
+    first_position: int  # of the prompt token that entries[0] is about; 1 or more
+    entries: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where one step's time went, in seconds."""
+
+    prepare_s: float
+    forward_s: float  # the pass and its logits
+    sampling_s: float  # and the log-probabilities of prompt tokens
+    attention_s: float  # of the pass, as Decoder.attention_s
+    chunk_attention_s: float  # alike
+    padded_share: float  # of attention_s, see StepAttention
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step produced."""
+
+    sampled: list[SampledToken]  # of every sequence whose slice reached its last known token, in no set order
+    failed: list[RequestId]  # their logits were not numbers: no token; remove them
+    prompt_logprobs: list[PromptLogprobs]
+    times: StepTimes
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A step on the compute queue."""
+
+    step: StepBatch
+    num_tokens: IntArray  # of each sampled row, before the step
+    computed: Event = field(default_factory=HostEvent)  # with its tokens on the host
+    draw: Draw | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    forwarded: float = 0.0  # when the forward pass had been computed, or queued
+
+
+class Engine:
+    """One model, its block storage and the sequences being computed.
+
+    Single threaded; no I/O; knows nothing of Ray or scheduling. A sequence holds the tokens it has so far and how many
+    of them are computed. A slice computes the next ones and writes their keys and values into the sequence's blocks;
+    a slice that reaches the last known token samples the next one, which joins the sequence. That rule covers whole
+    and chunked prefill, decode, recompute after preemption and resuming from a copy of the blocks.
+
+    Bad calls (unknown request, too few blocks, too many sequences or tokens) are broken invariants of the caller.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        storage: BlockStorage,
+        max_sequences: int,
+        max_context_len: int,
+        attention: str = AUTO,
+        queues: DeviceStreams | None = None,
+        capture: Capture | None = None,
+        hidden_block_tokens: int | None = None,
+    ) -> None:
+        """`attention`: one of CHOICES of runtime.attention. `queues`, `capture`: where work is done and how decode
+        steps are recorded, in place of what the storage's device has. `hidden_block_tokens`: sequences may have a
+        hidden cache, of which a block holds so many tokens; memory is taken for that. Raises ConfigError for what
+        cannot be had here."""
+        layout, config = storage.layout, model.config
+        assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
+            "more context than positions"
+        )
+        assert layout == config.block_layout(layout.block_size, model.dtype_name), "the storage is not of this model"
+        self.model = model
+        self.storage = storage
+        self._table = SequenceTable(
+            max_sequences=max_sequences,
+            max_context_len=max_context_len,
+            block_size=layout.block_size,
+            hidden_block_tokens=hidden_block_tokens,
+        )
+
+        def planner_of(contexts: Contexts, storage: BlockStorage) -> AttentionPlanner:
+            return attention_planner(attention, contexts, storage, config)
+
+        planner, hidden = planner_of(self._table, storage), None
+        if hidden_block_tokens is not None:
+            hidden = HiddenContexts(self._table, storage, hidden_block_tokens, planner_of)
+        if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
+            capture = CudaCapture()
+        sizes = graph_sizes(max_sequences)
+        self._graphs = None if capture is None else DecodeGraphs(model, storage, capture, sizes)
+        self._builder = BatchBuilder(
+            self._table, storage, planner, decode_sizes=() if capture is None else sizes, hidden=hidden
+        )
+        self._sampler = Sampler(
+            max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+        )
+        self._compute = (queues or streams_of(storage.device)).queue(COMPUTE)
+        self._chosen = torch.zeros(max_sequences, dtype=torch.int64, device=storage.device)
+        self._no_token = torch.tensor(_NO_TOKEN, device=storage.device)
+        is_here = storage.device.type == "cpu"
+        self._chosen_on_host = self._chosen if is_here else torch.zeros(max_sequences, dtype=torch.int64).pin_memory()
+        self._anticipates = planner.plans_ahead
+        self._next_step: StepBatch | None = None
+        self._next_version = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that hold a row."""
+        return len(self._table)
+
+    @property
+    def hidden_block_tokens(self) -> int | None:
+        """Tokens whose layer inputs a block holds; None: this engine has no hidden caches."""
+        return self._table.hidden_block_tokens
+
+    def has_sequence(self, request_id: RequestId) -> bool:
+        """Whether the sequence is here."""
+        return request_id in self._table
+
+    def add_sequence(self, sequence: NewSequence) -> None:
+        """Take in a sequence. The caller keeps owning the blocks.
+
+        Blocks that hold cached tokens must be written before the sequence's first slice, which clears the unused slots
+        of the last of them. Full cached blocks may be shared with others, a partly filled one may not.
+        """
+        assert 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < self.model.config.vocab_size, "unknown token"
+        row = self._table.add(sequence)
+        self._sampler.add(row, sequence)
+
+    def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
+        """Extend the sequence's block table; it then owns room for that many more tokens."""
+        self._table.append_blocks(request_id, block_ids)
+
+    def remove_sequence(self, request_id: RequestId) -> None:
+        """Free the sequence's row. Its blocks are the caller's to free or to copy."""
+        self._sampler.remove(self._table.remove(request_id))
+
+    def token_ids(self, request_id: RequestId) -> tuple[int, ...]:
+        """Prompt and generated tokens so far."""
+        row = self._table.row(request_id)
+        return tuple(self._table.tokens[row, : self._table.num_tokens[row]].tolist())
+
+    def generated_token_ids(self, request_id: RequestId) -> tuple[int, ...]:
+        """Generated tokens so far, those the sequence joined with included."""
+        row = self._table.row(request_id)
+        first = self._table.sequence(row).prompt_len
+        return tuple(self._table.tokens[row, first : self._table.num_tokens[row]].tolist())
+
+    def num_computed(self, request_id: RequestId) -> int:
+        """Leading tokens whose keys and values lie in the blocks."""
+        return int(self._table.num_computed[self._table.row(request_id)])
+
+    def num_tokens(self, request_id: RequestId) -> int:
+        """Tokens known so far."""
+        return int(self._table.num_tokens[self._table.row(request_id)])
+
+    @torch.inference_mode()
+    def record_graphs(self) -> None:
+        """Record the decode steps of every batch size, if they are recorded at all, and compile what draws tokens: no
+        step does so while it serves."""
+        if self._graphs is not None:
+            for size in reversed(self._graphs.sizes):  # the largest takes the memory that all use
+                self._compute.run(partial(self._forward, self._builder.build_padding(size)))
+            logits = torch.zeros((1, self.model.config.vocab_size), dtype=self.model.dtype, device=self.storage.device)
+            self._compute.run(partial(self._sampler.warm_up, logits))
+            self._compute.record().wait_on_host()
+
+    @torch.inference_mode()
+    def execute(self, slices: Sequence[tuple[RequestId, int]]) -> StepOutput:
+        """One step over one slice per sequence: at least one slice, each within its sequence's tokens and blocks.
+
+        A slice is a StepSlice, or a plain pair of the same. On a GPU the step after this one is prepared while this one
+        is computed, as if all of its sequences would decode on.
+        """
+        started = time.perf_counter()
+        step = self._anticipated(slices) or self._builder.build(
+            [part[0] for part in slices], [part[1] for part in slices]
+        )
+        prepared = time.perf_counter()
+        launch = self._launch(step)
+        self._anticipate(step)
+        launch.computed.wait_on_host()
+        output = self._collect(launch)
+        del launch.draw  # giving a megabyte back takes time as well, and belongs to the step
+        forwarded = launch.forwarded if self.storage.device.type == "cpu" else time.perf_counter()
+        times = StepTimes(
+            prepare_s=prepared - started,
+            forward_s=forwarded - prepared,
+            sampling_s=time.perf_counter() - forwarded,
+            attention_s=self.model.attention_s,
+            chunk_attention_s=self.model.chunk_attention_s,
+            padded_share=step.attention.padded_share,
+        )
+        return StepOutput(*output, launch.prompt_logprobs, times)
+
+    # --- the parts of a step
+
+    def _launch(self, step: StepBatch) -> "_Launch":
+        """Put it on the compute queue; the table then holds its sequences as they will be, but for the tokens."""
+        table, rows = self._table, step.sampled_rows
+        num_tokens = table.num_tokens[rows]
+        launch = _Launch(step, num_tokens)
+        if not self.storage.uses.is_idle:
+            self.storage.uses.begin(self._compute, table.blocks_of(step.rows))
+        self._compute.run(lambda: self._compute_step(launch))
+        if len(rows) and self._chosen_on_host is not self._chosen:
+            self._compute.copy_out(self._chosen[: len(rows)], self._chosen_on_host[: len(rows)])
+        launch.computed = self._compute.record()
+        table.num_computed[step.rows] += step.counts
+        table.num_tokens[rows] = num_tokens + 1
+        return launch
+
+    def _compute_step(self, launch: "_Launch") -> None:
+        step, rows = launch.step, launch.step.sampled_rows
+        hidden, logits = self._forward(step)
+        launch.forwarded = time.perf_counter()
+        if len(rows):
+            draw = self._sampler.start(rows, launch.num_tokens, logits)
+            torch.where(draw.is_usable, draw.token_ids, self._no_token, out=self._chosen[: len(rows)])
+            launch.draw = draw
+        launch.prompt_logprobs = [self._prompt_logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
+
+    def _forward(self, step: StepBatch) -> tuple[Tensor, Tensor]:
+        """Last hidden vectors of all tokens, and the logits of those that are sampled."""
+        if self._graphs is not None and step.is_decode and not step.wants_prompt_logprobs:
+            logits = self._graphs.run(step)
+            if logits is not None:
+                return logits[:0], logits[: len(step.rows)]
+        hidden = self.model.forward(step.forward_batch(self.storage.device), self.storage)
+        if not len(step.sampled_at):
+            return hidden, hidden[:0]
+        (sampled_at,) = to_device([step.sampled_at], self.storage.device)
+        return hidden, self.model.logits(hidden[sampled_at])
+
+    def _collect(self, launch: "_Launch") -> tuple[list[SampledToken], list[RequestId]]:
+        """Once it is computed: the tokens, put into the table; the sequences whose logits were not numbers."""
+        if launch.draw is None:
+            return [], []
+        table, rows, places = self._table, launch.step.sampled_rows, launch.num_tokens
+        token_ids = self._chosen_on_host[: len(rows)].numpy().copy()
+        is_usable = token_ids != _NO_TOKEN
+        choice = self._sampler.finish(launch.draw, token_ids, is_usable)
+        request_ids = table.request_ids
+        ids = [request_ids[row] for row in rows.tolist()]
+        logprobs = choice.logprobs
+        sampled = [
+            SampledToken(request_id, token_id, logprobs.get(index))
+            for index, (request_id, token_id) in enumerate(zip(ids, token_ids.tolist(), strict=True))
+        ]
+        if is_usable.all():
+            table.tokens[rows, places] = token_ids
+            return sampled, []
+        table.tokens[rows[is_usable], places[is_usable]] = token_ids[is_usable]
+        table.num_tokens[rows[~is_usable]] -= 1
+        self._next_step = None
+        good, bad = np.flatnonzero(is_usable).tolist(), np.flatnonzero(~is_usable).tolist()
+        return [sampled[index] for index in good], [ids[index] for index in bad]
+
+    # --- the step after this one
+
+    def _anticipate(self, step: StepBatch) -> None:
+        """Plan one more token of every sequence of the step. Which it was, and blocks given out until then, are filled
+        in by `_anticipated`."""
+        self._next_step = None
+        table, rows = self._table, step.rows
+        all_decode_on = len(step.sampled_rows) == len(rows)
+        if not self._anticipates or not all_decode_on or step.hidden is not None:
+            return
+        if (table.num_computed[rows] < table.max_context_len).all():
+            self._next_step = self._builder.build_decodes(rows)
+            self._next_version = table.version
+
+    def _anticipated(self, slices: Sequence[tuple[RequestId, int]]) -> StepBatch | None:
+        """The planned step, if it is of these slices; else None."""
+        step, table = self._next_step, self._table
+        if step is None or self._next_version != table.version or len(slices) != len(step.rows):
+            return None
+        if any(part[1] != 1 for part in slices):
+            return None
+        rows = table.rows([part[0] for part in slices])
+        if not np.array_equal(np.sort(rows), np.sort(step.rows)):
+            return None
+        self._builder.complete(step)
+        return step
+
+    def _prompt_logprobs(self, step: StepBatch, index: int, hidden: Tensor) -> PromptLogprobs:
+        """Entries for the prompt tokens that follow the tokens of slice `index`."""
+        row, first_row = int(step.rows[index]), int(step.first_rows[index])
+        sequence = self._table.sequence(row)
+        first = int(step.positions[first_row]) + 1
+        last_computed = first + int(step.counts[index]) - 1
+        count = min(last_computed + 1, sequence.prompt_len) - first
+        targets = torch.from_numpy(self._table.tokens[row, first : first + count].astype(np.int64)).to(hidden.device)
+        num_top = sequence.sampling.num_prompt_logprobs or 0
+        entries: list[TokenLogprob] = []
+        for start in range(0, count, _PROMPT_LOGPROB_ROWS):
+            stop = min(start + _PROMPT_LOGPROB_ROWS, count)
+            logits = self.model.logits(hidden[first_row + start : first_row + stop])
+            entries += logprob_entries(logits.float(), targets[start:stop], [num_top] * (stop - start))
+        return PromptLogprobs(sequence.request_id, first, tuple(entries))

@@ -1,0 +1,139 @@
+"""Single iterations of an engine, timed: on caches that are there without having been computed."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.runtime.engine.engine import Engine, NewSequence
+
+_NUM_STEPS = 3  # consecutive iterations of one visit to a point
+_LONG_VISIT_S = 0.3  # after which there is no further one
+
+
+class Chunk(NamedTuple):
+    """A part of a prompt, computed after cached tokens."""
+
+    num_tokens: int  # 2 or more: one token is a decode
+    num_cached: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One iteration to measure."""
+
+    kind: str
+    chunks: tuple[Chunk, ...] = ()
+    contexts: tuple[int, ...] = ()  # of the decodes, their new token included
+    hidden_contexts: tuple[int, ...] = ()  # of decodes with a hidden cache, likewise
+
+    @property
+    def work(self) -> IterationWork:
+        """What a policy would count."""
+        work = IterationWork()
+        for chunk in self.chunks:
+            work.add_chunk(chunk.num_tokens, chunk.num_cached, is_last=chunk.is_last)
+        for context_len in self.contexts:
+            work.add_decode(context_len)
+        for context_len in self.hidden_contexts:
+            work.add_decode(context_len, is_hidden=True)
+        return work
+
+    @property
+    def num_requests(self) -> int:
+        """Chunks and decodes are of a request each."""
+        return len(self.chunks) + len(self.contexts) + len(self.hidden_contexts)
+
+    @property
+    def max_context_len(self) -> int:
+        """Longest of all requests."""
+        return max(*self._lengths, 1)
+
+    def num_blocks(self, block_size: int, spare: int) -> int:
+        """Cache that the point needs at most, with every request growing by `spare` tokens."""
+        return sum(blocks_for(length + spare, block_size) for length in self._lengths)
+
+    @property
+    def _lengths(self) -> list[int]:
+        chunks = (chunk.num_tokens + chunk.num_cached for chunk in self.chunks)
+        return [*self.contexts, *self.hidden_contexts, *chunks]
+
+
+def within(
+    points: Sequence[Point], *, max_context_len: int, num_blocks: int, block_size: int, spare: int
+) -> list[Point]:
+    """Those that a model's context and a storage have room for."""
+    return [
+        point
+        for point in points
+        if point.max_context_len + spare < max_context_len and point.num_blocks(block_size, spare) <= num_blocks
+    ]
+
+
+class IterationTimer:
+    """Deals the blocks of an engine's storage out anew for each point. Leaves no sequence behind."""
+
+    def __init__(self, engine: Engine, *, block_ids: Sequence[int], clock: Callable[[], float]) -> None:
+        """`block_ids`: all that may be used, in any order; attention reads them as they are. `clock`: in seconds."""
+        self._engine = engine
+        self._block_ids = block_ids
+        self._clock = clock
+        self._block_size = engine.storage.layout.block_size
+        self._num_dealt = 0
+        self._num_made = 0
+
+    def possible(self, points: Sequence[Point], max_context_len: int) -> list[Point]:
+        """Those that the model and the blocks have room for."""
+        return within(
+            points,
+            max_context_len=max_context_len,
+            num_blocks=len(self._block_ids),
+            block_size=self._block_size,
+            spare=_NUM_STEPS + 1,
+        )
+
+    def visit(self, point: Point, num_steps: int = _NUM_STEPS) -> float:
+        """Seconds of one iteration: the median of so many, whose decodes go on from one to the next."""
+        assert 0 < num_steps <= _NUM_STEPS, "more steps than there is room for"
+        self._num_dealt = 0
+        decodes = [self._add(context_len, context_len - 1, 0) for context_len in point.contexts]
+        decodes += [self._add(length, length - 1, 0, is_hidden=True) for length in point.hidden_contexts]
+        seconds: list[float] = []
+        while len(seconds) < num_steps and sum(seconds) < _LONG_VISIT_S:
+            num_dealt = self._num_dealt
+            chunks = [self._add_chunk(chunk) for chunk in point.chunks]
+            slices = [*((request_id, 1) for request_id in decodes), *chunks]
+            seconds.append(self._execute(slices))
+            for request_id, _ in chunks:
+                self._engine.remove_sequence(request_id)
+            self._num_dealt = num_dealt
+        for request_id in decodes:
+            self._engine.remove_sequence(request_id)
+        return statistics.median(seconds)
+
+    def _execute(self, slices: Sequence[tuple[RequestId, int]]) -> float:
+        started = self._clock()
+        self._engine.execute(slices)
+        return self._clock() - started
+
+    def _add_chunk(self, chunk: Chunk) -> tuple[RequestId, int]:
+        known = chunk.num_cached + chunk.num_tokens
+        return self._add(known, chunk.num_cached, 0 if chunk.is_last else 1), chunk.num_tokens
+
+    def _add(self, context_len: int, num_cached: int, num_more: int, *, is_hidden: bool = False) -> RequestId:
+        """A sequence that will compute up to `context_len`, and knows `num_more` tokens beyond."""
+        request_id = RequestId(f"profile-{self._num_made}")
+        self._num_made += 1
+        tokens = (1,) * (context_len + num_more)
+        count = blocks_for(context_len + _NUM_STEPS, self._block_size)
+        blocks = tuple(BlockId(block) for block in self._block_ids[self._num_dealt : self._num_dealt + count])
+        self._num_dealt += count
+        sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=True)
+        new = NewSequence(request_id, tokens, len(tokens), num_cached, blocks, sampling, is_hidden)
+        self._engine.add_sequence(new)
+        return request_id

@@ -1,0 +1,123 @@
+"""What sequences ask to be changed in their logits: penalties, biases, and no end before its time.
+
+The changes of all rows of a step are put together on the host, brought to the device in one copy and made there
+together, so that nobody waits for it.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
+from alignedserve.runtime.device.arrays import to_device
+from kernels.sampling import Penalties, SeenTokens, penalise_
+
+_NOTHING = np.empty(0, np.int64)
+
+
+class LogitsProcessor:
+    """Of the engine's rows. A row is added before it is asked about and removed when it is freed."""
+
+    def __init__(self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._is_changed = np.zeros(max_sequences, np.bool_)  # always: by penalties or biases
+        self._min_lens = np.zeros(max_sequences, np.int64)  # shorter sequences must not stop
+        self._penalties = np.tile(np.array([1.0, 0.0, 0.0], np.float32), (max_sequences, 1))
+        self._seen: dict[int, _SeenTokens] = {}
+        self._biases: dict[int, tuple[IntArray, npt.NDArray[np.float32]]] = {}
+        self._stops: dict[int, IntArray] = {}
+
+    def add(self, row: int, sequence: NewSequence) -> None:
+        """Take over the sequence's parameters and the tokens that it already has."""
+        params = sequence.sampling
+        self._is_changed[row] = params.has_penalties or bool(params.logit_bias)
+        self._min_lens[row] = sequence.prompt_len + params.min_tokens
+        self._penalties[row] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        if params.has_penalties:
+            self._seen[row] = _SeenTokens(sequence)
+        if params.logit_bias:
+            known = [(token_id, bias) for token_id, bias in params.logit_bias if 0 <= token_id < self._vocab_size]
+            token_ids, biases = np.array([entry[0] for entry in known], np.int64), [entry[1] for entry in known]
+            self._biases[row] = token_ids, np.array(biases, np.float32)
+        if params.min_tokens:
+            stops = (() if params.ignore_eos else self._eos_token_ids) + params.stop_token_ids
+            self._stops[row] = np.array([stop for stop in stops if 0 <= stop < self._vocab_size], np.int64)
+
+    def remove(self, row: int) -> None:
+        """Forget the row."""
+        for of_rows in (self._seen, self._biases, self._stops):
+            of_rows.pop(row, None)
+
+    def note(self, rows: IntArray, chosen: IntArray) -> None:
+        """These tokens were generated: penalties to come count them."""
+        if not self._seen:
+            return
+        for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
+            if row in self._seen:
+                self._seen[row].note(token_id)
+
+    def made(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
+        """The logits [n, vocab_size] of these rows with their changes made, float32; the same tensor where there are
+        none. num_tokens [n]: tokens that each has so far."""
+        is_early = num_tokens < self._min_lens[rows]
+        if not (is_early | self._is_changed[rows]).any():
+            return logits
+        changed = logits.to(torch.float32, copy=True)
+        own = rows.tolist()
+        seen = [(at, *self._seen[row].arrays) for at, row in enumerate(own) if row in self._seen]
+        biased = [(at, *self._biases[row]) for at, row in enumerate(own) if row in self._biases]
+        stopped = [(at, self._stops[row]) for at, row in enumerate(own) if is_early[at] and row in self._stops]
+        arrays = [
+            *_joined([part[:2] for part in seen]),
+            np.concatenate([np.empty(0, np.int32), *(part[2] for part in seen)]),
+            np.ascontiguousarray(self._penalties[rows].T),
+            *_joined([part[:2] for part in biased]),
+            np.concatenate([np.empty(0, np.float32), *(part[2] for part in biased)]),
+            *_joined(stopped),
+        ]
+        seen_at, seen_ids, counts, penalties, biased_at, biased_ids, biases, stopped_at, stopped_ids = to_device(
+            arrays, logits.device
+        )
+        if len(seen_ids):
+            penalise_(changed, SeenTokens(seen_at, seen_ids, counts), Penalties(*penalties))
+        if len(biased_ids):
+            changed.index_put_((biased_at, biased_ids), biases, accumulate=True)
+        if len(stopped_ids):
+            changed[stopped_at, stopped_ids] = -float("inf")
+        return changed
+
+
+class _SeenTokens:
+    """What the penalties of one sequence look at: every token of it once, and how often it was generated."""
+
+    __slots__ = ("_counts", "_index_of", "_token_ids")
+
+    def __init__(self, sequence: NewSequence) -> None:
+        self._index_of: dict[int, int] = {}
+        self._token_ids = np.zeros(64, np.int64)
+        self._counts = np.zeros(64, np.int32)
+        for position, token_id in enumerate(sequence.token_ids):
+            self.note(token_id, is_generated=position >= sequence.prompt_len)
+
+    @property
+    def arrays(self) -> tuple[IntArray, npt.NDArray[np.int32]]:
+        """Token ids [seen] and their counts [seen]."""
+        num_seen = len(self._index_of)
+        return self._token_ids[:num_seen], self._counts[:num_seen]
+
+    def note(self, token_id: int, *, is_generated: bool = True) -> None:
+        """Count one more token."""
+        index = self._index_of.setdefault(token_id, len(self._index_of))
+        if index == len(self._token_ids):
+            self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._token_ids[index] = token_id
+        self._counts[index] += is_generated
+
+
+def _joined(parts: list[tuple[int, IntArray]]) -> tuple[IntArray, IntArray]:
+    """Of token ids of rows at some places: the place of each, and the token ids."""
+    places = [np.full(len(token_ids), place) for place, token_ids in parts]
+    return np.concatenate([_NOTHING, *places]), np.concatenate([_NOTHING, *(token_ids for _, token_ids in parts)])

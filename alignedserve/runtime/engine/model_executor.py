@@ -1,0 +1,236 @@
+"""A worker's heavy half: the model, its blocks, a thread that computes and one for each peer that copies.
+
+Prefill and decode workers differ in what they decide, not in how it is performed, so both own one of these.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from alignedserve.config.sections import EngineConfig, SchedulingConfig
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.costmodel.linear import Sample
+from alignedserve.messages.iterations import (
+    Addition,
+    IterationCompleted,
+    IterationTimes,
+    PromptScores,
+    RunIteration,
+)
+from alignedserve.runtime.attention.backend import AUTO
+from alignedserve.runtime.device.cores import num_cores
+from alignedserve.runtime.device.devices import CPU, free_bytes, use_device
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.device.streams import streams_of
+from alignedserve.runtime.engine.calibration import measure_iterations
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
+from alignedserve.runtime.engine.hidden_cache import recomputed_blocks
+from alignedserve.runtime.engine.swap_space import SwapSpace
+from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.transfers.registry import AUTO as AUTO_TRANSPORT
+from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weight_loader import random_weights
+from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.process.worker_threads import WorkerThreads
+from alignedserve.scheduling.policies import wanted_mechanisms
+from alignedserve.scheduling.policy import Mechanism
+
+_COMPUTE = "compute"
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """How much of the machine one worker takes."""
+
+    memory_bytes: int  # block storage
+    max_sequences: int
+    block_size: int
+    num_threads: int | None = None  # CPU threads of one forward pass; all cores when None
+    attention: str = AUTO  # one of CHOICES of runtime.attention
+    device: str = CPU  # as torch spells it
+    has_int8_swaps: bool = False  # caches in host memory are rounded to 8 bits per channel
+    hidden_block_tokens: int | None = None  # tokens whose layer inputs a block may hold; None: only keys and values
+
+
+def engine_sizes(
+    config: EngineConfig,
+    memory_bytes: int,
+    max_sequences: int,
+    *,
+    has_int8_swaps: bool = False,
+    hidden_block_tokens: int | None = None,
+) -> EngineSizes:
+    """Of a worker whose device and threads are decided."""
+    return EngineSizes(
+        memory_bytes,
+        max_sequences,
+        config.block_size,
+        config.threads_per_worker,
+        config.attention,
+        config.device,
+        has_int8_swaps,
+        hidden_block_tokens,
+    )
+
+
+def engine_mechanisms(*, has_int8_swaps: bool, has_hidden_cache: bool) -> frozenset[Mechanism]:
+    """What a scheduling policy can count on beyond chunks and pauses."""
+    has = {Mechanism.SWAP: True, Mechanism.INT8_SWAP: has_int8_swaps, Mechanism.HIDDEN_CACHE: has_hidden_cache}
+    return frozenset(one for one, is_there in has.items() if is_there)
+
+
+def hidden_block_tokens(served: ServedModel, scheduling: SchedulingConfig, block_size: int) -> int | None:
+    """Tokens whose layer inputs a block holds, where the policy wants hidden caches and this model's are smaller than
+    keys and values; else None: there are none."""
+    wants = Mechanism.HIDDEN_CACHE in wanted_mechanisms(scheduling)
+    return served.config.hidden_block_tokens(block_size) if wants else None
+
+
+def storage_blocks(layout: BlockLayout, memory_bytes: int, hidden_block_tokens: int | None) -> int:
+    """Blocks of an engine with so much memory; of the keys and values that are made anew of hidden caches, one layer
+    at a time, there must be room as well."""
+    if hidden_block_tokens is None:
+        return layout.blocks_in(memory_bytes)
+    one_layer = recomputed_blocks(hidden_block_tokens, layout.block_size) * layout.block_bytes // layout.num_layers
+    return memory_bytes // (layout.block_bytes + one_layer)
+
+
+class ModelExecutor:
+    """Performs RunIteration. `start_iteration` returns at once; the result goes to the callback on the loop.
+
+    Raises NotEnoughMemory, ConfigError or ModelError when made; making it takes as long as loading the weights.
+    """
+
+    def __init__(self, served: ServedModel, sizes: EngineSizes) -> None:
+        torch.set_num_threads(sizes.num_threads or num_cores())
+        device = torch.device(sizes.device)
+        _check_memory(served, sizes, device)
+        use_device(device)
+        layout = served.block_layout(sizes.block_size)
+        self.num_blocks = storage_blocks(layout, sizes.memory_bytes, sizes.hidden_block_tokens)
+        if self.num_blocks < 1:
+            raise NotEnoughMemory(f"memory_bytes is {sizes.memory_bytes}, less than one block of {layout.block_bytes}")
+        self.layout = layout
+        self.eos_token_ids = frozenset(served.config.eos_token_ids)
+        self._storage = BlockStorage(layout, self.num_blocks, device)
+        queues = streams_of(device)
+        self._host_cache = SwapSpace(self._storage, queues, is_int8=sizes.has_int8_swaps)
+        self._engine = Engine(
+            model=_load_decoder(served, device),
+            storage=self._storage,
+            max_sequences=sizes.max_sequences,
+            max_context_len=served.max_context_len,
+            attention=sizes.attention,
+            queues=queues,
+            hidden_block_tokens=sizes.hidden_block_tokens,
+        )
+        self._engine.record_graphs()
+        self._threads = WorkerThreads(partial(use_device, device))
+        self._sizes, self._max_context_len = sizes, served.max_context_len
+
+    def copier(self, identity: Identity, *, transport: str = AUTO_TRANSPORT) -> BlockCopier:
+        """What copies this engine's blocks; `transport` as in engine.kv_transport."""
+        return BlockCopier(self._storage, self._threads, identity, transport=transport)
+
+    def measure_iterations(self, duration_s: float) -> tuple[Sample, ...]:
+        """What iterations cost for a scheduler to begin with; on the calling thread, before anything is served."""
+        return measure_iterations(
+            self._engine,
+            max_sequences=self._sizes.max_sequences,
+            max_context_len=self._max_context_len,
+            duration_s=duration_s,
+        )
+
+    def start_iteration(self, command: RunIteration, on_completed: Callable[[IterationCompleted], None]) -> None:
+        """Perform one iteration on the compute thread."""
+        self._threads.submit(_COMPUTE, lambda: self.run_iteration(command), on_completed)
+
+    def close(self) -> None:
+        """Wait for the threads to end; whatever was asked for and is not done calls nobody back."""
+        self._threads.close()
+
+    # --- on the threads
+
+    def run_iteration(self, command: RunIteration) -> IterationCompleted:
+        """Perform one iteration on the calling thread, which must be the only one to do so."""
+        started = time.monotonic()
+        self._change_sequences(command)
+        changed = time.monotonic()
+        output = self._engine.execute(command.slices)
+        scores = tuple(
+            PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs
+        )
+        sampled, failed = tuple(output.sampled), tuple(output.failed)
+        return IterationCompleted(sampled, scores, failed, _times_of(output.times, started, changed))
+
+    def _change_sequences(self, command: RunIteration) -> None:
+        """Bring the engine's sequences to what the command says."""
+        if command.swaps is not None:
+            self._host_cache.perform(command.swaps)
+        for request_id in command.removals:
+            self._engine.remove_sequence(request_id)
+        for addition in command.additions:
+            self._engine.add_sequence(_sequence_of(addition))
+        for request_id, block_ids in command.extensions:
+            self._engine.append_blocks(request_id, block_ids)
+
+
+def _sequence_of(addition: Addition) -> NewSequence:
+    request = addition.request
+    return NewSequence(
+        request_id=request.request_id,
+        token_ids=request.prompt_token_ids + addition.generated_token_ids,
+        prompt_len=request.prompt_len,
+        num_cached=addition.num_cached,
+        block_ids=addition.block_ids,
+        sampling=request.sampling,
+        is_hidden=addition.is_hidden,
+    )
+
+
+def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes:
+    """Of an iteration that ends now, whose sequences were as asked for at `changed`."""
+    return IterationTimes(
+        started_s=started,
+        finished_s=time.monotonic(),
+        prepare_s=changed - started + step.prepare_s,
+        forward_s=step.forward_s,
+        sampling_s=step.sampling_s,
+        attention_s=step.attention_s,
+        padded_share=step.padded_share,
+    )
+
+
+def _load_decoder(served: ServedModel, device: torch.device) -> Decoder:
+    config, dtype, quantization = served.config, torch_dtype(served.dtype), served.quantization
+    if served.has_random_weights:
+        return Decoder(config, random_weights(config, 0, dtype, device, quantization))
+    return Decoder(config, load_weights(served.folder, config, dtype, device, quantization))
+
+
+def _check_memory(served: ServedModel, sizes: EngineSizes, device: torch.device) -> None:
+    available = free_bytes(device)
+    if device.type == "cuda":  # what a forward pass works with, graphs and libraries
+        available -= max(available // 10, 256 * _MIB)
+    if served.weight_bytes + sizes.memory_bytes <= available:
+        return
+    left = available - served.weight_bytes
+    fits = (
+        f"at most {left // _MIB} MiB of blocks would fit: set prefill.memory_bytes and decode.memory_bytes lower, or "
+        "choose a smaller model"
+        if left > 0
+        else "the weights alone do not fit: choose a smaller model"
+    )
+    raise NotEnoughMemory(
+        f"a worker on {device} needs {(served.weight_bytes + sizes.memory_bytes) // _MIB} MiB (packed weights "
+        f"{served.weight_bytes // _MIB}, blocks {sizes.memory_bytes // _MIB}), {max(available, 0) // _MIB} MiB are "
+        f"available; {fits}"
+    )

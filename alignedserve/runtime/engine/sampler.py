@@ -1,0 +1,141 @@
+"""Applies each sequence's sampling parameters to its logits. Rows that need nothing special cost one argmax."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from alignedserve.core.request import TokenLogprob
+from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
+from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.engine.logits_processors import LogitsProcessor
+from kernels.gpu_dispatch import fused_kernels
+from kernels.sampling import Filters, RowParameters, greedy, sample, top_logprobs, uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One token per row that was asked for, in that order."""
+
+    token_ids: IntArray
+    is_usable: npt.NDArray[np.bool_]  # False: the model's logits were not numbers, the token means nothing
+    logprobs: dict[int, TokenLogprob]  # by position among the rows; only of those that asked
+
+
+class Draw(NamedTuple):
+    """Chosen on the device, in the order of `rows`; see Choice."""
+
+    rows: IntArray
+    logits: Tensor
+    token_ids: Tensor  # int64
+    is_usable: Tensor  # bool
+
+
+class Sampler:
+    """Sampling state of the engine's rows. A row is added before it is sampled and removed when it is freed."""
+
+    def __init__(self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size = vocab_size
+        self._sequences: list[NewSequence | None] = [None] * max_sequences
+        self._changes = LogitsProcessor(max_sequences=max_sequences, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        self._prompt_lens = np.zeros(max_sequences, np.int64)
+        self._temperatures = np.zeros(max_sequences, np.float32)
+        self._top_ks = np.zeros(max_sequences, np.int64)
+        self._top_ps = np.ones(max_sequences, np.float32)
+        self._min_ps = np.zeros(max_sequences, np.float32)
+        self._seeds = np.zeros(max_sequences, np.int64)
+        self._wants_logprobs = np.zeros(max_sequences, np.bool_)
+
+    def add(self, row: int, sequence: NewSequence) -> None:
+        """Take over the sequence's parameters and the tokens that it already has."""
+        params = sequence.sampling
+        self._sequences[row] = sequence
+        self._prompt_lens[row] = sequence.prompt_len
+        self._temperatures[row] = params.temperature
+        self._top_ks[row] = params.top_k
+        self._top_ps[row] = params.top_p
+        self._min_ps[row] = params.min_p
+        self._seeds[row] = params.seed
+        self._wants_logprobs[row] = params.num_logprobs is not None
+        self._changes.add(row, sequence)
+
+    def remove(self, row: int) -> None:
+        """Forget the row."""
+        self._sequences[row] = None
+        self._changes.remove(row)
+
+    def choose(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Choice:
+        """`start` and `finish`, with the host waiting in between."""
+        draw = self.start(rows, num_tokens, logits)
+        return self.finish(draw, draw.token_ids.cpu().numpy(), draw.is_usable.cpu().numpy())
+
+    def start(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Draw:
+        """The next token of each row, on the device of the logits.
+
+        rows [n]; num_tokens [n]: tokens that each has so far; logits [n, vocab_size] of any dtype, left as they are.
+        """
+        adjusted = self._changes.made(rows, num_tokens, logits)
+        kernels = fused_kernels("token_sampling", adjusted.device, adjusted.dtype)
+        if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
+            parameters = self._parameters(rows, num_tokens, logits.device)
+            return Draw(rows, logits, *kernels.sample_tokens(adjusted, parameters))
+        random_at = np.flatnonzero(self._temperatures[rows] > 0.0)
+        if not len(random_at):
+            token_ids, is_usable = greedy(adjusted)
+        elif len(random_at) == len(rows):
+            token_ids, is_usable = self._sample(rows, num_tokens, adjusted.float())
+        else:
+            token_ids, is_usable = greedy(adjusted)
+            at = torch.from_numpy(random_at).to(logits.device)
+            token_ids[at], is_usable[at] = self._sample(rows[random_at], num_tokens[random_at], adjusted[at].float())
+        return Draw(rows, logits, token_ids, is_usable)
+
+    def warm_up(self, logits: Tensor) -> None:
+        """Have the GPU's kernel compiled, which takes seconds, for logits [1, vocab_size] of this kind and for those
+        that penalties have made float32."""
+        row, num_tokens = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        for own in (logits, logits.float()):
+            kernels = fused_kernels("token_sampling", own.device, own.dtype)
+            if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
+                kernels.sample_tokens(own, self._parameters(row, num_tokens, own.device))
+
+    def finish(self, draw: Draw, token_ids: IntArray, is_usable: npt.NDArray[np.bool_]) -> Choice:
+        """What `start` drew, once it is on the host: noted for the penalties to come, with log-probabilities."""
+        self._changes.note(draw.rows, token_ids)
+        return Choice(token_ids, is_usable, self._logprobs(draw))
+
+    def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
+        own = self._parameters(rows, num_tokens, logits.device)
+        return sample(logits / own.temperatures[:, None], Filters(own.top_k, own.top_p, own.min_p), own.draws)
+
+    def _parameters(self, rows: IntArray, num_tokens: IntArray, device: torch.device) -> RowParameters:
+        columns = (self._temperatures, self._top_ks, self._top_ps, self._min_ps)
+        draws = uniforms(self._seeds[rows], num_tokens - self._prompt_lens[rows])
+        return RowParameters(*to_device([*(column[rows] for column in columns), draws], device))
+
+    def _logprobs(self, draw: Draw) -> dict[int, TokenLogprob]:
+        rows, logits = draw.rows, draw.logits
+        positions = np.flatnonzero(self._wants_logprobs[rows])
+        if not len(positions):
+            return {}
+        at = torch.from_numpy(positions).to(logits.device)
+        counts = [self._num_logprobs(int(rows[position])) for position in positions.tolist()]
+        entries = logprob_entries(logits[at].float(), draw.token_ids[at], counts)
+        return dict(zip(positions.tolist(), entries, strict=True))
+
+    def _num_logprobs(self, row: int) -> int:
+        sequence = self._sequences[row]
+        assert sequence is not None, f"row {row} was never added"
+        return sequence.sampling.num_logprobs or 0
+
+
+def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprob]:
+    """Log-probability of each row's token and its `counts[row]` likeliest. logits [rows, vocabulary] float32."""
+    chosen, values, ids = (tensor.tolist() for tensor in top_logprobs(logits, token_ids, max(counts)))
+    return [
+        TokenLogprob(token_id, chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)))
+        for row, (token_id, count) in enumerate(zip(token_ids.tolist(), counts, strict=True))
+    ]

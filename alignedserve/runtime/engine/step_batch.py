@@ -1,0 +1,202 @@
+"""Builds the forward batch of one step from the sequence table: on the host, then brought to the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
+from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
+from alignedserve.runtime.device.arrays import Array, to_device
+from alignedserve.runtime.engine.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.hidden_cache import HiddenContexts, HiddenPlan, MixedAttention, tokens_of
+from alignedserve.runtime.kv.block_storage import BlockStorage
+
+_NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A forward batch, still on the host, and how to read its result. Slices are in batch order: decodes, then chunks.
+    Behind the token rows of a batch of decodes there may be padding, up to a size that graphs have."""
+
+    token_ids: IntArray  # [token rows]
+    positions: IntArray  # [token rows]
+    slots: IntArray  # [token rows], see ForwardBatch
+    fresh_blocks: IntArray  # see ForwardBatch
+    unclean_tails: tuple[tuple[BlockId, int], ...]  # see ForwardBatch
+    attention: StepAttention
+    rows: IntArray  # [slices] rows of the sequence table
+    counts: IntArray  # [slices] tokens of each
+    first_rows: IntArray  # [slices] first token row of each
+    sampled_rows: IntArray  # rows of the sequence table that reach their last known token
+    sampled_at: IntArray  # the token rows whose logits they need, in the same order
+    wants_prompt_logprobs: tuple[int, ...]  # slices that compute prompt tokens of sequences that asked
+    is_decode: bool  # one token of each slice, each the last known one, and keys and values in its blocks
+    hidden: HiddenPlan | None = None  # of the last slices
+
+    @property
+    def host_arrays(self) -> tuple[Array, ...]:
+        """What the forward pass reads."""
+        arrays = () if self.hidden is None else self.hidden.arrays
+        return (self.token_ids, self.positions, self.slots, *arrays, *self.attention.host_arrays)
+
+    def placed(self, tensors: Sequence[Tensor]) -> ForwardBatch:
+        """`tensors`: the host arrays on the device."""
+        token_ids, positions, slots, *others = tensors
+        hidden = None
+        if self.hidden is not None:
+            num_arrays = len(self.hidden.arrays)
+            first = len(token_ids) - len(self.hidden.positions)
+            hidden, others = self.hidden.placed(first, others[:num_arrays]), others[num_arrays:]
+        self.attention.place(others)
+        return ForwardBatch(token_ids, positions, slots, self.fresh_blocks, self.unclean_tails, self.attention, hidden)
+
+    def forward_batch(self, device: torch.device) -> ForwardBatch:
+        """Brought to the device."""
+        return self.placed(to_device(self.host_arrays, device))
+
+
+class BatchBuilder:
+    """Reads the table; changes nothing in it but the mark of an unclean tail."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        storage: BlockStorage,
+        planner: AttentionPlanner,
+        *,
+        decode_sizes: Sequence[int] = (),
+        hidden: HiddenContexts | None = None,
+    ) -> None:
+        """`decode_sizes`, ascending: a batch of decodes is padded to the next of them. `hidden`: of the sequences with
+        hidden caches, if there may be any."""
+        self._table = table
+        self._storage = storage
+        self._planner = planner
+        self._decode_sizes = decode_sizes
+        self._hidden = hidden
+
+    def build(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
+        """The batch that computes the next `num_tokens[i]` tokens of each request."""
+        rows = self._table.rows(request_ids)
+        counts = np.array(num_tokens, np.int64)
+        self._check(rows, counts)
+        is_decode, is_hidden = counts == 1, self._table.is_hidden[rows]
+        hidden = None
+        if is_hidden.any():
+            assert self._hidden is not None, "a hidden cache where there is none"
+            hidden = self._hidden.plan(rows[is_hidden], counts[is_hidden])
+            rows, counts, is_decode = rows[~is_hidden], counts[~is_hidden], is_decode[~is_hidden]
+        elif is_decode.all():
+            return self.build_decodes(rows)
+        return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode], hidden=hidden)
+
+    def build_decodes(self, rows: IntArray) -> StepBatch:
+        """The batch that computes the next token of each of these rows of the table, unchecked."""
+        return self._build(rows, rows[:0], _NO_ROWS)
+
+    def build_padding(self, size: int) -> StepBatch:
+        """A batch of so many decodes that are nobody's."""
+        return self._build(_NO_ROWS, _NO_ROWS, _NO_ROWS, size)
+
+    def complete(self, step: StepBatch) -> None:
+        """Fill in what may not have been known when a step of decodes was planned: its tokens, and their blocks."""
+        table, count = self._table, len(step.rows)
+        positions = step.positions[:count]
+        assert (positions < table.num_blocks[step.rows] * table.block_size).all(), "too few blocks for the slice"
+        columns, offsets = np.divmod(positions, table.block_size)
+        blocks = table.block_tables[step.rows, columns]
+        step.token_ids[:count] = table.tokens[step.rows, positions]
+        step.slots[:count] = blocks * self._storage.slot_stride + offsets
+        step.attention.set_last_blocks(blocks)
+
+    def _check(self, rows: IntArray, counts: IntArray) -> None:
+        table = self._table
+        assert len(rows), "a step needs at least one slice"
+        assert len(set(rows.tolist())) == len(rows), "two slices of one request in one step"
+        after = table.num_computed[rows] + counts
+        assert counts.min() >= 1, "a slice computes at least one token"
+        assert (after <= table.num_tokens[rows]).all(), "a slice goes beyond the known tokens"
+        assert (after <= table.num_blocks[rows] * table.block_tokens[rows]).all(), "too few blocks for the slice"
+
+    def _unclean_tails(self, rows: IntArray) -> tuple[tuple[BlockId, int], ...]:
+        """The slots after the cached tokens of sequences that came with some are read as well."""
+        table = self._table
+        rows = rows[table.has_unclean_tail[rows]]
+        table.has_unclean_tail[rows] = False
+        places = [divmod(computed, table.block_size) for computed in table.num_computed[rows].tolist()]
+        return tuple(
+            (BlockId(int(table.block_tables[row, block])), slot)
+            for row, (block, slot) in zip(rows.tolist(), places, strict=True)
+            if slot
+        )
+
+    def _num_padding(self, num_decodes: int) -> int:
+        at = int(np.searchsorted(self._decode_sizes, num_decodes))
+        return self._decode_sizes[at] - num_decodes if at < len(self._decode_sizes) else 0
+
+    def _build(
+        self,
+        decode_rows: IntArray,
+        chunk_rows: IntArray,
+        chunk_counts: IntArray,
+        num_padding: int | None = None,
+        *,
+        hidden: HiddenPlan | None = None,
+    ) -> StepBatch:
+        """`hidden`: sequences that come behind the others."""
+        table, block_size = self._table, self._table.block_size
+        is_all_decodes = not len(chunk_rows) and hidden is None
+        if num_padding is None:
+            num_padding = self._num_padding(len(decode_rows)) if is_all_decodes else 0
+        attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts, num_padding)
+        num_decodes = len(decode_rows)
+        rows = np.concatenate([attention.decode_rows, chunk_rows])
+        counts = np.ones(len(rows), np.int64)
+        counts[num_decodes:] = chunk_counts
+        token_rows, positions = rows, table.num_computed[rows]
+        if len(chunk_counts):
+            token_rows, positions = tokens_of(rows, positions, counts)
+        columns, offsets = np.divmod(positions, block_size)
+        blocks = table.block_tables[token_rows, columns]
+        slots = blocks * self._storage.slot_stride + offsets
+        if hidden is not None:
+            attention = MixedAttention(attention, hidden.attention, len(slots))
+            rows, counts = np.concatenate((rows, hidden.rows)), np.concatenate((counts, hidden.counts))
+            token_rows = np.concatenate((token_rows, np.repeat(hidden.rows, hidden.counts)))
+            positions = np.concatenate((positions, hidden.positions))
+            slots = np.concatenate((slots, hidden.slots))
+        token_ids = table.tokens[token_rows, positions].astype(np.int64)
+        if num_padding:
+            nothing = np.zeros(num_padding, np.int64)
+            token_ids, positions = np.concatenate((token_ids, nothing)), np.concatenate((positions, nothing))
+            scratch_slot = self._storage.scratch_block * self._storage.slot_stride
+            slots = np.concatenate((slots, nothing + scratch_slot))
+        last_rows = np.cumsum(counts) - 1
+        reads_unused = self._planner.reads_unused_slots
+        is_sampled = table.num_computed[rows] + counts == table.num_tokens[rows]
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            fresh_blocks=blocks[offsets == 0] if reads_unused else _NO_ROWS,
+            unclean_tails=self._unclean_tails(rows) if reads_unused else (),
+            attention=attention,
+            rows=rows,
+            counts=counts,
+            first_rows=last_rows - counts + 1,
+            sampled_rows=rows[is_sampled],
+            sampled_at=last_rows[is_sampled],
+            wants_prompt_logprobs=self._prompt_logprob_slices(rows),
+            is_decode=is_all_decodes and bool(is_sampled.all()),
+            hidden=hidden,
+        )
+
+    def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:
+        table = self._table
+        asks = table.wants_prompt_logprobs[rows] & (table.num_computed[rows] + 1 < table.prompt_lens[rows])
+        return tuple(np.flatnonzero(asks).tolist())

@@ -1,0 +1,41 @@
+"""How blocks lie in contiguous rows of bytes when they leave their device."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.runtime.device.dtypes import torch_dtype
+from kernels.block_lists import gather_blocks, scatter_blocks
+from kernels.int8_blocks import dequantise_blocks, quantise_blocks
+
+
+class BlockCodec(NamedTuple):
+    """One row, uint8 [row_bytes], for each block. Lists of blocks are int64 [count], rows uint8 [count, row_bytes],
+    contiguous, both on the blocks' device; no list to scatter to has a block twice."""
+
+    row_bytes: int
+    gather: Callable[[Tensor, Tensor], None]  # (blocks, rows): write the rows
+    scatter: Callable[[Tensor, Tensor], None]  # (rows, blocks): overwrite the blocks
+
+
+def exact_rows(block_bytes: Tensor) -> BlockCodec:
+    """Byte for byte. `block_bytes`: uint8 [num_blocks, any multiple of 8]."""
+    return BlockCodec(
+        block_bytes.shape[1],
+        partial(gather_blocks, block_bytes),
+        lambda rows, block_ids: scatter_blocks(rows, block_bytes, block_ids),
+    )
+
+
+def int8_rows(block_bytes: Tensor, layout: BlockLayout) -> BlockCodec:
+    """Rounded to 8 bits per channel (ALISE, section 3.2). `block_bytes`: blocks of this layout as bytes."""
+    shape = (-1, layout.runs_per_block, layout.block_size, layout.kv_width)
+    runs = block_bytes.view(torch_dtype(layout.dtype)).view(shape)
+    return BlockCodec(
+        layout.int8_block_bytes,
+        partial(quantise_blocks, runs),
+        lambda rows, block_ids: dequantise_blocks(rows, runs, block_ids),
+    )

@@ -1,0 +1,231 @@
+"""The memory of KV blocks on one device.
+
+Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim]: one block is one contiguous run
+of bytes, which pool and transports copy as a whole (docs/decisions/0002-block-layout.md).
+"""
+
+import contextlib
+import errno
+import mmap
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+from torch import Tensor
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.core.ids import BlockId
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.device.streams import streams_of
+from alignedserve.runtime.kv.block_codecs import exact_rows
+from alignedserve.runtime.kv.pending_copies import PendingCopies
+from alignedserve.runtime.kv.staged_copies import StagedCopies
+
+BlockIds = Sequence[BlockId] | npt.NDArray[np.int64]
+ByteRows = memoryview | npt.NDArray[np.uint8]
+
+_MADV_POPULATE_WRITE = 23  # of Linux; Python has no name for it yet
+
+
+class BlockStorage:
+    """Blocks 0 .. num_blocks - 1. Knows nothing of who owns them; content is arbitrary until written.
+
+    Raises NotEnoughMemory saying how many bytes are needed.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        *,
+        has_scratch: bool | None = None,
+    ) -> None:
+        """`has_scratch`: one more block for what is computed and means nothing; by default not on a CPU."""
+        assert num_blocks >= 1, "a storage needs at least one block"
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        self.has_scratch = self.device.type != "cpu" if has_scratch is None else has_scratch
+        with_scratch = _allocate(layout, num_blocks + self.has_scratch, self.device)
+        self.uses = PendingCopies(num_blocks)
+        self._blocks = with_scratch[:num_blocks]
+        self._bytes = self._blocks.view(torch.uint8)
+        self._host: npt.NDArray[np.uint8] | None = self._bytes.numpy() if self.device.type == "cpu" else None
+        flat = with_scratch.view(-1)
+        starts = range(0, layout.block_elements, layout.run_elements)
+        runs = [flat[start:].view(-1, layout.run_elements) for start in starts]
+        slots = [flat[start:].view(-1, layout.kv_width) for start in starts]
+        self._key_runs, self._value_runs = runs[::2], runs[1::2]
+        self._key_slots, self._value_slots = slots[::2], slots[1::2]
+
+    @property
+    def scratch_block(self) -> BlockId:
+        """The block that is nobody's, right behind the others."""
+        assert self.has_scratch, "a storage without a scratch block"
+        return BlockId(self.num_blocks)
+
+    @property
+    def bytes(self) -> Tensor:
+        """All blocks as uint8 [num_blocks, block_bytes], on their device."""
+        return self._bytes
+
+    @property
+    def run_stride(self) -> int:
+        """Distance of the runs of consecutive blocks: block b's run is row b * run_stride of `key_runs(layer)`."""
+        return self.layout.runs_per_block
+
+    @property
+    def slot_stride(self) -> int:
+        """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`."""
+        return self.layout.runs_per_block * self.layout.block_size
+
+    def layer_keys(self, layer: int) -> Tensor:
+        """Keys of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
+        return self._layer_view(layer, 0)
+
+    def layer_values(self, layer: int) -> Tensor:
+        """Values of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
+        return self._layer_view(layer, 1)
+
+    @property
+    def blocks(self) -> Tensor:
+        """All blocks [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on their device."""
+        layout = self.layout
+        sizes = (layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        return self._blocks.view(self.num_blocks, *sizes)
+
+    def key_runs(self, layer: int) -> Tensor:
+        """Contiguous rows [.., block_size * kv_width], the first one block 0's keys of this layer; see `run_stride`."""
+        return self._key_runs[layer]
+
+    def value_runs(self, layer: int) -> Tensor:
+        """Like `key_runs`, for values."""
+        return self._value_runs[layer]
+
+    def key_slots(self, layer: int) -> Tensor:
+        """Contiguous rows [.., kv_width] that start with block 0's first key of this layer; see `slot_stride`."""
+        return self._key_slots[layer]
+
+    def value_slots(self, layer: int) -> Tensor:
+        """Like `key_slots`, for values."""
+        return self._value_slots[layer]
+
+    def input_slots(self, layer: int, hidden_size: int) -> Tensor:
+        """Contiguous rows [.., hidden_size] that start with the first layer input of block 0 on this layer, of blocks
+        that hold layer inputs: [num_layers, tokens, hidden_size]. A block lies num_layers * tokens rows further."""
+        start = layer * (self.layout.block_elements // self.layout.num_layers)
+        return self._blocks.view(-1)[start:].view(-1, hidden_size)
+
+    # On the host, once no copy is at work on the blocks any more. From any thread.
+
+    def read_blocks(self, block_ids: BlockIds, out: ByteRows) -> None:
+        """Copy whole blocks out, one per row of `out`: uint8 [len(block_ids), block_bytes], writable."""
+        ids = self._checked(block_ids)
+        rows = self._byte_rows(out, len(ids))
+        assert rows.flags.writeable, "the target of read_blocks is read-only"
+        self.uses.settle(ids)
+        if self._host is not None:
+            np.take(self._host, ids, axis=0, out=rows, mode="clip")
+            return
+        for target, source in zip(rows, self.rows_to_read(block_ids), strict=True):
+            target[:] = source
+
+    def write_blocks(self, block_ids: BlockIds, source: ByteRows) -> None:
+        """Overwrite whole blocks, one per row of `source`: uint8 [len(block_ids), block_bytes]. Ids are distinct."""
+        rows = self._byte_rows(source, len(block_ids))
+        # Targets first: asked for one more at the end, staged rows are taken over.
+        for target, row in zip(self.rows_to_write(block_ids), rows, strict=True):
+            target[:] = row
+
+    def rows_to_read(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
+        """The bytes of these blocks, one after the other. A row is valid until the next one is asked for."""
+        ids = self._checked(block_ids)
+        self.uses.settle(ids)
+        if self._host is not None:
+            return map(self._host.__getitem__, ids.tolist())
+        return self._staged("read").rows_to_read(ids)
+
+    def rows_to_write(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
+        """Rows to fill, one for each of these blocks. A row is taken over when the next one, or the end, is asked for;
+        to leave early is to leave the blocks undefined."""
+        ids = self._checked(block_ids)
+        self.uses.settle(ids)
+        if self._host is not None:
+            return map(self._host.__getitem__, ids.tolist())
+        return self._staged("write").rows_to_write(ids)
+
+    def zero_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
+        """Fill whole blocks with zeros."""
+        self._blocks.index_fill_(0, torch.from_numpy(self._checked(block_ids)).to(self.device), 0)
+
+    def fill_tail(self, block_id: BlockId, first_slot: int) -> None:
+        """Fill the token slots from `first_slot` on, not the first, with what is in the one before, on all layers."""
+        slots = self._slots_of(block_id)
+        slots[:, :, first_slot:] = slots[:, :, first_slot - 1 : first_slot]
+
+    def zero_tail(self, block_id: BlockId, first_slot: int) -> None:
+        """Fill the token slots from `first_slot` on with zeros, on all layers."""
+        self._slots_of(block_id)[:, :, first_slot:] = 0
+
+    def _slots_of(self, block_id: BlockId) -> Tensor:
+        """[num_layers, 2, block_size, kv_width] of one block."""
+        layout = self.layout
+        shape = (layout.num_layers, 2, layout.block_size, layout.kv_width)
+        return self._blocks[self._checked([block_id])[0]].view(shape)
+
+    def _staged(self, queue_name: str) -> StagedCopies:
+        return StagedCopies(exact_rows(self._bytes), streams_of(self.device).queue(queue_name), self.device)
+
+    def _layer_view(self, layer: int, which: int) -> Tensor:
+        layout = self.layout
+        shape = (self.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        return self._blocks.view(shape)[:, layer, which]
+
+    def _checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
+        ids = np.asarray(block_ids, dtype=np.int64)
+        assert ids.ndim == 1, "block ids must be a flat list"
+        assert not len(ids) or (ids.min() >= 0 and ids.max() < self.num_blocks), "a block id outside the storage"
+        return ids
+
+    def _byte_rows(self, rows: ByteRows, count: int) -> npt.NDArray[np.uint8]:
+        array = np.frombuffer(rows, dtype=np.uint8) if isinstance(rows, memoryview) else rows
+        assert array.dtype == np.uint8, "blocks are copied as bytes (uint8)"
+        assert array.size == count * self.layout.block_bytes, "the buffer does not fit the blocks"
+        assert array.flags.c_contiguous, "the buffer must be contiguous"
+        return array.reshape(count, self.layout.block_bytes)
+
+
+def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:
+    needed = num_blocks * layout.block_bytes
+    message = f"{num_blocks} KV blocks of {layout.block_bytes} bytes need {needed} bytes on {device}"
+    if device.type == "cpu" and needed > psutil.virtual_memory().available:
+        raise NotEnoughMemory(f"{message}, more than is available; lower the number of blocks.")
+    shape = (num_blocks, layout.block_elements)
+    try:
+        if device.type == "cpu":
+            return torch.frombuffer(_huge_pages(needed), dtype=torch_dtype(layout.dtype)).view(shape)
+        return torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device)
+    except (RuntimeError, OSError, MemoryError) as error:
+        raise NotEnoughMemory(f"{message}; lower the number of blocks.") from error
+
+
+def _huge_pages(size: int) -> mmap.mmap:
+    """Memory in pages of 2 MiB where the kernel gives them: blocks are read in no order, and small pages cost a third
+    of the speed at which they are copied.
+
+    It is taken now, not at the first write of each block: that would be in the middle of a pass (8 % of one over 64
+    prompts of 32 tokens in float32, where a hypervisor gives the pages), and missing memory would show as late.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel before 5.14
+            raise
+    return memory

@@ -1,0 +1,99 @@
+"""The memory that a prefill worker lends: a candidate buffer for each decode worker that is linked to it.
+
+A buffer is an arena of its own, made when the decode worker comes and gone when it goes, so that whatever an earlier
+life of it still does ends nowhere. What lies where is the decode worker's to say (AlignedServe, section 3.4).
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.messages.caches import ArenaOffered
+from alignedserve.runtime.kv.shm_arena import Arena, arena_path
+from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
+from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.process.process_spec import ProcessSpec
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_SERVER = ("auto", "shm")
+
+
+class OpenedBuffer(NamedTuple):
+    """One decode worker's buffer."""
+
+    arena: Arena
+    offered: ArenaOffered
+    server: BlockServer | None
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSizes:
+    """How large the buffers are, and how they are reached."""
+
+    num_blocks: int  # of each; 0: none are made
+    transport: str  # engine.kv_transport
+
+
+class CandidateMemory:
+    """The buffers by decode worker. Runs on the worker's event loop; making one takes milliseconds."""
+
+    def __init__(self, layout: BlockLayout, sizes: BufferSizes, process_spec: ProcessSpec) -> None:
+        self._layout = layout
+        self._sizes = sizes
+        self._process_spec = process_spec
+        self._opened: dict[str, OpenedBuffer] = {}
+        self._num_made = 0
+
+    def open_for(self, peer: str) -> OpenedBuffer | None:
+        """Make a fresh buffer in place of any earlier one; None when there is no memory for it, which is logged."""
+        self.close_for(peer)
+        if self._sizes.num_blocks < 1:
+            return None
+        self._num_made += 1
+        name = f"{self._process_spec.name}-for-{peer}-{self._num_made}"
+        path = arena_path(self._process_spec.cluster_id, name)
+        try:
+            arena = Arena.create(
+                path, self._layout, self._sizes.num_blocks, purpose="candidate buffers", setting="prefill.buffer_bytes"
+            )
+        except NotEnoughMemory as error:
+            logger.warning("%s does without a candidate buffer here: %s", peer, error)
+            return None
+        server = self._serve(arena, name)
+        offered = ArenaOffered(
+            str(path),
+            arena.num_blocks,
+            self._layout.block_bytes,
+            self._layout.digest().hex(),
+            served_at=server.address if server is not None else "",
+            transports=("shm",) if server is None else ("shm", self._sizes.transport),
+            file_id=arena.file_id,
+        )
+        opened = self._opened[peer] = OpenedBuffer(arena, offered, server)
+        return opened
+
+    def close_for(self, peer: str) -> None:
+        """Give the buffer's memory back, as soon as nobody maps it any more."""
+        opened = self._opened.pop(peer, None)
+        if opened is None:
+            return
+        if opened.server is not None:
+            opened.server.close()
+        opened.arena.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give all of it back."""
+        for peer in list(self._opened):
+            self.close_for(peer)
+
+    def _serve(self, arena: Arena, name: str) -> BlockServer | None:
+        transport = self._sizes.transport
+        if transport in _WITHOUT_SERVER:
+            return None
+        identity: Identity = self._process_spec.identity()
+        address = self._process_spec.addresses.of(name)
+        return BlockServer(ArenaBuffer(arena), address, identity=identity, transports=(transport,))

@@ -1,0 +1,195 @@
+"""The stream socket beside a block transfer: framing, mutual proof of the cluster's secret, deadlines.
+
+Blocking, for the thread that moves the blocks. Frames are those of runtime.links (a 4-byte little-endian length, a
+MessagePack message) with a smaller bound. The proofs are of the same construction with other names for the sides, so
+that a proof made for one kind of connection is worth nothing on the other.
+"""
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from pathlib import Path
+from secrets import token_bytes
+
+from alignedserve.core.errors import PeerLost, ProtocolError
+from alignedserve.messages.blocks import BlockClientInbound, BlockServerInbound
+from alignedserve.messages.handshake import Challenge, HandshakeMessage, Hello, Welcome
+from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
+from alignedserve.runtime.process.links import Identity, Peer, check_proof, check_version, proof_of
+
+_HEADER = struct.Struct("<I")
+_MAX_HANDSHAKE_BYTES = 4096
+_MAX_QUESTION_BYTES = 8 * 1024 * 1024
+_DIALLER, _LISTENER = "block dialler", "block listener"
+_HANDSHAKE = Codec(HandshakeMessage)
+_SERVER_INBOUND, _CLIENT_INBOUND = Codec(BlockServerInbound), Codec(BlockClientInbound)
+
+
+class Control:
+    """One connected socket, owned. Every method raises PeerLost when the other end is gone or too slow, and
+    ProtocolError when it says what it should not."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self._socket = connection
+        self._timeout_s = timeout_s
+        self._codec = _HANDSHAKE
+        self._max_bytes = _MAX_HANDSHAKE_BYTES
+
+    @property
+    def local_host(self) -> str:
+        """This end's address on the way to the other one; both are on this machine when it is a Unix socket."""
+        name = self._socket.getsockname()
+        return str(name[0]) if self._socket.family in (socket.AF_INET, socket.AF_INET6) else "127.0.0.1"
+
+    def send(self, message: Message) -> None:
+        """Send one message."""
+        payload = self._codec.encode(message)
+        try:
+            self._socket.settimeout(self._timeout_s)
+            self._socket.sendall(_HEADER.pack(len(payload)) + payload)
+        except OSError as error:
+            raise PeerLost(f"the other end of a block transfer does not read: {error}") from error
+
+    def receive(self) -> Message:
+        """The next message, which must be complete within the timeout."""
+        deadline_s = time.monotonic() + self._timeout_s
+        (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline_s))
+        if length > self._max_bytes:
+            raise ProtocolError(f"a frame of {length} bytes, more than {self._max_bytes}")
+        return self._codec.decode(self._read(length, deadline_s))
+
+    def wait(self) -> None:
+        """Until something is there to receive, however long that takes."""
+        try:
+            waiting = select.poll()
+            waiting.register(self._socket, select.POLLIN)
+            waiting.poll()
+        except (OSError, ValueError) as error:
+            raise PeerLost("the connection was closed") from error
+
+    def hang_up(self) -> None:
+        """End the connection under a thread that works on it: that thread loses its peer, and closes. May be repeated.
+
+        Were it closed here, its number could be a newer connection's by the time that thread waits for it."""
+        with contextlib.suppress(OSError):  # it may not be connected any more
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Drop the connection, on the thread that works on it. May be repeated."""
+        self.hang_up()
+        self._socket.close()
+
+    def prove_as_listener(self, identity: Identity) -> Peer:
+        """Challenge the dialler, answer its challenge; from here on it may ask questions."""
+        nonce = token_bytes(32)
+        self.send(Challenge(PROTOCOL_VERSION, nonce))
+        match self.receive():
+            case Hello(version=version, role=role, name=name, proof=proof, nonce=its_nonce):
+                check_version(version)
+                check_proof(identity.secret, proof, _DIALLER, nonce, name)
+            case _:
+                raise ProtocolError("a handshake message out of turn")
+        own_proof = proof_of(identity.secret, _LISTENER, its_nonce, identity.name)
+        self.send(Welcome(identity.role, identity.name, own_proof))
+        self._speak(_SERVER_INBOUND)
+        return Peer(role, name)
+
+    def prove_as_dialler(self, identity: Identity) -> Peer:
+        """Answer the listener's challenge and check its own proof."""
+        nonce = token_bytes(32)
+        match self.receive():
+            case Challenge(version=version, nonce=its_nonce):
+                check_version(version)
+            case _:
+                raise ProtocolError("a handshake message out of turn")
+        own_proof = proof_of(identity.secret, _DIALLER, its_nonce, identity.name)
+        self.send(Hello(PROTOCOL_VERSION, identity.role, identity.name, own_proof, nonce))
+        match self.receive():
+            case Welcome(role=role, name=name, proof=proof):
+                check_proof(identity.secret, proof, _LISTENER, nonce, name)
+            case _:
+                raise ProtocolError("a handshake message out of turn")
+        self._speak(_CLIENT_INBOUND)
+        return Peer(role, name)
+
+    def _speak(self, codec: Codec) -> None:
+        self._codec = codec
+        self._max_bytes = _MAX_QUESTION_BYTES
+
+    def _read(self, count: int, deadline_s: float) -> bytes:
+        content = bytearray()
+        try:
+            while len(content) < count:
+                self._socket.settimeout(max(deadline_s - time.monotonic(), 0.001))
+                part = self._socket.recv(min(count - len(content), 1 << 20))
+                if not part:
+                    raise PeerLost("the other end of a block transfer closed the connection")
+                content += part
+        except OSError as error:
+            raise PeerLost(f"nothing came from the other end of a block transfer: {error}") from error
+        return bytes(content)
+
+
+def dial(address: str, identity: Identity) -> Control:
+    """Connect to `unix:/path` or `tcp:host:port` and prove each other. Raises PeerLost or ProtocolError."""
+    try:
+        connection = _connected(address, identity.peer_timeout_s)
+    except (OSError, ValueError) as error:
+        raise PeerLost(f"nobody answers at {address}") from error
+    control = Control(connection, identity.peer_timeout_s)
+    try:
+        control.prove_as_dialler(identity)
+    except (PeerLost, ProtocolError):
+        control.close()
+        raise
+    return control
+
+
+def _connected(address: str, timeout_s: float) -> socket.socket:
+    kind, _, rest = address.partition(":")
+    if kind != "unix":
+        host, _, port = rest.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout_s)
+        keep_alive(connection, timeout_s)
+        return connection
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(rest)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def listen_at(address: str) -> socket.socket:
+    """A listening socket at `unix:/path` or `tcp:host:port` (0: any free port). Raises OSError when it is taken."""
+    kind, _, rest = address.partition(":")
+    if kind == "unix":
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if Path(rest).is_socket():
+            Path(rest).unlink()  # a killed process left it; the folder is the cluster's own
+        try:
+            listener.bind(rest)
+            listener.listen(64)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+    host, _, port = rest.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, int(port)), family=family, backlog=64)
+
+
+def keep_alive(connection: socket.socket, timeout_s: float) -> None:
+    """Have the kernel notice a peer that is cut off while nothing is asked; a Unix socket needs none of it."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(timeout_s / 2)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(timeout_s / 6)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))

@@ -1,0 +1,168 @@
+"""A candidate buffer in a device's memory, and blocks on a device as pieces are cut from them.
+
+Everything here is plain torch and runs on any device; the CPU serves the tests.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
+from alignedserve.core.ids import BlockId
+from alignedserve.messages.blocks import DeviceMemoryHandle
+from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.runtime.device.arrays import to_device
+from alignedserve.runtime.kv.block_checksums import (
+    PlacedRun,
+    RunSums,
+    blocks_of,
+    check_target,
+    checked_sums,
+    copy_rows,
+    placed,
+    summed_runs,
+)
+from alignedserve.runtime.kv.shm_arena import NOBODYS, Arena
+from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunSums
+from kernels.block_checksums import WORD_BYTES
+from kernels.block_lists import gather_blocks, scatter_blocks
+
+_STAGED_BYTES = 16 * 1024 * 1024
+
+
+class DevicePieces:
+    """Blocks uint8 [num_blocks, block_bytes] on a device, gathered into pieces there and scattered out of them."""
+
+    def __init__(self, blocks: Tensor) -> None:
+        self.device = blocks.device
+        self._blocks = blocks
+        self._block_bytes = blocks.shape[1]
+
+    def sums(self, runs: Sequence[PlacedRun]) -> DeviceRunSums:
+        """Checksums to be fed by gather or scatter, over all the blocks in order."""
+        return DeviceRunSums(runs, self._block_bytes, self.device)
+
+    def gather(self, block_ids: Sequence[BlockId], rows: Tensor, *sums: DeviceRunSums) -> None:
+        """Copy blocks into rows: uint8 [len(block_ids), block_bytes], on this device."""
+        gather_blocks(self._blocks, self._ids(block_ids), rows)
+        for one in sums:
+            one.update(rows)
+
+    def scatter(self, block_ids: Sequence[BlockId], rows: Tensor, *sums: DeviceRunSums) -> None:
+        """Copy rows into blocks."""
+        scatter_blocks(rows, self._blocks, self._ids(block_ids))
+        for one in sums:
+            one.update(rows)
+
+    def _ids(self, block_ids: Sequence[BlockId]) -> Tensor:
+        return to_device([np.array(block_ids, np.int64)], self.device)[0]
+
+
+class DeviceBuffer:
+    """Blocks on a device and, on the host, the generations on them. For a block server, which closes before it goes.
+
+    Raises NotEnoughMemory saying how many bytes are needed.
+    """
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
+        assert layout.block_bytes % WORD_BYTES == 0, "blocks on a device are made of 8-byte words"
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = device
+        try:
+            self.blocks = torch.zeros((num_blocks, layout.block_bytes), dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            needed = num_blocks * layout.block_bytes
+            raise NotEnoughMemory(f"a candidate buffer needs {needed} bytes on {device}") from error
+        self.generations: npt.NDArray[np.uint64] = np.zeros(num_blocks, np.uint64)
+        self._pieces = DevicePieces(self.blocks)
+        self.gather = self._pieces.gather
+        self.scatter = self._pieces.scatter
+
+    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
+        """Mark these blocks as written under this generation (0: nobody's)."""
+        self.generations[list(block_ids)] = generation
+
+    def is_stamped(self, block_ids: Sequence[BlockId], generation: int) -> bool:
+        """Whether they all are."""
+        return generation != NOBODYS and bool((self.generations[list(block_ids)] == generation).all())
+
+    def exported(self) -> DeviceMemoryHandle | None:
+        """See ServedBuffer. Each call is for one other process."""
+        if self.device.type != "cuda":
+            return None
+        storage: Any = self.blocks.untyped_storage()
+        _, handle, size, offset, counter, counter_offset, event, is_awaited = storage._share_cuda_()
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        return DeviceMemoryHandle(uuid, handle, size, offset, counter, counter_offset, event, is_awaited)
+
+    def take_in(
+        self, source: Arena, copy: BlockCopy, block_ids: Sequence[BlockId], generation: int
+    ) -> tuple[BlockRun, ...]:
+        """As transfer.relay, from an arena into this buffer. Raises HandoffRejected; the blocks are then nobody's."""
+        num_sent = copy.num_blocks
+        check_target(block_ids, num_sent, generation, self.num_blocks)
+        try:
+            return self._take_in(source, copy, block_ids, generation)
+        except HandoffRejected:
+            self.stamp(block_ids, NOBODYS)
+            raise
+
+    def _take_in(
+        self, source: Arena, copy: BlockCopy, block_ids: Sequence[BlockId], generation: int
+    ) -> tuple[BlockRun, ...]:
+        layout = self.layout
+        sources = blocks_of(
+            copy, block_size=layout.block_size, num_targets=len(block_ids), num_blocks=source.num_blocks
+        )
+        if not source.is_stamped(sources, copy.generation):
+            raise HandoffRejected("the lease is no longer valid")
+        self.stamp(block_ids, generation)
+        runs = neighbours(block_ids)
+        old = RunSums(placed(run.num_blocks for run in copy.runs), layout.block_bytes)
+        new = self._pieces.sums(placed(count for _, count in runs))
+        size = max(1, _STAGED_BYTES // layout.block_bytes)
+        staged = torch.empty((min(size, len(sources)), layout.block_bytes), dtype=torch.uint8)
+        for first in range(0, len(sources), size):
+            part = sources[first : first + size]
+            rows = staged[: len(part)]
+            copy_rows(source.rows_to_read(part), rows.numpy(), old, from_target=True)
+            self.scatter(block_ids[first : first + size], rows.to(self.device), new)
+        checked_sums(copy, old.sums)
+        if not source.is_stamped(sources, copy.generation):
+            raise HandoffRejected("the lease is no longer valid")
+        return summed_runs(runs, new.sums)
+
+
+def map_device_memory(memory: DeviceMemoryHandle | None, num_blocks: int, block_bytes: int) -> Tensor:
+    """Another process's blocks, uint8 [num_blocks, block_bytes]. Raises HandoffRejected when they cannot be mapped."""
+    if memory is None:
+        raise HandoffRejected("the blocks are not in a device's memory")
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    if memory.device_uuid not in uuids:
+        raise HandoffRejected("the device of the blocks is not visible to this process")
+    if memory.storage_bytes < num_blocks * block_bytes:
+        raise HandoffRejected("the blocks are more than the memory that is offered")
+    index = uuids.index(memory.device_uuid)
+    try:
+        torch.zeros(1, device=torch.device("cuda", index))  # the device is in use by this process before it is mapped
+        storage = torch.UntypedStorage._new_shared_cuda(
+            index,
+            memory.handle,
+            memory.storage_bytes,
+            memory.storage_offset,
+            memory.counter_handle,
+            memory.counter_offset,
+            memory.event_handle,
+            memory.event_is_awaited,
+        )
+    except RuntimeError as error:
+        raise HandoffRejected(f"the memory of the blocks cannot be mapped: {str(error)[:200]}") from error
+    flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+    return flat[: num_blocks * block_bytes].view(num_blocks, block_bytes)

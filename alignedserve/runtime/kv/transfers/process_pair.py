@@ -1,0 +1,215 @@
+"""Two processes and a process group of their own: never init_process_group, no WORLD, no store that others can reach.
+
+torch puts a process group together through a key-value store. Here that is the control socket, on which both ends have
+proven themselves: what one end sets is sent to the other. A pair that failed in any way is thrown away; a new
+connection makes a new one.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alignedserve.core.errors import PeerLost, ProtocolError
+from alignedserve.messages.blocks import RendezvousValue
+from alignedserve.runtime.kv.transfers.control import Control
+
+_DISTRIBUTED: Any = dist  # what a build of torch has of it, no stub knows
+_CUDA: Any = torch.cuda
+_Store: Any = _DISTRIBUTED.Store
+OWNER_RANK, ASKING_RANK = 0, 1
+# Some pieces are filled, or emptied, while others travel.
+_PIECE_BYTES = 4 * 1024 * 1024
+_NUM_PIECES = 3
+_POLL_S = 20e-6
+# Unless it is told otherwise when a group is made, NCCL's watchdog ends the process when a peer is lost.
+_NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_NCCL_NEVER = timedelta(days=365)
+_settings_lock = threading.Lock()
+
+Fill = Callable[[int, Tensor], None]  # (number of the first block, rows to fill: uint8 [n, block_bytes])
+Take = Callable[[int, Tensor], None]
+
+
+class Pair:
+    """A stream of blocks in either direction. Raises PeerLost when the other end is gone, or silent for too long."""
+
+    def __init__(self, group: Any, rank: int, block_bytes: int, timeout_s: float, device: torch.device) -> None:
+        self._group = group
+        self._other = ASKING_RANK if rank == OWNER_RANK else OWNER_RANK
+        self._timeout_s = timeout_s
+        self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
+        shape = (_NUM_PIECES, self._piece_blocks, block_bytes)
+        self._pieces = torch.empty(shape, dtype=torch.uint8, device=device)
+        self._stream: Any = _CUDA.Stream(device) if device.type == "cuda" else None
+
+    def send(self, num_blocks: int, fill: Fill) -> None:
+        """Send this many blocks; `fill` gathers the next ones while the ones before travel."""
+        works: deque[Any] = deque()
+        with self._exchange("blocks could not be sent"):
+            for slot, first, count in self._cut(num_blocks):
+                if len(works) == _NUM_PIECES:
+                    self._wait(works.popleft())
+                rows = self._pieces[slot, :count]
+                fill(first, rows)
+                works.append(self._group.send([rows], self._other, 0))
+            for work in works:
+                self._wait(work)
+
+    def receive(self, num_blocks: int, take: Take) -> None:
+        """Receive this many blocks; `take` empties a piece while the next one travels."""
+        works: deque[tuple[int, Tensor, Any]] = deque()
+        with self._exchange("blocks did not arrive"):
+            for slot, first, count in self._cut(num_blocks):
+                if len(works) == _NUM_PIECES:
+                    self._take_next(works, take)
+                rows = self._pieces[slot, :count]
+                works.append((first, rows, self._group.recv([rows], self._other, 0)))
+            while works:
+                self._take_next(works, take)
+
+    def _take_next(self, works: "deque[tuple[int, Tensor, Any]]", take: Take) -> None:
+        first, rows, work = works.popleft()
+        self._wait(work)
+        take(first, rows)
+
+    def _wait(self, work: Any) -> None:
+        """Until this piece has travelled."""
+        if self._stream is None:
+            work.wait(timedelta(seconds=self._timeout_s))
+            return
+        # NCCL's own wait only orders streams, and its own timeout ends the process: look at the clock ourselves.
+        deadline_s = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline_s:
+                self._group.abort()
+                raise PeerLost("the other end of a block transfer is silent")
+            time.sleep(_POLL_S)
+        work.wait()
+
+    @contextlib.contextmanager
+    def _exchange(self, problem: str) -> Iterator[None]:
+        """On a device: on a stream of its own, and done when it ends. What an engine computed was done before anybody
+        heard of it."""
+        try:
+            if self._stream is None:
+                yield
+                return
+            with torch.cuda.stream(self._stream):
+                yield
+            self._stream.synchronize()
+        except RuntimeError as error:
+            raise PeerLost(f"{problem}: {_first_line(error)}") from error
+
+    def _cut(self, num_blocks: int) -> Iterable[tuple[int, int, int]]:
+        """(slot, first block, blocks) of each piece; both ends cut alike."""
+        for index, first in enumerate(range(0, num_blocks, self._piece_blocks)):
+            yield index % _NUM_PIECES, first, min(self._piece_blocks, num_blocks - first)
+
+
+class ControlStore(_Store):  # type: ignore[misc]
+    """The two ends' store while their process group is put together: entries travel over the control socket."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__()
+        self._control = control
+        self._entries: dict[str, bytes] = {}
+        self._is_open = True
+
+    def seal(self) -> None:
+        """The group is together: from now on the socket belongs to questions and answers."""
+        self._is_open = False
+
+    def set(self, key: str, value: Any) -> None:
+        """Tell the other end."""
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self._entries[key] = content
+        if self._is_open:
+            self._control.send(RendezvousValue(key, content))
+
+    def get(self, key: str) -> bytes:
+        """Wait for the other end to set it."""
+        self.wait([key])
+        return self._entries[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for the other end to set all of them; the control socket has its own timeout."""
+        while not all(key in self._entries for key in keys):
+            if not self._is_open:
+                raise PeerLost("a process group asks for an entry that was never set")
+            message = self._control.receive()
+            if not isinstance(message, RendezvousValue):
+                raise ProtocolError("another message while a pair is put together")
+            self._entries[message.key] = message.value
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them are known here already."""
+        return all(key in self._entries for key in keys)
+
+    def clone(self) -> "ControlStore":
+        """The same store."""
+        return self
+
+
+def make_pair(
+    control: Control, rank: int, *, transport: str, block_bytes: int, timeout_s: float, device: torch.device
+) -> Pair:
+    """Put the process group together with the other end of this connection. Raises PeerLost."""
+    store = ControlStore(control)
+    try:
+        make_group = _gloo_group if transport == "gloo" else _nccl_group
+        group = make_group(store, rank, timeout_s, control.local_host)
+        pair = Pair(group, rank, block_bytes, timeout_s, device)
+        _exchange_one(pair, rank)
+    except (RuntimeError, MemoryError) as error:  # the latter from an address that is none
+        raise PeerLost(f"no pair could be made: {_first_line(error)}") from error
+    store.seal()
+    return pair
+
+
+def _gloo_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> Any:
+    gloo = _DISTRIBUTED.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1  # for collectives, of which there are none
+    # Bound to the address of this connection and to no other.
+    options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
+    return gloo(store, rank, 2, options)
+
+
+def _nccl_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> Any:
+    nccl = _DISTRIBUTED.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = _NCCL_NEVER  # the pair has its own
+    with _settings_lock:
+        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+        os.environ.update(_NCCL_SETTINGS)
+        try:
+            return nccl(store, rank, 2, options)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _exchange_one(pair: Pair, rank: int) -> None:
+    """NCCL connects with the first bytes, and through the store: have that behind us while the store is open."""
+    for sender in (OWNER_RANK, ASKING_RANK):
+        if rank == sender:
+            pair.send(1, lambda _first, rows: None)
+        else:
+            pair.receive(1, lambda _first, rows: None)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]

@@ -1,0 +1,104 @@
+"""Which way blocks go: the fastest that both ends have, or the one that was asked for."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from alignedserve.core.errors import HandoffRejected, TransportUnavailable
+from alignedserve.messages.caches import ArenaOffered
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
+from alignedserve.runtime.kv.transfers.shm_transfer import KVTransfer, ShmTransfer
+from alignedserve.runtime.process.links import Identity
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+FASTEST_FIRST = ("cuda_ipc", "shm", "nccl", "gloo")
+TRANSPORTS = (AUTO, *FASTEST_FIRST)
+
+_Opener = Callable[[ArenaOffered, BlockStorage, Identity, bool], KVTransfer]
+
+
+def open_transfer(
+    offered: ArenaOffered, storage: BlockStorage, *, identity: Identity, stamps: bool, transport: str = AUTO
+) -> KVTransfer:
+    """Reach the offered blocks. `stamps`: they are a candidate buffer, in which the writer stamps (see ShmTransfer).
+
+    Raises TransportUnavailable naming the reason for each transport that was tried.
+    """
+    if transport not in TRANSPORTS:
+        raise TransportUnavailable(f"unknown transport {transport!r}; there are {', '.join(TRANSPORTS)}")
+    reasons = []
+    for name in FASTEST_FIRST if transport == AUTO else (transport,):
+        reason = _obstacle(name, offered, storage)
+        if reason is None:
+            try:
+                opened = _OPENERS[name](offered, storage, identity, stamps)
+            except HandoffRejected as error:
+                reason = str(error)
+            else:
+                logger.info("blocks at %s are reached by %s", offered.served_at or offered.path, name)
+                return opened
+        reasons.append(f"{name}: {reason}")
+    raise TransportUnavailable(f"no way to the offered blocks ({'; '.join(reasons)})")
+
+
+def here(storage_device: torch.device) -> tuple[str, ...]:
+    """The transports that a process with blocks on this device has, fastest first."""
+    is_cuda = storage_device.type == "cuda"
+    has_nccl = is_cuda and torch.distributed.is_nccl_available()
+    has = {"cuda_ipc": is_cuda, "shm": True, "nccl": has_nccl, "gloo": torch.distributed.is_gloo_available()}
+    return tuple(name for name in FASTEST_FIRST if has[name])
+
+
+def _obstacle(name: str, offered: ArenaOffered, storage: BlockStorage) -> str | None:
+    """What stands in the way before anything is tried."""
+    if name not in offered.transports:
+        return "the other end does not offer it"
+    if name not in here(storage.device):
+        return "this end does not have it"
+    if name == "shm":
+        return None if offered.path else "the blocks are in no file"
+    if not offered.served_at:
+        return "the blocks are served nowhere"
+    if name == "cuda_ipc" and not offered.served_at.startswith("unix:"):
+        return "the blocks are on another host"
+    return None
+
+
+def _open_shm(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
+    arena = Arena.attach(Path(offered.path), storage.layout)
+    if offered.file_id and arena.file_id != offered.file_id:
+        arena.close()
+        raise HandoffRejected("the file at its path is another one, of another host or container")
+    return ShmTransfer(storage, arena, stamps=stamps)
+
+
+def _open_group(name: str) -> _Opener:
+    def opened(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
+        _check_served(stamps)
+        return GroupTransfer(storage, offered.served_at, identity=identity, transport=name)
+
+    return opened
+
+
+def _open_ipc(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
+    _check_served(stamps)
+    return IpcTransfer(storage, offered.served_at, identity=identity)
+
+
+def _check_served(stamps: bool) -> None:
+    assert stamps, "a block server serves candidate buffers, in which the writer stamps"
+
+
+_OPENERS: dict[str, _Opener] = {
+    "cuda_ipc": _open_ipc,
+    "shm": _open_shm,
+    "nccl": _open_group("nccl"),
+    "gloo": _open_group("gloo"),
+}

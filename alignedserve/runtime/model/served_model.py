@@ -1,0 +1,64 @@
+"""Which model this cluster serves, worked out once at the start without loading a weight (and without torch)."""
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.model_config import ModelConfig
+
+POCKET = "pocket"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Everything that is fixed when the cluster starts. Plain values, so that it can be sent to every actor."""
+
+    name: str  # what clients call it
+    folder: Path
+    config: ModelConfig
+    dtype: str  # of weights and cache
+    max_context_len: int
+    has_random_weights: bool
+    quantization: str | None = None  # of the linear layers: None or int8
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights as one worker holds them; while they load, one layer more is held at a time."""
+        return self.config.loaded_weight_bytes(self.dtype, self.quantization)
+
+    def block_layout(self, block_size: int) -> BlockLayout:
+        """Layout of this model's KV blocks."""
+        return self.config.block_layout(block_size, self.dtype)
+
+
+def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedModel:
+    """Read the model's config; `device` as engine.device. Raises ModelError or ConfigError saying what is missing,
+    unknown or too large."""
+    folder = pocket_folder() if section.path == POCKET else Path(section.path)
+    config = read_model_config(folder)
+    longest = config.max_position_embeddings
+    if section.max_context_len is not None and section.max_context_len > longest:
+        raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
+    return ServedModel(
+        name=section.served_name or folder.resolve().name if section.path != POCKET else section.served_name or POCKET,
+        folder=folder,
+        config=config,
+        dtype=_default_dtype(device) if section.dtype == "auto" else section.dtype,
+        max_context_len=section.max_context_len or longest,
+        has_random_weights=section.random_weights,
+        quantization=section.quantization,
+    )
+
+
+def _default_dtype(device: str) -> str:
+    """On a CPU float32 is the exact and, without native bfloat16, the fast choice; on a GPU it is neither's."""
+    return "bfloat16" if device.startswith("cuda") else "float32"
+
+
+def pocket_folder() -> Path:
+    """Where the model that ships with the package lies."""
+    return Path(str(files("alignedserve.pocket"))) / "model"

@@ -1,0 +1,76 @@
+"""Which safetensors files a Hugging Face model folder has, and which tensor lies in which; without torch.
+
+Pickle-based files are refused, whatever their name.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from alignedserve.core.errors import ModelError, ModelNotFound, UnsafeWeights
+from alignedserve.runtime.model.json_fields import read_json_object
+
+MAX_INDEX_BYTES = 64 << 20
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+class WeightIndex:
+    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists.
+
+    Every header is read and checked against its file's size; no tensor is. Raises UnsafeWeights when there are only
+    pickle-based files, ModelNotFound when a file is missing, ModelError naming the file that is truncated or lacks a
+    tensor. `framework` names whose tensors the files give, as safetensors spells it.
+    """
+
+    def __init__(self, folder: Path, framework: str = "numpy") -> None:
+        self.files: dict[Path, Any] = {path: _open(path, framework) for path in _listed_shards(folder)}
+        self.file_of: dict[str, Path] = {}
+        for path, file in self.files.items():
+            self.file_of.update(dict.fromkeys(file.keys(), path))
+        for name, path in _weight_map(folder).items():
+            if self.file_of.get(name) != path:
+                raise ModelError(f"{path} does not hold tensor {name}, which {INDEX_NAME} places there.")
+
+
+def _listed_shards(folder: Path) -> list[Path]:
+    if (folder / INDEX_NAME).exists():
+        return sorted(set(_weight_map(folder).values()))
+    if (folder / SINGLE_NAME).exists():
+        return [folder / SINGLE_NAME]
+    unsafe = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    if unsafe:
+        raise UnsafeWeights(
+            f"{folder} holds weights only as {unsafe[0]}, a pickle format that can run code when loaded; "
+            "convert them to safetensors."
+        )
+    raise ModelNotFound(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
+
+
+def _weight_map(folder: Path) -> dict[str, Path]:
+    """Tensor name to file, as the index has it; empty without an index."""
+    path = folder / INDEX_NAME
+    if not path.exists():
+        return {}
+    weight_map = read_json_object(path, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{path}: weight_map must be an object with at least one tensor.")
+    return {name: folder / _shard_name(path, shard) for name, shard in weight_map.items()}
+
+
+def _shard_name(index: Path, shard: object) -> str:
+    """A plain file name: an index must not reach outside its folder."""
+    if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        raise ModelError(f"{index}: {shard!r} is not the name of a safetensors file.")
+    return shard
+
+
+def _open(path: Path, framework: str) -> Any:
+    if not path.exists():
+        raise ModelNotFound(f"{path} is missing.")
+    try:
+        return safe_open(path, framework=framework, device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error

@@ -1,0 +1,229 @@
+"""Weights of a model: from a folder of safetensors files, or random for benchmarks. Pickle is never read."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.model_config import ModelConfig, NormKind
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
+from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
+from kernels.linear import Linear, Projection
+from kernels.norm import LayerNorm, Norm, RmsNorm
+from kernels.rotary import HeadNorms
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer, with the products of the same input fused."""
+
+    attention_norm: Norm
+    qkv: Projection  # [query_width + 2 * kv_width, hidden_size]
+    head_norms: HeadNorms | None
+    output: Projection
+    mlp_norm: Norm
+    gate_up: Projection  # [intermediate_size, hidden_size], the nonlinearity and, in some families, gates applied
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A whole model, on one device and in one dtype."""
+
+    embedding: Tensor  # [vocab_size, embedding_size]
+    positions: Tensor | None  # [position_offset + max_position_embeddings, hidden_size]
+    project_in: Projection | None
+    layers: tuple[LayerWeights, ...]
+    final_norm: Norm | None
+    project_out: Projection | None
+    lm_head: Projection
+
+    @property
+    def layer_projections(self) -> tuple[Projection, ...]:
+        """The products that every token goes through, in the order in which they run."""
+        return tuple(
+            product for layer in self.layers for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
+
+
+class TensorSource(Protocol):
+    """Where weights come from."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor, in the dtype and on the device it shall be used. Raises ModelError naming it."""
+
+
+def assemble_weights(config: ModelConfig, source: TensorSource, quantization: str | None = None) -> DecoderWeights:
+    """All weights of the model. Reads one tensor at a time, so that no more than one layer is ever held twice.
+
+    `quantization`: None, or "int8" for the linear layers. Raises ModelError naming a layer that cannot be packed so.
+    """
+    return _Assembly(config, source, quantization).weights()
+
+
+class _Nonlinearity(NamedTuple):
+    """What follows a product."""
+
+    activation: str | None = None
+    is_gated: bool = False
+
+
+_NONE = _Nonlinearity()
+
+
+class _Assembly:
+    def __init__(self, config: ModelConfig, source: TensorSource, quantization: str | None) -> None:
+        self._config = config
+        self._source = source
+        self._is_int8 = quantization == "int8"
+        self._names = PARAMETER_NAMES[config.family]
+        self._prefix = _find_prefix(self._names, source)
+
+    def weights(self) -> DecoderWeights:
+        config, names = self._config, self._names
+        embedding = self._tensor(f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size)
+        positions = None
+        if config.rope is None:
+            num_positions = config.position_offset + config.max_position_embeddings
+            positions = self._tensor(f"{self._prefix}{names.positions}.weight", num_positions, config.hidden_size)
+        is_projected = config.embedding_size != config.hidden_size
+        return DecoderWeights(
+            embedding=embedding,
+            positions=positions,
+            project_in=self._projection(names.project_in, config.hidden_size) if is_projected else None,
+            layers=tuple(self._layer(layer) for layer in range(config.num_layers)),
+            final_norm=self._norm(f"{self._prefix}{names.final_norm}") if config.has_final_norm else None,
+            project_out=self._projection(names.project_out, config.embedding_size) if is_projected else None,
+            lm_head=self._projected("lm_head", embedding if config.ties_embeddings else self._lm_head()),
+        )
+
+    def _layer(self, layer: int) -> LayerWeights:
+        config, names = self._config, self._names
+        prefix = self._prefix + names.layer.format(layer=layer)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        up_rows = [inner] * (2 if config.is_gated else 1)
+        gate_up = [prefix + name for name in names.gate_up]
+        return LayerWeights(
+            attention_norm=self._norm(prefix + names.attention_norm),
+            qkv=self._qkv(prefix),
+            head_norms=self._head_norms(prefix) if config.has_qk_norm else None,
+            output=self._linear([prefix + names.output], [hidden], config.query_width, config.has_output_bias),
+            mlp_norm=self._norm(prefix + names.mlp_norm),
+            gate_up=self._linear(
+                gate_up, up_rows, hidden, config.has_mlp_bias, _Nonlinearity(config.activation.value, config.is_gated)
+            ),
+            down=self._linear([prefix + names.down], [hidden], inner, config.has_mlp_bias),
+        )
+
+    def _qkv(self, prefix: str) -> Projection:
+        config = self._config
+        modules = [prefix + name for name in self._names.qkv]
+        if len(modules) == 3:
+            rows = [config.query_width, config.kv_width, config.kv_width]
+            return self._linear(modules, rows, config.hidden_size, config.has_qkv_bias)
+        rows_in_all = 3 * config.query_width
+        weight = self._tensor(f"{modules[0]}.weight", rows_in_all, config.hidden_size)
+        bias = self._tensor(f"{modules[0]}.bias", rows_in_all) if config.has_qkv_bias else None
+        bias = None if bias is None else _heads_to_qkv(bias, config)
+        return self._projected(modules[0], _heads_to_qkv(weight, config), bias)
+
+    def _linear(
+        self,
+        modules: Sequence[str],
+        rows: Sequence[int],
+        in_width: int,
+        has_bias: bool,
+        then: _Nonlinearity = _NONE,
+    ) -> Projection:
+        """Modules that read the same input, stacked."""
+        weights = [self._tensor(f"{name}.weight", count, in_width) for name, count in zip(modules, rows, strict=True)]
+        bias = None
+        if has_bias:
+            bias = torch.cat([self._tensor(f"{name}.bias", n) for name, n in zip(modules, rows, strict=True)])
+        return self._projected(modules[0], torch.cat(weights) if len(weights) > 1 else weights[0], bias, then)
+
+    def _projected(
+        self, name: str, weight: Tensor, bias: Tensor | None = None, then: _Nonlinearity = _NONE
+    ) -> Projection:
+        if not self._is_int8:
+            return Linear(weight, bias, activation=then.activation, is_gated=then.is_gated)
+        obstacle = int8_obstacle(weight)
+        if obstacle is not None:
+            raise ModelError(f"{name} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
+        return Int8Linear(weight, bias, activation=then.activation, is_gated=then.is_gated)
+
+    def _projection(self, name: str, rows: int) -> Projection:
+        columns = self._config.embedding_size + self._config.hidden_size - rows
+        return self._linear([self._prefix + name], [rows], columns, has_bias=False)
+
+    def _lm_head(self) -> Tensor:
+        names = self._names.lm_heads
+        found = next((name for name in names if self._source.has(f"{name}.weight")), names[0])
+        return self._tensor(f"{found}.weight", self._config.vocab_size, self._config.embedding_size)
+
+    def _head_norms(self, prefix: str) -> HeadNorms:
+        config, names = self._config, self._names
+        queries, keys = (
+            self._tensor(f"{prefix}{module}.weight", config.head_dim) for module in (names.query_norm, names.key_norm)
+        )
+        return HeadNorms(queries, keys, config.norm_eps)
+
+    def _norm(self, module: str) -> Norm:
+        width = self._config.hidden_size
+        weight = self._tensor(f"{module}.weight", width)
+        if self._config.norm is NormKind.RMS:
+            return RmsNorm(weight, self._config.norm_eps)
+        return LayerNorm(weight, self._tensor(f"{module}.bias", width), self._config.norm_eps)
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        return self._source.tensor(name, shape)
+
+
+def _find_prefix(names: ParameterNames, source: TensorSource) -> str:
+    candidates = (prefix for prefix in names.prefixes if source.has(f"{prefix}{names.embedding}.weight"))
+    return next(candidates, names.prefixes[0])
+
+
+def _heads_to_qkv(rows: Tensor, config: ModelConfig) -> Tensor:
+    """Reorder rows from [num_heads, 3, head_dim] to [3, num_heads, head_dim]."""
+    shape = (config.num_heads, 3, config.head_dim, -1)
+    return rows.view(shape).transpose(0, 1).reshape(rows.shape)
+
+
+class _RandomSource:
+    """Normally distributed weights, ones and zeros where a norm or a bias has them; any name, any shape."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._dtype = dtype
+        self._device = device
+
+    def has(self, name: str) -> bool:
+        return not name.startswith("decoder.")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        deviation = 1.0 / math.sqrt(shape[1])
+        values = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return values.normal_(0.0, deviation, generator=self._generator)
+
+
+def random_weights(
+    config: ModelConfig,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: str | None = None,
+) -> DecoderWeights:
+    """Random weights of the model's shapes, the same for the same seed. No files needed."""
+    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization)

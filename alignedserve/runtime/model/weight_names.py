@@ -1,0 +1,84 @@
+"""What the files of each family call their tensors. A new family is one entry here and one parser of its config."""
+
+from dataclasses import dataclass
+
+from alignedserve.runtime.model.model_config import Family
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterNames:
+    """Names of modules below `prefixes[i]` (a layer's: below `layer`); `.weight` and `.bias` follow each."""
+
+    prefixes: tuple[str, ...]  # the first one under which the embedding is found
+    embedding: str
+    final_norm: str
+    lm_heads: tuple[str, ...]  # full names; the first one that exists
+    layer: str  # with {layer}
+    attention_norm: str
+    mlp_norm: str
+    qkv: tuple[str, ...]  # three modules, or one whose rows lie [num_heads, 3, head_dim]
+    output: str
+    gate_up: tuple[str, ...]  # gate and up, or up alone
+    down: str
+    positions: str = ""  # learned positions
+    project_in: str = ""
+    project_out: str = ""
+    query_norm: str = ""
+    key_norm: str = ""
+
+
+_LLAMA = ParameterNames(
+    prefixes=("model.", ""),
+    embedding="embed_tokens",
+    final_norm="norm",
+    lm_heads=("lm_head",),
+    layer="layers.{layer}.",
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.o_proj",
+    gate_up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    query_norm="self_attn.q_norm",
+    key_norm="self_attn.k_norm",
+)
+
+_OPT = ParameterNames(
+    prefixes=("model.decoder.", "decoder."),
+    embedding="embed_tokens",
+    final_norm="final_layer_norm",
+    lm_heads=("lm_head",),
+    layer="layers.{layer}.",
+    attention_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.out_proj",
+    gate_up=("fc1",),
+    down="fc2",
+    positions="embed_positions",
+    project_in="project_in",
+    project_out="project_out",
+)
+
+_GPT_NEOX = ParameterNames(
+    prefixes=("gpt_neox.", ""),
+    embedding="embed_in",
+    final_norm="final_layer_norm",
+    lm_heads=("embed_out", "lm_head"),
+    layer="layers.{layer}.",
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    qkv=("attention.query_key_value",),
+    output="attention.dense",
+    gate_up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)
+
+PARAMETER_NAMES: dict[Family, ParameterNames] = {
+    Family.OPT: _OPT,
+    Family.LLAMA: _LLAMA,
+    Family.MISTRAL: _LLAMA,
+    Family.QWEN2: _LLAMA,
+    Family.QWEN3: _LLAMA,
+    Family.GPT_NEOX: _GPT_NEOX,
+}

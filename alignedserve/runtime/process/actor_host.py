@@ -1,0 +1,82 @@
+"""Running a room in a process: an event loop in a thread of its own, and a clear end when something breaks.
+
+A room that breaks takes its process with it: whoever supervises the process (Ray, or a test) starts a clean one, which
+is simpler to reason about than a room that goes on after a broken invariant.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvloop
+
+from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.process.process_spec import ProcessSpec
+
+logger = logging.getLogger(__name__)
+
+_EXIT_BROKEN = 70  # EX_SOFTWARE
+_START_TIMEOUT_S = 600.0  # weights of a large model take their time
+_STOP_TIMEOUT_S = 10.0
+
+
+class Hosted(Protocol):
+    """What runs on the loop."""
+
+    async def close(self) -> None:
+        """Give everything back."""
+
+
+class ActorHost:
+    """A process's one room on an event loop in a daemon thread. Base of the Ray actors, usable without Ray.
+
+    An error of the known tree while building does not raise: it is kept, so that whoever made this process can ask
+    for it by `failure`. Anything else ends the process.
+    """
+
+    def __init__(self, process_spec: ProcessSpec, build: Callable[[], Coroutine[Any, Any, Hosted]]) -> None:
+        self._name = process_spec.name
+        _log_to_file(process_spec.log_folder, self._name)
+        self._failure: AlignedServeError | None = None
+        self._room: Hosted | None = None
+        self._loop = uvloop.new_event_loop()
+        self._loop.set_exception_handler(self._on_unhandled)
+        threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+        try:
+            self._room = asyncio.run_coroutine_threadsafe(build(), self._loop).result(_START_TIMEOUT_S)
+        except AlignedServeError as error:
+            logger.exception("%s cannot start", self._name)
+            self._failure = error
+
+    def failure(self) -> AlignedServeError | None:
+        """Why it could not start; None when it is up."""
+        return self._failure
+
+    def stop(self) -> None:
+        """Close the room; the process may end afterwards. May be repeated."""
+        room, self._room = self._room, None
+        if room is not None:
+            asyncio.run_coroutine_threadsafe(room.close(), self._loop).result(_STOP_TIMEOUT_S)
+
+    def _on_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is None or isinstance(error, OSError):  # a peer that went away while we wrote: its link says so too
+            logger.debug("%s: %s", self._name, context.get("message"))
+            return
+        logger.critical("%s is broken and ends: %s", self._name, context.get("message"), exc_info=error)
+        logging.shutdown()
+        os._exit(_EXIT_BROKEN)
+
+
+def _log_to_file(folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=folder / f"{name}.log",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )

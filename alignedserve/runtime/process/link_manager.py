@@ -1,0 +1,160 @@
+"""All links of one process: it listens at one address, dials others, and hands every message to one handler."""
+
+import asyncio
+import logging
+import os
+from functools import partial
+from typing import Protocol
+
+from alignedserve.core.errors import PeerLost
+from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.process.background_tasks import start_background
+from alignedserve.runtime.process.links import Identity, Link, Peer, connect, listen
+
+logger = logging.getLogger(__name__)
+
+_TURNS_TO_ACCEPT = 3
+_FIRST_RETRY_S = 0.02
+_LAST_RETRY_S = 0.5
+# Messages kept for an address that does not answer yet; a gateway that went away must not fill a worker's memory.
+_MAX_PENDING_MESSAGES = 4096
+
+
+class LinkHandler(Protocol):
+    """What a room does with its links. Called on the loop, one call at a time."""
+
+    def on_linked(self, peer: Peer) -> None:
+        """A link is up (again): introduce yourself."""
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        """A message of the room's inbound union arrived."""
+
+    def on_lost(self, peer: Peer) -> None:
+        """The link is gone; what was sent and not answered may or may not have arrived."""
+
+
+class LinkManager:
+    """Owns the links. One link per peer name: a peer that comes back replaces its old link."""
+
+    def __init__(self, identity: Identity, codec: Codec, handler: LinkHandler) -> None:
+        self._identity = identity
+        self._codec = codec
+        self._handler = handler
+        self._open: dict[Link, None] = {}  # every connection there is, linked or not yet
+        self._links: dict[str, Link] = {}
+        self._dialled: dict[str, Link] = {}
+        self._pending: dict[str, list[Message]] = {}
+        self._diallers: dict[str, asyncio.Task[None]] = {}
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, address: str) -> None:
+        """Accept links at this address. A stale Unix socket of a killed process is replaced."""
+        _remove_stale_socket(address)
+        self._server = await listen(address, partial(self._make_link, None))
+
+    def dial(self, address: str) -> None:
+        """Keep a link to this address for ever, redialling whenever it is lost."""
+        if address not in self._diallers:
+            self._pending.setdefault(address, [])
+            self._diallers[address] = start_background(self._keep_dialling(address), f"dialling {address}")
+
+    def send(self, peer_name: str, message: Message) -> bool:
+        """Send to a linked peer; False when there is no link to it."""
+        link = self._links.get(peer_name)
+        if link is None:
+            return False
+        link.send(message)
+        return True
+
+    def send_to(self, address: str, message: Message) -> None:
+        """Send to an address, dialling it on first use; kept (within bounds) until it answers."""
+        link = self._dialled.get(address)
+        if link is not None:
+            link.send(message)
+            return
+        self.dial(address)
+        if len(self._pending[address]) < _MAX_PENDING_MESSAGES:
+            self._pending[address].append(message)
+
+    def hang_up(self, peer_name: str) -> None:
+        """Close the link to this peer; a dialled one is dialled again."""
+        link = self._links.get(peer_name)
+        if link is not None:
+            link.close()
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Everyone linked now, in order of name."""
+        return tuple(link.peer for _, link in sorted(self._links.items()) if link.peer is not None)
+
+    async def close(self) -> None:
+        """Stop listening and drop every link. The handler is not told."""
+        for task in self._diallers.values():
+            task.cancel()
+        if self._server is not None:
+            self._server.close()
+        links, self._links = self._links, {}
+        for link in (*links.values(), *self._dialled.values()):
+            link.close()
+        await asyncio.gather(*self._diallers.values(), return_exceptions=True)
+        # Also those whose handshake is not over; one that was being accepted has its connection after a turn or two.
+        for _ in range(_TURNS_TO_ACCEPT):
+            for link in list(self._open):
+                link.close()
+            await asyncio.sleep(0)
+
+    def _make_link(self, dialled_address: str | None) -> Link:
+        link = Link(
+            self._identity,
+            self._codec,
+            is_dialler=dialled_address is not None,
+            on_linked=partial(self._linked, dialled_address),
+            on_message=self._received,
+            on_lost=partial(self._lost, dialled_address),
+        )
+        self._open[link] = None
+        return link
+
+    def _linked(self, dialled_address: str | None, link: Link) -> None:
+        assert link.peer is not None, "linked before the handshake was over"
+        previous = self._links.get(link.peer.name)
+        self._links[link.peer.name] = link
+        if previous is not None:
+            previous.close()
+            self._handler.on_lost(link.peer)
+        if dialled_address is not None:
+            self._dialled[dialled_address] = link
+        self._handler.on_linked(link.peer)
+        for message in self._pending.get(dialled_address or "", ()):
+            link.send(message)
+        if dialled_address is not None:
+            self._pending[dialled_address] = []
+
+    def _received(self, link: Link, message: Message) -> None:
+        assert link.peer is not None, "a message before the handshake was over"
+        self._handler.on_message(link.peer, message)
+
+    def _lost(self, dialled_address: str | None, link: Link) -> None:
+        self._open.pop(link, None)
+        if dialled_address is not None and self._dialled.get(dialled_address) is link:
+            del self._dialled[dialled_address]
+        if link.peer is not None and self._links.get(link.peer.name) is link:
+            del self._links[link.peer.name]
+            self._handler.on_lost(link.peer)
+
+    async def _keep_dialling(self, address: str) -> None:
+        retry_s = _FIRST_RETRY_S
+        while True:
+            try:
+                link = await connect(address, partial(self._make_link, address))
+                retry_s = _FIRST_RETRY_S
+                await link.lost
+            except PeerLost:
+                self._pending[address] = self._pending[address][-_MAX_PENDING_MESSAGES:]
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, _LAST_RETRY_S)
+
+
+def _remove_stale_socket(address: str) -> None:
+    kind, _, path = address.partition(":")
+    if kind == "unix" and os.path.exists(path):
+        os.unlink(path)

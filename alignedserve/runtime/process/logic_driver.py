@@ -1,0 +1,98 @@
+"""A room at work: one logic, its links, and whatever performs the commands that are not messages."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from alignedserve.messages.events import (
+    TICK_S,
+    CommonEvent,
+    PeerConnected,
+    PeerDisconnected,
+    Received,
+    Send,
+    SendTo,
+    Ticked,
+)
+from alignedserve.messages.wire import Codec, Message
+from alignedserve.messages.workers import RegistrationRefused
+from alignedserve.runtime.process.link_manager import LinkManager
+from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.runtime.process.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+EventT = TypeVar("EventT", contravariant=True)
+CommandT = TypeVar("CommandT")
+DecidedT = TypeVar("DecidedT", covariant=True)
+
+
+class Logic(Protocol[EventT, DecidedT]):
+    """Decides. Same state, event and now always give the same commands; touches nothing outside itself."""
+
+    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | DecidedT]:
+        """What to do about this event at this time (seconds, monotonic)."""
+
+
+class LogicDriver(Generic[EventT, CommandT]):
+    """Feeds the logic with what happens and performs what it answers. Runs on one event loop."""
+
+    def __init__(
+        self,
+        logic: Logic[CommonEvent | EventT, CommandT],
+        identity: Identity,
+        codec: Codec,
+        perform: Callable[[CommandT], None],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.switchboard = LinkManager(identity, codec, self)
+        self._logic = logic
+        self._perform = perform
+        self._recorder = recorder
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def dispatch(self, event: CommonEvent | EventT) -> None:
+        """Tell the logic and perform its commands. The clock is read here and nowhere below."""
+        now = time.monotonic()
+        commands = self._logic.on_event(event, now)
+        if self._recorder is not None:
+            self._recorder.note(event, now, commands)
+        for command in commands:
+            if isinstance(command, Send):
+                self.switchboard.send(command.peer, command.message)
+            elif isinstance(command, SendTo):
+                self.switchboard.send_to(command.address, command.message)
+            else:
+                self._perform(command)
+        if self._recorder is not None:
+            self._recorder.write()
+
+    def on_linked(self, peer: Peer) -> None:
+        """LinkHandler."""
+        self.dispatch(PeerConnected(peer.role, peer.name))
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        """LinkHandler."""
+        if isinstance(message, RegistrationRefused):
+            logger.error("the router refuses this process: %s", message.reason)
+            return
+        self.dispatch(Received(peer.name, message))
+
+    def on_lost(self, peer: Peer) -> None:
+        """LinkHandler."""
+        self.dispatch(PeerDisconnected(peer.role, peer.name))
+
+    async def close(self) -> None:
+        """Stop ticking and drop the links."""
+        self._timer.cancel()
+        await self.switchboard.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _tick(self) -> None:
+        """By timer, not in a task: what breaks here is then the loop's to report, and ends a hosted process."""
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self.dispatch(Ticked())

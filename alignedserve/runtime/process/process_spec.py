@@ -1,0 +1,40 @@
+"""What every process of a cluster is told when it is made, and again, unchanged, when it is restarted."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from alignedserve.config.sections import RecordingConfig
+from alignedserve.messages.handshake import Role
+from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.process.recorder import Recorder, open_recorder
+
+POOL = "pool-0"  # one node, one pool
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process's place in one cluster."""
+
+    role: Role
+    name: str
+    cluster_id: str
+    secret: bytes
+    peer_timeout_s: float
+    addresses: AddressBook
+    log_folder: Path
+    recording: RecordingConfig = field(default_factory=RecordingConfig)
+
+    def identity(self) -> Identity:
+        """How it introduces itself on links."""
+        return Identity(self.role, self.name, self.secret, self.peer_timeout_s)
+
+    def recorder(self, make: "partial[Any]") -> Recorder | None:
+        """What records the decisions of the logic that `make` makes, if anything is to."""
+        return open_recorder(self.recording, self.name, make)
+
+    def own_address(self) -> str:
+        """Where it listens."""
+        return self.addresses.of(self.name)

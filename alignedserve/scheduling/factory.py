@@ -1,0 +1,82 @@
+"""How what decides on a worker is put together, alike for live workers and for simulated ones."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from alignedserve.config.sections import ClusterConfig, EngineConfig, SchedulingConfig
+from alignedserve.costmodel.linear import Sample
+from alignedserve.costmodel.model import CostModel
+from alignedserve.costmodel.online import learned_from
+from alignedserve.scheduling.iteration_scheduler import InOrder, Pacing, PolicyPacing
+from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry
+from alignedserve.scheduling.policy import IterationLimits
+from alignedserve.scheduling.worker_state import Scheduler
+
+
+def make_scheduler(
+    scheduling: SchedulingConfig,
+    limits: IterationLimits,
+    costs: CostModel | None = None,
+    measured: Sequence[Sample] = (),
+) -> Scheduler:
+    """One for each worker. Without `costs` it learns what iterations cost from those that the worker runs; it begins
+    with those that were `measured` before.
+
+    Raises ConfigError naming what is unknown.
+    """
+    policy = make_policy(scheduling.policy, scheduling.settings)
+    if costs is not None:
+        return Scheduler(policy, costs, limits)
+    learned = learned_from(measured)
+    return Scheduler(policy, learned, limits, learned)
+
+
+def calibration_s(engine: EngineConfig, scheduling: SchedulingConfig) -> float:
+    """So long a prefill or decode worker measures what iterations cost; 0 where nobody would ask for it."""
+    return engine.calibration_s if policy_entry(scheduling.policy).paces else 0.0
+
+
+def make_iteration_scheduler(
+    scheduling: SchedulingConfig,
+    limits: IterationLimits,
+    costs: CostModel | None = None,
+    measured: Sequence[Sample] = (),
+) -> Pacing:
+    """For a prefill worker."""
+    if policy_entry(scheduling.policy).paces:
+        return PolicyPacing(make_scheduler(scheduling, limits, costs, measured))
+    return InOrder(limits.max_tokens)
+
+
+def make_decode_iteration_scheduler(
+    scheduling: SchedulingConfig,
+    limits: IterationLimits,
+    costs: CostModel | None = None,
+    measured: Sequence[Sample] = (),
+) -> PolicyPacing | None:
+    """For a decode worker; None: everybody in the batch is in every iteration."""
+    if policy_entry(scheduling.policy).paces:
+        return PolicyPacing(make_scheduler(scheduling, limits, costs, measured))
+    return None
+
+
+def resolve_policy(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with everything that its policy implies and nobody has set otherwise.
+
+    Raises ConfigError for an unknown policy or parameter.
+    """
+    scheduling = config.scheduling
+    entry = policy_entry(scheduling.policy)
+    policy_config(scheduling.policy, scheduling.settings)
+    router: dict[str, Any] = {}
+    if config.router.prefill_order is None:
+        router["prefill_order"] = entry.prefill_order
+    if config.router.direct_handoff is None:
+        router["direct_handoff"] = entry.is_direct
+    replace = msgspec.structs.replace
+    batching = {name: scheduling.settings[name] for name in entry.batching_settings if name in scheduling.settings}
+    if config.batching.policy is None:
+        batching["policy"] = entry.batching
+    return replace(config, router=replace(config.router, **router), batching=replace(config.batching, **batching))

@@ -1,0 +1,46 @@
+"""Everybody in every iteration, prompts first come, first served: what AlignedServe and DistServe do on their workers.
+
+Their decisions lie elsewhere: in the pool, which forms batches of similar lengths, and in who is handed over to whom.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from alignedserve.scheduling.packer import Packer, by_arrival
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedConfig:
+    """AlignedServe's values (sections 3.3 and 4.1); they are the pool's and the router's `batching` section."""
+
+    min_requests: int = 36  # a batch of fewer does not saturate a decode worker
+    max_block_share: float = 0.4  # of a decode worker's blocks, for what is granted to it ahead of need
+    starvation_s: float = 2.0  # lengths that were in no batch for this long go first; the paper gives no value
+
+
+@dataclass(frozen=True, slots=True)
+class DistserveConfig:
+    """DistServe's online scheduler has no parameters of its own (its section 4.3): both phases are FCFS."""
+
+
+class RunAllRequests:
+    """One token for everybody who decodes; then prompts in order, in chunks, until the iteration is full.
+
+    For workers where everybody holds what it needs (`can_evict` False).
+    """
+
+    def __init__(self, config: AlignedConfig | DistserveConfig) -> None:
+        """Nothing in the configuration concerns an iteration."""
+
+    def plan(self, view: WorkerView) -> IterationPlan:
+        """See IterationPolicy."""
+        assert not view.can_evict, "for prefill and decode workers only"
+        packer = Packer(view)
+        packer.add_decodes(np.flatnonzero(view.table.num_remaining == 1))
+        for row in by_arrival(view, np.flatnonzero(view.table.num_remaining > 1)):
+            num_tokens = packer.chunk(row)
+            if num_tokens < 1 or not packer.add(row, num_tokens):
+                break
+        return packer.plan()

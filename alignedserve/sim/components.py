@@ -1,0 +1,221 @@
+"""Simulated rooms: each feeds a live logic with what happens, and turns its commands into what will happen."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from alignedserve.core.request import SampledToken
+from alignedserve.messages.caches import ArenaOffered
+from alignedserve.messages.events import TICK_S, PeerConnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import (
+    IterationCompleted,
+    IterationTimes,
+    LoadBlocks,
+    MapArena,
+    OffloadBlocks,
+    RelayBlocks,
+    RunIteration,
+    UnmapArena,
+)
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import RegistrationRefused
+from alignedserve.sim.copies import SimulatedArena, SimulatedCopier
+from alignedserve.sim.engine import SimulatedEngine
+from alignedserve.sim.event_queue import EventQueue
+from alignedserve.sim.shared_cores import SharedCores
+from kvpool.logic import StampBlocks
+from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
+
+Performers = Mapping[type, Callable[[Any], None]]
+_TICK = Ticked()
+
+
+class Logic(Protocol):
+    """Any room's."""
+
+    def on_event(self, event: Any, now: float) -> Sequence[Any]:
+        """What to do about this event at this time."""
+
+
+def _to_nobody(message: Message) -> None:
+    raise AssertionError("there is no gateway")
+
+
+class Listener(Protocol):
+    """Whoever messages can be sent to."""
+
+    role: Role
+
+    def dispatch(self, event: Any) -> None:
+        """Something happened."""
+
+
+class Network:
+    """Carries messages from room to room, each after the same time, so in order."""
+
+    def __init__(self, agenda: EventQueue, message_s: float) -> None:
+        self._agenda = agenda
+        self._message_s = message_s
+        self._dispatch_of: dict[str, Callable[[Any], None]] = {}
+        self._roles: dict[str, Role] = {}
+        self.to_gateway: Callable[[Any], None] = _to_nobody  # what workers send to the address of a gateway
+
+    def add(self, name: str, listener: Listener) -> None:
+        """Somebody new; nobody is linked to it yet."""
+        self._dispatch_of[name] = listener.dispatch
+        self._roles[name] = listener.role
+
+    def link(self, one: str, other: str) -> None:
+        """These two can send to each other from now on, and hear of it now."""
+        self._agenda.after(0.0, self._dispatch_of[one], PeerConnected(self._roles[other], other))
+        self._agenda.after(0.0, self._dispatch_of[other], PeerConnected(self._roles[one], one))
+
+    def send(self, source: str, target: str, message: Message) -> None:
+        """It will be there soon."""
+        self.tell(target, Received(source, message))
+
+    def tell(self, target: str, event: Any) -> None:
+        """An event that is no message: it comes as a message sent now would, and after those sent before."""
+        self._agenda.after(self._message_s, self._dispatch_of[target], event)
+
+
+class SimulatedComponent:
+    """One logic on the network. `performers`: what is done about commands that are not messages, by their class."""
+
+    def __init__(self, name: str, role: Role, logic: Logic, agenda: EventQueue, network: Network) -> None:
+        self.name = name
+        self.role = role
+        self.performers: Performers = {}
+        self.num_events = 0
+        self.logic = logic
+        self._agenda = agenda
+        self._network = network
+        network.add(name, self)
+
+    def dispatch(self, event: Any) -> None:
+        """Tell the logic and perform its commands."""
+        self.num_events += 1
+        for command in self.logic.on_event(event, self._agenda.now):
+            kind = type(command)
+            if kind is Send:
+                assert type(command.message) is not RegistrationRefused, command.message
+                self._network.send(self.name, command.peer, command.message)
+            elif kind is SendTo:
+                self._network.to_gateway(command.message)
+            else:
+                self.performers[kind](command)
+
+    def tick_from(self, time_s: float) -> None:
+        """Tick at this time, and then as often as live rooms do."""
+        self._agenda.at(time_s, self._tick, _TICK)
+
+    def _tick(self, tick: Ticked) -> None:
+        self._agenda.after(TICK_S, self._tick, tick)
+        self.dispatch(tick)
+
+
+class SimulatedPool:
+    """What a pool does beside sending messages."""
+
+    def __init__(self, room: SimulatedComponent, arena: SimulatedArena) -> None:
+        self._arena = arena
+        room.performers = {StampBlocks: self._stamp}
+
+    def _stamp(self, command: StampBlocks) -> None:
+        self._arena.stamp(command.block_ids, command.generation)
+
+
+class SimulatedWorker:
+    """What a worker does beside sending messages: iterations and, beside them, copies."""
+
+    def __init__(
+        self,
+        room: SimulatedComponent,
+        engine: SimulatedEngine,
+        copier: SimulatedCopier,
+        memory: "SharedMemory",
+        agenda: EventQueue,
+    ) -> None:
+        self.room = room
+        self.engine = engine
+        self._copier = copier
+        self._memory = memory
+        self._agenda = agenda
+        room.performers = {
+            RunIteration: self._run_iteration,
+            LoadBlocks: self._load,
+            OffloadBlocks: self._offload,
+            RelayBlocks: self._relay,
+            MapArena: self._map_arena,
+            UnmapArena: self._unmap_arena,
+            OpenBuffer: self._open_buffer,
+            CloseBuffer: self._unmap_arena,
+        }
+
+    def _run_iteration(self, command: RunIteration) -> None:
+        now = self._agenda.now
+        duration_s, sampled = self.engine.begin(command, now)
+        if self._memory.cores is not None:
+            self._memory.cores.begin(duration_s, lambda: self._ended(now, sampled))
+            return
+        ends_s = now + duration_s
+        times = IterationTimes(now, ends_s, 0.0, duration_s, 0.0)
+        self._agenda.at(ends_s, self.room.dispatch, IterationCompleted(sampled, times=times))
+
+    def _ended(self, started_s: float, sampled: tuple[SampledToken, ...]) -> None:
+        now = self._agenda.now
+        times = IterationTimes(started_s, now, 0.0, now - started_s, 0.0)
+        self.room.dispatch(IterationCompleted(sampled, times=times))
+
+    def _load(self, command: LoadBlocks) -> None:
+        self._agenda.at(self._copier.load_ends_s(command), self._loaded, command)
+
+    def _loaded(self, command: LoadBlocks) -> None:
+        self.room.dispatch(self._copier.loaded(command))
+
+    def _offload(self, command: OffloadBlocks) -> None:
+        self._agenda.at(self._copier.offload_ends_s(command), self._offloaded, command)
+
+    def _offloaded(self, command: OffloadBlocks) -> None:
+        self.room.dispatch(self._copier.offloaded(command))
+
+    def _relay(self, command: RelayBlocks) -> None:
+        self._agenda.at(self._copier.relay_ends_s(command), self._relayed, command)
+
+    def _relayed(self, command: RelayBlocks) -> None:
+        self.room.dispatch(self._copier.relayed(command))
+
+    def _map_arena(self, command: MapArena) -> None:
+        self._copier.arenas[command.peer] = self._memory.arenas[command.offered.path]
+
+    def _unmap_arena(self, command: UnmapArena | CloseBuffer) -> None:
+        self._copier.arenas.pop(command.peer, None)
+
+    def _open_buffer(self, command: OpenBuffer) -> None:
+        offered = self._memory.make_buffer(f"{self.room.name}-for-{command.peer}")
+        if offered is not None:
+            self._copier.arenas[command.peer] = self._memory.arenas[offered.path]
+        self._agenda.after(0.0, self.room.dispatch, BufferOpened(command.peer, command.life, offered))
+
+
+class SharedMemory:
+    """What the workers of a node share: every arena by its path, and perhaps the cores."""
+
+    def __init__(self, *, block_bytes: int, buffer_blocks: int, cores: SharedCores | None = None) -> None:
+        """`cores`: None where nobody's iterations hold up another's."""
+        self.cores = cores
+        self.arenas: dict[str, SimulatedArena] = {}
+        self._block_bytes = block_bytes
+        self._buffer_blocks = buffer_blocks
+
+    def make_pool(self, path: str, num_blocks: int, layout_digest: str) -> ArenaOffered:
+        """A pool's arena."""
+        self.arenas[path] = SimulatedArena(num_blocks, stamps_on_write=False)
+        return ArenaOffered(path, num_blocks, self._block_bytes, layout_digest)
+
+    def make_buffer(self, path: str) -> ArenaOffered | None:
+        """A candidate buffer; None when there are none."""
+        if not self._buffer_blocks:
+            return None
+        self.arenas[path] = SimulatedArena(self._buffer_blocks, stamps_on_write=True)
+        return ArenaOffered(path, self._buffer_blocks, self._block_bytes, "")

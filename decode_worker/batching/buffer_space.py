@@ -1,0 +1,76 @@
+"""The buffers that this worker has in prefill workers' memory: what is free there, and whose every block is."""
+
+from alignedserve.core.block_allocator import BlockAllocator
+from decode_worker.state import BufferSlot
+
+# Prefetches leave this share of a buffer free, so that an eviction finds room without waiting.
+_EVICTION_SHARE = 0.25
+
+
+class BufferSpace:
+    """One allocator for each linked prefill worker. This worker alone decides what lies where in its buffers."""
+
+    def __init__(self) -> None:
+        self._allocators: dict[str, BlockAllocator] = {}
+        self._lives: dict[str, int] = {}
+        self._num_lives = 0
+        self._generation = 0
+        self.version = 0  # changes with the room that there is
+
+    def opened(self, peer: str, num_blocks: int) -> None:
+        """A prefill worker offers an empty buffer, in place of any it offered before."""
+        self._num_lives += 1
+        self.version += 1
+        self._allocators[peer] = BlockAllocator(num_blocks)
+        self._lives[peer] = self._num_lives
+
+    def lost(self, peer: str) -> None:
+        """A prefill worker is gone, and its buffer with it."""
+        self._allocators.pop(peer, None)
+        self._lives.pop(peer, None)
+
+    def holds(self, slot: BufferSlot) -> bool:
+        """Whether the slot's buffer is still there."""
+        return self._lives.get(slot.peer) == slot.life
+
+    @property
+    def num_used(self) -> int:
+        """Blocks in use, over all buffers."""
+        return sum(allocator.num_used for allocator in self._allocators.values())
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no buffer has the room that evictions should find."""
+        free = [allocator.num_free / max(allocator.num_blocks, 1) for allocator in self._allocators.values()]
+        return bool(free) and max(free) < _EVICTION_SHARE
+
+    def for_prefetch(self, num_blocks: int) -> BufferSlot | None:
+        """Blocks in the emptiest buffer, short of the share kept for evictions."""
+        return self._allocate(num_blocks, _EVICTION_SHARE, None)
+
+    def for_eviction(self, num_blocks: int) -> BufferSlot | None:
+        """Blocks in the emptiest buffer."""
+        return self._allocate(num_blocks, 0.0, None)
+
+    def at(self, peer: str, num_blocks: int) -> BufferSlot | None:
+        """Blocks in this prefill worker's buffer, for a request that comes straight from it."""
+        return self._allocate(num_blocks, 0.0, peer)
+
+    def free(self, slot: BufferSlot) -> None:
+        """Give the blocks back; those of a lost buffer are gone already."""
+        self.version += 1
+        if self.holds(slot):
+            self._allocators[slot.peer].free(slot.block_ids)
+
+    def _allocate(self, num_blocks: int, share_kept: float, wanted: str | None) -> BufferSlot | None:
+        peers = [peer for peer in self._allocators if wanted in (None, peer)]
+        peer = max(peers, key=lambda name: (self._allocators[name].num_free, name), default=None)
+        if peer is None:
+            return None
+        allocator = self._allocators[peer]
+        if allocator.num_free - num_blocks < share_kept * allocator.num_blocks:
+            return None
+        block_ids = allocator.allocate(num_blocks)
+        assert block_ids is not None, "fewer blocks than were counted"
+        self._generation += 1
+        return BufferSlot(peer, self._lives[peer], block_ids, self._generation)

@@ -1,0 +1,127 @@
+"""Who leaves the running batch before its end, and where to (AlignedServe, section 3.4, case 3).
+
+1. The victim leaves the engine; its blocks stay taken while they are copied into a prefill worker's memory.
+2. The copy is done: the blocks are free, and it is a candidate again. Where nothing arrived it is preempted.
+Where there is no room for its cache in the first place, it is preempted only if somebody else stalls for its blocks.
+"""
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import RequestClass
+from alignedserve.messages.caches import BlockCopy
+from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks
+from alignedserve.messages.workers import RequestPreempted
+from decode_worker.batching.batch_order import BatchOrder
+from decode_worker.batching.candidates import Candidates
+from decode_worker.batching.running_batch import RunningBatch
+from decode_worker.state import CachePlace, Candidate, Evicting, RunningRequest, preempted
+
+_EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
+
+EvictionCommand = OffloadBlocks | RequestPreempted  # the latter for the router
+
+
+class Evictions:
+    """Chooses victims, and holds those whose cache is being copied out."""
+
+    def __init__(self, batch: RunningBatch, candidates: Candidates, order: BatchOrder) -> None:
+        self._batch = batch
+        self._candidates = candidates
+        self._order = order
+        self._evicting: dict[RequestId, Evicting] = {}
+        self.num_evictions = 0
+
+    def get(self, request_id: RequestId) -> Candidate | None:
+        """The request as it will be, if its cache is being copied out."""
+        entry = self._evicting.get(request_id)
+        return entry.candidate if entry is not None else None
+
+    def candidates(self) -> list[Candidate]:
+        """Everybody whose cache is being copied out."""
+        return [entry.candidate for entry in self._evicting.values()]
+
+    def evict_outgoing(self) -> list[OffloadBlocks]:
+        """A batch that is being replaced leaves at once, but for those whose next token must not be late."""
+        if not self._order.is_switching:
+            return []
+        outgoing = [running for running in self._batch if self._order.is_outgoing(running)]
+        self._order.is_switching = bool(outgoing)
+        commands: list[OffloadBlocks] = []
+        evictable = [running for running in outgoing if not running.is_aborted and not _has_tight_slo(running)]
+        for running in sorted(evictable, key=_eviction_key)[:_EVICTIONS_PER_ITERATION]:
+            commands += self._evict(running)
+        return commands
+
+    def make_way(self, num_missing: int, *, num_stalled: int) -> list[EvictionCommand]:
+        """Evict until enough blocks are on their way. Where an eviction finds no room, preempt for those who stall."""
+        commands: list[EvictionCommand] = []
+        num_freed = 0
+        while num_freed < num_missing and (victim := self._victim()) is not None:
+            evicted = self._evict(victim)
+            if not evicted and num_freed >= num_stalled:
+                break
+            num_freed += len(victim.block_ids)
+            commands += evicted or self._preempt(victim)
+        return commands
+
+    def evicted(self, event: BlocksOffloaded) -> list[EvictionCommand]:
+        """The copy is done, well or not."""
+        entry = self._evicting.pop(event.command.request_id)
+        candidate = entry.candidate
+        assert candidate.slot is not None, "evicted to nowhere"
+        self._batch.copied_out(entry.block_ids)
+        is_there = event.runs is not None and self._candidates.space.holds(candidate.slot)
+        if candidate.is_aborted or event.runs is None or not is_there:
+            self._candidates.space.free(candidate.slot)
+            return [] if candidate.is_aborted else [preempted(candidate)]
+        candidate.buffer_copy = BlockCopy(event.command.generation, entry.num_cached, event.runs)
+        self._candidates.add(candidate)
+        return []
+
+    # --- inside
+
+    def _victim(self) -> RunningRequest | None:
+        """The longest of the outgoing batch while two mix, else the longest; never the only one."""
+        able = [running for running in self._batch if not running.is_aborted]
+        outgoing = [running for running in able if self._order.is_outgoing(running)]
+        if self._batch.num_holding < 2:
+            return None
+        return min(outgoing or able, key=_eviction_key, default=None)
+
+    def _evict(self, running: RunningRequest) -> list[OffloadBlocks]:
+        """Into a prefill worker's memory; nothing when there is no room."""
+        num_blocks = self._batch.blocks_for(running.num_computed)
+        slot = self._candidates.make_room(num_blocks)
+        if slot is None:
+            return []
+        request_id = running.request.request_id
+        block_ids = self._batch.take_out(running)
+        candidate = Candidate(
+            running.request,
+            running.attempt,
+            tuple(running.generated_token_ids),
+            running.batch_id,
+            running.granted_s,
+            CachePlace.BUFFER,
+            slot=slot,
+            predicted_output_len=running.predicted_output_len,
+        )
+        self._evicting[request_id] = Evicting(candidate, block_ids, running.num_computed)
+        self.num_evictions += 1
+        offload = OffloadBlocks(
+            request_id, running.attempt, block_ids[:num_blocks], slot.peer, slot.block_ids, slot.generation
+        )
+        return [offload]
+
+    def _preempt(self, running: RunningRequest) -> list[RequestPreempted]:
+        self._batch.drop(running)
+        return [preempted(running)]
+
+
+def _has_tight_slo(running: RunningRequest) -> bool:
+    """Whether a person waits for its next token: alignment is an objective, the SLO is a constraint."""
+    return running.request.request_class is RequestClass.REAL_TIME and running.request.slo.tpot_s is not None
+
+
+def _eviction_key(running: RunningRequest) -> tuple[int, RequestId]:
+    """The longest goes first: it frees most."""
+    return -running.context_len, running.request.request_id

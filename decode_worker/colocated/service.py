@@ -1,0 +1,39 @@
+"""The colocated worker at work: its logic, its link to the router and its engine, joined."""
+
+from functools import partial
+
+from alignedserve.messages.iterations import RunIteration
+from alignedserve.messages.links import DecodeWorkerInbound
+from alignedserve.messages.wire import Codec
+from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.process.logic_driver import LogicDriver
+from alignedserve.runtime.process.process_spec import ProcessSpec
+from decode_worker.colocated.logic import ColocatedEvent, ColocatedLogic
+from decode_worker.iteration_log.writer import leave_ledger
+
+
+class ColocatedWorker:
+    """One worker for both phases on one event loop."""
+
+    def __init__(self, *, make: "partial[ColocatedLogic]", engine: ModelExecutor, process_spec: ProcessSpec) -> None:
+        """`make`: makes its logic, out of what can be recorded."""
+        logic = make()
+        self._engine = engine
+        self._ledger_path = process_spec.log_folder / f"{process_spec.name}.ledger.jsonl"
+        self.ledger = logic.ledger
+        self._room: LogicDriver[ColocatedEvent, RunIteration] = LogicDriver(
+            logic, process_spec.identity(), Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
+        )
+
+    async def start(self, *, router_at: str) -> None:
+        """Introduce ourselves to the router."""
+        self._room.switchboard.dial(router_at)
+
+    async def close(self) -> None:
+        """Drop the link, end the threads and leave the ledger behind."""
+        await self._room.close()
+        self._engine.close()
+        leave_ledger(self._ledger_path, self.ledger.records())
+
+    def _perform(self, command: RunIteration) -> None:
+        self._engine.start_iteration(command, self._room.dispatch)

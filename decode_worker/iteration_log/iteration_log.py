@@ -1,0 +1,217 @@
+"""The decode worker's ledger: what every iteration was, how long it took, and where time was lost.
+
+The time from the end of one iteration to the end of the next has seven parts, each read from a clock and none of them
+the remainder of the others, so that their sum is a check:
+    waiting     from the end of the last iteration until the logic starts this one, by cause
+    turnaround  from there until the computing thread begins, and from when it is done until the logic hears of it
+    prepare, forward, sampling: as the engine measured them
+Waiting is known by what ends it. Looking back from the first requests of the new batch: before any of them had arrived
+there was nothing to do; until one of them was granted to this worker, the worker waited for prefill (queue, prefill and
+pool); until the start, prefetch was not ready.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from alignedserve.core.request import Request
+from alignedserve.messages.iteration_log import SPREAD_EDGES, IterationLogTotals
+from alignedserve.messages.iterations import IterationCompleted, IterationTimes
+
+_NUM_RECORDS = 8192
+_REPORT_PAUSE_S = 1.0
+
+
+class Measured(Protocol):
+    """What the ledger reads of a request in an iteration."""
+
+    @property
+    def request(self) -> Request:
+        """As it arrived."""
+
+    @property
+    def granted_s(self) -> float:
+        """When it came to this worker."""
+
+    @property
+    def context_len(self) -> int:
+        """Prompt and generated tokens."""
+
+
+class IterationRecord(NamedTuple):
+    """One iteration. Lengths are context lengths of the running requests when it started."""
+
+    number: int  # since the worker started, from 0
+    started_s: float  # when the logic started it
+    batch_size: int
+    is_switching: bool  # two batches mix
+    shortest: int
+    mean: float
+    longest: int
+    wall_s: float  # since the end of the iteration before; the next seven add up to it
+    nothing_to_do_s: float
+    waiting_for_prefill_s: float
+    prefetch_not_ready_s: float
+    turnaround_s: float
+    prepare_s: float
+    forward_s: float
+    sampling_s: float
+    attention_s: float  # of forward_s: attention of decoding sequences
+    misaligned_s: float  # of attention_s: over padding
+
+    @property
+    def parts_s(self) -> float:
+        """The sum of what was measured of `wall_s`."""
+        waiting_s = self.nothing_to_do_s + self.waiting_for_prefill_s + self.prefetch_not_ready_s
+        return waiting_s + self.turnaround_s + self.prepare_s + self.forward_s + self.sampling_s
+
+
+class Waits(NamedTuple):
+    """Time between two iterations, by cause."""
+
+    nothing_to_do_s: float
+    waiting_for_prefill_s: float
+    prefetch_not_ready_s: float
+
+
+_NO_WAITS = Waits(0.0, 0.0, 0.0)
+
+
+class IterationLog:
+    """The latest iterations and the sums over all. Called twice per iteration, at a few microseconds each."""
+
+    def __init__(self, num_records: int = _NUM_RECORDS) -> None:
+        self._records: deque[IterationRecord] = deque(maxlen=num_records)
+        self._shape = _BatchShape()
+        self._num_iterations = 0
+        self._num_reported = 0
+        self._is_switching = False
+        self._waits = _NO_WAITS
+        self._started_s: float | None = None  # of the iteration that runs
+        self._completed_s: float | None = None  # the end of the last iteration, or the first that was heard of time
+        self._reported_s: float | None = None
+
+    def iteration_started(
+        self, now: float, running: Collection[Measured], *, has_changed: bool, is_switching: bool = False
+    ) -> None:
+        """`running`: everyone in the batch of this iteration; `has_changed`: others than in the last one."""
+        if self._completed_s is None:
+            self._completed_s = now
+        self._waits = _split_wait(self._completed_s, now, running) if now > self._completed_s else _NO_WAITS
+        self._shape.update(running, has_changed=has_changed)
+        self._started_s = now
+        self._is_switching = is_switching
+
+    def iteration_completed(self, now: float, event: IterationCompleted) -> None:
+        """Must follow an `iteration_started`; lengths and members may change only after it."""
+        started, shape, waits = self._started_s, self._shape, self._waits
+        assert started is not None, "an iteration ended that was not started"
+        assert self._completed_s is not None, "an iteration without anything before it"
+        times = event.times or IterationTimes(started, now, 0.0, now - started, 0.0)
+        began = min(max(times.started_s, started), now)
+        ended = min(max(times.finished_s, began), now)
+        record = IterationRecord(
+            self._num_iterations,
+            started,
+            shape.size,
+            self._is_switching,
+            shape.shortest,
+            shape.sum / shape.size,
+            shape.longest,
+            now - self._completed_s,
+            *waits,
+            began - started + now - ended,
+            times.prepare_s,
+            times.forward_s,
+            times.sampling_s,
+            times.attention_s,
+            times.attention_s * times.padded_share,
+        )
+        self._records.append(record)
+        shape.note_tokens(event)
+        self._num_iterations += 1
+        self._started_s, self._completed_s = None, now
+
+    def take_totals(self, now: float) -> IterationLogTotals | None:
+        """The sums since this last returned some, for the router; None when there are none, or within a second.
+
+        Iterations that have left the latest records without being taken are not counted.
+        """
+        if self._completed_s is None:
+            self._completed_s = now  # idle from here on
+        is_early = self._reported_s is not None and now - self._reported_s < _REPORT_PAUSE_S
+        num_fresh = self._num_iterations - self._num_reported
+        if is_early or not num_fresh:
+            return None
+        self._num_reported, self._reported_s = self._num_iterations, now
+        return totals_of(list(islice(reversed(self._records), num_fresh)))
+
+    def records(self) -> tuple[IterationRecord, ...]:
+        """The latest iterations, oldest first."""
+        return tuple(self._records)
+
+
+class _BatchShape:
+    """Number, sum, least and greatest of the running requests' context lengths.
+
+    Counted only when the batch has changed: a batch that all sampled, and that nobody joined or left, is one token
+    longer everywhere.
+    """
+
+    __slots__ = ("_has_all_grown", "longest", "shortest", "size", "sum")
+
+    def __init__(self) -> None:
+        self.size = self.sum = self.shortest = self.longest = 0
+        self._has_all_grown = False
+
+    def update(self, running: Collection[Measured], *, has_changed: bool) -> None:
+        """To the batch of the iteration that starts."""
+        if self._has_all_grown and not has_changed and len(running) == self.size:
+            self.sum += self.size
+            self.shortest += 1
+            self.longest += 1
+            return
+        lengths = [one.context_len for one in running]
+        self.size, self.sum = len(lengths), sum(lengths)
+        self.shortest, self.longest = min(lengths), max(lengths)
+
+    def note_tokens(self, event: IterationCompleted) -> None:
+        """Whether every member has got a token."""
+        self._has_all_grown = len(event.sampled) == self.size
+
+
+def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
+    """Sums over these iterations."""
+    spreads = [record.longest / record.mean for record in records]
+    spread_counts = [0] * (len(SPREAD_EDGES) + 1)
+    for spread in spreads:
+        spread_counts[bisect_left(SPREAD_EDGES, spread)] += 1
+    return IterationLogTotals(
+        num_iterations=len(records),
+        num_switch_iterations=sum(record.is_switching for record in records),
+        num_requests=sum(record.batch_size for record in records),
+        wall_s=sum(record.wall_s for record in records),
+        nothing_to_do_s=sum(record.nothing_to_do_s for record in records),
+        waiting_for_prefill_s=sum(record.waiting_for_prefill_s for record in records),
+        prefetch_not_ready_s=sum(record.prefetch_not_ready_s for record in records),
+        turnaround_s=sum(record.turnaround_s for record in records),
+        prepare_s=sum(record.prepare_s for record in records),
+        forward_s=sum(record.forward_s for record in records),
+        sampling_s=sum(record.sampling_s for record in records),
+        misaligned_s=sum(record.misaligned_s for record in records),
+        sum_of_spreads=sum(spreads),
+        spread_counts=tuple(spread_counts),
+    )
+
+
+def _split_wait(since: float, until: float, running: Collection[Measured]) -> Waits:
+    """By what the first of the requests that end the wait was waiting for.
+
+    All processes of a host share the clock. An arrival by another host's clock may lie anywhere; it is taken as no
+    earlier than the wait began and no later than the grant, which is our own.
+    """
+    granted = min(max(min(one.granted_s for one in running), since), until)
+    arrived = min(max(min(one.request.arrival_s for one in running), since), granted)
+    return Waits(arrived - since, granted - arrived, until - granted)

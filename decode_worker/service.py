@@ -1,0 +1,65 @@
+"""The decode worker at work: its logic, its links and its engine, joined."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from alignedserve.messages.events import CommonEvent
+from alignedserve.messages.iterations import LoadBlocks, MapArena, OffloadBlocks, RunIteration, UnmapArena
+from alignedserve.messages.links import DecodeWorkerInbound
+from alignedserve.messages.wire import Codec
+from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.transfers.registry import AUTO
+from alignedserve.runtime.process.logic_driver import LogicDriver
+from alignedserve.runtime.process.process_spec import ProcessSpec
+from decode_worker.iteration_log.writer import leave_ledger
+from decode_worker.logic import DecodeEvent, DecodeLogic, WorkCommand
+
+
+class DecodeWorker:
+    """One decode worker on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        make: "partial[DecodeLogic]",
+        engine: ModelExecutor,
+        pool_name: str,
+        process_spec: ProcessSpec,
+        transport: str = AUTO,
+    ) -> None:
+        """`make`: makes its logic, out of what can be recorded."""
+        logic = make()
+        self._engine = engine
+        self._ledger_path = process_spec.log_folder / f"{process_spec.name}.ledger.jsonl"
+        self._pool_name = pool_name
+        identity = process_spec.identity()
+        self._copier: BlockCopier = engine.copier(identity, transport=transport)
+        self.ledger = logic.ledger
+        self._room: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
+            logic, identity, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
+        )
+
+    async def start(self, *, router_at: str, pool_at: str, prefillers_at: Sequence[str]) -> None:
+        """Introduce ourselves to the router, the pool and every prefill worker."""
+        for address in (pool_at, *prefillers_at, router_at):
+            self._room.switchboard.dial(address)
+
+    async def close(self) -> None:
+        """Drop the links, end the threads and leave the ledger behind."""
+        await self._room.close()
+        self._engine.close()
+        leave_ledger(self._ledger_path, self.ledger.records())
+
+    def _perform(self, command: WorkCommand) -> None:
+        match command:
+            case RunIteration():
+                self._engine.start_iteration(command, self._room.dispatch)
+            case LoadBlocks():
+                self._copier.start_load(command, self._room.dispatch)
+            case OffloadBlocks():
+                self._copier.start_offload(command, self._room.dispatch)
+            case MapArena(peer, offered):
+                self._copier.map_arena(peer, offered, stamps=peer != self._pool_name)
+            case UnmapArena(peer):
+                self._copier.unmap_arena(peer)

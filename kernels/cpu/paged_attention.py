@@ -1,0 +1,98 @@
+"""Attention straight from blocks, by the native kernels: nothing is gathered, padded or masked, and no slot outside a
+context is read.
+
+Decode: one query token per sequence. The contexts of a batch are cut into pieces of about equal length, which cores
+take one after another; a context that is cut has its parts merged. A piece runs once through its keys and values, all
+heads at a time (they lie side by side), keeping a running maximum and sum per query head.
+
+What comes later enters here: a direction table is a second way from a token to its slot (the piece's offsets are
+computed in one place); an int8 block another way to load a unit of elements; a hidden-cache block a product with the
+layer's key and value weights before its tokens are scored.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.cpu.native import load_native
+
+Int64Array = npt.NDArray[np.int64]
+
+# Instruction sets that kernels are compiled for, best first.
+LEVELS = ("avx512bf16", "avx2", "plain")
+
+
+class PagedPlan(Protocol):
+    """How the contexts of one batch are divided over cores; good for every layer of one step."""
+
+    num_rows: int
+
+    def run(self, layer: int, is_windowed: bool, queries: int, query_stride: int, out: int, out_stride: int, /) -> None:
+        """Addresses and row strides (in elements) of [rows, num_heads, head_dim] tensors."""
+
+
+_native = load_native("Cache")
+
+
+def supported_levels() -> tuple[str, ...]:
+    """The levels that this processor runs, best first; none where the extension was not built."""
+    return () if _native is None else tuple(_native.supported_levels())
+
+
+class PagedAttention:
+    """Attention over the blocks of one storage. Holds the tensor that it reads; writes none of it."""
+
+    def __init__(self, blocks: Tensor, *, group: int, level: str) -> None:
+        """`blocks` [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], contiguous, on the CPU,
+        float32 or bfloat16; `group` query heads read one key head."""
+        assert _native is not None, "the native kernels are not built"
+        assert blocks.device.type == "cpu", "native attention runs on the CPU"
+        assert blocks.is_contiguous(), "blocks are one run of memory"
+        assert blocks.dtype in (torch.float32, torch.bfloat16), f"no native attention for {blocks.dtype}"
+        num_blocks, num_layers, two, block_size, kv_heads, head_dim = blocks.shape
+        assert two == 2, "keys and values"
+        self._blocks = blocks
+        self._row_shape = (kv_heads, group, head_dim)
+        is_bfloat16 = blocks.dtype == torch.bfloat16
+        sizes = (num_blocks, num_layers, block_size, kv_heads, group, head_dim)
+        self._cache = _native.Cache(level, blocks.data_ptr(), *sizes, is_bfloat16)
+
+    def plan_decode(
+        self, block_tables: Int64Array, rows: Int64Array, lengths: Int64Array, window: int | None, num_threads: int
+    ) -> PagedPlan:
+        """Divide the work of one step: sequence i reads the first lengths[i] tokens of row rows[i] of `block_tables`
+        (the last `window` of them in windowed layers), which must stay as they are until the step is over."""
+        plan: PagedPlan = _native.DecodePlan(self._cache, block_tables, rows, lengths, window or 0, num_threads)
+        return plan
+
+    def plan_chunks(
+        self,
+        block_tables: Int64Array,
+        rows: Int64Array,
+        lengths: Int64Array,
+        counts: Int64Array,
+        window: int | None,
+        num_threads: int,
+    ) -> PagedPlan:
+        """The same for chunks: of sequence i, the last counts[i] of the first lengths[i] tokens read up to
+        themselves. The token rows of a chunk follow those of the one before."""
+        args = (block_tables, rows, lengths, counts, window or 0, num_threads)
+        plan: PagedPlan = _native.ChunkPlan(self._cache, *args)
+        return plan
+
+    def run(self, plan: PagedPlan, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
+        """queries, out [tokens, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided. The keys and
+        values of all tokens are in the blocks."""
+        self._check(queries, plan.num_rows)
+        self._check(out, plan.num_rows)
+        plan.run(layer, is_windowed, queries.data_ptr(), queries.stride(0), out.data_ptr(), out.stride(0))
+
+    def _check(self, rows: Tensor, num_rows: int) -> None:
+        _, group, head_dim = self._row_shape
+        assert rows.shape == (num_rows, *self._row_shape), f"not [{num_rows}, {self._row_shape}]: {rows.shape}"
+        assert rows.stride()[1:] == (group * head_dim, head_dim, 1), "the heads of a row are contiguous"
+        assert rows.dtype == self._blocks.dtype, "one dtype for blocks, queries and results"
+        assert rows.device.type == "cpu", "native attention runs on the CPU"

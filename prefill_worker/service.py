@@ -1,0 +1,80 @@
+"""The prefill worker at work: its logic, its links, its engine and the candidate buffers in its memory, joined."""
+
+import asyncio
+from functools import partial
+
+from alignedserve.messages.events import CommonEvent
+from alignedserve.messages.iterations import LoadBlocks, MapArena, OffloadBlocks, RelayBlocks, RunIteration
+from alignedserve.messages.links import PrefillWorkerInbound
+from alignedserve.messages.wire import Codec
+from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.kv.candidate_memory import CandidateMemory
+from alignedserve.runtime.process.logic_driver import LogicDriver
+from alignedserve.runtime.process.process_spec import ProcessSpec
+from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
+from prefill_worker.logic import PrefillEvent, PrefillLogic, WorkCommand
+
+
+class PrefillWorker:
+    """One prefill worker on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        make: "partial[PrefillLogic]",
+        engine: ModelExecutor,
+        memory: CandidateMemory,
+        pool_name: str,
+        process_spec: ProcessSpec,
+    ) -> None:
+        """`make`: makes its logic, out of what can be recorded."""
+        identity = process_spec.identity()
+        self._engine = engine
+        self._memory = memory
+        self._copier = engine.copier(identity)
+        self._pool_name = pool_name
+        self._room: LogicDriver[CommonEvent | PrefillEvent, WorkCommand] = LogicDriver(
+            make(), identity, Codec(PrefillWorkerInbound), self._perform, process_spec.recorder(make)
+        )
+
+    async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:
+        """Accept decode workers and introduce ourselves to router and pool."""
+        await self._room.switchboard.listen(listen_at)
+        self._room.switchboard.dial(pool_at)
+        self._room.switchboard.dial(router_at)
+
+    async def close(self) -> None:
+        """Drop the links, end the threads and give the buffers' memory back."""
+        await self._room.close()
+        self._engine.close()
+        self._memory.close()
+
+    def _perform(self, command: WorkCommand) -> None:
+        match command:
+            case RunIteration():
+                self._engine.start_iteration(command, self._room.dispatch)
+            case LoadBlocks():
+                self._copier.start_load(command, self._room.dispatch)
+            case OffloadBlocks():
+                self._copier.start_offload(command, self._room.dispatch)
+            case RelayBlocks():
+                self._copier.start_relay(command, self._buffer_of(command), self._room.dispatch)
+            case MapArena(peer, offered):
+                self._copier.map_arena(peer, offered, stamps=False)
+            case OpenBuffer(peer, life):
+                self._open_buffer(peer, life)
+            case CloseBuffer(peer):
+                self._copier.unmap_arena(peer)
+                self._memory.close_for(peer)
+
+    def _open_buffer(self, peer: str, life: int) -> None:
+        opened = self._memory.open_for(peer)
+        if opened is not None:
+            self._copier.use_arena(peer, opened.arena)
+        event = BufferOpened(peer, life, opened.offered if opened is not None else None)
+        # Not within the dispatch that asked for it: the rest of its commands comes first.
+        asyncio.get_running_loop().call_soon(self._room.dispatch, event)
+
+    def _buffer_of(self, command: RelayBlocks) -> str:
+        """The decode worker whose buffer is at one end; the pool is at the other."""
+        return command.source if command.target == self._pool_name else command.target

@@ -1,0 +1,259 @@
+"""The workers and pools that are there, what each was given, and who should get what next."""
+
+from alignedserve.config.sections import BatchingConfig
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BatchId, RequestId, WorkerName
+from alignedserve.core.lifecycle import Stage
+from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
+from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
+from router.state import AskKind, PoolRecord, TrackedRequest, WorkerRecord
+
+
+class Placement:
+    """Records of workers and pools by name. Keeps count of what tracked requests hold; decides nothing about them."""
+
+    def __init__(self, *, candidate_requests: int, batching: BatchingConfig) -> None:
+        self.workers: dict[str, WorkerRecord] = {}
+        self.pools: dict[str, PoolRecord] = {}
+        self._candidate_requests = candidate_requests
+        self._batching = batching
+        self._next_batch = 1
+        self._num_pool_lives = 0
+
+    # --- who is there
+
+    def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
+        """A worker or pool came, or came back with nothing. Returns why it is refused, if it is."""
+        self.remove(peer)
+        others = {known.layout_digest for known in self.workers.values()}
+        others |= {known.layout_digest for known in self.pools.values()}
+        if others and message.layout_digest not in others:
+            return "its blocks are not of the size, dtype and shape of the cluster's; start all with one configuration"
+        if isinstance(message, WorkerRegistered):
+            self.workers[peer] = WorkerRecord(peer, message)
+            return None
+        self._num_pool_lives += 1
+        self.pools[peer] = PoolRecord(peer, self._num_pool_lives, message.num_blocks, message.layout_digest)
+        return None
+
+    def remove(self, peer: str) -> None:
+        """A worker or pool is gone."""
+        self.workers.pop(peer, None)
+        if self.pools.pop(peer, None) is None:
+            return
+        for worker in self.workers.values():
+            if worker.registered.pool_name == peer:
+                worker.forming = None  # what the pool was asked, it will not answer any more
+        self.mark_news()
+
+    def __contains__(self, peer: str) -> bool:
+        return peer in self.workers or peer in self.pools
+
+    def pool_of(self, worker_name: str) -> PoolRecord | None:
+        """The pool on this worker's node, if both are there."""
+        worker = self.workers.get(worker_name)
+        return self.pools.get(worker.registered.pool_name) if worker is not None else None
+
+    def can_ever_hold(self, max_context_len: int) -> bool:
+        """Whether a request of this length fits some decode worker; True while none is there to tell."""
+        decoders = [worker.registered for worker in self.workers.values() if worker.registered.can_decode]
+        fits = [blocks_for(max_context_len, known.block_size) <= known.num_blocks for known in decoders]
+        return any(fits) or not fits
+
+    # --- what they report
+
+    def note_load(self, peer: str, load: WorkerLoad | PoolLoad) -> None:
+        """Latest counts of a worker or pool."""
+        if isinstance(load, PoolLoad):
+            if peer in self.pools:
+                self.pools[peer].num_blocks_used = load.num_blocks_used
+                self.pools[peer].num_blocks_kept = load.num_blocks_kept
+        elif peer in self.workers:
+            worker = self.workers[peer]
+            worker.load, worker.is_load_old = load, False
+            worker.was_refused.clear()
+
+    def mark_news(self) -> None:
+        """Something changed that may let a batch be formed where none could be before."""
+        for worker in self.workers.values():
+            worker.was_refused.clear()
+
+    # --- what tracked requests hold
+
+    def note_decoding(self, tracked: TrackedRequest, worker: WorkerRecord) -> None:
+        """The request is this worker's now."""
+        self.forget(tracked)
+        tracked.move(Stage.DECODING, worker.name)
+        worker.decoding.add(tracked.request.request_id)
+
+    def note_pooled(self, tracked: TrackedRequest, pool: str, num_blocks: int) -> None:
+        """The request lies in this pool now, from a prefill worker or back from a decode worker."""
+        if tracked.stage is not Stage.PREFILLING:  # whose prefill is counted until it reports that it is done
+            self.forget(tracked)
+        tracked.move(Stage.POOLED, pool)
+        self.note_copy(tracked, pool)
+        self.pools[pool].num_pooled += 1
+        if num_blocks > self._least_share(pool):
+            self.pools[pool].large[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
+        self.mark_news()
+
+    def _least_share(self, pool: str) -> int:
+        """Blocks that a batch for any decode worker of this pool may have while that one is busy."""
+        known = [worker for worker in self.workers.values() if worker.registered.can_decode]
+        return min((self._share(worker) for worker in known if worker.registered.pool_name == pool), default=0)
+
+    def _share(self, worker: WorkerRecord) -> int:
+        return int(self._batching.max_block_share * worker.registered.num_blocks)
+
+    def note_copy(self, tracked: TrackedRequest, pool: str) -> None:
+        """The pool has, or keeps, a copy of the request."""
+        tracked.copy_at = (pool, self.pools[pool].life)
+
+    def copy_of(self, tracked: TrackedRequest) -> str | None:
+        """The pool that may keep a copy of the request."""
+        if tracked.copy_at is None:
+            return None
+        pool = self.pools.get(tracked.copy_at[0])
+        return pool.name if pool is not None and pool.life == tracked.copy_at[1] else None
+
+    def forget(self, tracked: TrackedRequest) -> None:
+        """Whoever held this request does so no more."""
+        request_id: RequestId = tracked.request.request_id
+        worker = self.workers.get(tracked.holder or "")
+        if worker is not None:
+            worker.prefilling.pop(request_id, None)
+            worker.decoding.discard(request_id)
+            worker.was_refused.clear()
+        if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
+            self.pools[tracked.holder].num_pooled -= 1
+            self.pools[tracked.holder].large.pop(request_id, None)
+
+    def may_have_lost(self, tracked: TrackedRequest, peer: str) -> bool:
+        """Whether this request may be lost with this peer: held by it, or on its way to it."""
+        if peer in (tracked.holder, tracked.granted_to):
+            return True
+        worker = self.workers.get(tracked.holder or "")
+        return tracked.is_computed and worker is not None and worker.registered.pool_name == peer
+
+    @property
+    def num_pooled(self) -> int:
+        """Requests that wait for a batch."""
+        return sum(pool.num_pooled for pool in self.pools.values())
+
+    # --- who should get what
+
+    def least_loaded_prefiller(self) -> WorkerRecord | None:
+        """The worker that can take a prefill now and has the fewest tokens to compute.
+
+        Of those with as few, the one with fewest decodes beside them (colocated workers), then by name.
+        """
+        able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
+        return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
+
+    def _can_prefill_now(self, worker: WorkerRecord) -> bool:
+        """A colocated worker takes no more requests than it can run; others need a pool, and are bounded by tokens."""
+        if not worker.registered.can_prefill:
+            return False
+        if worker.registered.can_decode:
+            return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running
+        return worker.registered.pool_name in self.pools
+
+    def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
+        """What to ask of which pool, for decode workers that will soon have room; the emptiest worker goes first.
+
+        Who may get all that is pooled is waited for: others would mostly be asked for in vain.
+        """
+        asked = []
+        asked_of = dict.fromkeys(self.pools, 0)
+        for worker in self.workers.values():
+            if worker.forming is not None:
+                asked_of[worker.registered.pool_name] += worker.num_asked
+        for worker in sorted(self.workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
+            pool = self.pools.get(worker.registered.pool_name)
+            if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill:
+                continue
+            if worker.forming is not None or worker.is_load_old or asked_of[pool.name] >= pool.num_pooled:
+                continue
+            form = self._batch_for(worker, pool, now) or self._joining(worker, pool, now)
+            if form is not None:
+                worker.forming, worker.asked_for = form.batch_id, AskKind.BATCH if form.joins is None else AskKind.JOIN
+                worker.num_asked = form.max_requests
+                asked_of[pool.name] += form.max_requests
+                asked.append((pool.name, form))
+        return asked
+
+    def note_formed(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
+        """The pool or the worker has answered what was asked for it."""
+        worker.forming = None
+        if is_empty:
+            worker.was_refused.add(worker.asked_for)
+            return
+        worker.is_load_old = True
+        if worker.asked_for is AskKind.BATCH:
+            worker.last_batch_s = now
+
+    def _batch_for(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
+        """The batch after the one that runs, as soon as there is none; while the worker has enough to do, only one
+        that is worth a switch, or when none came for long."""
+        load, batching = worker.load or WorkerLoad(), self._batching
+        if AskKind.BATCH in worker.was_refused or load.num_batch_candidates:
+            return None
+        is_saturated = load.num_running >= self._min_requests(worker)
+        is_worth_it = pool.num_pooled >= self._min_requests(worker)
+        if is_saturated and not is_worth_it and now - worker.last_batch_s < batching.starvation_s:
+            return None
+        max_requests = worker.registered.max_running
+        if not (is_saturated and batching.is_aligned):
+            max_requests += self._candidate_requests - len(worker.decoding)
+        return self._form(
+            worker,
+            pool,
+            max_requests,
+            self._min_requests(worker),
+            least_blocks=_overdue(pool, worker, now - batching.starvation_s),
+        )
+
+    def _joining(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
+        """More of the lengths that run, a few ahead of need; not while another batch has waited too long for that."""
+        load = worker.load
+        if load is None or load.running is None or AskKind.JOIN in worker.was_refused:
+            return None
+        if load.num_batch_candidates and now - worker.last_batch_s >= self._batching.starvation_s:
+            return None
+        num_places = worker.registered.max_running - load.num_running
+        max_requests = num_places + self._candidate_requests - load.num_candidate_requests
+        return self._form(worker, pool, max_requests, 1, joins=load.running)
+
+    def _min_requests(self, worker: WorkerRecord) -> int:
+        return self._batching.enough_requests(worker.registered.max_running)
+
+    def _form(
+        self,
+        worker: WorkerRecord,
+        pool: PoolRecord,
+        max_requests: int,
+        min_requests: int,
+        *,
+        joins: JoinedBatch | None = None,
+        least_blocks: int = 0,
+    ) -> FormBatch | None:
+        num_peers = sum(
+            other.registered.can_decode and other.registered.pool_name == pool.name for other in self.workers.values()
+        )
+        max_requests = min(max_requests, -(-pool.num_pooled // num_peers))  # a fair share
+        max_blocks = worker.registered.num_blocks
+        if worker.decoding:
+            candidate_blocks = worker.load.num_candidate_blocks if worker.load is not None else 0
+            max_blocks = max(self._share(worker) - candidate_blocks, least_blocks)
+        if max_requests < 1 or max_blocks < 1:
+            return None
+        batch_id, self._next_batch = BatchId(self._next_batch), self._next_batch + 1
+        name = WorkerName(worker.name)
+        return FormBatch(batch_id, name, max_blocks, max_requests, min(min_requests, max_requests), joins)
+
+
+def _overdue(pool: PoolRecord, worker: WorkerRecord, pooled_before_s: float) -> int:
+    """Blocks of the largest request that no batch for a busy worker may have room for, and that has waited too long
+    for the worker to become idle."""
+    sizes = [num_blocks for num_blocks, pooled_s in pool.large.values() if pooled_s <= pooled_before_s]
+    return max((size for size in sizes if size <= worker.registered.num_blocks), default=0)

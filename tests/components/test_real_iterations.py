@@ -1,0 +1,67 @@
+"""The ledger of real iterations: clocks of the logic, of the computing thread and of the engine agree."""
+
+import asyncio
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from alignedserve.config.sections import Topology
+from alignedserve.core.request import SamplingParams
+from decode_worker.colocated.service import ColocatedWorker
+from decode_worker.service import DecodeWorker
+from kernels.cpu.paged_attention import supported_levels
+from tests.support.in_process import RoomCluster, running, small_config
+
+NUM_REQUESTS, NUM_TOKENS = 8, 60
+
+
+async def serve(cluster: RoomCluster) -> None:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    prompts = [[3 + number] * (10 * number + 1) for number in range(NUM_REQUESTS)]
+    await asyncio.gather(*(cluster.gateway.generate(prompt, sampling) for prompt in prompts))
+
+
+@pytest.mark.parametrize("topology", list(Topology))
+async def test_the_parts_add_up_to_the_wall_time(topology: Topology, tmp_path: Path) -> None:
+    async with running(small_config(tmp_path / "model", topology=topology), tmp_path) as cluster:
+        await serve(cluster)
+        worker = cluster.rooms["decode-0"]
+        assert isinstance(worker, DecodeWorker | ColocatedWorker)
+        records = worker.ledger.records()
+    # The median: where threads of all rooms share one process, any of them may be held up between two readings.
+    assert statistics.median(record.parts_s / record.wall_s for record in records) == pytest.approx(1.0, abs=0.02)
+    assert all(record.parts_s <= record.wall_s for record in records)
+    assert 4 <= max(record.batch_size for record in records) <= NUM_REQUESTS  # four make a batch
+    for record in records:
+        assert record.shortest <= record.mean <= record.longest
+        assert 0.0 <= record.misaligned_s <= record.attention_s <= record.forward_s
+    # Only gathering pads: the native kernels read no slot for the sake of another sequence.
+    assert (sum(record.misaligned_s for record in records) > 0.0) == (not supported_levels())
+
+
+async def test_the_gateway_hears_of_it_and_a_clean_stop_leaves_a_file(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "model")
+    async with running(config, tmp_path) as cluster:
+        await serve(cluster)
+        status = await cluster.gateway.idle()
+        async with asyncio.timeout(10):
+            while status.ledger.num_requests < NUM_REQUESTS * (NUM_TOKENS - 1):  # the first is the prefill worker's
+                await asyncio.sleep(0.05)
+                status = await cluster.gateway.idle()
+        path = cluster.ledger_path("decode-0")
+        assert not path.exists()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == status.ledger.num_iterations
+    assert sum(line["batch_size"] for line in lines) == status.ledger.num_requests
+
+
+async def test_a_ledger_that_cannot_be_written_is_not_in_the_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(small_config(tmp_path / "model"), tmp_path) as cluster:
+        await serve(cluster)
+        cluster.ledger_path("decode-0").mkdir()
+        await cluster.stop("decode-0")
+    assert "the ledger cannot be written" in caplog.text

@@ -1,0 +1,187 @@
+"""A decode worker to tell things to: twenty blocks of four tokens, four requests."""
+
+from typing import Any
+
+from alignedserve.core.ids import BatchId, LeaseId, RequestId
+from alignedserve.core.request import SampledToken
+from alignedserve.messages.caches import (
+    ArenaOffered,
+    BatchGranted,
+    BlockCopy,
+    BlockRun,
+    BlocksPrefetched,
+    CancelPrefetch,
+    Handoff,
+    LeasesReleased,
+    LeasesReturned,
+    PrefetchBlocks,
+)
+from alignedserve.messages.events import PeerConnected, Received, Send, SendTo
+from alignedserve.messages.gateways import TokenDelta, TokensEmitted
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import (
+    Addition,
+    BlocksLoaded,
+    BlocksOffloaded,
+    IterationCompleted,
+    Load,
+    LoadBlocks,
+    OffloadBlocks,
+    RunIteration,
+)
+from alignedserve.messages.pools import BatchReceived
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import WorkerLoad
+from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from decode_worker.batching.batch_order import SwitchLimits
+from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
+from tests.support.samples import POOL, PREFILL, REPLY_TO, ROUTER, blocks, handoff, request, worker
+
+BATCH = BatchId(1)
+EOS = 2
+BUFFER_RUNS = (BlockRun(0, 1, 55),)
+
+
+class Desk:
+    """A decode worker with a router and a pool. Its load reports are left out."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 20,
+        max_running: int = 4,
+        min_requests: int = 36,
+        buffer_blocks: int = 0,
+        pacing: PolicyPacing | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.registered = worker(num_blocks=num_blocks, max_running=max_running)
+        limits = DecodeLimits(max_running, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0))
+        self.logic = DecodeLogic(
+            registered=self.registered, limits=limits, eos_token_ids=frozenset({EOS}), pacing=pacing
+        )
+        self.do(PeerConnected(Role.ROUTER, ROUTER))
+        if buffer_blocks:
+            self.lend(buffer_blocks)
+
+    def do(self, event: Any) -> list[DecodeCommand]:
+        commands = self.logic.on_event(event, self.now)
+        return [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, WorkerLoad))]
+
+    def hear(self, message: Message, peer: str = ROUTER) -> list[DecodeCommand]:
+        return self.do(Received(peer, message))
+
+    def lend(self, num_blocks: int, peer: str = PREFILL) -> list[DecodeCommand]:
+        """A prefill worker comes with a buffer of so many blocks."""
+        self.do(PeerConnected(Role.PREFILL_WORKER, peer))
+        return self.hear(ArenaOffered(f"/dev/shm/{peer}.arena", num_blocks, 64, "digest"), peer)
+
+    def grant(
+        self, *handoffs: Handoff, batch: int = BATCH, joins: int | None = None, is_aligned: bool = True
+    ) -> list[DecodeCommand]:
+        joined = BatchId(joins) if joins is not None else None
+        return self.hear(BatchGranted(BatchId(batch), handoffs, joined, is_aligned), POOL)
+
+    def loaded(self, command: LoadBlocks, *refused: RequestId) -> list[DecodeCommand]:
+        return self.do(BlocksLoaded(command.source, command.loads, frozenset(refused)))
+
+    def enter(self, *handoffs: Handoff, **batch: Any) -> list[DecodeCommand]:
+        """They are granted, and those that may enter at once are loaded: what follows from that."""
+        return self.all_loaded(self.grant(*handoffs, **batch))
+
+    def all_loaded(self, commands: list[DecodeCommand]) -> list[DecodeCommand]:
+        return [one for command in loads(commands) for one in self.loaded(command)]
+
+    def offloaded(
+        self, command: OffloadBlocks, copied: tuple[BlockRun, ...] | None = BUFFER_RUNS
+    ) -> list[DecodeCommand]:
+        return self.do(BlocksOffloaded(command, copied))
+
+    def prefetched(
+        self, name: str, generation: int, context_len: int = 4, copied: tuple[BlockRun, ...] = BUFFER_RUNS
+    ) -> list[DecodeCommand]:
+        copy = BlockCopy(generation, context_len, copied)
+        return self.hear(BlocksPrefetched(RequestId(name), generation, copy), PREFILL)
+
+    def sampled(self, **tokens: int) -> list[DecodeCommand]:
+        """The iteration is over with these tokens."""
+        return self.completed(*(SampledToken(RequestId(name), token) for name, token in tokens.items()))
+
+    def completed(self, *tokens: SampledToken, **more: Any) -> list[DecodeCommand]:
+        return self.do(IterationCompleted(tokens, **more))
+
+    def load(self) -> WorkerLoad:
+        """As the next router is told: it empties the worker."""
+        commands = self.logic.on_event(PeerConnected(Role.ROUTER, ROUTER), self.now)
+        return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, WorkerLoad)][-1]
+
+
+def added(of: Handoff, *numbers: int) -> Addition:
+    return Addition(of.request, of.generated_token_ids, blocks(*numbers), of.copy.context_len)
+
+
+def load(of: Handoff, *numbers: int) -> Load:
+    return Load(of.request.request_id, of.copy, blocks(*numbers))
+
+
+def from_pool(*parts: Load) -> LoadBlocks:
+    return LoadBlocks(POOL, parts)
+
+
+def run(*additions: Addition, removals: tuple[str, ...] = (), grown: Any = (), slices: dict[str, int]) -> RunIteration:
+    extensions = tuple((RequestId(name), blocks(number)) for name, number in grown)
+    parts = tuple((RequestId(name), count) for name, count in slices.items())
+    return RunIteration(tuple(map(RequestId, removals)), additions, extensions, parts)
+
+
+def runs(commands: list[DecodeCommand]) -> list[RunIteration]:
+    return [one for one in commands if isinstance(one, RunIteration)]
+
+
+def loads(commands: list[DecodeCommand]) -> list[LoadBlocks]:
+    return [one for one in commands if isinstance(one, LoadBlocks)]
+
+
+def offloads(commands: list[DecodeCommand]) -> list[OffloadBlocks]:
+    return [one for one in commands if isinstance(one, OffloadBlocks)]
+
+
+def emitted(*deltas: TokenDelta) -> SendTo:
+    return SendTo(REPLY_TO, TokensEmitted(deltas))
+
+
+def received(*members: tuple[RequestId, int], batch: int = BATCH) -> Send:
+    return Send(ROUTER, BatchReceived(BatchId(batch), members))
+
+
+def released(lease: int) -> Send:
+    return Send(POOL, LeasesReleased((LeaseId(lease),)))
+
+
+def returned(lease: int) -> Send:
+    return Send(POOL, LeasesReturned((LeaseId(lease),)))
+
+
+def prefetch(of: Handoff, generation: int, *numbers: int) -> Send:
+    message = PrefetchBlocks(of.request.request_id, of.attempt, of.copy, blocks(*numbers), generation)
+    return Send(PREFILL, message)
+
+
+def cancel(name: str, generation: int) -> Send:
+    return Send(PREFILL, CancelPrefetch(RequestId(name), generation))
+
+
+def to_router(message: Message) -> Send:
+    return Send(ROUTER, message)
+
+
+H1 = handoff(request(), 11)  # four tokens cached, one to compute: two blocks
+H2 = handoff(request("r2", prompt_len=7), 12)  # the same with seven tokens
+H3 = handoff(request("r3"), 13)
+
+
+def running(**sizes: Any) -> Desk:
+    """r1 is in its first iteration here, in blocks 0 and 1."""
+    made = Desk(**sizes)
+    made.enter(H1)
+    return made

@@ -1,0 +1,314 @@
+"""Random histories of requests over two engines, whose copies happen in any order that their queues allow.
+
+Between iterations requests are started, preempted to be recomputed, swapped to host memory and back, moved through an
+arena to the other engine, and finished; blocks that one leaves are another's at once. What a request generates depends
+on nothing but its prompt and parameters, so every token is compared with what the request generates alone.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.messages.caches import BlockCopy
+from alignedserve.messages.iterations import Swap, Swaps
+from alignedserve.runtime.device.streams import DeviceStreams
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import Engine, NewSequence
+from alignedserve.runtime.engine.swap_space import SwapSpace
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, Outgoing, ShmTransfer
+from tests.support.tiny_engines import random_tokens
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT_LEN = 4, 14, 24
+NUM_TURNS, MAX_RUNNING, NUM_PROMPTS = 14, 4, 24
+ITERATIONS_PER_TURN = 2
+HIDDEN_BLOCK_TOKENS = 8  # of a model whose query heads have keys of their own
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, wherever it is."""
+
+    request_id: RequestId
+    kind: int  # which prompt and parameters
+    tokens: list[int]  # prompt and what was generated
+    num_computed: int = 0
+    blocks: list[BlockId] = field(default_factory=list)
+    copy: BlockCopy | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(prompt_of(self.kind))
+
+    @property
+    def is_hidden(self) -> bool:
+        """Every fourth kind has layer inputs in its blocks."""
+        return self.kind % 4 == 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return blocks_for(num_tokens, HIDDEN_BLOCK_TOKENS if self.is_hidden else BLOCK_SIZE)
+
+
+def prompt_of(kind: int) -> list[int]:
+    return random_tokens(kind, 1 + kind % 11)
+
+
+def sampling_of(kind: int) -> SamplingParams:
+    if kind % 3:
+        return SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    return SamplingParams(temperature=1.0, top_p=0.9, seed=kind, max_tokens=40, ignore_eos=True)
+
+
+class Place:
+    """One engine, the owner of its blocks, and its host memory."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        queues: DeviceStreams,
+        arena: Arena | None,
+        rng: random.Random,
+        *,
+        has_int8_swaps: bool = False,
+    ) -> None:
+        layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
+        self.storage = BlockStorage(layout, NUM_BLOCKS, decoder.device)
+        self.engine = Engine(
+            model=decoder,
+            storage=self.storage,
+            max_sequences=MAX_RUNNING,
+            max_context_len=MAX_CONTEXT_LEN,
+            queues=queues,
+            hidden_block_tokens=HIDDEN_BLOCK_TOKENS,
+        )
+        self.host_cache = SwapSpace(self.storage, queues, is_int8=has_int8_swaps)
+        self.has_int8_swaps = has_int8_swaps
+        self.transfer = None if arena is None else ShmTransfer(self.storage, arena, stamps=True)
+        self.running: list[Request] = []
+        self.swapped: list[Request] = []
+        self.free = [BlockId(block) for block in range(NUM_BLOCKS)]
+        self._random = rng
+        rng.shuffle(self.free)
+
+    def take(self, count: int) -> list[BlockId] | None:
+        if len(self.free) < count:
+            return None
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def give(self, request: Request) -> None:
+        """Its blocks are the next to be handed out: whoever still uses them shows."""
+        self.free = request.blocks + self.free
+        request.blocks = []
+
+    def run(self, request: Request) -> None:
+        self.engine.add_sequence(
+            NewSequence(
+                request.request_id,
+                tuple(request.tokens),
+                request.prompt_len,
+                request.num_computed,
+                tuple(request.blocks),
+                sampling_of(request.kind),
+                request.is_hidden,
+            )
+        )
+        self.running.append(request)
+
+    def stop(self, request: Request) -> None:
+        self.running.remove(request)
+        request.num_computed = self.engine.num_computed(request.request_id)
+        self.engine.remove_sequence(request.request_id)
+
+    def iterate(self) -> None:
+        """One step over some of the sequences, the prompts in chunks."""
+        slices = []
+        for request in self.running:
+            computed, known = self.engine.num_computed(request.request_id), len(request.tokens)
+            count = known - computed if known - computed == 1 else self._random.randint(1, known - computed)
+            needed = request.blocks_for(computed + count) - len(request.blocks)
+            if known >= MAX_CONTEXT_LEN or self._random.random() < 0.2:
+                continue
+            if needed > 0:
+                more = self.take(needed)
+                if more is None:
+                    continue
+                self.engine.append_blocks(request.request_id, more)
+                request.blocks += more
+            slices.append((request.request_id, count))
+        if not slices:
+            return
+        by_id = {request.request_id: request for request in self.running}
+        output = self.engine.execute(slices)
+        assert not output.failed, "logits that are not numbers"
+        for token in output.sampled:
+            by_id[token.request_id].tokens.append(token.token_id)
+
+
+class EngineHistory:
+    """One history. The same seed gives the same one."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        make_queues: Callable[[int], DeviceStreams],
+        seed: int,
+        folder: Path,
+        *,
+        has_int8_swaps: bool = False,
+    ) -> None:
+        self._random = random.Random(seed)
+        layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
+        self._arena = Arena.create(folder / "pool.arena", layout, NUM_BLOCKS)
+        self._places = [
+            Place(decoder, make_queues(2 * seed + i), self._arena, self._random, has_int8_swaps=has_int8_swaps)
+            for i in range(2)
+        ]
+        self._arena_free = [BlockId(block) for block in range(NUM_BLOCKS)]
+        self._generation = 0
+        self._moving: list[Request] = []
+        self.requests: list[Request] = []
+
+    def run(self) -> None:
+        """Every turn something happens to the requests of each place, then it iterates."""
+        for _ in range(NUM_TURNS):
+            for place in self._places:
+                actions = (
+                    self._start,
+                    self._preempt,
+                    self._swap_out,
+                    self._swap_in,
+                    self._offload,
+                    self._fetch,
+                    self._end,
+                )
+                for action in self._random.choices(actions, (4, 1, 3, 4, 2, 4, 1), k=2):
+                    action(place)
+                for _ in range(self._random.randint(0, ITERATIONS_PER_TURN)):
+                    place.iterate()
+
+    def close(self) -> None:
+        """Remove the arena."""
+        self._arena.close(unlink=True)
+
+    # --- what may happen to a request; nothing where there is none, or no room
+
+    def _start(self, place: Place) -> None:
+        if len(place.running) == MAX_RUNNING:
+            return
+        kind = self._random.randrange(NUM_PROMPTS)
+        request = Request(RequestId(f"r{len(self.requests)}"), kind, prompt_of(kind))
+        self.requests.append(request)
+        place.run(request)
+
+    def _end(self, place: Place) -> None:
+        if place.running:
+            request = self._random.choice(place.running)
+            place.stop(request)
+            place.give(request)
+
+    def _preempt(self, place: Place) -> None:
+        """To be recomputed, at once and in other blocks."""
+        if place.running:
+            request = self._random.choice(place.running)
+            place.stop(request)
+            place.give(request)
+            request.num_computed = 0
+            place.run(request)
+
+    def _swap_out(self, place: Place) -> None:
+        able = (request for request in place.running if not (place.has_int8_swaps and request.is_hidden))
+        computed = [request for request in able if place.engine.num_computed(request.request_id)]
+        if computed:
+            request = self._random.choice(computed)
+            place.stop(request)
+            self._cut(place, request)
+            swap = Swap(request.request_id, request.num_computed, tuple(request.blocks))
+            place.host_cache.perform(Swaps((), (swap,), ()))
+            place.give(request)
+            place.swapped.append(request)
+
+    def _swap_in(self, place: Place) -> None:
+        if not place.swapped or len(place.running) == MAX_RUNNING:
+            return
+        request = place.swapped[0]
+        blocks = place.take(request.blocks_for(request.num_computed))
+        if blocks is not None:
+            place.swapped.remove(request)
+            request.blocks = blocks
+            place.host_cache.perform(Swaps((), (), (Swap(request.request_id, request.num_computed, tuple(blocks)),)))
+            place.run(request)
+
+    def _offload(self, place: Place) -> None:
+        """Into the arena, for either engine: a cache of keys and values."""
+        running = (request for request in place.running if not request.is_hidden)
+        computed = [request for request in running if place.engine.num_computed(request.request_id)]
+        if not computed or place.transfer is None:
+            return
+        request = self._random.choice(computed)
+        count = blocks_for(place.engine.num_computed(request.request_id), BLOCK_SIZE)
+        if count > len(self._arena_free):
+            return
+        place.stop(request)
+        self._cut(place, request)
+        target, self._arena_free = self._arena_free[:count], self._arena_free[count:]
+        self._generation += 1
+        (runs,) = place.transfer.offload([Outgoing(request.blocks, target, self._generation)])
+        assert runs is not None, "an offload was refused"
+        request.copy = BlockCopy(self._generation, request.num_computed, runs)
+        place.give(request)
+        self._moving.append(request)
+
+    def _fetch(self, place: Place) -> None:
+        if not self._moving or len(place.running) == MAX_RUNNING or place.transfer is None:
+            return
+        request = self._moving[0]
+        assert request.copy is not None
+        blocks = place.take(request.copy.num_blocks)
+        if blocks is None:
+            return
+        self._moving.remove(request)
+        assert place.transfer.fetch([Incoming(request.copy, blocks)]) == [True], "a copy does not verify"
+        for run in request.copy.runs:
+            self._arena_free += [BlockId(run.first_block + offset) for offset in range(run.num_blocks)]
+        request.blocks, request.copy = blocks, None
+        place.run(request)
+
+    def _cut(self, place: Place, request: Request) -> None:
+        """Give back the blocks behind those with computed tokens."""
+        count = request.blocks_for(request.num_computed)
+        place.free = request.blocks[count:] + place.free
+        request.blocks = request.blocks[:count]
+
+
+def generated_alone(decoder: Decoder, make_queues: Callable[[int], DeviceStreams]) -> list[list[int]]:
+    """Of every kind of request: its tokens up to the end of the context, with nothing in the way."""
+    tokens = []
+    for kind in range(NUM_PROMPTS):
+        place = Place(decoder, make_queues(kind), None, _Steady(0))
+        request = Request(RequestId("alone"), kind, prompt_of(kind))
+        place.run(request)
+        while len(request.tokens) < MAX_CONTEXT_LEN:
+            place.iterate()
+        tokens.append(request.tokens)
+    return tokens
+
+
+class _Steady(random.Random):
+    """Never skips, and takes whole prompts."""
+
+    def random(self) -> float:
+        return 0.999
+
+    def randint(self, a: int, b: int) -> int:
+        return b
+
+
+def undisturbed(requests: Sequence[Request], alone: Sequence[Sequence[int]]) -> bool:
+    """Whether every request has the tokens that it generates alone, as far as it came."""
+    return all(request.tokens == list(alone[request.kind][: len(request.tokens)]) for request in requests)

@@ -1,0 +1,132 @@
+"""A candidate buffer that belongs to another process, on the host or on a device, for the contract of its transfers."""
+
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.ids import BlockId
+from alignedserve.messages.handshake import Role
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
+from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
+from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
+from alignedserve.runtime.kv.transfers.shm_transfer import KVTransfer
+from alignedserve.runtime.process.links import Identity
+
+SECRET = b"t" * 32
+OWNER = Identity(Role.PREFILL_WORKER, "prefill-0", SECRET, peer_timeout_s=20.0)  # a device is slow to begin
+ASKING = Identity(Role.DECODE_WORKER, "decode-0", SECRET, peer_timeout_s=20.0)
+
+
+class Owner:
+    """What the other process does when it is told."""
+
+    def make(self, folder: Path, layout: BlockLayout, num_blocks: int, transport: str, device: str) -> None:
+        self._arena = Arena.create(folder / "shared.arena", layout, num_blocks) if device == "cpu" else None
+        if self._arena is not None:
+            self._buffer: Any = ArenaBuffer(self._arena)
+            self._blocks: Any = torch.from_numpy(self._arena.blocks)
+        else:
+            self._buffer = DeviceBuffer(layout, num_blocks, torch.device(device))
+            self._blocks = self._buffer.blocks
+        address = f"unix:{folder}/b.sock"
+        self._server = BlockServer(self._buffer, address, identity=OWNER, transports=(transport,))
+
+    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
+        self._buffer.stamp(block_ids, generation)
+
+    def flip(self, block_id: BlockId, offset: int) -> None:
+        self._blocks[block_id, offset] ^= 0x10
+        if self._blocks.is_cuda:
+            torch.cuda.synchronize(self._blocks.device)
+
+    def content(self) -> npt.NDArray[np.uint8]:
+        content: npt.NDArray[np.uint8] = self._blocks.cpu().numpy().copy()
+        return content
+
+    def close(self) -> None:
+        self._server.close()
+        del self._buffer, self._blocks
+        if self._arena is not None:
+            self._arena.close(unlink=True)
+
+
+def do_as_told(told: Connection) -> None:
+    """Entry point of the other process."""
+    owner = Owner()
+    while True:
+        try:
+            name, arguments = told.recv()
+        except EOFError:
+            return
+        told.send(getattr(owner, name)(*arguments))
+
+
+@cache
+def owner_process() -> Connection:
+    """One for all tests: it takes seconds to start. It ends with this process."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    multiprocessing.get_context("spawn").Process(target=do_as_told, args=(there,), daemon=True).start()
+    there.close()
+    return here
+
+
+class ProcessMedium:
+    """A Medium whose blocks are another process's."""
+
+    writer_stamps = True
+    is_shared = False
+
+    def __init__(
+        self, folder: Path, layout: BlockLayout, *, transport: str, devices: tuple[str, str] = ("cpu", "cpu")
+    ) -> None:
+        self.layout = layout
+        self.device, their_device = devices
+        self._transport = transport
+        self._address = f"unix:{folder}/b.sock"
+        self._transfers: list[KVTransfer] = []
+        self._tell("make", folder, layout, 24, transport, their_device)
+
+    def transfer(self, storage: BlockStorage) -> KVTransfer:
+        identity = replace(ASKING, name=f"decode-{len(self._transfers)}")
+        transfer: KVTransfer
+        if self._transport == "cuda_ipc":
+            transfer = IpcTransfer(storage, self._address, identity=identity)
+        else:
+            transfer = GroupTransfer(storage, self._address, identity=identity, transport=self._transport)
+        self._transfers.append(transfer)
+        return transfer
+
+    def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
+        self._tell("stamp", block_ids, generation)
+
+    def flip(self, block_id: BlockId, offset: int) -> None:
+        self._tell("flip", block_id, offset)
+
+    def content(self) -> npt.NDArray[np.uint8]:
+        content: npt.NDArray[np.uint8] = self._tell("content")
+        return content
+
+    def close(self) -> None:
+        for transfer in self._transfers:
+            transfer.close()
+        self._transfers.clear()
+        self._tell("close")
+
+    def _tell(self, name: str, *arguments: Any) -> Any:
+        told = owner_process()
+        told.send((name, arguments))
+        assert told.poll(60), "the other process does not answer"
+        return told.recv()

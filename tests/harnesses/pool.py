@@ -1,0 +1,134 @@
+"""A KV pool to tell things to: eight blocks of four tokens, leases of ten seconds. r1's first attempt is L1."""
+
+from typing import Any
+
+from alignedserve.core.ids import BatchId, LeaseId, RequestId, WorkerName
+from alignedserve.core.request import Request
+from alignedserve.messages.caches import (
+    ArenaOffered,
+    BatchGranted,
+    BlockCopy,
+    BlockRun,
+    BlocksReserved,
+    BlocksTaken,
+    BlocksWritten,
+    Handoff,
+    LeasesReleased,
+    ReserveBlocks,
+)
+from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.pools import FormBatch, PoolLoad
+from alignedserve.messages.wire import Message
+from kvpool.logic import PoolCommand, PoolLogic, StampBlocks
+from kvpool.policies.batch_former import BatchFormer
+from kvpool.policies.fcfs import FcfsBatchFormer
+from tests.support.samples import DECODE, PREFILL, ROUTER, blocks, life, request
+
+ARENA = ArenaOffered("/dev/shm/x.arena", 8, 64, "digest")
+BATCH, ASKED = BatchId(1), WorkerName(DECODE)
+FORM = FormBatch(BATCH, ASKED, 100, 100)
+L1, L2 = life(1), life(2)
+
+
+class Desk:
+    """A pool with a router, a prefill worker and a decode worker. Its counts for the router are left out."""
+
+    def __init__(self, batch_former: BatchFormer | None = None) -> None:
+        self.now = 0.0
+        former = batch_former or FcfsBatchFormer()
+        self.logic = PoolLogic(arena=ARENA, block_size=4, batch_former=former, lease_s=10.0)
+        self.load: PoolLoad | None = None
+        self.link(ROUTER, Role.ROUTER)
+        self.link(PREFILL, Role.PREFILL_WORKER)
+        self.link(DECODE, Role.DECODE_WORKER)
+
+    def do(self, event: Any) -> list[PoolCommand]:
+        commands: list[PoolCommand] = []
+        for command in self.logic.on_event(event, self.now):
+            if isinstance(command, Send) and isinstance(command.message, PoolLoad):
+                self.load = command.message
+            else:
+                commands.append(command)
+        return commands
+
+    def link(self, peer: str, role: Role) -> list[PoolCommand]:
+        return self.do(PeerConnected(role, peer))
+
+    def lose(self, peer: str) -> list[PoolCommand]:
+        return self.do(PeerDisconnected(Role.ROUTER if peer == ROUTER else Role.PREFILL_WORKER, peer))
+
+    def hear(self, peer: str, message: Message) -> list[PoolCommand]:
+        return self.do(Received(peer, message))
+
+    def reserve(
+        self, name: str, num_blocks: int, attempt: int = L1, peer: str = PREFILL, **changes: bool
+    ) -> list[PoolCommand]:
+        return self.hear(peer, ReserveBlocks(RequestId(name), attempt, num_blocks, **changes))
+
+    def pool(self, of: Request | str, num_blocks: int = 1, attempt: int = L1, **changes: bool) -> BlocksWritten:
+        """Reserve and write; what was written."""
+        name = of if isinstance(of, str) else of.request_id
+        commands = self.reserve(name, num_blocks, attempt, PREFILL, **changes)
+        sent = [one.message for one in commands if isinstance(one, Send)]
+        reserved = next(one for one in sent if isinstance(one, BlocksReserved))
+        message = written(name, reserved) if isinstance(of, str) else written(name, reserved, request=of)
+        self.hear(PREFILL, message)
+        return message
+
+    def grant(self, of: Request | str, num_blocks: int = 1, attempt: int = L1) -> Handoff:
+        """Pooled, and now read by the decode worker."""
+        self.pool(of, num_blocks, attempt)
+        (handoff,) = grants(self.hear(ROUTER, FORM))
+        return handoff
+
+    def keep(self, of: Request | str, num_blocks: int = 1, attempt: int = L1) -> Handoff:
+        """Granted and released: the pool keeps a copy."""
+        handoff = self.grant(of, num_blocks, attempt)
+        self.hear(DECODE, LeasesReleased((handoff.lease_id,)))
+        return handoff
+
+
+def written(name: str, reserved: BlocksReserved, **changes: Any) -> BlocksWritten:
+    """What its writer says of blocks that it filled; `generation`, `context_len` and `runs` change its copy."""
+    num_blocks = len(reserved.block_ids)
+    copy = BlockCopy(
+        changes.pop("generation", reserved.generation),
+        changes.pop("context_len", 4 * num_blocks),
+        changes.pop("runs", tuple(BlockRun(block_id, 1, 99) for block_id in reserved.block_ids)),
+    )
+    facts: dict[str, Any] = {
+        "lease_id": reserved.lease_id,
+        "copy": copy,
+        "attempt": reserved.attempt,
+        "request": request(name, prompt_len=4 * num_blocks),
+        "generated_token_ids": (7,),
+    }
+    return BlocksWritten(**{**facts, **changes})
+
+
+def reserved(name: str, lease: int, *numbers: int, attempt: int = L1) -> BlocksReserved:
+    return BlocksReserved(RequestId(name), attempt, LeaseId(lease), lease, blocks(*numbers))
+
+
+def leased(name: str, lease: int, *numbers: int, attempt: int = L1, to: str = PREFILL) -> list[PoolCommand]:
+    return [StampBlocks(blocks(*numbers), lease), Send(to, reserved(name, lease, *numbers, attempt=attempt))]
+
+
+def freed(*numbers: int) -> StampBlocks:
+    return StampBlocks(blocks(*numbers), 0)
+
+
+def taken(name: str, is_accepted: bool, attempt: int = L1) -> Send:
+    return Send(PREFILL, BlocksTaken(RequestId(name), attempt, is_accepted))
+
+
+def handoff_of(content: BlocksWritten, num_steps: int = 2) -> Handoff:
+    """Of what was written: into the pool is one step, out of it another."""
+    attempt = content.attempt + num_steps
+    return Handoff(content.request, attempt, content.generated_token_ids, content.lease_id, content.copy)
+
+
+def grants(commands: list[PoolCommand]) -> list[Handoff]:
+    sent = [one.message for one in commands if isinstance(one, Send)]
+    return [handoff for one in sent if isinstance(one, BatchGranted) for handoff in one.handoffs]

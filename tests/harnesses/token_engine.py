@@ -1,0 +1,159 @@
+"""A stand-in for the engine with the engine's one rule: the next token is a function of the tokens before it.
+
+So whatever the schedule, the right answer of a request is known.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import Request, SampledToken
+from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    BlocksRelayed,
+    IterationCompleted,
+    LoadBlocks,
+    OffloadBlocks,
+    RelayBlocks,
+    RunIteration,
+    Swaps,
+)
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 50
+EOS = 0
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The model: any function of all tokens before; now and then it ends the answer."""
+    return random.Random(hash(tuple(token_ids))).randrange(VOCAB_SIZE)
+
+
+def right_answer(request: Request) -> list[int]:
+    """What one undisturbed run generates."""
+    answer: list[int] = []
+    while len(answer) < request.sampling.max_tokens and (not answer or answer[-1] != EOS):
+        answer.append(next_token((*request.prompt_token_ids, *answer)))
+    return answer
+
+
+@dataclass
+class FakeArena:
+    """Blocks that others see: what is stamped on each, and the tokens whose cache it holds."""
+
+    stamps: dict[int, int] = field(default_factory=dict)
+    content: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    is_buffer: bool = False
+
+    def read(self, copy: BlockCopy) -> list[tuple[int, ...]] | None:
+        """What lies in the copy's blocks; None: it is not what its writer wrote."""
+        rows = []
+        for run in copy.runs:
+            numbers = range(run.first_block, run.first_block + run.num_blocks)
+            if any(self.stamps.get(number) != copy.generation for number in numbers):
+                return None
+            part = [self.content.get(number, ()) for number in numbers]
+            if hash(tuple(part)) != run.checksum:
+                return None
+            rows += part
+        return rows
+
+    def write(
+        self, rows: list[tuple[int, ...]], block_ids: Sequence[int], generation: int
+    ) -> tuple[BlockRun, ...] | None:
+        if self.is_buffer:
+            self.stamps.update(dict.fromkeys(block_ids, generation))
+        if any(self.stamps.get(number) != generation for number in block_ids):
+            return None
+        self.content.update(zip(block_ids, rows, strict=True))
+        return tuple(
+            BlockRun(first, count, hash(tuple(self.content[first + offset] for offset in range(count))))
+            for first, count in neighbours([BlockId(number) for number in block_ids])
+        )
+
+
+@dataclass
+class FakeEngine:
+    """Performs commands on token lists and checks what the real engine would assert, and that every cache is right."""
+
+    tokens: dict[RequestId, list[int]] = field(default_factory=dict)
+    num_computed: dict[RequestId, int] = field(default_factory=dict)
+    blocks: dict[RequestId, list[int]] = field(default_factory=dict)
+    storage: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    arenas: dict[str, FakeArena] = field(default_factory=dict)  # by peer
+    host: dict[RequestId, list[tuple[int, ...]]] = field(default_factory=dict)  # caches swapped out
+    refuse: float = 0.0
+
+    def run(self, command: RunIteration) -> IterationCompleted:
+        if command.swaps is not None:
+            self._swap(command.swaps)
+        for request_id in command.removals:
+            del self.tokens[request_id], self.num_computed[request_id], self.blocks[request_id]
+        for addition in command.additions:
+            request_id = addition.request.request_id
+            assert request_id not in self.tokens, "added twice"
+            self.tokens[request_id] = [*addition.request.prompt_token_ids, *addition.generated_token_ids]
+            self.num_computed[request_id] = addition.num_cached
+            self.blocks[request_id] = list(addition.block_ids)
+            cached = [token for block_id in addition.block_ids for token in self.storage.get(block_id, ())]
+            known = self.tokens[request_id][: addition.num_cached]
+            assert cached[: addition.num_cached] == known, "a cache of other tokens"
+        for request_id, block_ids in command.extensions:
+            self.blocks[request_id] += block_ids
+        owned = [block_id for block_ids in self.blocks.values() for block_id in block_ids]
+        assert len(owned) == len(set(owned)), "a block belongs to two sequences"
+        sampled = [self._step(*part) for part in command.slices]
+        return IterationCompleted(tuple(token for token in sampled if token is not None))
+
+    def _swap(self, swaps: Swaps) -> None:
+        for request_id in swaps.forgotten:
+            del self.host[request_id]
+        for swap in swaps.outs:
+            assert swap.request_id not in self.host, "swapped out twice"
+            self.host[swap.request_id] = [self.storage[block_id] for block_id in swap.block_ids]
+        for swap in swaps.ins:
+            rows = self.host.pop(swap.request_id)
+            assert sum(map(len, rows)) == swap.num_tokens, "other tokens than went out"
+            self.storage.update(zip(swap.block_ids, rows, strict=False))
+
+    def load(self, command: LoadBlocks, rng: random.Random) -> BlocksLoaded:
+        refused = set()
+        for part in command.loads:
+            arena = self.arenas.get(command.source)
+            rows = arena.read(part.copy) if arena is not None and rng.random() >= self.refuse else None
+            if rows is None:
+                refused.add(part.request_id)
+            else:
+                assert len(rows) <= len(part.block_ids), "more blocks than were set aside"
+                self.storage.update(zip(part.block_ids, rows, strict=False))
+        return BlocksLoaded(command.source, command.loads, frozenset(refused))
+
+    def offload(self, command: OffloadBlocks) -> BlocksOffloaded:
+        arena = self.arenas.get(command.target)
+        rows = [self.storage.get(block_id, ()) for block_id in command.block_ids]
+        runs = arena.write(rows, command.target_block_ids, command.generation) if arena is not None else None
+        return BlocksOffloaded(command, runs)
+
+    def relay(self, command: RelayBlocks) -> BlocksRelayed:
+        source, target = self.arenas.get(command.source), self.arenas.get(command.target)
+        rows = source.read(command.copy) if source is not None else None
+        if rows is None or target is None:
+            return BlocksRelayed(command, None)
+        return BlocksRelayed(command, target.write(rows, command.target_block_ids, command.generation))
+
+    def _step(self, request_id: RequestId, num_tokens: int) -> SampledToken | None:
+        self.num_computed[request_id] += num_tokens
+        tokens, computed = self.tokens[request_id], self.num_computed[request_id]
+        assert computed <= len(tokens), "computes tokens that nobody knows"
+        assert computed <= len(self.blocks[request_id]) * BLOCK_SIZE, "computes beyond its blocks"
+        for index, block_id in enumerate(self.blocks[request_id]):
+            self.storage[block_id] = tuple(tokens[index * BLOCK_SIZE : min((index + 1) * BLOCK_SIZE, computed)])
+        if computed < len(tokens):
+            return None
+        token_id = next_token(tokens)
+        tokens.append(token_id)
+        return SampledToken(request_id, token_id)

@@ -1,0 +1,292 @@
+"""All rooms of a cluster on one event loop, over real sockets, with a small model of random weights."""
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from alignedserve.config.sections import (
+    BatchingConfig,
+    ClusterConfig,
+    DecodeWorkerConfig,
+    EngineConfig,
+    ModelSectionConfig,
+    PoolConfig,
+    PrefillWorkerConfig,
+    Topology,
+)
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import IterationCompleted, RunIteration
+from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
+from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor, hidden_block_tokens
+from alignedserve.runtime.kv.candidate_memory import BufferSizes, CandidateMemory
+from alignedserve.runtime.kv.shm_arena import arena_folder
+from alignedserve.runtime.model.served_model import ServedModel, resolve_model
+from alignedserve.runtime.process.addresses import ROUTER, AddressBook
+from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.process.process_spec import ProcessSpec
+from decode_worker import factory as decode_factory
+from decode_worker.colocated.service import ColocatedWorker
+from decode_worker.factory import max_held, memory_of
+from decode_worker.logic import DecodeLogic
+from decode_worker.service import DecodeWorker
+from kvpool.service import KvPool
+from prefill_worker import factory as prefill_factory
+from prefill_worker.service import PrefillWorker
+from router.service import Router
+from tests.harnesses.client_gateway import ClientGateway
+
+_CLUSTERS = itertools.count()
+
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+
+
+def small_config(
+    folder: Path, *, pool_blocks: int = 256, decode_blocks: int = 256, buffer_blocks: int = 128, **changes: object
+) -> ClusterConfig:
+    """A config for the tiny model; sizes are given in blocks of 8 tokens. Four requests make a batch."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    block_bytes = 2 * 2 * 8 * 2 * 8 * 4
+    changes.setdefault("batching", BatchingConfig(min_requests=4, starvation_s=0.5))
+    return ClusterConfig(
+        model=ModelSectionConfig(path=str(folder), random_weights=True),
+        engine=EngineConfig(block_size=8, threads_per_worker=1),
+        pool=PoolConfig(memory_bytes=pool_blocks * block_bytes),
+        prefill=PrefillWorkerConfig(
+            memory_bytes=256 * block_bytes, buffer_bytes=buffer_blocks * block_bytes, max_tokens_per_iteration=64
+        ),
+        decode=DecodeWorkerConfig(memory_bytes=decode_blocks * block_bytes, max_running=16),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+class CountingEngine(ModelExecutor):
+    """Counts the tokens that it computes, the caches that it swaps, and the requests that enter with a hidden one."""
+
+    num_computed = num_swapped_out = num_swapped_in = num_added = num_added_hidden = 0
+
+    def run_iteration(self, command: RunIteration) -> IterationCompleted:
+        self.num_computed += sum(num_tokens for _, num_tokens in command.slices)
+        if command.swaps is not None:
+            self.num_swapped_out += len(command.swaps.outs)
+            self.num_swapped_in += len(command.swaps.ins)
+        self.num_added += len(command.additions)
+        self.num_added_hidden += sum(addition.is_hidden for addition in command.additions)
+        return super().run_iteration(command)
+
+
+class RoomCluster:
+    """Router, pool, workers and a client gateway; each can be stopped and started again alone."""
+
+    def __init__(self, config: ClusterConfig, folder: Path) -> None:
+        self.config = config
+        self.served: ServedModel = resolve_model(config.model)
+        self.book = AddressBook(folder)
+        self.folder = folder
+        self.cluster_id = f"test-{os.getpid()}-{next(_CLUSTERS)}"
+        self.arena_path = folder / "test.arena"
+        self.gateway = ClientGateway(
+            self.book.of("gateway-0"), self.book.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
+        )
+        self.rooms: dict[str, Router | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
+        self.engines: dict[str, CountingEngine] = {}
+
+    async def start(self) -> None:
+        await self.start_router()
+        if self.config.topology is Topology.DISAGGREGATED:
+            await self.start_pool()
+            for index in range(self.config.prefill.count):
+                await self.start_prefill(f"prefill-{index}")
+        for index in range(self.config.decode.count):
+            await self.start_decode(f"decode-{index}")
+        await self.gateway.start()
+
+    async def start_router(self) -> None:
+        router = Router(
+            config=self.config.router,
+            batching=self.config.batching,
+            served=self.served,
+            process_spec=self._process_spec(Role.ROUTER, ROUTER),
+        )
+        await router.start(listen_at=self.book.of(ROUTER))
+        self.rooms[ROUTER] = router
+
+    async def start_pool(self) -> None:
+        pool = KvPool(
+            config=self.config.pool,
+            batching=self.config.batching,
+            layout=self.served.block_layout(self.config.engine.block_size),
+            arena_path=self.arena_path,
+            process_spec=self._process_spec(Role.KV_POOL, "pool-0"),
+        )
+        await pool.start(listen_at=self.book.of("pool-0"), router_at=self.book.of(ROUTER))
+        self.rooms["pool-0"] = pool
+
+    async def start_prefill(self, name: str) -> None:
+        section = self.config.prefill
+        engine = self._engine(section.memory_bytes, section.max_running)
+        layout = self.served.block_layout(self.config.engine.block_size)
+        num_blocks = section.buffer_bytes // layout.block_bytes // self.config.decode.count
+        process_spec = self._process_spec(Role.PREFILL_WORKER, name)
+        self.engines[name] = engine
+        make = partial(
+            prefill_factory.make_live_logic,
+            registered=self._registered(engine, section.max_running, can_prefill=True, can_decode=False),
+            config=section,
+            scheduling=self.config.scheduling,
+            eos_token_ids=engine.eos_token_ids,
+            measured=engine.measure_iterations(0.02),
+        )
+        worker = PrefillWorker(
+            make=make,
+            engine=engine,
+            memory=CandidateMemory(layout, BufferSizes(num_blocks, self.config.engine.kv_transport), process_spec),
+            pool_name="pool-0",
+            process_spec=process_spec,
+        )
+        await worker.start(listen_at=self.book.of(name), router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"))
+        self.rooms[name] = worker
+
+    async def start_decode(self, name: str) -> None:
+        section = self.config.decode
+        if self.config.topology is Topology.COLOCATED:
+            await self._start_colocated(name)
+            return
+        engine = self._engine(section.memory_bytes, section.max_running)
+        self.engines[name] = engine
+        make = partial(
+            decode_factory.make_live_logic,
+            registered=self._registered(engine, section.max_running, can_prefill=False, can_decode=True),
+            config=section,
+            batching=self.config.batching,
+            scheduling=self.config.scheduling,
+            eos_token_ids=engine.eos_token_ids,
+            measured=engine.measure_iterations(0.02),
+        )
+        worker = DecodeWorker(
+            make=make,
+            engine=engine,
+            pool_name="pool-0",
+            process_spec=self._process_spec(Role.DECODE_WORKER, name),
+            transport=self.config.engine.kv_transport,
+        )
+        prefillers = [self.book.of(f"prefill-{index}") for index in range(self.config.prefill.count)]
+        await worker.start(router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"), prefillers_at=prefillers)
+        self.rooms[name] = worker
+
+    async def _start_colocated(self, name: str) -> None:
+        section = self.config.decode
+        block_tokens = hidden_block_tokens(self.served, self.config.scheduling, self.config.engine.block_size)
+        self.engines[name] = engine = self._engine(
+            section.memory_bytes,
+            max_held(section),
+            has_int8_swaps=section.has_int8_swaps,
+            hidden_block_tokens=block_tokens,
+        )
+        make = partial(
+            decode_factory.make_live_colocated_logic,
+            registered=self._registered(engine, max_held(section), can_prefill=True, can_decode=True),
+            memory=memory_of(section, engine.layout, num_blocks=engine.num_blocks, hidden_block_tokens=block_tokens),
+            config=section,
+            scheduling=self.config.scheduling,
+            eos_token_ids=engine.eos_token_ids,
+            measured=engine.measure_iterations(0.02),
+        )
+        worker = ColocatedWorker(make=make, engine=engine, process_spec=self._process_spec(Role.DECODE_WORKER, name))
+        await worker.start(router_at=self.book.of(ROUTER))
+        self.rooms[name] = worker
+
+    def ledger_path(self, name: str) -> Path:
+        return self.arena_path.with_name(f"{name}.ledger.jsonl")
+
+    def num_buffer_blocks_used(self) -> int:
+        """Of all decode workers, in all prefill workers' memory."""
+        logics = [room._room._logic for room in self.rooms.values() if isinstance(room, DecodeWorker)]
+        return sum(logic._candidates.space.num_used for logic in logics if isinstance(logic, DecodeLogic))
+
+    def files_in_memory(self) -> list[Path]:
+        """Arenas of this cluster that lie in the machine's memory file system."""
+        return list(arena_folder().glob(f"*{self.cluster_id}*"))
+
+    async def stop(self, name: str) -> None:
+        await self.rooms.pop(name).close()
+
+    async def close(self) -> None:
+        await self.gateway.close()
+        for name in list(self.rooms):
+            await self.stop(name)
+
+    def reference(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
+        """The same request computed alone by one engine in one process."""
+        worker = self._engine(1 << 22, 1)
+        engine: Engine = worker._engine
+        num_blocks = -(-(len(prompt) + sampling.max_tokens) // self.config.engine.block_size)
+        request_id = RequestId("reference")
+        engine.add_sequence(
+            NewSequence(request_id, tuple(prompt), len(prompt), 0, tuple(range(num_blocks)), sampling)  # type: ignore[arg-type]
+        )
+        tokens: list[int] = []
+        num_tokens = len(prompt)
+        while len(tokens) < sampling.max_tokens:
+            tokens.append(engine.execute([StepSlice(request_id, num_tokens)]).sampled[0].token_id)
+            num_tokens = 1
+            if tokens[-1] in worker.eos_token_ids and not sampling.ignore_eos:
+                break
+        worker.close()
+        return tokens
+
+    def _engine(self, memory_bytes: int, max_sequences: int, **options: Any) -> CountingEngine:
+        sizes = EngineSizes(memory_bytes, max_sequences, self.config.engine.block_size, 1, **options)
+        return CountingEngine(self.served, sizes)
+
+    def _registered(
+        self, engine: ModelExecutor, max_running: int, *, can_prefill: bool, can_decode: bool
+    ) -> WorkerRegistered:
+        return WorkerRegistered(
+            num_blocks=engine.num_blocks,
+            block_size=self.config.engine.block_size,
+            max_running=max_running,
+            pool_name="pool-0",
+            can_prefill=can_prefill,
+            can_decode=can_decode,
+            layout_digest=engine.layout.digest().hex(),
+        )
+
+    def _process_spec(self, role: Role, name: str) -> ProcessSpec:
+        timeout_s, recording = self.config.links.peer_timeout_s, self.config.recording
+        return ProcessSpec(role, name, self.cluster_id, b"t" * 32, timeout_s, self.book, self.folder, recording)
+
+    def _identity(self, role: Role, name: str) -> Identity:
+        return Identity(role, name, b"t" * 32, self.config.links.peer_timeout_s)
+
+
+@contextlib.asynccontextmanager
+async def running(config: ClusterConfig, folder: Path) -> AsyncIterator[RoomCluster]:
+    cluster = RoomCluster(config, folder)
+    await cluster.start()
+    try:
+        yield cluster
+    finally:
+        await cluster.close()

@@ -1,0 +1,396 @@
+"""All logics joined by queues, without sockets, clocks or tensors: links deliver in order, but in any order among them.
+
+The engine is a stand-in: tests/harnesses/token_engine.py.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from alignedserve.config.sections import (
+    BatchingConfig,
+    DecodeWorkerConfig,
+    PoolConfig,
+    PrefillWorkerConfig,
+    RouterConfig,
+    SchedulingConfig,
+)
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import FinishReason, Request
+from alignedserve.messages.caches import ArenaOffered
+from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    ClusterStatus,
+    RequestFailed,
+    RequestInterrupted,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+    TokensEmitted,
+)
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import (
+    BlocksLoaded,
+    BlocksOffloaded,
+    BlocksRelayed,
+    IterationCompleted,
+    LoadBlocks,
+    MapArena,
+    OffloadBlocks,
+    RelayBlocks,
+    RunIteration,
+    UnmapArena,
+)
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.scheduling.factory import make_decode_iteration_scheduler, make_iteration_scheduler, make_scheduler
+from alignedserve.scheduling.policy import DeviceMemory
+from decode_worker import factory as decode_factory
+from decode_worker.colocated.logic import ColocatedLogic
+from decode_worker.logic import DecodeLogic
+from kvpool import factory as pool_factory
+from kvpool.logic import PoolLogic, StampBlocks
+from prefill_worker import factory as prefill_factory
+from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
+from prefill_worker.logic import PrefillLogic
+from router import factory as router_factory
+from router.logic import RouterLogic
+from tests.harnesses.scheduling import EasyCosts
+from tests.harnesses.token_engine import BLOCK_SIZE, EOS, FakeArena, FakeEngine
+
+GATEWAY, ROUTER, POOL = "gateway-0", "router", "pool-0"
+
+
+Logic = RouterLogic | PoolLogic | PrefillLogic | DecodeLogic | ColocatedLogic
+WorkDone = IterationCompleted | BlocksLoaded | BlocksOffloaded | BlocksRelayed | BufferOpened
+
+
+@dataclass
+class Client:
+    """The gateway: collects tokens as a client sees them."""
+
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    answers: dict[RequestId, list[int]] = field(default_factory=dict)
+    ends: dict[RequestId, FinishReason | RequestFailed | RequestRejected] = field(default_factory=dict)
+    aborted: set[RequestId] = field(default_factory=set)
+    early: dict[tuple[RequestId, int], tuple[list[int], FinishReason | None]] = field(default_factory=dict)
+    status: ClusterStatus | None = None
+
+    def on_event(self, event: CommonEvent) -> list[Send]:
+        if isinstance(event, PeerConnected) and event.role is Role.ROUTER:
+            return [Send(ROUTER, self._resumption(request_id)) for request_id in self._open()]
+        if isinstance(event, PeerDisconnected) and event.role is not Role.ROUTER:
+            return [Send(ROUTER, self._resumption(request_id)) for request_id in self._open()]
+        if not isinstance(event, Received):
+            return []
+        message = event.message
+        match message:
+            case TokensEmitted():
+                for delta in message.deltas:
+                    self.early[delta.request_id, delta.first_index] = (list(delta.token_ids), delta.finish_reason)
+                    self._take(delta.request_id)
+            case RequestFailed() | RequestRejected():
+                self._end(message.request_id, message)
+            case RequestInterrupted() if message.request_id in self._open():
+                return [Send(ROUTER, self._resumption(message.request_id))]
+            case RequestInterrupted():
+                return [Send(ROUTER, AbortRequest(message.request_id))]
+            case ClusterStatus():
+                self.status = message
+        return []
+
+    def _open(self) -> list[RequestId]:
+        return [key for key in self.requests if key not in self.ends and key not in self.aborted]
+
+    def _resumption(self, request_id: RequestId) -> ResumeRequest:
+        return ResumeRequest(self.requests[request_id], tuple(self.answers[request_id]))
+
+    def _take(self, request_id: RequestId) -> None:
+        answer = self.answers[request_id]
+        while (entry := self.early.pop((request_id, len(answer)), None)) is not None and request_id not in self.ends:
+            answer += entry[0]
+            if entry[1] is not None:
+                self._end(request_id, entry[1])
+
+    def _end(self, request_id: RequestId, end: FinishReason | RequestFailed | RequestRejected) -> None:
+        assert request_id not in self.ends, "a request ended twice"
+        self.ends[request_id] = end
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the system under test."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+    is_colocated: bool = False
+    pool_blocks: int = 40
+    worker_blocks: int = 30
+    buffer_blocks: int = 16
+    max_running: int = 6
+    min_requests: int = 3
+    policy: str = "density_first"
+    scheduling: str = "fcfs"  # policy of colocated workers
+    settings: tuple[tuple[str, str], ...] = ()  # of that policy
+    host_tokens: int = 0
+    paced_by: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))  # disaggregated
+    refuse: float = 0.0
+
+    @property
+    def router(self) -> RouterConfig:
+        """The router's section."""
+        return RouterConfig(max_queued_requests=200, max_requeues=50, candidate_requests=4)
+
+    @property
+    def batching(self) -> BatchingConfig:
+        """Of router, pool and decode workers."""
+        return BatchingConfig(policy=self.policy, min_requests=self.min_requests, starvation_s=0.3)
+
+    @property
+    def decode(self) -> DecodeWorkerConfig:
+        """Of decode and colocated workers; the latter hold four times as many requests as are in an iteration."""
+        return DecodeWorkerConfig(
+            max_running=self.max_running, max_tokens_per_iteration=12, max_waiting=3 * self.max_running
+        )
+
+
+class LogicCluster:
+    """Steps the system in a random order given by one seed."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.shape = shape
+        self.now = 0.0
+        self.client = Client()
+        self.logics: dict[str, Logic] = {}
+        self.engines: dict[str, FakeEngine] = {}
+        self.links: dict[tuple[str, str], deque[Message]] = {}
+        self.pending: list[tuple[str, Callable[[], WorkDone]]] = []
+        self.computing: set[str] = set()
+        self.offered: dict[str, FakeArena] = {}  # by path
+        self.pool_arena = FakeArena()
+        self.roles = {GATEWAY: Role.GATEWAY, ROUTER: Role.ROUTER}
+        self.start(ROUTER)
+        if not shape.is_colocated:
+            self.start(POOL)
+            for index in range(shape.num_prefill):
+                self.start(f"prefill-{index}")
+        for index in range(shape.num_decode):
+            self.start(f"decode-{index}")
+        self._link(GATEWAY, ROUTER)
+
+    # --- what happens to it
+
+    def submit(self, request: Request) -> None:
+        self.client.requests[request.request_id] = request
+        self.client.answers[request.request_id] = []
+        self._send(GATEWAY, ROUTER, SubmitRequest(request))
+
+    def abort(self, request_id: RequestId) -> None:
+        if request_id not in self.client.ends:
+            self.client.aborted.add(request_id)
+            self._send(GATEWAY, ROUTER, AbortRequest(request_id))
+
+    def start(self, name: str) -> None:
+        self.logics[name], self.roles[name] = self._make(name)
+        self.engines[name] = FakeEngine(refuse=self.shape.refuse)
+        if name == ROUTER:
+            others = [other for other in self.logics if other != ROUTER]
+            for other in [*others, *([GATEWAY] if self.client.requests else [])]:
+                self._link(other, ROUTER)
+            return
+        self._link(name, ROUTER)
+        for other in list(self.logics):
+            if self._do_meet(name, other):
+                self._link(name, other)
+
+    def _do_meet(self, name: str, other: str) -> bool:
+        """Whether these two have a link, beside those to the router."""
+        kinds = {name.split("-")[0], other.split("-")[0]}
+        return kinds in ({"pool", "prefill"}, {"pool", "decode"}, {"prefill", "decode"})
+
+    def kill(self, name: str) -> None:
+        """SIGKILL: what it was computing and sending is gone; its peers notice."""
+        del self.logics[name]
+        self.pending = [entry for entry in self.pending if entry[0] != name]
+        self.computing.discard(name)
+        for source, target in [key for key in self.links if name in key]:
+            del self.links[source, target]
+        for other in [*self.logics, GATEWAY]:
+            if ROUTER in (name, other) or self._do_meet(name, other) or other == GATEWAY:
+                self._deliver(other, PeerDisconnected(self.roles[name], name))
+
+    def cut(self, one: str, other: str) -> None:
+        """The link between these two breaks: what was under way on it is gone. At once it is there again."""
+        for source, target in ((one, other), (other, one)):
+            del self.links[source, target]
+        for source, target in ((one, other), (other, one)):
+            self._deliver(target, PeerDisconnected(self.roles[source], source))
+        self._link(one, other)
+
+    def step(self) -> bool:
+        """Let one random thing happen; False when nothing is left to happen."""
+        self.now += 0.01
+        ready = [key for key, queue in self.links.items() if queue]
+        if not ready and not self.pending:
+            return False
+        choice = self.rng.randrange(len(ready) + len(self.pending))
+        if choice < len(ready):
+            source, target = ready[choice]
+            self._deliver(target, Received(source, self.links[source, target].popleft()))
+        else:
+            name, perform = self.pending.pop(choice - len(ready))
+            done = perform()
+            if isinstance(done, IterationCompleted):
+                self.computing.discard(name)
+            self._deliver(name, done)
+        return True
+
+    def run(self, max_steps: int = 200_000) -> None:
+        """Until nothing moves, time passing now and then."""
+        for number in range(max_steps):
+            if not self.step():
+                self.tick()
+                if not any(self.links.values()) and not self.pending:
+                    return
+            elif number % 50 == 0:
+                self.tick()
+        raise AssertionError("the system never comes to rest")
+
+    def tick(self) -> None:
+        for name in list(self.logics):
+            self._deliver(name, Ticked())
+
+    def status(self) -> ClusterStatus:
+        """Fresh counts, after everything has come to rest."""
+        for _ in range(8):
+            self.tick()
+            self.run()
+        assert self.client.status is not None
+        return self.client.status
+
+    # --- inside
+
+    def _make(self, name: str) -> tuple[Logic, Role]:
+        if name == ROUTER:
+            return router_factory.make_logic(config=self.shape.router, batching=self.shape.batching), Role.ROUTER
+        if name == POOL:
+            return self._make_pool(), Role.KV_POOL
+        if name.startswith("prefill"):
+            return self._make_prefill(), Role.PREFILL_WORKER
+        return (self._make_colocated() if self.shape.is_colocated else self._make_decode()), Role.DECODE_WORKER
+
+    def _make_pool(self) -> PoolLogic:
+        self.pool_arena = FakeArena()
+        return pool_factory.make_logic(
+            config=PoolConfig(lease_s=1e9),
+            batching=self.shape.batching,
+            arena=self._offer(self.pool_arena, self.shape.pool_blocks),
+            block_size=BLOCK_SIZE,
+            first_lease=self.rng.randrange(1, 1 << 20),
+        )
+
+    def _make_prefill(self) -> PrefillLogic:
+        config = PrefillWorkerConfig(max_running=4, max_tokens_per_iteration=10)
+        limits = prefill_factory.iteration_limits(config)
+        return prefill_factory.make_logic(
+            registered=self._registered(self.shape.max_running, can_prefill=True, can_decode=False),
+            config=config,
+            pacing=make_iteration_scheduler(self.shape.paced_by, limits, EasyCosts()),
+            eos_token_ids=frozenset({EOS}),
+        )
+
+    def _make_decode(self) -> DecodeLogic:
+        config = self.shape.decode
+        return decode_factory.make_logic(
+            registered=self._registered(config.max_running, can_prefill=False, can_decode=True),
+            limits=decode_factory.limits_of(config, self.shape.batching, num_blocks=self.shape.worker_blocks),
+            pacing=make_decode_iteration_scheduler(
+                self.shape.paced_by, decode_factory.iteration_limits(config), EasyCosts()
+            ),
+            eos_token_ids=frozenset({EOS}),
+        )
+
+    def _make_colocated(self) -> ColocatedLogic:
+        shape, config = self.shape, self.shape.decode
+        scheduling = SchedulingConfig(policy=shape.scheduling, settings=dict(shape.settings))
+        return decode_factory.make_colocated_logic(
+            registered=self._registered(decode_factory.max_held(config), can_prefill=True, can_decode=True),
+            memory=DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens),
+            scheduler=make_scheduler(scheduling, decode_factory.iteration_limits(config), EasyCosts()),
+            eos_token_ids=frozenset({EOS}),
+        )
+
+    def _registered(self, max_running: int, *, can_prefill: bool, can_decode: bool) -> WorkerRegistered:
+        return WorkerRegistered(
+            num_blocks=self.shape.worker_blocks,
+            block_size=BLOCK_SIZE,
+            max_running=max_running,
+            pool_name=POOL,
+            can_prefill=can_prefill,
+            can_decode=can_decode,
+        )
+
+    def _offer(self, arena: FakeArena, num_blocks: int) -> ArenaOffered:
+        path = f"/arena-{len(self.offered)}"
+        self.offered[path] = arena
+        return ArenaOffered(path, num_blocks, 64, "")
+
+    def _link(self, one: str, other: str) -> None:
+        for source, target in ((one, other), (other, one)):
+            self.links[source, target] = deque()
+        for source, target in ((one, other), (other, one)):
+            self._deliver(target, PeerConnected(self.roles[source], source))
+
+    def _send(self, source: str, target: str, message: Message) -> None:
+        key = (source, target)
+        if key in self.links:
+            self.links[key].append(message)
+        elif target == GATEWAY:  # tokens: dialled on first use
+            self.links[key] = deque([message])
+
+    def _deliver(self, name: str, event: CommonEvent | WorkDone) -> None:
+        if name == GATEWAY:
+            for answer in self.client.on_event(event):  # type: ignore[arg-type]
+                self._send(GATEWAY, answer.peer, answer.message)
+            return
+        for command in self.logics[name].on_event(event, self.now):  # type: ignore[arg-type]
+            self._perform(name, command)
+
+    def _perform(self, name: str, command: object) -> None:
+        match command:
+            case Send(peer, message):
+                self._send(name, peer, message)
+            case SendTo(_, message):
+                self._send(name, GATEWAY, message)
+            case RunIteration():
+                assert name not in self.computing, "two iterations at a time"
+                self.computing.add(name)
+                engine = self.engines[name]
+                self.pending.append((name, lambda: engine.run(command)))
+            case _:
+                self._perform_copy(name, self.engines[name], command)
+
+    def _perform_copy(self, name: str, engine: FakeEngine, command: object) -> None:
+        match command:
+            case LoadBlocks():
+                self.pending.append((name, lambda: engine.load(command, self.rng)))
+            case OffloadBlocks():
+                self.pending.append((name, lambda: engine.offload(command)))
+            case RelayBlocks():
+                self.pending.append((name, lambda: engine.relay(command)))
+            case MapArena(peer, offered):
+                engine.arenas[peer] = self.offered[offered.path]
+            case UnmapArena(peer) | CloseBuffer(peer):
+                engine.arenas.pop(peer, None)
+            case OpenBuffer(peer, life):
+                engine.arenas[peer] = arena = FakeArena(is_buffer=True)
+                num_blocks = self.shape.buffer_blocks
+                made = self._offer(arena, num_blocks) if num_blocks else None
+                self.pending.append((name, lambda: BufferOpened(peer, life, made)))
+            case StampBlocks(block_ids, generation):
+                self.pool_arena.stamps.update(dict.fromkeys(block_ids, generation))
+            case _:
+                raise AssertionError(f"unknown command {command}")

@@ -1,0 +1,249 @@
+"""Small requests and one example of every message, for tests that must spell out exactly what is said."""
+
+from typing import Any
+
+from alignedserve.core.attempts import STEPS_PER_EPOCH
+from alignedserve.core.ids import BatchId, BlockId, LeaseId, RequestId, WorkerName
+from alignedserve.core.request import FinishReason, Request, RequestClass, SamplingParams, Slo, TokenLogprob
+from alignedserve.messages import blocks as block_messages
+from alignedserve.messages import handshake, links
+from alignedserve.messages.blocks import (
+    BlocksAnswered,
+    BlocksCopied,
+    DeviceMemoryHandle,
+    NamedBlocks,
+    OpenTransfer,
+    ReadBlocks,
+    RendezvousValue,
+    TransferOpened,
+    TransferRefused,
+    WriteBlocks,
+)
+from alignedserve.messages.caches import (
+    ArenaOffered,
+    BatchGranted,
+    BlockCopy,
+    BlockRun,
+    BlocksPrefetched,
+    BlocksReserved,
+    BlocksTaken,
+    BlocksWritten,
+    CancelPrefetch,
+    CancelReservation,
+    CopyGranted,
+    CopyMissing,
+    FetchCopy,
+    Handoff,
+    LeasesReleased,
+    LeasesReturned,
+    PrefetchBlocks,
+    RequestReturned,
+    ReservationRefused,
+    ReserveBlocks,
+    ReturnOutcome,
+    ReturnRequest,
+)
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import (
+    AbortRequest,
+    ClusterStatus,
+    LengthTotals,
+    PromptScored,
+    RequestFailed,
+    RequestInterrupted,
+    RequestRejected,
+    ResumeRequest,
+    SubmitRequest,
+    TokenDelta,
+    TokensEmitted,
+)
+from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
+from alignedserve.messages.iteration_log import IterationLogTotals
+from alignedserve.messages.pools import (
+    BatchFormed,
+    BatchReceived,
+    CopyKept,
+    CopyLost,
+    DropRequest,
+    FormBatch,
+    PoolLoad,
+    PoolRegistered,
+    RequestPooled,
+)
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import (
+    AttemptFailed,
+    IterationLogReport,
+    JoinedBatch,
+    PrefillCompleted,
+    PrefillRequest,
+    RegistrationRefused,
+    RequestFinished,
+    RequestPreempted,
+    SetPredictedLength,
+    WorkerLoad,
+    WorkerRegistered,
+)
+
+GATEWAY, ROUTER, POOL, PREFILL, DECODE = "gateway-0", "router", "pool-0", "prefill-0", "decode-0"
+REPLY_TO = "unix:gateway"
+R1, R2, R3 = RequestId("r1"), RequestId("r2"), RequestId("r3")
+
+
+def request(name: str = "r1", prompt_len: int = 4, max_tokens: int = 8, **changes: Any) -> Request:
+    """A greedy request whose prompt is 10, 11, 12 and so on; it arrives at 0."""
+    sampling = changes.pop("sampling", SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    return Request(
+        request_id=RequestId(name),
+        prompt_token_ids=tuple(range(10, 10 + prompt_len)),
+        sampling=sampling,
+        reply_to=changes.pop("reply_to", REPLY_TO),
+        arrival_s=changes.pop("arrival_s", 0.0),
+        **changes,
+    )
+
+
+def life(number: int, step: int = 0) -> int:
+    """The attempt number of a request's n-th life, so many steps along."""
+    return number * STEPS_PER_EPOCH + step
+
+
+def blocks(*numbers: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(number) for number in numbers)
+
+
+def handoff(of: Request, lease: int, *, attempt: int = 1, generated: tuple[int, ...] = (7,), **changes: Any) -> Handoff:
+    """`of`, pooled under this lease; its blocks and their checksum are not looked at by any logic."""
+    context_len = of.prompt_len + len(generated) - 1
+    runs = changes.pop("runs", (BlockRun(0, 1, 0),))
+    return Handoff(of, attempt, generated, LeaseId(lease), BlockCopy(lease, context_len, runs))
+
+
+def worker(**changes: Any) -> WorkerRegistered:
+    """A decode worker of 20 blocks of four tokens that runs at most four requests."""
+    facts: dict[str, Any] = {"num_blocks": 20, "block_size": 4, "max_running": 4, "pool_name": POOL}
+    return WorkerRegistered(**{**facts, "can_prefill": False, "can_decode": True, **changes})
+
+
+TOTALS = IterationLogTotals(
+    num_iterations=10,
+    num_switch_iterations=2,
+    num_requests=320,
+    wall_s=8.0,
+    nothing_to_do_s=4.0,
+    waiting_for_prefill_s=1.0,
+    prefetch_not_ready_s=0.5,
+    turnaround_s=0.25,
+    prepare_s=0.125,
+    forward_s=2.0,
+    sampling_s=0.125,
+    misaligned_s=0.0625,
+    sum_of_spreads=13.5,
+    spread_counts=(1, 0, 2, 0, 0, 0, 3, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0),
+)
+_FULL = Request(
+    request_id=R1,
+    prompt_token_ids=(5, 6, 70000),
+    sampling=SamplingParams(
+        max_tokens=9,
+        min_tokens=1,
+        temperature=0.5,
+        top_p=0.75,
+        top_k=40,
+        min_p=0.125,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        seed=-3,
+        ignore_eos=True,
+        stop_token_ids=(2, 3),
+        logit_bias=((4, -1.5),),
+        num_logprobs=2,
+        num_prompt_logprobs=0,
+    ),
+    reply_to="unix:/run/gateway-0.sock",
+    arrival_s=12.5,
+    request_class=RequestClass.BEST_EFFORT,
+    slo=Slo(ttft_s=1.0, tpot_s=0.25, deadline_s=60.0),
+    priority=-1,
+)
+_SCORES = (TokenLogprob(6, -0.5, ((6, -0.5), (9, -1.25))),)
+_RUNS = (BlockRun(3, 2, 0x0123456789ABCDEF), BlockRun(9, 1, (1 << 64) - 1))
+_COPY = BlockCopy(17, 40, _RUNS)
+_LEASE, _BATCH, _NONCE = LeaseId(17), BatchId(4), bytes(range(16))
+_HANDOFF = Handoff(_FULL, 3, (8, 9), _LEASE, _COPY, 6.5)
+_JOINED = JoinedBatch(BatchId(2), 32, 48)
+
+# One example of every message, with every field away from its default.
+EXAMPLES: tuple[Message, ...] = (
+    Challenge(1, _NONCE),
+    Hello(1, Role.PREFILL_WORKER, PREFILL, bytes(32), _NONCE),
+    Welcome(Role.ROUTER, ROUTER, bytes(32)),
+    Ping(),
+    SubmitRequest(_FULL),
+    AbortRequest(R1, 3),
+    RequestRejected(R1, "the queue is full", 2.5),
+    RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again"),
+    RequestInterrupted(R1),
+    ResumeRequest(_FULL, (8, 9)),
+    ClusterStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, TOTALS, LengthTotals(5, 4, 60, 7.5)),
+    TokensEmitted((TokenDelta(R1, 0, (6,), _SCORES), TokenDelta(R2, 7, (2,), (), FinishReason.STOP))),
+    PromptScored(R1, 1, _SCORES),
+    WorkerRegistered(256, 16, 64, POOL, can_prefill=True, can_decode=False, layout_digest="ab" * 32),
+    RegistrationRefused("other blocks"),
+    PrefillRequest(_FULL, 3, (8, 9), has_copy=True, bypass_to=WorkerName(DECODE), predicted_output_len=6.5),
+    SetPredictedLength(R1, 3, 6.5),
+    PrefillCompleted(R1, 3, 5),
+    RequestFinished(R1, 3, 9),
+    RequestPreempted(R1, 3, (8, 9), handoff_refused=True),
+    AttemptFailed(R1, 3, FailureKind.INTERNAL, "the model gave no usable logits"),
+    WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, _JOINED),
+    ArenaOffered(
+        "/dev/shm/alignedserve-a-pool-0.arena", 300, 8192, "ab" * 32, "unix:/a/b.sock", ("shm", "gloo"), "host/1/2"
+    ),
+    IterationLogReport(TOTALS),
+    ReserveBlocks(R1, 3, 2, is_copy=True, may_wait=False),
+    CancelReservation(R1, 3),
+    BlocksReserved(R1, 3, _LEASE, 17, blocks(3, 4, 9)),
+    ReservationRefused(R1, 3),
+    BlocksWritten(_LEASE, BlockCopy(17, 40, _RUNS), 3, _FULL, (8, 9), 6.5),
+    BlocksTaken(R1, 3, is_accepted=True),
+    BatchGranted(_BATCH, (_HANDOFF,), joins=BatchId(2), is_aligned=False),
+    LeasesReleased((_LEASE, LeaseId(18))),
+    LeasesReturned((_LEASE, LeaseId(18))),
+    FetchCopy(R1, 3),
+    CopyGranted(_HANDOFF, 4),
+    CopyMissing(R1, 3),
+    PrefetchBlocks(R1, 3, _COPY, blocks(5, 6, 1), 21),
+    CancelPrefetch(R1, 21),
+    BlocksPrefetched(R1, 21, _COPY, is_refused=True),
+    ReturnRequest(_FULL, 3, (8, 9), _COPY, 6.5),
+    RequestReturned(R1, 3, ReturnOutcome.STAYED),
+    PoolRegistered(300, "ab" * 32),
+    RequestPooled(R1, 3, 40, 3),
+    FormBatch(_BATCH, WorkerName(DECODE), 100, 36, 12, _JOINED),
+    CopyKept(R1, 3),
+    BatchFormed(_BATCH, WorkerName(DECODE), ((R1, 3), (R2, 4))),
+    BatchReceived(_BATCH, ((R1, 3), (R2, 4))),
+    CopyLost(R1, 3),
+    PoolLoad(7, 2, 1, 3),
+    DropRequest(R1, 3),
+    OpenTransfer("gloo", "ab" * 32),
+    TransferOpened(300, DeviceMemoryHandle("GPU-1", b"h" * 64, 4096, 512, b"c" * 64, 8, b"e" * 64, True)),
+    TransferRefused("its block layout is not the other end's"),
+    RendezvousValue("0/1", b"address"),
+    WriteBlocks((NamedBlocks(17, ((3, 2), (9, 1))), NamedBlocks(18, ()))),
+    ReadBlocks((NamedBlocks(17, ((3, 2), (9, 1))),)),
+    BlocksCopied(),
+    BlocksAnswered((True, False)),
+)
+
+
+def message_types() -> set[type[Message]]:
+    """Every message that is defined anywhere."""
+    return {
+        thing
+        for module in (links, handshake, block_messages)
+        for thing in vars(module).values()
+        if isinstance(thing, type) and issubclass(thing, Message) and thing is not Message
+    }

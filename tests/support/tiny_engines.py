@@ -1,0 +1,165 @@
+"""Engines over tiny checkpoints, for tests: block tables in shuffled order, unused slots poisoned with NaN."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.ids import BlockId, RequestId
+from alignedserve.core.request import SampledToken, SamplingParams
+from alignedserve.runtime.attention.backend import AUTO
+from alignedserve.runtime.attention.registry import attention_planner
+from alignedserve.runtime.attention.sequence_table import SequenceTable
+from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.device.streams import DeviceStreams
+from alignedserve.runtime.engine.cuda_graphs import Capture
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
+from alignedserve.runtime.engine.step_batch import BatchBuilder
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.weight_files import load_weights
+
+# Tiny products gain nothing from a second thread, and wait for it where tests run side by side.
+torch.set_num_threads(1)
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 400
+MAX_CONTEXT_LEN = 200
+GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
+
+
+def tiny_decoder(
+    folder: Path, dtype: str = "float32", quantization: str | None = None, device: torch.device | str = "cpu"
+) -> Decoder:
+    config = read_model_config(folder)
+    return Decoder(config, load_weights(folder, config, torch_dtype(dtype), device, quantization))
+
+
+def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE, *, has_scratch: bool = False) -> BlockStorage:
+    layout = decoder.config.block_layout(block_size, decoder.dtype_name)
+    storage = BlockStorage(layout, NUM_BLOCKS, decoder.device, has_scratch=has_scratch)
+    for layer in range(decoder.config.num_layers):
+        storage.layer_keys(layer).fill_(float("nan"))
+        storage.layer_values(layer).fill_(float("nan"))
+    return storage
+
+
+class TinyEngine:
+    """An engine and the owner of its blocks."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        seed: int = 0,
+        max_sequences: int = 16,
+        attention: str = AUTO,
+        queues: DeviceStreams | None = None,
+        capture: Capture | None = None,
+        has_hidden_cache: bool = False,
+    ) -> None:
+        self.storage = poisoned_storage(decoder, has_scratch=capture is not None or decoder.device.type != "cpu")
+        self.engine = Engine(
+            model=decoder,
+            storage=self.storage,
+            max_sequences=max_sequences,
+            max_context_len=MAX_CONTEXT_LEN,
+            attention=attention,
+            queues=queues,
+            capture=capture,
+            hidden_block_tokens=decoder.config.hidden_block_tokens(BLOCK_SIZE) if has_hidden_cache else None,
+        )
+        self.free_blocks = shuffled_blocks(seed)
+        self.blocks: dict[str, tuple[BlockId, ...]] = {}
+
+    def take_blocks(self, num_tokens: int) -> tuple[BlockId, ...]:
+        return tuple(self.free_blocks.pop() for _ in range(blocks_for(num_tokens, BLOCK_SIZE)))
+
+    def add(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        prompt_len: int | None = None,
+        room: int = 60,
+        block_tokens: int | None = None,
+    ) -> None:
+        """`block_tokens`: layer inputs that a block of the sequence holds; None: keys and values."""
+        count = blocks_for(len(tokens) + room, block_tokens or BLOCK_SIZE)
+        blocks = self.blocks[name] = tuple(self.free_blocks.pop() for _ in range(count))
+        own_len, is_hidden = prompt_len or len(tokens), block_tokens is not None
+        self.engine.add_sequence(NewSequence(RequestId(name), tuple(tokens), own_len, 0, blocks, sampling, is_hidden))
+
+    def step(self, **slices: int) -> StepOutput:
+        return self.engine.execute([StepSlice(RequestId(name), count) for name, count in slices.items()])
+
+    def tokens(self, name: str) -> list[int]:
+        return list(self.engine.token_ids(RequestId(name)))
+
+    def generate(self, name: str, num_tokens: int, *companions: str) -> list[SampledToken]:
+        """Compute what is known, then decode; companions decode along. The tokens of `name`."""
+        known = self.engine.num_tokens(RequestId(name)) - self.engine.num_computed(RequestId(name))
+        outputs = [self.step(**{name: known}, **dict.fromkeys(companions, 1))]
+        outputs += [self.step(**dict.fromkeys((*companions, name), 1)) for _ in range(num_tokens - 1)]
+        return [token for output in outputs for token in output.sampled if token.request_id == name]
+
+
+class LogitsProbe:
+    """The decoder and the batch builder without a sampler: logits of every token of given sequences."""
+
+    def __init__(self, decoder: Decoder, block_size: int = BLOCK_SIZE, attention: str = AUTO) -> None:
+        self._decoder = decoder
+        self._storage = poisoned_storage(decoder, block_size)
+        self._table = SequenceTable(max_sequences=8, max_context_len=MAX_CONTEXT_LEN, block_size=block_size)
+        planner = attention_planner(attention, self._table, self._storage, decoder.config)
+        self._builder = BatchBuilder(self._table, self._storage, planner)
+        self._free_blocks = shuffled_blocks(1)
+        self._parts: dict[int, list[Tensor]] = {}
+
+    def add(self, name: str, tokens: Sequence[int]) -> None:
+        count = blocks_for(len(tokens), self._table.block_size)
+        blocks = tuple(self._free_blocks.pop() for _ in range(count))
+        row = self._table.add(NewSequence(RequestId(name), tuple(tokens), len(tokens), 0, blocks, GREEDY))
+        self._parts[row] = []
+
+    def step(self, **slices: int) -> None:
+        step = self._builder.build([RequestId(name) for name in slices], list(slices.values()))
+        hidden = self._decoder.forward(step.forward_batch(self._decoder.device), self._storage)
+        for row, first, count in zip(step.rows.tolist(), step.first_rows.tolist(), step.counts.tolist(), strict=True):
+            self._parts[row].append(self._decoder.logits(hidden[first : first + count]))
+        self._table.num_computed[step.rows] += step.counts
+
+    def logits(self, name: str) -> Tensor:
+        """[tokens, vocab_size] of everything computed so far."""
+        return torch.cat(self._parts[self._table.row(RequestId(name))])
+
+
+def random_tokens(seed: int, count: int, vocab_size: int = 199) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, vocab_size) for _ in range(count)]
+
+
+def reference_generation(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """What transformers generates greedily after the prompt."""
+    generated = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = generated[0, len(prompt) :].tolist()
+    return tokens
+
+
+def shuffled_blocks(seed: int) -> list[BlockId]:
+    blocks = [BlockId(block) for block in range(NUM_BLOCKS)]
+    random.Random(seed).shuffle(blocks)
+    return blocks

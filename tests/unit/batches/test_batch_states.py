@@ -1,0 +1,78 @@
+"""The life of a batch, step by step."""
+
+import pytest
+
+from alignedserve.batches.logic import (
+    STEPS,
+    AllRecorded,
+    BatchEvent,
+    CancelAsked,
+    Refused,
+    TimePassed,
+    Validated,
+    advance,
+)
+from alignedserve.batches.records import TERMINAL, BatchRecord, BatchStatus, LineProblem
+from tests.support.batch_samples import batch_record
+
+S = BatchStatus
+PROBLEMS = (LineProblem(code="invalid_json_line", message="no", line=3),)
+
+
+def after(*events: BatchEvent, now: float = 10.0) -> BatchRecord:
+    record = batch_record(expires_s=100.0)
+    for event in events:
+        record = advance(record, event, now)
+    return record
+
+
+def test_a_batch_that_goes_well() -> None:
+    record = after(Validated(3, "tiny"))
+    assert (record.status, record.num_lines, record.model, record.in_progress_s) == (S.IN_PROGRESS, 3, "tiny", 10.0)
+    done = advance(record, AllRecorded(), 20.0)
+    assert (done.status, done.finalizing_s, done.completed_s) == (S.COMPLETED, 20.0, 20.0)
+
+
+def test_a_file_that_cannot_be_run() -> None:
+    record = after(Refused(PROBLEMS))
+    assert (record.status, record.problems, record.failed_s) == (S.FAILED, PROBLEMS, 10.0)
+
+
+def test_cancelled_while_it_runs() -> None:
+    record = after(Validated(3, "tiny"), CancelAsked())
+    assert (record.status, record.cancelling_s) == (S.CANCELLING, 10.0)
+    assert advance(record, AllRecorded(), 11.0).status is S.CANCELLED
+
+
+def test_cancelled_while_it_is_validated_it_still_learns_its_lines() -> None:
+    record = after(CancelAsked(), Validated(3, "tiny"))
+    assert (record.status, record.num_lines) == (S.CANCELLING, 3)
+    refused = after(CancelAsked(), Refused(PROBLEMS))
+    assert (refused.status, refused.problems) == (S.CANCELLING, PROBLEMS)
+
+
+def test_its_window_ends() -> None:
+    running = after(Validated(3, "tiny"))
+    assert advance(running, TimePassed(), 99.9) is running
+    late = advance(running, TimePassed(), 100.0)
+    assert (late.status, late.is_expiring) == (S.FINALIZING, True)
+    assert advance(late, AllRecorded(), 101.0).status is S.EXPIRED
+
+
+def test_its_window_ends_before_it_is_validated() -> None:
+    late = after(TimePassed(), now=100.0)
+    assert (late.status, advance(late, Validated(2, "tiny"), 101.0).num_lines) == (S.FINALIZING, 2)
+
+
+@pytest.mark.parametrize("event", [Validated(9, "x"), Refused(PROBLEMS), CancelAsked(), TimePassed(), AllRecorded()])
+@pytest.mark.parametrize("status", [S.FAILED, S.COMPLETED, S.EXPIRED, S.CANCELLED])
+def test_what_is_over_stays_over(status: BatchStatus, event: BatchEvent) -> None:
+    over = batch_record(status=status, num_lines=3)
+    assert advance(over, event, 1e9) is over
+    assert not STEPS[status]
+    assert status in TERMINAL
+
+
+def test_a_cancel_comes_too_late_while_finalizing() -> None:
+    late = after(Validated(3, "tiny"), TimePassed(), now=100.0)
+    assert advance(late, CancelAsked(), 101.0) is late

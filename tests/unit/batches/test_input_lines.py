@@ -1,0 +1,117 @@
+"""Splitting an input file into lines, and what is wrong with them."""
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+
+from alignedserve.batches.input_lines import MAX_PROBLEMS, Inspection, LineSplitter, LineTooLong, RawLine, parse_line
+from alignedserve.batches.records import Endpoint, LineProblem
+from tests.support.batch_samples import chat_line, chat_lines
+
+
+def split(content: bytes, chunk: int = 7, limit: int = 1000) -> list[RawLine]:
+    splitter = LineSplitter(limit)
+    lines = [line for start in range(0, len(content), chunk) for line in splitter.push(content[start : start + chunk])]
+    return lines + splitter.end()
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_lines_whatever_the_chunks(chunk: int) -> None:
+    content = b"\xef\xbb\xbfone\r\ntwo\n\n   \nthree"
+    lines = split(content, chunk)
+    assert [(line.number, line.text) for line in lines] == [(1, b"one"), (2, b"two"), (5, b"three")]
+    assert [content[line.offset : line.offset + len(line.text)] for line in lines] == [b"one", b"two", b"three"]
+
+
+def test_nothing_and_only_line_ends() -> None:
+    assert split(b"") == split(b"\n\r\n\n") == []
+
+
+def test_a_line_past_the_limit_ends_the_reading() -> None:
+    with pytest.raises(LineTooLong) as complete:
+        split(b"ok\n" + b"x" * 60 + b"\n", limit=50)
+    with pytest.raises(LineTooLong) as open_ended:
+        split(b"ok\n\n" + b"x" * 60, limit=50)
+    assert (complete.value.number, open_ended.value.number) == (2, 3)
+
+
+def inspected(content: bytes, max_lines: int = 50) -> tuple[LineProblem, ...]:
+    inspection = Inspection(Endpoint.CHAT, ("tiny",), max_lines)
+    for line in split(content, 1000, 10_000):
+        inspection.look_at(line)
+    return inspection.end()
+
+
+def test_a_good_file() -> None:
+    inspection = Inspection(Endpoint.CHAT, ("tiny",), 50)
+    content = chat_lines(3)
+    for line in split(content):
+        inspection.look_at(line)
+    offset, length = inspection.index.place(2)
+    assert inspection.end() == ()
+    assert (len(inspection.index), inspection.model) == (3, "tiny")
+    assert parse_line(content[offset : offset + length]).custom_id == "line-2"
+
+
+def changed(**members: Any) -> bytes:
+    line = json.loads(chat_line("b")) | members
+    return json.dumps({name: value for name, value in line.items() if value is not ...}).encode()
+
+
+BAD_LINES = [
+    (b"{not json", "invalid_json_line", None),
+    (b"[1, 2]", "invalid_json_line", None),
+    (b'"text"', "invalid_json_line", None),
+    (b'{"custom_id": "\\ud800"}', "invalid_json_line", None),
+    (b'{"custom_id": "\xff"}', "invalid_json_line", None),
+    (changed(custom_id=...), "missing_required_parameter", "custom_id"),
+    (changed(custom_id=7), "invalid_value", "custom_id"),
+    (changed(custom_id=""), "invalid_value", "custom_id"),
+    (changed(custom_id="x" * 513), "invalid_value", "custom_id"),
+    (chat_line("a"), "duplicate_custom_id", "custom_id"),
+    (changed(method="GET"), "invalid_method", "method"),
+    (changed(method=...), "invalid_method", "method"),
+    (changed(url="/v1/completions"), "mismatched_endpoint", "url"),
+    (changed(url="/v1/embeddings"), "mismatched_endpoint", "url"),
+    (changed(url=["/v1/chat/completions"]), "mismatched_endpoint", "url"),
+    (changed(body=...), "missing_required_parameter", "body"),
+    (changed(body="{}"), "missing_required_parameter", "body"),
+    (changed(body={"messages": []}), "model_not_found", "body.model"),
+    (chat_line("b", model="gpt-4o"), "model_not_found", "body.model"),
+    (chat_line("b", model=["tiny"]), "model_not_found", "body.model"),
+    (changed(extra=1), "unknown_parameter", "extra"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "param"), BAD_LINES)
+def test_a_bad_line_is_named_by_its_number(line: bytes, code: str, param: str | None) -> None:
+    problems = inspected(b"\n".join([chat_line("a"), b"", line, chat_line("z")]))
+    assert [(problem.code, problem.param, problem.line) for problem in problems] == [(code, param, 3)]
+
+
+def test_several_bad_lines_are_listed_up_to_a_limit() -> None:
+    assert [problem.line for problem in inspected(b"{\n" + chat_line() + b"\n{\n")] == [1, 3]
+    assert len(inspected(b"{\n" * (MAX_PROBLEMS + 20), max_lines=500)) == MAX_PROBLEMS
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xef\xbb\xbf", b"  \r\n\t\n"])
+def test_an_empty_file(content: bytes) -> None:
+    assert [problem.code for problem in inspected(content)] == ["empty_file"]
+
+
+def test_one_line_too_many() -> None:
+    assert inspected(chat_lines(50)) == ()
+    problems = inspected(chat_lines(51) + b"{")
+    assert [(problem.code, problem.line) for problem in problems] == [("too_many_requests", 51)]
+
+
+def test_gzip_sent_as_text() -> None:
+    problems = inspected(gzip.compress(chat_lines(3), mtime=0))
+    assert (problems[0].code, problems[0].line) == ("invalid_json_line", 1)
+    assert "compressed" in problems[0].message
+
+
+def test_custom_ids_may_be_any_text() -> None:
+    assert inspected(b"\n".join(chat_line(custom_id) for custom_id in ("é", "../a", " ", "\x00"))) == ()

@@ -1,0 +1,200 @@
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from alignedserve.cli.commands.chat import ChatOptions, ChatSession, Conversation
+from alignedserve.cli.commands.chat import chat as run_chat
+from tests.support.fake_server import FakeServer, Script, running
+
+# A terminal's Ctrl-C is never ignored, as it is for whatever a shell has started in the background.
+CHAT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from alignedserve.cli.main import main
+main()
+"""
+SLOW = Script(pieces=tuple(f"piece{count} " for count in range(200)), gap_s=0.05)
+
+
+class Terminal:
+    """The chat in a pseudo-terminal, as a person has it."""
+
+    def __init__(self, url: str) -> None:
+        controller, terminal = pty.openpty()
+        self._fd = controller
+        self.shown = ""
+        arguments = [sys.executable, "-c", CHAT, "chat", "--url", url]
+        environment = os.environ | {"TERM": "dumb", "COLUMNS": "120"}
+        self.process = subprocess.Popen(
+            arguments, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True
+        )
+        os.close(terminal)
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def interrupt_until_left(self) -> int:
+        """As a person would: readline does not see a signal that comes just after it has shown its prompt. Once it was
+        seen, which a new line shows, another would hit Python in the middle of its end."""
+        for _ in range(20):
+            self.interrupt()
+            if self._ends_line_within(0.5):
+                break
+        return self.close()
+
+    def _ends_line_within(self, seconds: float) -> bool:
+        end_s = time.monotonic() + seconds
+        while "\n" not in self.shown:
+            if not select.select([self._fd], [], [], max(0.0, end_s - time.monotonic()))[0]:
+                return False
+            try:
+                self.shown += os.read(self._fd, 4096).decode(errors="replace")
+            except OSError:  # it has left
+                return True
+        return True
+
+    def wait_for(self, text: str) -> None:
+        """Until `text` was shown since the last call."""
+        end_s = time.monotonic() + 15.0
+        while text not in self.shown:
+            assert time.monotonic() < end_s, f"{text!r} never came; shown: {self.shown!r}"
+            self.shown += os.read(self._fd, 4096).decode(errors="replace")
+        self.shown = self.shown.partition(text)[2]
+
+    def close(self) -> int:
+        code = self.process.wait(10)
+        os.close(self._fd)
+        return code
+
+
+def test_ctrl_c_stops_the_answer_and_then_leaves() -> None:
+    def respond(body: dict[str, Any]) -> Script:
+        return SLOW if len(body["messages"]) == 1 else Script()
+
+    with running(FakeServer(respond=respond)) as server:
+        terminal = Terminal(server.url)
+        terminal.wait_for("> ")
+        terminal.type("tell me\n")
+        terminal.wait_for("piece2")
+        terminal.interrupt()
+        terminal.wait_for("(stopped)")
+        terminal.wait_for("> ")
+        terminal.type("and now\n")
+        terminal.wait_for("Hello there.")
+        terminal.wait_for("> ")
+        assert terminal.interrupt_until_left() == 0
+    first, stopped, second = server.requests[1]["messages"]
+    assert (first["content"], second["content"]) == ("tell me", "and now")
+    assert stopped["role"] == "assistant"
+    assert stopped["content"].startswith("piece0 piece1 piece2")
+    assert "piece199" not in stopped["content"]
+
+
+def _typed(monkeypatch: pytest.MonkeyPatch, server: FakeServer, *lines: str) -> int:
+    waiting = iter(lines)
+
+    def read_line(prompt: str) -> str:
+        line = next(waiting, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read_line)
+    return ChatSession(options=ChatOptions(server.url), model="m").converse()
+
+
+def test_conversation_is_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(FakeServer()) as server:
+        assert (
+            _typed(monkeypatch, server, "one", "two", "/new", "three", "/system be brief", "four", "/quit", "five") == 0
+        )
+    asked = [
+        [message["role"][0] + ":" + message["content"] for message in body["messages"]] for body in server.requests
+    ]
+    assert asked == [
+        ["u:one"],
+        ["u:one", "a:Hello there.", "u:two"],
+        ["u:three"],
+        ["s:be brief", "u:four"],
+    ]
+
+
+def test_error_event_is_shown_and_the_text_before_it_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(FakeServer(respond=lambda body: Script(error_after=1))) as server:
+        assert _typed(monkeypatch, server, "one", "two") == 0
+    assert "the answer broke off: scripted failure" in capsys.readouterr().err
+    assert [message["content"] for message in server.requests[1]["messages"]] == ["one", "Hello", "two"]
+
+
+def test_question_without_any_answer_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(FakeServer(respond=lambda body: Script(status=503))) as server:
+        _typed(monkeypatch, server, "one", "two")
+    assert [len(body["messages"]) for body in server.requests] == [1, 1]
+
+
+def test_unknown_command_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer()) as server:
+        _typed(monkeypatch, server, "/nonsense", "/help", "")
+    shown = capsys.readouterr().err
+    assert "There is no command /nonsense" in shown
+    assert "/system TEXT" in shown
+    assert server.requests == []
+
+
+def test_cut_answer_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(respond=lambda body: Script(finish_reason="length"))) as server:
+        _typed(monkeypatch, server, "one")
+    assert "length limit" in capsys.readouterr().err
+
+
+def test_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer()) as server:
+        assert run_chat(ChatOptions(server.url, once="hi", system="be brief")) == 0
+    assert capsys.readouterr().out == "Hello there.\n"
+    assert [message["content"] for message in server.requests[0]["messages"]] == ["be brief", "hi"]
+
+
+def test_once_fails_with_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(respond=lambda body: Script(cut_after=1))) as server:
+        assert run_chat(ChatOptions(server.url, once="hi")) == 1
+    assert "disconnected" in capsys.readouterr().err
+
+
+def test_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNEDSERVE_API_KEY", "a-key")
+    with running(FakeServer()) as server:
+        run_chat(ChatOptions(server.url, once="hi"))
+    assert server.headers[0]["authorization"] == "Bearer a-key"
+
+
+def test_prompt_on_stdin() -> None:
+    with running(FakeServer()) as server:
+        command = [sys.executable, "-c", "from alignedserve.cli.main import main; main()", "chat", "--url", server.url]
+        ended = subprocess.run(command, input="from a pipe\n", capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("Hello there.\n", "", 0)
+    assert server.requests[0]["messages"][0]["content"] == "from a pipe"
+
+
+def test_answer_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(respond=lambda body: Script(pieces=("a\x1b[2Jb\n",)))) as server:
+        run_chat(ChatOptions(server.url, once="hi"))
+    assert capsys.readouterr().out == "a[2Jb\n"
+
+
+def test_settling_without_text_takes_the_question_back() -> None:
+    conversation = Conversation(system="s")
+    conversation.ask("one")
+    conversation.settle("")
+    assert conversation.messages() == [{"role": "system", "content": "s"}]

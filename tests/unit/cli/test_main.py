@@ -1,0 +1,181 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cli.main import main, serve_overrides
+from alignedserve.config.loading import load_config
+from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound
+from tests.support.fake_server import MODEL, FakeServer, Script, running
+
+HEAVY = (
+    "ray",
+    "torch",
+    "transformers",
+    "fastapi",
+    "httpx",
+    "aiohttp",
+    "numpy",
+    "tokenizers",
+    "msgspec",
+    "orjson",
+    "redis",
+)
+PATHS: tuple[list[str], ...] = (
+    [],
+    ["serve"],
+    ["chat"],
+    ["eval"],
+    ["doctor"],
+    ["demo"],
+    ["profile"],
+    ["simulate"],
+    ["batch"],
+    ["batch", "submit"],
+    ["batch", "status"],
+    ["batch", "watch"],
+    ["batch", "results"],
+    ["batch", "errors"],
+    ["batch", "cancel"],
+    ["batch", "list"],
+    ["bench"],
+    ["bench", "serve"],
+    ["bench", "engine"],
+    ["bench", "kernels"],
+    ["bench", "transfer"],
+    ["bench", "schedule"],
+)
+HELP_OF_ALL = f"""
+import contextlib, io, sys
+from alignedserve.cli.main import main
+for path in {PATHS!r}:
+    sys.argv = ["alignedserve", *path, "--help"]
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown):
+            main()
+    except SystemExit as end:
+        assert end.code == 0, (path, end.code)
+    assert "Usage: alignedserve" in shown.getvalue(), path
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["alignedserve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_help_of_every_command_loads_nothing_heavy() -> None:
+    ended = subprocess.run([sys.executable, "-c", HELP_OF_ALL], capture_output=True, text=True, check=False)
+    assert (ended.stdout.strip(), ended.returncode) == ("[]", 0), ended.stderr
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith("alignedserve 0.")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("bench", "serve", "--no-such-option"),
+        ("bench", "serve", "--url", "http://127.0.0.1:1"),
+        ("bench", "serve", "--synthetic", "rate=x,prompt=1,output=1"),
+        ("bench", "serve", "--synthetic", "rate=1,prompt=1,output=1", "--rate", "3"),
+        ("bench", "serve", "--synthetic", "rate=1,prompt=1,output=1", "--endpoint", "embeddings"),
+        ("bench", "engine", "--shape", "a", "--model", "b"),
+        ("bench", "schedule", "--pool-sizes", "many"),
+        ("bench", "schedule", "--lengths", "gamma"),
+        ("bench", "serve", "--synthetic", "rate=1,prompt=1,output=1", "--ignore-eos", "--output-len", "free"),
+        ("demo", "--url", "http://127.0.0.1:1", "--set", "gateway.port=9"),
+        ("chat", "--url", "localhost:8000", "--once", "hi"),
+        ("eval", "mmlu"),
+        ("batch", "submit", "no-such-file.jsonl"),
+        ("batch", "submit", __file__, "--window", "30s"),
+        ("batch", "submit", __file__, "--endpoint", "embeddings"),
+        ("batch", "submit", __file__, "--metadata", "novalue"),
+        ("batch", "submit", __file__, "--metadata", "a=" + "b" * 513),
+        ("batch", "submit", __file__, "--idempotency-key", ""),
+        ("batch", "status", "../../metrics"),
+        ("batch", "list", "--url", "localhost:8000"),
+    ],
+)
+def test_usage_errors_exit_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert run_command(monkeypatch, *arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err
+    assert "Traceback" not in shown.err + shown.out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("a\nb"), 2), (ModelNotFound("a\nb"), 1), (AddressInUse("a\nb"), 1)]
+)
+def test_our_errors_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("alignedserve.cli.main.app", fail)
+    assert run_command(monkeypatch) == code
+    assert capsys.readouterr().err == "error: a b\n"
+
+
+def test_nothing_answers_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    url = "http://127.0.0.1:1"
+    assert run_command(monkeypatch, "bench", "serve", "--url", url, "--synthetic", "rate=1,prompt=1,output=1") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: nothing answers at {url}")
+    assert "alignedserve serve" in message
+
+
+def test_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("alignedserve.cli.bench.commands.bench_serve", interrupt)
+    assert run_command(monkeypatch, "bench", "serve", "--synthetic", "rate=1,prompt=1,output=1") == 130
+
+
+def test_serve_conveniences_are_overrides() -> None:
+    config = load_config(None, serve_overrides("1.0", 9000, "fcfs", ["gateway.port=9001"]))
+    assert (config.model.path, config.gateway.port, config.batching.policy) == ("1.0", 9001, "fcfs")
+    assert serve_overrides(None, None, None, []) == []
+
+
+def test_bench_serve_writes_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    load = "rt: rate=200, prompt=5, output=3, ttft=5; be: outstanding=2, prompt=5, output=3"
+    with running(FakeServer()) as server:
+        arguments = ["--url", server.url, "--synthetic", load, "--num-requests", "20", "--json", str(target)]
+        assert run_command(monkeypatch, "bench", "serve", *arguments) == 0
+    written = json.loads(target.read_bytes())
+    assert written["model"] == MODEL
+    chat, documents = written["report"]["classes"]
+    assert (chat["num_completed"], chat["slo_attainment"], documents["slo_attainment"]) == (20, 1.0, None)
+    assert written["report"]["total"]["num_sent"] == 20 + documents["num_sent"]
+
+
+def test_bench_serve_prints_json_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = str(Path(__file__).parents[3] / "alignedserve/workload/shipped/azure_conv_slice.csv")
+    arguments = ["--trace", trace, "--rate", "200", "--num-requests", "9", "--max-prompt", "50", "--json", "-"]
+    with running(FakeServer()) as server:
+        assert run_command(monkeypatch, "bench", "serve", "--url", server.url, *arguments) == 0
+    assert json.loads(capsys.readouterr().out)["report"]["num_clamped_prompts"] == 9
+
+
+def test_bench_serve_fails_when_nothing_completes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(FakeServer(respond=lambda body: Script(status=503))) as server:
+        arguments = ["--url", server.url, "--synthetic", "rate=100,prompt=5,output=3", "--num-requests", "3"]
+        assert run_command(monkeypatch, "bench", "serve", *arguments) == 1
+    assert "failed: http 503" in capsys.readouterr().out

@@ -1,0 +1,89 @@
+"""What `alignedserve profile` measures, and that it refuses what it cannot."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cli.main import main
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.choice import make_cost_model
+from alignedserve.microbench.engine.profile import ProfileSpec, run_profile
+from alignedserve.microbench.engine.profile_points import fitted_points, held_out_points
+from alignedserve.runtime.engine.iteration_timing import Chunk, Point, within
+from tests.harnesses.costs import decodes, prefill
+from tests.support.tiny_models import make_tiny_model
+
+
+def test_a_point_as_work() -> None:
+    point = Point("mixed", (Chunk(3, 10, is_last=False),), (5, 20))
+    work = point.work
+    assert (work.num_prompt_tokens, work.prompt_pairs, work.num_chunks, work.num_sampled) == (3, 36, 1, 2)
+    assert (work.decode_context_len, work.max_decode_context_len) == (25, 20)
+    assert point.max_context_len == 20
+    assert point.num_blocks(16, 4) == 1 + 2 + 2
+
+
+def test_points_beyond_the_model_or_the_storage_are_left_out() -> None:
+    points = [Point("decode", contexts=(100,)), Point("decode", contexts=(100,) * 9), Point("decode", contexts=(600,))]
+    assert within(points, max_context_len=512, num_blocks=60, block_size=16, spare=4) == points[:1]
+
+
+def test_points_cover_what_has_to_be_told_apart() -> None:
+    kinds = {point.kind for point in fitted_points()}
+    assert kinds == {"prefill", "decode, equal lengths", "decode, mixed lengths", "mixed"}
+    held_out = held_out_points(0, 24)
+    assert held_out == held_out_points(0, 24)
+    assert not set(held_out) & set(fitted_points())
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"duration_s": 0.0}, "duration must"),
+        ({"num_threads": 0}, "threads must"),
+        ({"is_cpu_time": True}, "threads to be 1"),
+    ],
+)
+def test_bad_specs(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        ProfileSpec("pocket", **changes)  # type: ignore[arg-type]
+
+
+def test_an_unknown_model_is_refused_with_the_names() -> None:
+    with pytest.raises(ConfigError, match="'gpt-17' is neither a folder nor one of pocket, opt-125m"):
+        run_profile(ProfileSpec("gpt-17"))
+
+
+def test_a_tiny_model_is_profiled(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "opt")
+    gone: list[float] = []
+    result = run_profile(
+        ProfileSpec(str(tmp_path), duration_s=0.3, num_threads=1, cache_bytes=4 << 20, is_cpu_time=True), gone.append
+    )
+    assert gone == sorted(gone)
+    assert gone[-1] == 0.3
+    assert result.num_threads == 1
+    assert result.profile.shape.num_heads > 0
+    assert result.profile.cost_model().iteration_s(decodes(4, 100)) > 0.0
+    assert result.profile.memory_link.bytes_per_s > 1e6
+
+
+@pytest.mark.slow
+def test_profiling_pocket_end_to_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = tmp_path / "pocket.json"
+    arguments = ["pocket", "--quick", "--threads", "1", "--output", str(target), "--json"]
+    monkeypatch.setattr(sys, "argv", ["alignedserve", "profile", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    document = json.loads(capsys.readouterr().out)
+    assert document == json.loads(target.read_bytes())
+    assert {"machine", "command", "errors", "samples", "straggler_share"} <= set(document)
+    assert document["errors"]["prefill"]["median"] < 0.5
+    costs = make_cost_model(f"fitted:{target}")
+    assert costs.iteration_s(prefill(512)) > 2 * costs.iteration_s(prefill(32))
+    assert costs.iteration_s(decodes(32, 500)) < 32 * costs.iteration_s(decodes(1, 500))

@@ -1,0 +1,132 @@
+"""`alignedserve simulate`: what it refuses, and one small run."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cli.commands.simulate_cases import SimulateOptions, plan_cases
+from alignedserve.cli.main import main
+from alignedserve.config.sections import Topology
+
+LINE = "rt: prompt=200, output=8, rate=6, ttft=1, tpot=0.1; be: prompt=100, output=4, rate=2, deadline=9"
+SMALL = ("simulate", "--workload", LINE, "--duration", "3", "--processes", "1")
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["alignedserve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "nonesuch"), "unknown policy 'nonesuch'; known: .*sarathi"),
+        (("--policy", "alise:levels=3"), "no parameter 'levels'; known: num_levels"),
+        (("--policy", "alise:levels"), "write NAME:parameter=value"),
+        (("--policy", "fcfs", "--policy", "fcfs"), "named twice"),
+        (("--model", "gpt"), "model 'gpt' is none of opt-125m"),
+        (("--hardware", "k80"), "hardware 'k80' is none of v100-32g"),
+        (("--costs", "guess"), "cost model 'guess' is none of roofline.*fitted:FILE"),
+        (("--costs", "fitted:no.json"), "profile no.json cannot be read"),
+        (("--costs", "fitted:no.json", "--model", "opt-13b"), "says itself which model"),
+        (("--workload", "nonesuch, rate=1"), "unknown lengths or trace 'nonesuch'; .*azure_conv"),
+        (("--workload", "./no.csv, arrivals=recorded"), "no.csv"),
+        (("--workload", "be: prompt=9, output=9, outstanding=2", "--rate", "3"), "closed loops only"),
+        (("--rate", "fast"), "--rate 'fast' is not a number"),
+        (("--rate", "0"), "--rate '0' is not a number"),
+        (("--workload", "prompt=90000, output=9, rate=1"), "comes to hold 90009 tokens"),
+        (("--model", "opt-13b", "--workload", "prompt=3000, output=9, rate=1"), "the model's context is 2050"),
+        (("--model", "opt-175b"), "does not fit 1 x 'a100-80g'"),
+        (("--model", "llama-3-8b", "--policy", "apt_serve"), "'apt_serve' needs .* hidden_cache"),
+        (("--pools", "2"), "num_pools must be between 1 and 1"),
+        (("--policy", "orca", "--set", "topology=disaggregated"), "policy 'orca' is for colocated workers"),
+        (("--policy", "aligned", "--colocated", "2"), "policy 'aligned' is for disaggregated workers"),
+        (("--set", "scheduling.policy=fcfs"), "here --policy says that"),
+        (("--set", "decode.count=4"), "here --decode or --colocated says that"),
+        (("--set", "decode.memory_bytes=4GiB"), "memory follows from --model"),
+        (("--set", "decode.max_runing=4"), "max_runing"),
+        (("--config", "no.yaml"), "no.yaml: cannot be read"),
+        (("--output", "/dev/null/x"), "--output /dev/null/x: cannot be made"),
+    ],
+)
+def test_what_cannot_run_is_said_in_one_line_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert run_command(monkeypatch, "simulate", *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert re.search(message, captured.err), captured.err
+
+
+def workers_of(*policies: str, **options: object) -> dict[str, tuple[Topology, int, int]]:
+    """Topology, prefill workers and decode workers by policy."""
+    planned = plan_cases(SimulateOptions(policies=policies, workload=LINE, **options))  # type: ignore[arg-type]
+    clusters = {one.policy: one.case.config.cluster for one in planned}
+    return {name: (one.topology, one.prefill.count, one.decode.count) for name, one in clusters.items()}
+
+
+def test_colocated_policies_get_as_many_accelerators_as_separate_ones() -> None:
+    assert workers_of("aligned_slo", "fcfs") == {
+        "aligned_slo": (Topology.DISAGGREGATED, 1, 1),
+        "fcfs": (Topology.COLOCATED, 1, 2),
+    }
+    assert workers_of("aligned_slo", "fcfs", num_prefill=3, num_decode=2) == {
+        "aligned_slo": (Topology.DISAGGREGATED, 3, 2),
+        "fcfs": (Topology.COLOCATED, 3, 5),
+    }
+    assert workers_of("aligned_slo", "fcfs", num_colocated=4) == {
+        "aligned_slo": (Topology.COLOCATED, 1, 4),
+        "fcfs": (Topology.COLOCATED, 1, 4),
+    }
+    assert workers_of("fcfs", overrides=("topology=disaggregated",)) == {"fcfs": (Topology.DISAGGREGATED, 1, 1)}
+
+
+def test_a_configuration_file_is_simulated_as_it_would_be_served(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("topology: colocated\ndecode: {count: 3}\nscheduling: {policy: bros}\n")
+    assert workers_of(config_path=path) == {"bros": (Topology.COLOCATED, 1, 3)}
+    assert workers_of("fcfs", config_path=path) == {"fcfs": (Topology.COLOCATED, 1, 3)}
+
+
+def test_a_rate_is_the_lines_own_unless_it_is_said() -> None:
+    planned = plan_cases(SimulateOptions(policies=("fcfs",), workload=LINE, duration_s=500.0))
+    assert [one.rate for one in planned] == [pytest.approx(8.0, rel=0.1)]
+    planned = plan_cases(SimulateOptions(policies=("fcfs",), workload=LINE, rates=("2,4", "16")))
+    assert [one.rate for one in planned] == [2.0, 4.0, 16.0]
+
+
+def test_a_small_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    policies = ("--policy", "aligned_slo", "--policy", "sarathi:token_budget=256")
+    assert run_command(monkeypatch, *SMALL, *policies, "--rate", "4,8", "--output", str(tmp_path / "new")) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("aligned_slo") == 2 * 3  # all, be and rt at either rate
+    assert "report.html has the plots" in captured.err
+    page = (tmp_path / "new" / "report.html").read_text()
+    assert "sarathi:token_budget=256" in page
+    document = json.loads((tmp_path / "new" / "simulation.json").read_text())
+    assert document["about"]["workload"].startswith(LINE)
+    assert "cpu" in document["machine"]
+    cases = document["cases"]
+    assert [(one["policy"], one["rate"]) for one in cases] == [
+        ("aligned_slo", 4.0),
+        ("aligned_slo", 8.0),
+        ("sarathi", 4.0),
+        ("sarathi", 8.0),
+    ]
+    assert cases[2]["policy_settings"]["token_budget"] == 256
+    assert cases[0]["cluster"]["topology"] == "disaggregated"
+    assert all(one["result"]["classes"]["all"]["attainment"] == 1.0 for one in cases)
+    assert all(one["error"] is None and one["result"]["timeline"] for one in cases)
+
+
+def test_json_goes_to_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run_command(monkeypatch, *SMALL, "--policy", "fcfs", "--json", "--output", str(tmp_path)) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)["cases"]] == ["fcfs at 8.33/s"]

@@ -1,0 +1,119 @@
+"""A cost model that learns from a worker's iterations."""
+
+import dataclasses
+import random
+
+import pytest
+
+from alignedserve.costmodel.choice import make_cost_model
+from alignedserve.costmodel.linear import (
+    LinearCoefficients,
+    LinearIterationModel,
+    Sample,
+    fit_error,
+    linear_approximation,
+)
+from alignedserve.costmodel.online import GENERIC, OnlineIterationModel
+from alignedserve.costmodel.work import IterationWork
+from tests.harnesses.costs import decodes, prefill, random_work
+
+MACHINE = LinearIterationModel(LinearCoefficients(0.004, 3e-4, 1e-8, 1e-4, 2e-4, 3e-7, 0.0, 1e-5, 1e-5))
+
+
+def learn(
+    costs: OnlineIterationModel, num: int, *, outliers: float = 0.0, machine: LinearIterationModel = MACHINE
+) -> None:
+    generator = random.Random(num)
+    for _ in range(num):
+        work = random_work(generator)
+        noise = generator.lognormvariate(0.0, 0.05) * (8.0 if generator.random() < outliers else 1.0)
+        costs.observe(work, machine.iteration_s(work) * noise)
+
+
+def held_out() -> list[Sample]:
+    generator = random.Random(99)
+    return [Sample(work, MACHINE.iteration_s(work)) for work in (random_work(generator) for _ in range(60))]
+
+
+def test_before_any_iteration_it_says_what_the_prior_says() -> None:
+    work = prefill(100)
+    assert OnlineIterationModel().iteration_s(work) == LinearIterationModel(GENERIC).iteration_s(work)
+    prior = linear_approximation(make_cost_model("distserve"))
+    costs = OnlineIterationModel(prior.coefficients, prior.swap_token_s)
+    assert costs.iteration_s(work) == prior.iteration_s(work)
+    assert costs.swap_s(3) == prior.swap_s(3)
+
+
+def test_the_first_iteration_sets_how_fast_the_machine_is() -> None:
+    costs = OnlineIterationModel()
+    costs.observe(decodes(4, 100), 7.0)
+    assert costs.iteration_s(decodes(4, 100)) == pytest.approx(7.0, rel=1e-6)
+    assert costs.iteration_s(prefill(100)) == pytest.approx(7.0, rel=1.5)
+
+
+def test_it_learns_a_machine_from_noisy_iterations() -> None:
+    for prior in (GENERIC, linear_approximation(make_cost_model("distserve")).coefficients):
+        costs = OnlineIterationModel(prior)
+        learn(costs, 600, outliers=0.02)
+        error = fit_error(costs, held_out())
+        assert error.median < 0.03
+        assert error.p90 < 0.10
+
+
+def test_one_disturbed_iteration_changes_little() -> None:
+    costs = OnlineIterationModel()
+    learn(costs, 300)
+    work = decodes(16, 500)
+    before = costs.iteration_s(work)
+    costs.observe(work, 50 * before)
+    assert costs.iteration_s(work) == pytest.approx(before, rel=0.03)
+
+
+def test_a_machine_that_becomes_slower_is_followed() -> None:
+    costs = OnlineIterationModel()
+    learn(costs, 400)
+    slower = LinearCoefficients(*(2 * value for value in dataclasses.astuple(MACHINE.coefficients)))
+    learn(costs, 1500, machine=LinearIterationModel(slower))
+    samples = [Sample(work, 2 * seconds) for work, seconds in held_out()]
+    assert fit_error(costs, samples).median < 0.05
+
+
+def test_what_it_has_not_seen_stays_in_proportion() -> None:
+    """Thousands of equal decode iterations on a machine ten times as slow as the prior: a prompt is too."""
+    costs = OnlineIterationModel()
+    work, prompt = decodes(16, 500), prefill(200)
+    for _ in range(3000):
+        costs.observe(work, 10 * LinearIterationModel(GENERIC).iteration_s(work))
+    assert costs.iteration_s(prompt) == pytest.approx(10 * LinearIterationModel(GENERIC).iteration_s(prompt), rel=0.05)
+
+
+def test_it_is_never_negative_and_always_grows() -> None:
+    """Times that have nothing to do with the work."""
+    generator = random.Random(4)
+    costs = OnlineIterationModel()
+    for _ in range(500):
+        costs.observe(random_work(generator), generator.lognormvariate(-3.0, 2.0))
+        assert min(dataclasses.astuple(costs.coefficients)) >= 0.0
+        assert 0.0 < costs.iteration_s(prefill(10)) <= costs.iteration_s(prefill(11)) < 1e3
+
+
+def test_iterations_that_waited_for_copies_teach_nothing() -> None:
+    costs = OnlineIterationModel(swap_token_s=0.001)
+    work = decodes(4, 100)
+    work.swap_in_tokens = 1e4
+    costs.observe(work, 10.0)
+    assert costs.num_observed == 0
+    assert costs.iteration_s(work) == 10.0
+
+
+def test_the_same_history_gives_the_same_model() -> None:
+    first, second = OnlineIterationModel(), OnlineIterationModel()
+    for costs in (first, second):
+        learn(costs, 100, outliers=0.1)
+    assert first.coefficients == second.coefficients
+
+
+def test_work_is_left_as_it_was() -> None:
+    work = decodes(4, 100)
+    OnlineIterationModel().observe(work, 1.0)
+    assert work == IterationWork(num_decodes=4, decode_context_len=400, max_decode_context_len=100, num_sampled=4)

@@ -1,0 +1,140 @@
+"""Model shapes, accelerators, links, cache memory, and the roofline over them."""
+
+import pytest
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.attention_kernel import AttentionKernel
+from alignedserve.costmodel.curve import Curve
+from alignedserve.costmodel.hardware import HARDWARE, hardware
+from alignedserve.costmodel.links import LinkModel, network_link, nvlink_link, pcie_link
+from alignedserve.costmodel.memory import num_cache_blocks
+from alignedserve.costmodel.model_shapes import MODEL_SHAPES, model_shape
+from alignedserve.costmodel.published.collectives import collective_curve
+from alignedserve.costmodel.roofline import Efficiency, RooflineModel
+from alignedserve.microbench.shapes import OPT_125M
+from alignedserve.runtime.model.model_shape import shape_of
+from tests.harnesses.costs import decodes, prefill
+
+A100 = HARDWARE["a100-80g"]
+PERFECT = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("opt-125m", 0.125),
+        ("opt-2.7b", 2.65),
+        ("opt-6.7b", 6.66),
+        ("opt-13b", 12.85),
+        ("opt-30b", 29.97),
+        ("opt-66b", 65.7),
+        ("opt-175b", 174.6),
+        ("llama-2-7b", 6.74),
+        ("llama-2-13b", 13.02),
+        ("llama-2-70b", 68.98),
+        ("llama-3-8b", 8.03),
+        ("llama-3-70b", 70.55),
+        ("bloom-176b", 176.2),
+    ],
+)
+def test_every_shape_has_the_parameters_of_its_model(name: str, billions: float) -> None:
+    assert MODEL_SHAPES[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_what_follows_from_a_shape() -> None:
+    shape = model_shape("opt-13b")
+    assert (shape.kv_token_bytes, shape.hidden_ratio) == (819200, 0.5)
+    assert shape.token_flops == 2 * 40 * 12 * 5120**2
+    assert shape.pair_flops == 4 * 40 * 5120
+    assert shape.projection_flops * 6 == shape.token_flops  # two of twelve square matrices
+    assert model_shape("opt-13b", "float32").kv_token_bytes == 1638400
+
+
+def test_a_hidden_cache_does_not_pay_where_queries_share_keys() -> None:
+    assert [model_shape(name).hidden_ratio for name in ("llama-2-13b", "llama-3-8b", "llama-2-70b")] == [0.5, 2.0, 4.0]
+
+
+def test_the_shape_of_a_config_is_that_of_the_table() -> None:
+    assert shape_of("opt-125m", OPT_125M, "float16") == model_shape("opt-125m")
+
+
+def test_links() -> None:
+    assert LinkModel(1e-5, 1e9).transfer_s(5e6) == pytest.approx(0.00501)
+    assert LinkModel(1e-5, 1e9).transfer_s(0) == 0.0
+    assert pcie_link(A100).bytes_per_s == pytest.approx(25.6e9)
+    assert network_link(100).bytes_per_s == 12.5e9
+
+
+@pytest.mark.parametrize("name", ["a100-80g", "h100"])
+def test_nvlink_is_as_fast_as_measured(name: str) -> None:
+    for num_bytes in (1 << 22, 1 << 24, 1 << 26):
+        measured = collective_curve(name, "send_recv", 2).at(num_bytes)
+        assert nvlink_link(hardware(name)).transfer_s(num_bytes) == pytest.approx(measured, rel=0.3)
+
+
+def test_a_curve() -> None:
+    curve = Curve([(1, 2.0), (2, 1.0), (4, 5.0)])  # the dip counts as 2
+    assert [curve.at(x) for x in (0, 1, 2, 3, 4, 6)] == [2.0, 2.0, 2.0, 3.5, 5.0, 8.0]
+
+
+def test_blocks_beside_a_model() -> None:
+    """0.9 * 80 GiB - 25.7 GB of weights - 8 192 * (2 * 5 120 + 20 480) * 2 B, by 16 * 819 200 B."""
+    shape = model_shape("opt-13b")
+    room = 0.9 * (80 << 30) - shape.weight_bytes - 8192 * 30720 * 2
+    assert num_cache_blocks(shape, A100) == int(room // (16 * 819200)) == 3898
+    assert num_cache_blocks(shape, A100, tensor_parallel=2) > 2 * 3898
+    with pytest.raises(ConfigError, match="does not fit 1 x 'a100-80g'"):
+        num_cache_blocks(model_shape("opt-66b"), A100)
+
+
+def test_a_prefill_is_bound_by_flops_and_a_decode_by_bytes() -> None:
+    shape = model_shape("opt-13b")
+    costs = RooflineModel(shape, A100, efficiency=PERFECT)
+    head_s = shape.head_parameters * 2 / 2039e9
+    flops = 2048 * shape.token_flops + 2048 * 2049 // 2 * shape.pair_flops
+    assert costs.iteration_s(prefill(2048)) == pytest.approx(flops / 312e12 + head_s)
+    num_bytes = shape.layer_parameters * 2 + 8 * 500 * 819200
+    assert costs.iteration_s(decodes(8, 500)) == pytest.approx(num_bytes / 2039e9 + head_s)
+
+
+def test_a_token_of_a_large_prompt_is_far_cheaper_than_a_decode_alone() -> None:
+    costs = RooflineModel(model_shape("opt-13b"), A100)
+    token_s = costs.iteration_s(prefill(1024)) / 1024
+    assert 80 < costs.iteration_s(decodes(1, 1024)) / token_s < 250
+
+
+def test_two_kernels_agree_on_equal_lengths_and_differ_on_mixed_ones() -> None:
+    shape = model_shape("opt-13b")
+    balanced, straggling = (RooflineModel(shape, A100, kernel=kernel) for kernel in AttentionKernel)
+    equal = decodes(108, 1000)  # 108 * 40 heads fill 108 multiprocessors evenly
+    assert straggling.iteration_s(equal) == pytest.approx(balanced.iteration_s(equal))
+    mixed = decodes(107, 100)
+    mixed.add_decode(1000)
+    assert straggling.iteration_s(mixed) == pytest.approx(balanced.iteration_s(equal))
+    assert balanced.iteration_s(mixed) < 0.6 * straggling.iteration_s(mixed)
+
+
+def test_a_hidden_cache_costs_its_projection_and_saves_bytes() -> None:
+    shape = model_shape("opt-13b")
+    costs = RooflineModel(shape, A100, efficiency=PERFECT)
+    plain, hidden = decodes(8, 500), decodes(7, 500)
+    hidden.add_decode(500, is_hidden=True)
+    more = 500 * shape.projection_flops / 312e12 - 500 * 819200 / 2 / 2039e9
+    assert costs.iteration_s(hidden) - costs.iteration_s(plain) == pytest.approx(more)
+    assert more > 0.0
+
+
+def test_copies_overlap_with_the_pass() -> None:
+    costs = RooflineModel(model_shape("opt-13b"), A100)
+    work = decodes(8, 500)
+    alone = costs.iteration_s(work)
+    work.swap_in_tokens = 100.0
+    assert costs.iteration_s(work) == alone
+    work.swap_out_tokens = 1e4
+    assert costs.iteration_s(work) == costs.swap_s(10100) == pytest.approx(10100 * 819200 / 25.6e9)
+
+
+def test_more_accelerators_are_faster_but_not_in_proportion() -> None:
+    one, four = (RooflineModel(model_shape("opt-13b"), A100, tensor_parallel=degree) for degree in (1, 4))
+    for work in (prefill(1024), decodes(32, 1000)):
+        assert one.iteration_s(work) / 4 < four.iteration_s(work) < one.iteration_s(work)

@@ -1,0 +1,157 @@
+"""Which batch runs, which comes next, and when the one gives way to the other: batches of three or more are full."""
+
+from collections.abc import Collection
+
+import pytest
+
+from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig
+from alignedserve.core.ids import BatchId
+from alignedserve.messages.fields import NO_BATCH
+from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, WaitingBatch
+from decode_worker.factory import limits_of
+from decode_worker.state import Candidate, RunningRequest
+from tests.support.samples import handoff, request
+
+
+def candidate(name: str, batch: int) -> Candidate:
+    return Candidate.of_handoff(handoff(request(name), 1), BatchId(batch), 0.0)
+
+
+def names(chosen: list[Candidate]) -> list[str]:
+    return [one.request.request_id for one in chosen]
+
+
+def members(batch: int, count: int = 3) -> list[Candidate]:
+    return [candidate(f"b{batch}-{number}", batch) for number in range(count)]
+
+
+def order(*batches: int, is_aligned: bool = True, count: int = 3, granted_s: float = 0.0) -> BatchOrder:
+    """These batches wait."""
+    made = BatchOrder(SwitchLimits(min_requests=3, low_running=3, starvation_s=2.0))
+    for batch in batches:
+        made.granted(WaitingBatch(BatchId(batch), is_aligned, count, granted_s))
+    return made
+
+
+def running_first() -> BatchOrder:
+    """Batch 1 runs, and batch 2 waits."""
+    made = order(1, 2)
+    made.choose([*members(1), *members(2)], 0, 0.0)
+    return made
+
+
+def test_on_an_idle_worker_the_first_batch_begins_without_a_switch() -> None:
+    made = order(1, 2)
+    assert names(made.choose([*members(1), *members(2)], 0, 0.0)) == ["b1-0", "b1-1", "b1-2"]
+    assert (made.running_id, made.is_aligned, made.is_switching) == (1, True, False)
+
+
+def test_case_1_candidate_requests_go_before_the_next_batch() -> None:
+    made = running_first()
+    chosen = made.choose([*members(2), candidate("own", 1), candidate("urgent", NO_BATCH)], 1, 0.5)
+    assert names(chosen) == ["urgent", "own"]
+
+
+def test_case_2_without_candidate_requests_the_next_batch_replaces_one_that_is_too_small() -> None:
+    made = running_first()
+    assert names(made.choose(members(2), 2, 0.5)) == ["b2-0", "b2-1", "b2-2"]
+    assert (made.running_id, made.is_aligned, made.is_switching) == (2, True, True)
+
+
+def test_a_batch_that_saturates_the_worker_is_not_replaced() -> None:
+    made = running_first()
+    assert made.choose(members(2), 3, 0.5) == []
+    assert made.running_id == 1
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(8, []), (7, ["b2-0", "b2-1", "b2-2"])])
+def test_a_small_batch_that_fills_the_memory_is_not_replaced(num_blocks: int, expected: list[str]) -> None:
+    made = BatchOrder(SwitchLimits(min_requests=3, low_running=3, low_blocks=8))
+    for batch in (1, 2):
+        made.granted(WaitingBatch(BatchId(batch), True, 3, 0.0))
+    made.choose([*members(1), *members(2)], 0, 0.0)
+    assert names(made.choose(members(2), 2, 0.5, num_blocks=num_blocks)) == expected
+
+
+@pytest.mark.parametrize(("max_running", "low_running"), [(16, 12), (48, 36), (64, 36), (256, 36)])
+def test_enough_requests_saturate_a_worker_of_any_number_of_places(max_running: int, low_running: int) -> None:
+    limits = limits_of(DecodeWorkerConfig(max_running=max_running), BatchingConfig(), num_blocks=100)
+    assert (limits.switch.low_running, limits.switch.low_blocks) == (low_running, 75)
+
+
+@pytest.mark.parametrize(("now", "expected"), [(1.9, ["own"]), (2.0, ["b2-0", "b2-1", "b2-2"])])
+def test_a_batch_that_is_overdue_goes_before_candidate_requests(now: float, expected: list[str]) -> None:
+    made = running_first()
+    assert names(made.choose([candidate("own", 1), *members(2)], 3, now)) == expected
+
+
+def test_an_urgent_request_goes_even_before_a_batch_that_is_overdue() -> None:
+    made = running_first()
+    chosen = made.choose([*members(2), candidate("urgent", NO_BATCH)], 3, 2.0)
+    assert names(chosen) == ["urgent", "b2-0", "b2-1", "b2-2"]
+
+
+def test_a_small_batch_joins_what_runs_and_lengths_are_then_mixed() -> None:
+    made = running_first()
+    made.choose(members(2), 2, 0.5)
+    made.is_switching = False
+    made.granted(WaitingBatch(BatchId(3), True, 2, 0.5))
+    small = members(3, 2)
+    assert names(made.choose(small, 1, 0.6)) == ["b3-0", "b3-1"]
+    assert [one.batch_id for one in small] == [2, 2]
+    assert (made.running_id, made.is_aligned, made.is_switching) == (2, False, False)
+
+
+def test_a_batch_of_any_lengths_joins_at_once_even_a_full_one() -> None:
+    made = order(1, 2, is_aligned=False)
+    made.choose([*members(1), *members(2)], 0, 0.0)
+    others = members(2)
+    assert names(made.choose(others, 30, 0.0)) == ["b2-0", "b2-1", "b2-2"]
+    assert {one.batch_id for one in others} == {1}
+    assert not made.is_switching
+
+
+def test_a_waiting_batch_whose_requests_are_all_gone_is_forgotten() -> None:
+    made = running_first()
+    assert names(made.choose([candidate("own", 1)], 1, 9.0)) == ["own"]
+    assert made.is_stray(candidate("late", 2))
+
+
+def test_strays_are_of_batches_that_neither_run_nor_wait() -> None:
+    made = running_first()
+    strays = {batch: made.is_stray(candidate("r", batch)) for batch in (NO_BATCH, 1, 2, 7)}
+    assert strays == {NO_BATCH: False, 1: False, 2: False, 7: True}
+
+
+def test_candidate_requests_are_those_of_the_running_batch_and_of_none() -> None:
+    made = running_first()
+    joining = {batch: made.joins_running(candidate("r", batch)) for batch in (NO_BATCH, 1, 2)}
+    assert joining == {NO_BATCH: True, 1: True, 2: False}
+
+
+def test_outgoing_are_requests_of_another_batch_than_the_one_that_runs() -> None:
+    made = running_first()
+    made.choose(members(2), 1, 0.5)
+    outgoing = {}
+    for batch in (NO_BATCH, 1, 2):
+        running = RunningRequest(request(), 1, [], [], 0, BatchId(batch))
+        outgoing[batch] = made.is_outgoing(running)
+    assert outgoing == {NO_BATCH: False, 1: True, 2: False}
+
+
+def test_a_batch_that_is_worth_mixing_joins_what_runs_however_much_that_is() -> None:
+    asked: list[list[int]] = []
+
+    def note(context_lens: Collection[int]) -> bool:
+        asked.append(list(context_lens))
+        return True
+
+    made = BatchOrder(SwitchLimits(min_requests=3, low_running=3), note)
+    for batch in (1, 2):
+        made.granted(WaitingBatch(BatchId(batch), True, 3, 0.0))
+    made.choose([*members(1), *members(2)], 0, 0.0)
+    others = members(2)
+    assert names(made.choose(others, 30, 0.0, num_blocks=100)) == ["b2-0", "b2-1", "b2-2"]
+    assert asked == [[one.context_len for one in others]]
+    assert [one.batch_id for one in others] == [1, 1, 1]
+    assert (made.running_id, made.is_aligned, made.is_switching) == (1, True, False)

@@ -1,0 +1,212 @@
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from alignedserve.core.errors import PeerError, PeerLost
+from alignedserve.core.request import Slo
+from alignedserve.loadgen.client import Call, Endpoint, FailureKind, OpenAiClient, Outcome
+from alignedserve.loadgen.load_generator import LoadGenerator, Run
+from alignedserve.loadgen.load_plan import Plan, PlannedRequest, TrafficClass, plan_synthetic
+from alignedserve.loadgen.prompts import CallMaker, exact_prompt
+from alignedserve.workload.lengths import LengthLimits
+from tests.support.fake_server import MODEL, FakeServer, Script
+
+CALL = Call(Endpoint.CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
+
+
+async def _complete(script: Script, call: Call = CALL, timeout_s: float = 5.0) -> Outcome:
+    async with (
+        FakeServer(respond=lambda body: script) as server,
+        OpenAiClient(url=server.url, timeout_s=timeout_s) as client,
+    ):
+        return await client.complete(call, Outcome())
+
+
+async def test_whole_answer() -> None:
+    outcome = await _complete(Script(first_delay_s=0.05, gap_s=0.02))
+    assert outcome.failure is None
+    assert (outcome.text, outcome.finish_reason) == ("Hello there.", "stop")
+    assert (outcome.num_prompt_tokens, outcome.num_output_tokens) == (7, 3)
+    assert outcome.token_times_s[0] - outcome.sent_s >= 0.05
+    assert outcome.token_times_s[2] - outcome.token_times_s[0] >= 0.04
+
+
+async def test_completions_endpoint() -> None:
+    outcome = await _complete(Script(), Call(Endpoint.COMPLETIONS, {"model": MODEL, "prompt": "hi"}))
+    assert outcome.text == "Hello there."
+
+
+async def test_server_without_usage_counts_chunks() -> None:
+    outcome = await _complete(Script(has_usage=False))
+    assert (outcome.num_output_tokens, outcome.num_tokens) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "label"),
+    [
+        (Script(status=503), FailureKind.HTTP, "http 503"),
+        (Script(error_after=1), FailureKind.ERROR_EVENT, "error event"),
+        (Script(cut_after=1), FailureKind.DISCONNECTED, "disconnected"),
+        (Script(cut_after=0), FailureKind.DISCONNECTED, "disconnected"),
+        (Script(ends_early_after=2), FailureKind.DISCONNECTED, "disconnected"),
+        (Script(first_delay_s=5.0), FailureKind.TIMEOUT, "timeout"),
+    ],
+)
+async def test_failures_have_a_kind(script: Script, kind: FailureKind, label: str) -> None:
+    outcome = await _complete(script, timeout_s=0.3)
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.label) == (kind, label)
+
+
+async def test_error_event_mid_stream_keeps_text_and_message() -> None:
+    outcome = await _complete(Script(error_after=1))
+    assert outcome.text == "Hello"
+    assert outcome.failure is not None
+    assert outcome.failure.message == "scripted failure"
+
+
+async def test_nothing_listens() -> None:
+    async with FakeServer() as server:
+        url = server.url
+    async with OpenAiClient(url=url) as client:
+        outcome = await client.complete(CALL, Outcome())
+        assert outcome.failure is not None
+        assert outcome.failure.kind is FailureKind.CONNECT
+        with pytest.raises(PeerLost, match="nothing answers at"):
+            await client.model_name()
+
+
+async def test_plain_pages() -> None:
+    async with FakeServer() as server, OpenAiClient(url=server.url + "/v1/") as client:
+        assert await client.model_name() == MODEL
+        with pytest.raises(PeerError, match="404"):
+            await client.get("/nowhere")
+
+
+# --- the generator ----------------------------------------------------------------------------------------------------
+
+
+async def _run(server: FakeServer, plan: Plan, *, cuts_off: bool = False) -> Run:
+    maker = CallMaker(model=MODEL, endpoint=Endpoint.CHAT, seed=0)
+    classes = {traffic.name: traffic for traffic in plan.classes}
+
+    async def send(request: PlannedRequest, outcome: Outcome) -> None:
+        await client.complete(maker.call(request, classes[request.class_name]), outcome)
+
+    async with OpenAiClient(url=server.url, timeout_s=5.0) as client:
+        return await LoadGenerator(plan=plan, send=send, cuts_off=cuts_off).run()
+
+
+def _evenly(count: int, gap_s: float) -> Plan:
+    requests = tuple(PlannedRequest(index, "a", index * gap_s, 5, 3) for index in range(count))
+    return Plan((TrafficClass("a"),), requests)
+
+
+async def test_open_loop_is_not_delayed_by_slow_answers() -> None:
+    async with FakeServer(respond=lambda body: Script(first_delay_s=0.6)) as server:
+        run = await _run(server, _evenly(10, 0.02))
+    sent_s = [sent.outcome.sent_s - run.started_s for sent in run.sent]
+    assert len(server.requests) == 10
+    assert max(sent_s) < 0.55  # all were sent before the first answer began
+    assert all(sent.outcome.failure is None for sent in run.sent)
+    assert run.duration_s >= 0.78
+
+
+async def test_one_failure_does_not_touch_the_others() -> None:
+    def respond(body: dict[str, Any]) -> Script:
+        return Script(cut_after=1) if len(server.requests) == 2 else Script()
+
+    async with FakeServer(respond=respond) as server:
+        run = await _run(server, _evenly(4, 0.01))
+    assert [sent.outcome.failure is None for sent in run.sent] == [True, False, True, True]
+
+
+async def test_what_is_in_the_air_at_the_end_can_be_given_up() -> None:
+    def plan() -> Plan:
+        (loop,) = plan_synthetic(
+            "a: outstanding=3, prompt=4, output=2", seed=1, duration_s=1.4, num_requests=None, limits=LengthLimits()
+        ).closed_loops
+        return Plan((loop.traffic,), (), (loop,), 1.4)
+
+    async with FakeServer(respond=lambda body: Script(first_delay_s=1.0)) as server:
+        waited, cut = await asyncio.gather(_run(server, plan()), _run(server, plan(), cuts_off=True))
+    assert (len(waited.sent), len(cut.sent)) == (6, 3)
+    assert cut.duration_s < 2.0 <= waited.duration_s
+
+
+async def test_closed_loop_keeps_its_number_in_the_air() -> None:
+    num_open: list[int] = []
+
+    def respond(body: dict[str, Any]) -> Script:
+        num_open.append(server.num_open + 1)
+        return Script(gap_s=0.005)
+
+    specification = "outstanding=3,prompt=5,output=3"
+    plan = plan_synthetic(specification, seed=0, num_requests=12, duration_s=None, limits=LengthLimits())
+    async with FakeServer(respond=respond) as server:
+        run = await _run(server, plan)
+    assert len(run.sent) == 12
+    assert max(num_open) == 3
+
+
+async def test_closed_loop_ends_with_the_open_one() -> None:
+    specification = "rt: rate=50,prompt=5,output=3; be: outstanding=2,prompt=5,output=3"
+    plan = plan_synthetic(specification, seed=0, num_requests=10, duration_s=None, limits=LengthLimits())
+    async with FakeServer(respond=lambda body: Script(gap_s=0.005)) as server:
+        run = await _run(server, plan)
+    names = [sent.request.class_name for sent in run.sent]
+    assert names.count("rt") == 10
+    assert names.count("be") >= 2
+
+
+async def test_cancelled_answer_is_kept_as_it_stood() -> None:
+    async with FakeServer(respond=lambda body: Script(gap_s=5.0)) as server, OpenAiClient(url=server.url) as client:
+        outcome, has_begun = Outcome(), asyncio.Event()
+        running = asyncio.create_task(client.complete(CALL, outcome, lambda text: has_begun.set()))
+        await has_begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert outcome.text == "Hello"
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def test_call_carries_lengths_objectives_and_tier() -> None:
+    maker = CallMaker(model="m", endpoint=Endpoint.COMPLETIONS, seed=0, ignore_eos=True)
+    call = maker.call(PlannedRequest(0, "be", 0.0, 6, 9), TrafficClass("be", Slo(0.25, 0.1), tier="flex"))
+    assert (call.body["max_tokens"], call.body["ignore_eos"], call.body["service_tier"]) == (9, True, "flex")
+    assert len(call.body["prompt"].split()) == 6
+    assert call.headers == {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "100"}
+
+
+def test_free_output_sends_no_limit() -> None:
+    maker = CallMaker(model="m", endpoint=Endpoint.CHAT, seed=0, limits_output=False)
+    body = maker.call(PlannedRequest(0, "a", 0.0, 6, 9), TrafficClass("a")).body
+    assert body.keys() == {"model", "temperature", "messages"}
+
+
+def test_prompts_differ_from_the_first_word_and_repeat_with_the_seed() -> None:
+    maker = CallMaker(model="m", endpoint=Endpoint.COMPLETIONS, seed=0)
+    prompts = [
+        maker.call(PlannedRequest(index, "a", 0.0, 50, 1), TrafficClass("a")).body["prompt"] for index in (0, 1, 0)
+    ]
+    assert prompts[0] == prompts[2] != prompts[1]
+
+
+def test_prompts_of_closed_loops_are_about_as_long_as_planned() -> None:
+    maker = CallMaker(model="m", endpoint=Endpoint.COMPLETIONS, seed=3)
+    maker.calibrate(lambda text: 6 * len(text.split()))
+    prompt = maker.call(PlannedRequest(0, "a", 0.0, 600, 1), TrafficClass("a")).body["prompt"]
+    assert len(prompt.split()) == 100
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+def test_exact_prompts_for_a_tokenizer_that_splits_words(num_tokens: int) -> None:
+    def count_tokens(text: str) -> int:
+        return sum(2 if len(word) > 6 else 1 for word in text.split())
+
+    assert count_tokens(exact_prompt(num_tokens, random.Random(1), count_tokens)) == num_tokens

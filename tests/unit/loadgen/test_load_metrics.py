@@ -1,0 +1,88 @@
+import random
+
+import numpy as np
+import pytest
+
+from alignedserve.core import metrics
+from alignedserve.core.request import Slo
+from alignedserve.loadgen.client import Failure, FailureKind, Outcome
+from alignedserve.loadgen.load_generator import Run, Sent
+from alignedserve.loadgen.load_plan import PlannedRequest, TrafficClass
+from alignedserve.loadgen.summary import summarise
+
+
+def test_percentile_interpolates_between_closest_ranks() -> None:
+    assert metrics.percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5
+    assert metrics.percentile([1.0, 2.0, 3.0, 4.0], 0) == 1.0
+    assert metrics.percentile([1.0, 2.0, 3.0, 4.0], 100) == 4.0
+    assert metrics.percentile([7.0], 99) == 7.0
+
+
+def test_percentile_agrees_with_numpy() -> None:
+    rng = random.Random(0)
+    values = sorted(rng.random() for _ in range(137))
+    for percent in (1, 37.5, 50, 90, 95, 99):
+        assert metrics.percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)))
+
+
+def test_nothing_to_describe() -> None:
+    assert metrics.describe([]) is None
+    found = metrics.describe([3.0, 1.0])
+    assert found is not None
+    assert (found.count, found.mean, found.p50, found.max) == (2, 2.0, 2.0, 3.0)
+
+
+def test_token_times() -> None:
+    times = [10.0, 10.5, 11.5]
+    assert metrics.ttft_s(9.0, times) == 1.0
+    assert metrics.ttft_s(9.0, []) is None
+    assert metrics.tbt_s(times) == (0.5, 1.0)
+    assert metrics.tpot_s(times) == 0.75
+    assert metrics.tpot_s(times, 4) == 0.5
+    assert metrics.tpot_s([10.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("slo", "met"),
+    [
+        (Slo(), True),
+        (Slo(ttft_s=0.5), True),
+        (Slo(ttft_s=0.4), False),
+        (Slo(ttft_s=0.5, tpot_s=0.05), False),
+        (Slo(deadline_s=2.0), True),
+        (Slo(deadline_s=1.9), False),
+    ],
+)
+def test_slo(slo: Slo, met: bool) -> None:
+    assert metrics.meets_slo(slo, ttft=0.5, tpot=0.1, end_to_end=2.0) is met
+
+
+def test_slo_of_one_token_and_of_none() -> None:
+    assert metrics.meets_slo(Slo(tpot_s=0.1), ttft=0.5, tpot=None, end_to_end=1.0)
+    assert not metrics.meets_slo(Slo(ttft_s=0.1), ttft=None, tpot=None, end_to_end=1.0)
+
+
+def _sent(index: int, name: str, ttft: float, failure: Failure | None = None) -> Sent:
+    outcome = Outcome(sent_s=0.0, ended_s=ttft + 0.2, token_times_s=[ttft, ttft + 0.1, ttft + 0.2], failure=failure)
+    return Sent(PlannedRequest(index, name, 0.0, 10, 3), outcome, lateness_s=0.001)
+
+
+def test_report_by_class() -> None:
+    refused = Failure(FailureKind.HTTP, "full", 503)
+    run = Run(0.0, 10.0, [_sent(0, "rt", 0.1), _sent(1, "rt", 9.0), _sent(2, "rt", 0.1, refused), _sent(3, "be", 5.0)])
+    report = summarise(run, [TrafficClass("rt", Slo(ttft_s=1.0)), TrafficClass("be")])
+    chat, documents = report.classes
+    assert (chat.num_sent, chat.num_completed, chat.failures) == (3, 2, {"http 503": 1})
+    assert chat.slo_attainment == pytest.approx(1 / 3)  # the refused one counts as missed
+    assert chat.goodput_per_s == pytest.approx(0.1)
+    assert documents.slo_attainment is None
+    assert (report.total.num_sent, report.total.slo_attainment) == (4, 0.5)
+    assert chat.tbt_s is not None
+    assert chat.tbt_s.count == 4
+    assert report.total.input_tokens == 30
+    assert not report.generator.was_limit
+
+
+def test_late_generator_says_so() -> None:
+    run = Run(0.0, 1.0, [Sent(PlannedRequest(0, "a", 0.0, 1, 1), Outcome(), lateness_s=0.5)])
+    assert summarise(run, [TrafficClass("a")]).generator.was_limit

@@ -1,0 +1,104 @@
+"""How a ledger's sums travel: from the decode worker to the router, added up there, to every gateway."""
+
+import pytest
+
+from alignedserve.core.request import SampledToken
+from alignedserve.messages.caches import BatchGranted, Handoff
+from alignedserve.messages.events import PeerConnected, Received, Send, Ticked
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iteration_log import IterationLogTotals
+from alignedserve.messages.iterations import BlocksLoaded, IterationCompleted, IterationTimes
+from alignedserve.messages.workers import IterationLogReport
+from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
+from tests.harnesses import router
+from tests.harnesses.decode import BATCH, EOS, H1, loads, to_router
+from tests.support.samples import DECODE, POOL, R1, ROUTER, TOTALS, handoff, request, worker
+
+
+def reports(commands: list[DecodeCommand]) -> list[IterationLogReport]:
+    return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, IterationLogReport)]
+
+
+def linked() -> DecodeLogic:
+    logic = DecodeLogic(registered=worker(), limits=DecodeLimits(4), eos_token_ids=frozenset({EOS}))
+    logic.on_event(PeerConnected(Role.ROUTER, ROUTER), 0.0)
+    logic.on_event(Ticked(), 0.0)
+    return logic
+
+
+def take(logic: DecodeLogic, of: Handoff, now: float) -> None:
+    """It is granted and copied in, in no time."""
+    for command in loads(logic.on_event(Received(POOL, BatchGranted(BATCH, (of,))), now)):
+        logic.on_event(BlocksLoaded(POOL, command.loads, frozenset()), now)
+
+
+def completed(started: float) -> IterationCompleted:
+    """An iteration that gives r1 a token and takes a second."""
+    return IterationCompleted(
+        (SampledToken(R1, 8),), times=IterationTimes(started + 0.25, started + 1.0, 0.125, 0.5, 0.125)
+    )
+
+
+# --- the decode worker
+
+
+def test_an_idle_worker_says_nothing() -> None:
+    logic = linked()
+    assert [logic.on_event(Ticked(), now) for now in (1.0, 2.0, 3.0)] == [[], [], []]
+
+
+def test_a_busy_worker_reports_once_a_second_what_is_new() -> None:
+    logic = linked()
+    take(logic, handoff(request(arrival_s=1.0), 11), 4.0)
+    logic.on_event(completed(4.0), 5.0)  # the next starts at once
+    gained = IterationLogTotals(
+        num_iterations=1,
+        num_requests=1,
+        wall_s=5.0,
+        nothing_to_do_s=1.0,
+        waiting_for_prefill_s=3.0,
+        turnaround_s=0.25,
+        prepare_s=0.125,
+        forward_s=0.5,
+        sampling_s=0.125,
+        sum_of_spreads=1.0,
+        spread_counts=(1, *(0,) * 16),
+    )
+    assert logic.on_event(Ticked(), 5.0) == [to_router(IterationLogReport(gained))]
+    assert reports(logic.on_event(Ticked(), 5.75)) == []
+    logic.on_event(completed(5.0), 5.875)
+    assert reports(logic.on_event(Ticked(), 5.9375)) == []
+    assert [one.gained.wall_s for one in reports(logic.on_event(Ticked(), 6.0))] == [0.875]
+
+
+def test_what_was_gained_without_a_router_is_kept_for_it() -> None:
+    logic = DecodeLogic(registered=worker(), limits=DecodeLimits(4), eos_token_ids=frozenset({EOS}))
+    take(logic, H1, 0.0)
+    logic.on_event(completed(0.0), 1.0)
+    assert logic.on_event(Ticked(), 1.0) == []
+    logic.on_event(PeerConnected(Role.ROUTER, ROUTER), 1.0)
+    assert [one.gained.num_iterations for one in reports(logic.on_event(Ticked(), 1.0))] == [1]
+
+
+# --- the router
+
+
+def test_the_router_adds_up_all_workers() -> None:
+    desk = router.desk()
+    desk.hear("decode-1", worker())
+    for name in (DECODE, "decode-1", DECODE):
+        assert desk.hear(name, IterationLogReport(TOTALS)) == []
+    assert desk.status().ledger == TOTALS.plus(TOTALS).plus(TOTALS)
+
+
+@pytest.mark.parametrize("is_lost_first", [True, False])
+def test_a_restarted_worker_takes_nothing_away(is_lost_first: bool) -> None:
+    desk = router.desk()
+    desk.hear(DECODE, IterationLogReport(TOTALS))
+    if is_lost_first:
+        desk.lose(DECODE)
+        assert desk.status().ledger == TOTALS
+    desk.hear(DECODE, worker())
+    assert desk.status().ledger == TOTALS
+    desk.hear(DECODE, IterationLogReport(TOTALS))
+    assert desk.status().ledger == TOTALS.plus(TOTALS)

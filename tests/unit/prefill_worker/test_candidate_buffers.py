@@ -1,0 +1,319 @@
+"""What a prefill worker does for decode workers' buffers in its memory: one copy at a time, in order."""
+
+from collections.abc import Callable
+
+import pytest
+
+from alignedserve.core.ids import LeaseId, RequestId
+from alignedserve.messages.caches import (
+    BlockCopy,
+    BlockRun,
+    BlocksPrefetched,
+    BlocksReserved,
+    BlocksTaken,
+    BlocksWritten,
+    CancelPrefetch,
+    CancelReservation,
+    PrefetchBlocks,
+    RequestReturned,
+    ReservationRefused,
+    ReserveBlocks,
+    ReturnOutcome,
+    ReturnRequest,
+)
+from alignedserve.messages.events import PeerConnected, PeerDisconnected, Send
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import MapArena, RelayBlocks
+from alignedserve.messages.wire import Message
+from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
+from prefill_worker.logic import PrefillCommand
+from tests.harnesses.prefill import ARENA, BUFFER, RUNS, Desk, to_pool
+from tests.support.samples import DECODE, POOL, R1, R2, blocks, request
+
+IN_POOL, IN_BUFFER = BlockCopy(40, 7, (BlockRun(2, 2, 1),)), BlockCopy(9, 7, (BlockRun(0, 2, 2),))
+OTHER = "decode-1"
+RETURN = ReturnRequest(request(), 3, (7, 8), IN_BUFFER)
+RESERVE = to_pool(ReserveBlocks(R1, 3, 2, may_wait=False))
+ROOM = BlocksReserved(R1, 3, LeaseId(50), 50, blocks(4, 6))
+
+
+def prefetch(name: RequestId = R1, generation: int = 1) -> PrefetchBlocks:
+    return PrefetchBlocks(name, 3, IN_POOL, blocks(generation), generation)
+
+
+def relay(name: RequestId = R1, generation: int = 1, peer: str = DECODE) -> RelayBlocks:
+    """From the pool into a buffer."""
+    return RelayBlocks(name, 3, POOL, IN_POOL, peer, blocks(generation), generation)
+
+
+BACK = RelayBlocks(R1, 3, DECODE, IN_BUFFER, POOL, blocks(4, 6), 50, LeaseId(50))
+
+
+def to_decode(message: Message, peer: str = DECODE) -> Send:
+    return Send(peer, message)
+
+
+def there(name: RequestId = R1, generation: int = 1) -> Send:
+    return to_decode(BlocksPrefetched(name, generation, BlockCopy(generation, 7, RUNS)))
+
+
+def not_there(name: RequestId = R1, generation: int = 1, *, is_refused: bool = False) -> Send:
+    return to_decode(BlocksPrefetched(name, generation, None, is_refused))
+
+
+def answer(outcome: ReturnOutcome) -> Send:
+    return to_decode(RequestReturned(R1, 3, outcome))
+
+
+def linked() -> Desk:
+    made = Desk()
+    made.link()
+    return made
+
+
+def busy() -> Desk:
+    """r1 is on its way from the pool into the buffer."""
+    made = linked()
+    made.hear(prefetch(), DECODE)
+    return made
+
+
+def returning() -> Desk:
+    """The pool was asked for room for r1."""
+    made = linked()
+    made.hear(RETURN, DECODE)
+    return made
+
+
+def on_its_way() -> Desk:
+    """r1 is being copied back into the pool."""
+    made = returning()
+    made.hear(ROOM, POOL)
+    return made
+
+
+def offered() -> Desk:
+    """The pool was offered r1 and has not answered."""
+    made = on_its_way()
+    made.relayed(BACK)
+    return made
+
+
+def lose_decode(made: Desk, peer: str = DECODE) -> list[PrefillCommand]:
+    return made.do(PeerDisconnected(Role.DECODE_WORKER, peer))
+
+
+def lose_pool(made: Desk) -> list[PrefillCommand]:
+    return made.do(PeerDisconnected(Role.KV_POOL, POOL))
+
+
+# --- buffers come and go with decode workers
+
+
+def test_a_decode_worker_gets_a_buffer() -> None:
+    assert Desk().do(PeerConnected(Role.DECODE_WORKER, DECODE)) == [OpenBuffer(DECODE, 1)]
+
+
+def test_the_buffer_is_offered_when_it_is_there() -> None:
+    assert Desk().link() == [to_decode(BUFFER)]
+
+
+def test_without_memory_the_decode_worker_does_without() -> None:
+    made = Desk()
+    made.do(PeerConnected(Role.DECODE_WORKER, DECODE))
+    assert made.do(BufferOpened(DECODE, 1, None)) == []
+
+
+def test_a_buffer_made_for_an_earlier_life_is_not_offered() -> None:
+    made = Desk()
+    made.do(PeerConnected(Role.DECODE_WORKER, DECODE))
+    lose_decode(made)
+    assert made.do(PeerConnected(Role.DECODE_WORKER, DECODE)) == [OpenBuffer(DECODE, 2)]
+    assert made.do(BufferOpened(DECODE, 1, BUFFER)) == []
+    assert made.do(BufferOpened(DECODE, 2, BUFFER)) == [to_decode(BUFFER)]
+
+
+def test_a_lost_decode_workers_buffer_is_closed() -> None:
+    assert lose_decode(linked()) == [CloseBuffer(DECODE)]
+
+
+# --- prefetch
+
+
+def test_a_prefetch_is_copied_from_the_pool_into_the_buffer() -> None:
+    assert linked().hear(prefetch(), DECODE) == [relay()]
+
+
+def test_what_arrived_is_told_with_its_new_place() -> None:
+    assert busy().relayed(relay()) == [there()]
+
+
+def test_what_did_not_verify_is_told() -> None:
+    assert busy().relayed(relay(), None) == [not_there(is_refused=True)]
+
+
+def test_one_copy_at_a_time_in_order() -> None:
+    made = busy()
+    made.link(OTHER)
+    assert made.hear(prefetch(R2, 2), DECODE) == []
+    assert made.hear(prefetch(RequestId("r3"), 1), OTHER) == []
+    assert made.relayed(relay()) == [there(), relay(R2, 2)]
+    assert made.relayed(relay(R2, 2)) == [there(R2, 2), relay(RequestId("r3"), 1, OTHER)]
+
+
+def test_without_a_pool_nothing_is_prefetched() -> None:
+    made = Desk(has_pool=False)
+    made.link()
+    assert made.hear(prefetch(), DECODE) == [not_there()]
+
+
+def test_a_prefetch_that_waits_is_cancelled() -> None:
+    made = busy()
+    made.hear(prefetch(R2, 2), DECODE)
+    assert made.hear(CancelPrefetch(R2, 2), DECODE) == [not_there(R2, 2)]
+    assert made.relayed(relay()) == [there()]
+
+
+def test_a_prefetch_under_way_is_not_cancelled_but_answered() -> None:
+    made = busy()
+    assert made.hear(CancelPrefetch(R1, 1), DECODE) == []
+    assert made.relayed(relay()) == [there()]
+
+
+def test_another_workers_prefetch_of_the_same_number_is_not_cancelled() -> None:
+    made = busy()
+    made.link(OTHER)
+    made.hear(prefetch(R2, 2), OTHER)
+    assert made.hear(CancelPrefetch(R2, 2), DECODE) == []
+    assert made.relayed(relay()) == [there(), relay(R2, 2, OTHER)]
+
+
+def test_the_pool_is_lost_with_prefetches_that_wait() -> None:
+    made = busy()
+    made.hear(prefetch(R2, 2), DECODE)
+    assert lose_pool(made) == [not_there(R2, 2)]
+    assert made.relayed(relay(), None) == [not_there(is_refused=True)]
+
+
+def test_the_decode_worker_is_lost_with_prefetches_that_wait() -> None:
+    made = busy()
+    made.hear(prefetch(R2, 2), DECODE)
+    lose_decode(made)
+    assert made.relayed(relay()) == []
+
+
+def test_a_prefetch_for_an_earlier_life_is_not_told_to_the_next() -> None:
+    made = busy()
+    lose_decode(made)
+    made.link()
+    assert made.relayed(relay()) == []
+
+
+# --- back to the pool
+
+
+def test_the_pool_is_asked_for_room_now() -> None:
+    assert linked().hear(RETURN, DECODE) == [RESERVE]
+
+
+def test_with_room_it_is_copied_into_the_pool() -> None:
+    assert returning().hear(ROOM, POOL) == [BACK]
+
+
+def test_what_was_copied_back_is_offered() -> None:
+    written = BlocksWritten(LeaseId(50), BlockCopy(50, 7, RUNS), 3, request(), (7, 8))
+    assert on_its_way().relayed(BACK) == [to_pool(written)]
+
+
+def test_it_goes_before_prefetches_that_wait() -> None:
+    made = busy()
+    made.hear(prefetch(R2, 2), DECODE)
+    made.hear(RETURN, DECODE)
+    made.hear(ROOM, POOL)
+    assert made.relayed(relay()) == [there(), BACK]
+
+
+@pytest.mark.parametrize(("is_accepted", "outcome"), [(True, ReturnOutcome.TAKEN), (False, ReturnOutcome.STAYED)])
+def test_the_pools_word_is_passed_on(is_accepted: bool, outcome: ReturnOutcome) -> None:
+    assert offered().hear(BlocksTaken(R1, 3, is_accepted), POOL) == [answer(outcome)]
+
+
+def test_without_room_it_stays() -> None:
+    assert returning().hear(ReservationRefused(R1, 3), POOL) == [answer(ReturnOutcome.STAYED)]
+
+
+def test_what_does_not_verify_stays_and_the_room_goes_back() -> None:
+    expected = [to_pool(CancelReservation(R1, 3)), answer(ReturnOutcome.STAYED)]
+    assert on_its_way().relayed(BACK, None) == expected
+
+
+def test_without_a_pool_it_stays() -> None:
+    made = Desk(has_pool=False)
+    made.link()
+    assert made.hear(RETURN, DECODE) == [answer(ReturnOutcome.STAYED)]
+
+
+def test_one_return_of_a_request_at_a_time() -> None:
+    made = returning()
+    made.link(OTHER)
+    assert made.hear(RETURN, OTHER) == [to_decode(RequestReturned(R1, 3, ReturnOutcome.STAYED), OTHER)]
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [BlocksReserved(R1, 2, LeaseId(49), 49, blocks(1)), BlocksTaken(R1, 2, True), ReservationRefused(R1, 2)],
+    ids=lambda value: type(value).__name__,
+)
+def test_word_of_another_attempt_changes_nothing(stale: Message) -> None:
+    made = returning()
+    assert made.hear(stale, POOL) == []
+    assert made.hear(ROOM, POOL) == [BACK]
+
+
+def test_the_pool_is_lost_while_it_is_asked_for_room() -> None:
+    assert lose_pool(returning()) == [answer(ReturnOutcome.STAYED)]
+
+
+def test_the_pool_is_lost_while_it_is_copied_back() -> None:
+    made = on_its_way()
+    assert lose_pool(made) == []
+    assert made.relayed(BACK) == [answer(ReturnOutcome.STAYED)]
+
+
+def test_the_pool_is_lost_and_back_while_it_is_copied_back() -> None:
+    made = on_its_way()
+    lose_pool(made)
+    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA)]
+    # Offered under a lease that the new pool does not know, which it refuses.
+    made.relayed(BACK)
+    assert made.hear(BlocksTaken(R1, 3, is_accepted=False), POOL) == [answer(ReturnOutcome.STAYED)]
+
+
+def test_the_pool_is_lost_while_room_for_it_waits_for_its_turn() -> None:
+    made = busy()
+    made.hear(RETURN, DECODE)
+    made.hear(ROOM, POOL)
+    assert lose_pool(made) == [answer(ReturnOutcome.STAYED)]
+    assert made.relayed(relay(), None) == [not_there(is_refused=True)]
+
+
+def test_the_pool_is_lost_while_it_is_offered_and_may_have_it() -> None:
+    assert lose_pool(offered()) == [answer(ReturnOutcome.UNKNOWN)]
+
+
+@pytest.mark.parametrize("stage", [returning, offered])
+def test_the_decode_worker_is_lost_and_the_room_goes_back(stage: Callable[[], Desk]) -> None:
+    assert lose_decode(stage()) == [CloseBuffer(DECODE), to_pool(CancelReservation(R1, 3))]
+
+
+def test_the_decode_worker_is_lost_while_it_is_copied_back() -> None:
+    made = on_its_way()
+    assert lose_decode(made) == [CloseBuffer(DECODE)]
+    assert made.relayed(BACK) == [to_pool(CancelReservation(R1, 3))]
+
+
+def test_the_decode_worker_is_lost_and_back_while_it_is_copied_back() -> None:
+    made = on_its_way()
+    lose_decode(made)
+    made.link()
+    assert made.relayed(BACK) == [to_pool(CancelReservation(R1, 3))]

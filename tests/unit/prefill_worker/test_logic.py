@@ -1,0 +1,232 @@
+"""The prefill worker, decision by decision: twelve blocks of four tokens, ten tokens an iteration."""
+
+import pytest
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import FinishReason, SamplingParams, TokenLogprob
+from alignedserve.messages.caches import BlocksTaken, ReservationRefused, ReserveBlocks
+from alignedserve.messages.events import PeerConnected, SendTo, Ticked
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import PromptScored, TokenDelta, TokensEmitted
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import (
+    MapArena,
+    PromptScores,
+)
+from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, RequestFinished, WorkerLoad
+from alignedserve.scheduling.iteration_scheduler import InOrder
+from prefill_worker.logic import PrefillLogic
+from tests.harnesses.prefill import (
+    ARENA,
+    CANCEL,
+    EOS,
+    REGISTERED,
+    RESERVE,
+    Desk,
+    added,
+    computing,
+    copying,
+    emitted,
+    leaving,
+    offered,
+    offload,
+    reserved,
+    run,
+    to_pool,
+    to_router,
+    token,
+    written,
+)
+from tests.support.samples import POOL, R1, R2, REPLY_TO, ROUTER, request
+
+# --- introductions
+
+
+def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
+    logic = PrefillLogic(registered=REGISTERED, max_running=3, pacing=InOrder(10), eos_token_ids=frozenset())
+    assert logic.on_event(PeerConnected(Role.ROUTER, ROUTER), 0.0) == [
+        to_router(REGISTERED),
+        to_router(WorkerLoad(num_free_blocks=12)),
+    ]
+    assert logic.on_event(Ticked(), 0.0) == []
+
+
+def test_the_pools_arena_is_mapped() -> None:
+    assert Desk(has_pool=False).hear(ARENA, POOL) == [MapArena(POOL, ARENA)]
+
+
+# --- iterations
+
+
+def test_a_prompt_within_the_budget_is_computed_at_once() -> None:
+    assert Desk().begin(request(prompt_len=9)) == [run(added(request(prompt_len=9), 0, 1, 2), slices={"r1": 9})]
+
+
+def test_emitted_tokens_are_recomputed_with_the_prompt() -> None:
+    addition = added(request(), 0, 1, generated=(7, 8))
+    assert Desk().begin(request(), 3, 7, 8) == [run(addition, slices={"r1": 6})]
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_what_is_left_goes_to_the_next() -> None:
+    made = Desk()
+    long, short = request(prompt_len=13), request("r2", prompt_len=4)
+    assert made.begin(long) == [run(added(long, 0, 1, 2, 3), slices={"r1": 10})]
+    assert made.begin(short) == []
+    assert made.sampled() == [run(added(short, 4), slices={"r1": 3, "r2": 4})]
+
+
+def test_one_iteration_at_a_time() -> None:
+    made = computing()
+    assert made.begin(request("r2")) == []
+    assert made.do(Ticked()) == []
+
+
+def test_jobs_that_do_not_fit_wait_and_are_not_overtaken() -> None:
+    made = Desk()
+    five_blocks, one_block = request("r2", prompt_len=20), request("r3", prompt_len=1)
+    made.begin(request(prompt_len=30))  # leaves four
+    made.begin(five_blocks)
+    made.begin(one_block)
+    assert made.sampled() == [run(slices={"r1": 10})]
+    assert made.sampled() == [run(slices={"r1": 10})]
+    additions = (added(five_blocks, *range(5)), added(one_block, 5))
+    assert made.sampled(token(EOS))[0] == run(*additions, slices={"r2": 10}, removals=("r1",))
+
+
+def test_no_more_jobs_hold_blocks_than_may() -> None:
+    made = Desk(max_running=1)
+    made.begin(request())
+    made.begin(request("r2"))
+    assert made.sampled(token(7))[-1] == RESERVE  # r1 still holds its blocks
+    made.hear(reserved(), POOL)
+    made.copied(offload())
+    following = made.hear(BlocksTaken(R1, 1, is_accepted=True), POOL)
+    assert following == [run(added(request("r2"), 0), slices={"r2": 4}, removals=("r1",))]
+
+
+def test_a_context_larger_than_this_worker_fails_instead_of_blocking_the_line() -> None:
+    made = Desk()
+    reason = "its context needs more cache blocks than a prefill worker has"
+    assert made.begin(request(prompt_len=49)) == [
+        to_router(AttemptFailed(R1, 1, FailureKind.UNSERVABLE, reason)),
+    ]
+    assert made.begin(request("r2")) == [run(added(request("r2"), 0), slices={"r2": 4})]
+
+
+# --- the first token
+
+
+def test_the_first_token_goes_to_the_gateway_before_anything_else() -> None:
+    assert computing().sampled(token(7)) == [
+        emitted(TokenDelta(R1, 0, (7,))),
+        to_router(PrefillCompleted(R1, 1, 4)),
+        RESERVE,
+    ]
+
+
+def test_a_token_after_others_keeps_its_place() -> None:
+    made = Desk()
+    made.begin(request(), 3, 7, 8)
+    assert made.sampled(token(9)) == [
+        emitted(TokenDelta(R1, 2, (9,))),
+        to_router(PrefillCompleted(R1, 3, 6)),
+        to_pool(ReserveBlocks(R1, 3, 2)),
+    ]
+
+
+def test_tokens_for_one_gateway_travel_together() -> None:
+    made = Desk()
+    made.begin(request("r1", prompt_len=1))
+    made.begin(request("r2", prompt_len=1, reply_to="unix:other"))
+    made.begin(request("r3", prompt_len=1))
+    commands = made.sampled(token(7, "r1"), token(8, "r2"), token(9, "r3"))
+    assert commands[:2] == [
+        emitted(TokenDelta(R1, 0, (7,)), TokenDelta(RequestId("r3"), 0, (9,))),
+        SendTo("unix:other", TokensEmitted((TokenDelta(R2, 0, (8,)),))),
+    ]
+
+
+def test_logprobs_go_with_their_token() -> None:
+    logprob = TokenLogprob(7, -0.5)
+    assert computing().sampled(token(7, logprob=logprob))[0] == emitted(TokenDelta(R1, 0, (7,), (logprob,)))
+
+
+@pytest.mark.parametrize(
+    ("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (7, 1, FinishReason.LENGTH)]
+)
+def test_an_answer_may_be_over_with_its_first_token(token_id: int, max_tokens: int, reason: FinishReason) -> None:
+    made = Desk()
+    made.begin(request(max_tokens=max_tokens))
+    assert made.sampled(token(token_id)) == [
+        emitted(TokenDelta(R1, 0, (token_id,), (), reason)),
+        to_router(PrefillCompleted(R1, 1, 4)),
+        to_router(RequestFinished(R1, 1, 1)),
+    ]
+    assert made.free_blocks() == 12
+
+
+def test_scores_of_a_prompt_go_before_its_token() -> None:
+    made = Desk()
+    made.begin(request(sampling=SamplingParams(max_tokens=0, num_prompt_logprobs=0)))
+    entries = (TokenLogprob(11, -1.0),)
+    commands = made.sampled(token(7), prompt_scores=(PromptScores(R1, 1, entries),))
+    assert commands == [
+        SendTo(REPLY_TO, PromptScored(R1, 1, entries)),
+        emitted(TokenDelta(R1, 0, (), (), FinishReason.LENGTH)),
+        to_router(PrefillCompleted(R1, 1, 4)),
+        to_router(RequestFinished(R1, 1, 0)),
+    ]
+
+
+def test_what_ended_is_removed_from_the_engine_by_the_next_iteration() -> None:
+    made = leaving()
+    assert made.begin(request("r2")) == [run(added(request("r2"), 1), slices={"r2": 4}, removals=("r1",))]
+
+
+def test_a_model_without_usable_logits_fails_the_request() -> None:
+    made = computing()
+    assert made.sampled(failed=(R1,)) == [
+        to_router(AttemptFailed(R1, 1, FailureKind.INTERNAL, "the model gave no usable logits"))
+    ]
+    assert made.begin(request("r2"))[0] == run(added(request("r2"), 0), slices={"r2": 4}, removals=("r1",))
+
+
+# --- leaving for the pool
+
+
+def test_reserved_blocks_are_written() -> None:
+    assert leaving().hear(reserved(), POOL) == [offload()]
+
+
+def test_written_blocks_are_offered() -> None:
+    assert copying().copied(offload()) == [to_pool(written())]
+
+
+def test_what_the_pool_took_is_forgotten() -> None:
+    made = offered()
+    assert made.hear(BlocksTaken(R1, 1, is_accepted=True), POOL) == []
+    assert made.free_blocks() == 12
+
+
+def test_what_the_pool_did_not_take_is_reserved_again() -> None:
+    assert offered().hear(BlocksTaken(R1, 1, is_accepted=False), POOL) == [RESERVE]
+
+
+def test_a_lease_that_did_not_hold_is_reserved_again() -> None:
+    assert copying().copied(offload(), None) == [RESERVE]
+
+
+def test_a_pool_that_is_too_small_fails_the_request() -> None:
+    made = leaving()
+    assert made.hear(ReservationRefused(R1, 1), POOL) == [
+        CANCEL,
+        to_router(AttemptFailed(R1, 1, FailureKind.UNSERVABLE, "the KV pool is too small for it")),
+    ]
+    assert made.free_blocks() == 12
+
+
+def test_without_a_pool_it_waits_for_one() -> None:
+    made = Desk(has_pool=False)
+    made.begin(request())
+    assert made.sampled(token(7)) == [emitted(TokenDelta(R1, 0, (7,))), to_router(PrefillCompleted(R1, 1, 4))]
+    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA), RESERVE]

@@ -1,0 +1,223 @@
+"""The prefill worker when things go wrong: stale word, aborts, losses."""
+
+from typing import Any
+
+import pytest
+
+from alignedserve.core.ids import LeaseId
+from alignedserve.messages.caches import BatchGranted, BlocksReserved, BlocksTaken, ReservationRefused
+from alignedserve.messages.events import PeerConnected, PeerDisconnected
+from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import (
+    MapArena,
+    RunIteration,
+)
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import PrefillCompleted, RequestPreempted
+from prefill_worker.logic import PrefillCommand
+from tests.harnesses.prefill import (
+    ABORT,
+    ARENA,
+    CANCEL,
+    EOS,
+    REGISTERED,
+    RESERVE,
+    Desk,
+    added,
+    computing,
+    copying,
+    leaving,
+    offered,
+    offload,
+    reserved,
+    run,
+    to_pool,
+    to_router,
+    token,
+    written,
+)
+from tests.support.samples import POOL, R1, R2, ROUTER, blocks, request
+
+# --- stale attempts
+
+
+@pytest.fixture
+def second() -> Desk:
+    """r1 is computed under attempt 2 and being copied; whatever is said of attempt 1 is stale."""
+    made = Desk()
+    made.begin(request(), 2)
+    made.sampled(token(7))
+    made.hear(reserved(lease=4, attempt=2), POOL)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("peer", "stale"),
+    [
+        (ROUTER, AbortRequest(R1, 1)),
+        (POOL, reserved(lease=3, attempt=1)),
+        (POOL, BlocksTaken(R1, 1, is_accepted=True)),
+        (POOL, BlocksTaken(R1, 1, is_accepted=False)),
+        (POOL, ReservationRefused(R1, 1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_word_of_an_earlier_attempt_changes_nothing(second: Desk, peer: str, stale: Message) -> None:
+    assert second.hear(stale, peer) == []
+    assert second.copied(offload(4, 2)) == [to_pool(written(4, 2))]
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        AbortRequest(R2),
+        AbortRequest(R2, 5),
+        BlocksReserved(R2, 1, LeaseId(1), 1, blocks(5)),
+        BlocksTaken(R2, 1, is_accepted=True),
+        ReservationRefused(R2, 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_word_of_an_unknown_request_is_ignored(unknown: Message) -> None:
+    assert leaving().hear(unknown, POOL) == []
+
+
+def test_a_second_lease_while_the_first_is_written_is_ignored() -> None:
+    assert copying().hear(reserved(lease=2), POOL) == []
+
+
+def test_given_again_while_it_waits_the_later_attempt_counts() -> None:
+    made = Desk()
+    made.begin(request("r2"))
+    made.begin(request())
+    assert made.begin(request(), 2, 7) == []
+    assert made.sampled(token(9, "r2"))[0] == run(
+        added(request(), 1, 2, generated=(7,)), slices={"r1": 5}, removals=("r2",)
+    )
+
+
+def test_given_again_while_it_is_computed_it_begins_anew_when_that_is_over() -> None:
+    made = computing()
+    assert made.begin(request(), 2, 7) == []
+    addition = added(request(), 0, 1, generated=(7,))
+    assert made.sampled(token(9)) == [run(addition, slices={"r1": 5}, removals=("r1",))]
+
+
+def test_given_again_while_it_is_copied_it_begins_anew_when_that_is_over() -> None:
+    made = copying()
+    assert made.begin(request(), 2, 7) == []
+    following = run(added(request(), 0, 1, generated=(7,)), slices={"r1": 5}, removals=("r1",))
+    assert made.copied(offload()) == [following, CANCEL]
+
+
+def test_given_again_and_aborted_before_it_began_anew() -> None:
+    made = copying()
+    made.begin(request(), 2, 7)
+    assert made.hear(AbortRequest(R1, 2)) == []
+    assert made.copied(offload()) == [CANCEL]
+    assert made.free_blocks() == 12
+
+
+# --- aborts, in every stage
+
+
+def test_aborted_while_it_waits() -> None:
+    made = Desk()
+    made.begin(request("r2"))
+    made.begin(request())
+    assert made.hear(ABORT) == []
+    assert not [one for one in made.sampled(token(EOS, "r2")) if isinstance(one, RunIteration)]
+
+
+def test_aborted_while_it_is_computed_its_token_is_not_sent() -> None:
+    made = computing()
+    assert made.hear(ABORT) == []
+    assert made.sampled(token(7)) == []
+    assert made.free_blocks() == 12
+
+
+def test_aborted_between_two_chunks() -> None:
+    made = Desk()
+    made.begin(request(prompt_len=13))
+    made.hear(ABORT)
+    assert made.sampled() == []
+    assert made.begin(request("r2"))[0] == run(added(request("r2"), 0), slices={"r2": 4}, removals=("r1",))
+
+
+def test_aborted_while_it_waits_for_the_pool() -> None:
+    made = leaving()
+    assert made.hear(ABORT) == [CANCEL]
+    assert made.free_blocks() == 12
+
+
+def test_aborted_while_it_is_copied_its_blocks_are_freed_after_the_copy() -> None:
+    made = copying()
+    assert made.hear(ABORT) == []
+    assert made.copied(offload()) == [CANCEL]
+    assert made.free_blocks() == 12
+
+
+def test_aborted_while_it_is_offered() -> None:
+    made = offered()
+    assert made.hear(ABORT) == [CANCEL]
+    assert made.hear(BlocksTaken(R1, 1, is_accepted=True), POOL) == []
+
+
+# --- losses, in every stage
+
+
+def lose_pool(made: Desk) -> list[PrefillCommand]:
+    return made.do(PeerDisconnected(Role.KV_POOL, POOL))
+
+
+def test_the_pool_is_lost_while_it_is_computed() -> None:
+    made = computing()
+    assert lose_pool(made) == []
+    assert made.sampled(token(7))[-1] == to_router(PrefillCompleted(R1, 1, 4))
+
+
+def test_the_pool_is_lost_while_it_waits_for_room() -> None:
+    made = leaving()
+    assert lose_pool(made) == []
+    assert made.hear(reserved(), POOL) == []  # word of the one that is lost
+    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA), RESERVE]
+
+
+def test_the_pool_is_lost_while_it_is_copied() -> None:
+    made = copying()
+    assert lose_pool(made) == []
+    assert made.copied(offload()) == []
+    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA), RESERVE]
+
+
+def test_the_pool_is_lost_and_back_while_it_is_copied() -> None:
+    made = copying()
+    lose_pool(made)
+    assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA)]
+    assert made.copied(offload()) == [RESERVE]  # the lease was the lost one's
+
+
+def test_the_pool_is_lost_while_it_is_offered() -> None:
+    made = offered()
+    assert lose_pool(made) == [to_router(RequestPreempted(R1, 1, (7,)))]
+    assert made.free_blocks() == 12
+
+
+def test_a_lost_gateway_is_not_noticed() -> None:
+    assert leaving().do(PeerDisconnected(Role.GATEWAY, "gateway-0")) == []
+
+
+@pytest.mark.parametrize("stage", [computing, leaving, copying, offered])
+def test_a_router_that_comes_back_empties_the_worker(stage: Any) -> None:
+    made = stage()
+    made.do(PeerDisconnected(Role.ROUTER, ROUTER))
+    assert made.do(PeerConnected(Role.ROUTER, ROUTER))[0] == to_router(REGISTERED)
+    made.sampled(token(7)) if stage is computing else None
+    made.copied(offload()) if stage is copying else None
+    assert made.free_blocks() == 12
+
+
+def test_a_message_that_it_does_not_take_is_a_broken_invariant() -> None:
+    with pytest.raises(AssertionError, match="does not take BatchGranted"):
+        Desk().hear(BatchGranted(1, ()))  # type: ignore[arg-type]

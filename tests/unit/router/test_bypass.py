@@ -1,0 +1,150 @@
+"""Who skips the pool, and where to."""
+
+from typing import Any
+
+import pytest
+
+from alignedserve.core.ids import BatchId
+from alignedserve.core.request import Request, RequestClass, Slo
+from alignedserve.messages.workers import JoinedBatch, WorkerLoad
+from router.policies.bypass import DirectHandoff, UrgentBypass
+from router.state import WorkerRecord
+from tests.support.samples import R1, R2, request, worker
+
+
+def after_waits_of(wait_s: float) -> UrgentBypass:
+    bypass = UrgentBypass()
+    for _ in range(200):
+        bypass.observe_wait(wait_s)
+    return bypass
+
+
+def chat(tpot_s: float | None = 0.05, prompt_len: int = 900, **changes: Any) -> Request:
+    return request(prompt_len=prompt_len, slo=Slo(tpot_s=tpot_s), **changes)
+
+
+def decoder(name: str, start: int | None = None, stop: int | None = None, **changes: Any) -> WorkerRecord:
+    """One that runs lengths from `start` to before `stop`; without them none of one length."""
+    running = JoinedBatch(BatchId(1), start, stop) if start is not None and stop is not None else None
+    return WorkerRecord(name, worker(**changes), load=WorkerLoad(running=running))
+
+
+def chosen(of: Request, *workers: WorkerRecord, wait_s: float = 0.08) -> str | None:
+    target = after_waits_of(wait_s).target(of, of.prompt_len, workers)
+    return target.name if target is not None else None
+
+
+def test_as_in_its_docstring() -> None:
+    workers = (decoder("decode-0", 16, 512), decoder("decode-1", 512, 832), decoder("decode-2", 1600, 1700))
+    assert chosen(chat(0.05), *workers) == "decode-1"
+    assert chosen(chat(0.2), *workers) is None
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        chat(None),
+        chat(request_class=RequestClass.BEST_EFFORT),
+        request(prompt_len=900, slo=Slo(ttft_s=0.01)),
+        chat(0.08),
+    ],
+)
+def test_who_has_no_token_slo_that_would_be_missed_waits(of: Request) -> None:
+    assert chosen(of, decoder("decode-0")) is None
+
+
+def test_before_anybody_waited_nobody_skips() -> None:
+    assert UrgentBypass().target(chat(1e-9), 900, [decoder("decode-0")]) is None
+
+
+def test_the_expected_wait_moves_by_one_in_sixteen() -> None:
+    bypass = UrgentBypass()
+    bypass.observe_wait(1.6)
+    assert bypass.target(chat(0.1), 900, [decoder("decode-0")]) is None
+    assert bypass.target(chat(0.099), 900, [decoder("decode-0")]) is not None
+
+
+def test_the_expected_wait_falls_again() -> None:
+    bypass = after_waits_of(0.08)
+    for _ in range(200):
+        bypass.observe_wait(0.01)
+    assert bypass.target(chat(0.05), 900, [decoder("decode-0")]) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "expected"),
+    [
+        (1, "decode-0"),
+        (100, "decode-0"),
+        (199, "decode-0"),
+        (229, "decode-0"),  # 30 above 199, and 71 below 300
+        (249, "decode-0"),  # 50 above 199, and 51 below 300
+        (250, "decode-1"),
+        (300, "decode-1"),
+        (5000, "decode-1"),
+    ],
+)
+def test_the_nearest_lengths_are_chosen(prompt_len: int, expected: str) -> None:
+    assert chosen(chat(prompt_len=prompt_len), decoder("decode-1", 300, 400), decoder("decode-0", 100, 200)) == expected
+
+
+def test_one_that_runs_no_certain_length_is_as_near_as_can_be_and_ties_go_by_name() -> None:
+    workers = (decoder("decode-2", 880, 912), decoder("decode-1"), decoder("decode-0", 100, 200))
+    assert chosen(chat(), *workers) == "decode-1"
+
+
+def test_one_that_has_not_reported_yet_may_be_chosen() -> None:
+    assert chosen(chat(), WorkerRecord("decode-0", worker())) == "decode-0"
+
+
+def test_one_without_a_place_is_passed_over() -> None:
+    near, far = decoder("decode-0", 880, 912, max_running=2), decoder("decode-1", 100, 200)
+    near.decoding.add(R1)
+    assert chosen(chat(), near, far) == "decode-0"
+    near.decoding.add(R2)
+    assert chosen(chat(), near, far) == "decode-1"
+    assert chosen(chat(), near) is None
+
+
+@pytest.mark.parametrize("changes", [{"can_decode": False, "can_prefill": True}, {"can_prefill": True}])
+def test_only_decode_workers_are_chosen(changes: dict[str, bool]) -> None:
+    assert chosen(chat(), decoder("worker-0", **changes)) is None
+
+
+def test_when_all_go_past_the_pool_it_is_tried_again() -> None:
+    bypass = after_waits_of(0.08)
+    for _ in range(100):
+        bypass.observe_bypass()
+    assert bypass.target(chat(0.05), 900, [decoder("decode-0")]) is None
+
+
+# --- direct handoff (DistServe)
+
+
+def handed_to(*workers: WorkerRecord) -> str | None:
+    """Where a request without any SLO goes, whatever was waited before."""
+    direct = DirectHandoff()
+    direct.observe_wait(9.0)
+    direct.observe_bypass()
+    target = direct.target(request(), 900, workers)
+    return target.name if target is not None else None
+
+
+def holding(name: str, count: int, **changes: Any) -> WorkerRecord:
+    made = decoder(name, **changes)
+    made.decoding.update([R1, R2][:count])
+    return made
+
+
+def test_everybody_is_handed_to_the_worker_with_the_fewest_requests() -> None:
+    assert handed_to(holding("decode-0", 2), holding("decode-1", 1), holding("decode-2", 2)) == "decode-1"
+
+
+def test_among_equals_by_name() -> None:
+    assert handed_to(holding("decode-1", 1), holding("decode-0", 1)) == "decode-0"
+
+
+def test_nobody_is_handed_to_a_full_worker_or_to_one_that_does_not_only_decode() -> None:
+    full, prefill = holding("decode-0", 2, max_running=2), holding("prefill-0", 0, can_decode=False, can_prefill=True)
+    assert handed_to(full, prefill, holding("decode-1", 0, can_prefill=True)) is None
+    assert handed_to(full, prefill, holding("decode-2", 1, max_running=2)) == "decode-2"

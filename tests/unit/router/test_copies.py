@@ -1,0 +1,247 @@
+"""The router and the pools' copies: who is told to keep, to fetch and to drop; returned requests; urgent ones."""
+
+import pytest
+
+from alignedserve.core.ids import BatchId, WorkerName
+from alignedserve.core.request import Request, Slo
+from alignedserve.messages.events import Send
+from alignedserve.messages.fields import NO_BATCH, FailureKind
+from alignedserve.messages.gateways import AbortRequest, RequestFailed, ResumeRequest
+from alignedserve.messages.pools import (
+    BatchFormed,
+    BatchReceived,
+    CopyKept,
+    CopyLost,
+    DropRequest,
+    FormBatch,
+    PoolRegistered,
+    RequestPooled,
+)
+from alignedserve.messages.workers import (
+    AttemptFailed,
+    JoinedBatch,
+    PrefillCompleted,
+    RequestFinished,
+    RequestPreempted,
+    WorkerLoad,
+)
+from tests.harnesses.router import (
+    ASKED,
+    BATCH,
+    END,
+    GIVEN_OUT,
+    GRANTED,
+    INTERRUPTED,
+    POOLED,
+    Desk,
+    aborted,
+    decoding,
+    desk,
+    dropped,
+    given,
+    granted,
+    pooled,
+    prefilling,
+)
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+
+RETURNED, GRANTED_AGAIN = life(1, 3), life(1, 4)
+OTHER_POOL, OTHER_PREFILL = "pool-1", "prefill-1"
+
+
+def other_node(made: Desk) -> None:
+    made.hear(OTHER_POOL, PoolRegistered(100))
+    made.hear(OTHER_PREFILL, worker(can_prefill=True, can_decode=False, pool_name=OTHER_POOL))
+
+
+# --- the end of a request ends its copy
+
+
+def test_aborted_while_decoding_the_pool_hears_of_it() -> None:
+    assert decoding().hear(GATEWAY, AbortRequest(R1)) == [aborted(DECODE), dropped()]
+
+
+def test_aborted_in_the_queue_again_the_pool_hears_of_it() -> None:
+    made = decoding()
+    made.lose(DECODE)
+    assert made.hear(GATEWAY, AbortRequest(R1)) == [dropped()]
+
+
+def test_failed_while_decoding_the_pool_hears_of_it() -> None:
+    assert decoding().hear(DECODE, AttemptFailed(R1, GRANTED, FailureKind.INTERNAL, "a fault")) == [
+        aborted(DECODE),
+        dropped(),
+        Send(GATEWAY, RequestFailed(R1, FailureKind.INTERNAL, "a fault")),
+    ]
+
+
+def test_a_copy_that_went_with_its_pool_is_not_dropped() -> None:
+    made = decoding()
+    made.lose(POOL)
+    made.hear(POOL, PoolRegistered(100))
+    assert made.hear(DECODE, RequestFinished(R1, GRANTED, 8)) == []
+
+
+def test_a_copy_elsewhere_is_dropped_when_another_pool_has_the_request() -> None:
+    made = decoding()
+    other_node(made)
+    let_go = Send(DECODE, AbortRequest(R1, GRANTED))
+    assert made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2)) == [dropped(), let_go]
+
+
+@pytest.mark.parametrize("message", [CopyKept(R1, GIVEN_OUT), RequestPooled(R1, POOLED, 4, 1)], ids=["kept", "pooled"])
+def test_late_word_of_a_pool_does_not_touch_what_another_has(message: CopyKept | RequestPooled) -> None:
+    made = decoding()
+    other_node(made)
+    made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2))
+    assert made.hear(POOL, message) == [dropped()]
+    assert made.status().num_pooled == 1
+    assert made.hear(GATEWAY, AbortRequest(R1)) == [Send(OTHER_POOL, DropRequest(R1, END))]
+
+
+def test_the_copy_of_a_request_that_is_over_is_dropped() -> None:
+    made = decoding()
+    made.hear(DECODE, RequestFinished(R1, GRANTED, 8))
+    assert made.hear(POOL, CopyKept(R1, GIVEN_OUT)) == [dropped()]
+
+
+def test_a_kept_copy_is_dropped_at_the_end() -> None:
+    made = prefilling()
+    made.hear(DECODE, BatchReceived(NO_BATCH, ((R1, POOLED),)))
+    assert made.hear(POOL, CopyKept(R1, GIVEN_OUT)) == []
+    assert made.hear(DECODE, RequestFinished(R1, POOLED, 8)) == [dropped()]
+
+
+# --- who computes again asks for it
+
+
+def test_the_worker_beside_the_pool_is_told_of_the_copy() -> None:
+    made = decoding()
+    made.lose(DECODE)
+    assert made.hear(GATEWAY, ResumeRequest(request(), (7,))) == [given(request(), 2, 7, has_copy=True)]
+
+
+def test_a_pool_that_came_back_has_no_copy() -> None:
+    made = decoding()
+    made.lose(POOL)
+    made.hear(POOL, PoolRegistered(100))
+    made.lose(DECODE)
+    assert made.hear(GATEWAY, ResumeRequest(request(), (7,))) == [given(request(), 2, 7)]
+
+
+def test_a_worker_of_another_pool_is_not_told_of_the_copy() -> None:
+    made = decoding()
+    other_node(made)
+    made.lose(PREFILL)
+    made.lose(DECODE)
+    assert made.hear(GATEWAY, ResumeRequest(request(), (7,))) == [given(request(), 2, 7, to=OTHER_PREFILL)]
+
+
+# --- hand-overs in any order
+
+
+def test_a_batch_may_be_received_before_the_pool_says_that_it_had_the_request() -> None:
+    made = prefilling()
+    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
+    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == []
+    assert made.hear(POOL, RequestPooled(R1, POOLED, 4, 1)) == [Send(POOL, DropRequest(R1, POOLED))]
+    assert made.status().num_decoding == 1
+    assert made.hear(DECODE, RequestFinished(R1, GRANTED, 8)) == [dropped()]  # the pool has a copy all the same
+
+
+def test_a_returned_request_is_pooled_again() -> None:
+    made = decoding()
+    made.hear(DECODE, WorkerLoad())
+    let_go = Send(DECODE, AbortRequest(R1, GRANTED))  # it answers for the request until it hears this
+    again = Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))
+    assert made.hear(POOL, RequestPooled(R1, RETURNED, 6, 2)) == [let_go, again]
+    made.hear(DECODE, BatchReceived(BatchId(2), ((R1, GRANTED_AGAIN),)))
+    assert made.status().num_decoding == 1
+
+
+def test_word_of_an_earlier_hand_over_is_stale() -> None:
+    made = decoding()
+    made.hear(POOL, RequestPooled(R1, RETURNED, 6, 2))
+    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == []
+    assert made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),))) == []
+    assert made.hear(POOL, CopyLost(R1, GRANTED)) == []
+    assert made.status().num_pooled == 1
+
+
+def test_what_the_pool_has_of_a_request_in_the_queue_is_not_wanted() -> None:
+    made = prefilling()
+    made.lose(PREFILL)
+    assert made.hear(POOL, RequestPooled(R1, POOLED, 4, 1)) == [dropped()]
+
+
+def test_a_copy_lost_on_the_way_lets_its_worker_be_asked_for_again() -> None:
+    made = granted()
+    assert made.hear(POOL, CopyLost(R1, GRANTED)) == [INTERRUPTED]
+    made.submit(request("r2"))
+    assert made.hear(POOL, RequestPooled(R2, life(2, 1), 4, 1)) == [Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))]
+
+
+def test_the_next_question_waits_for_what_the_worker_reports_of_the_last_batch() -> None:
+    made = decoding()
+    made.submit(request("r2"))
+    assert made.hear(POOL, RequestPooled(R2, life(2, 1), 4, 1)) == []
+    load = WorkerLoad(num_running=1, num_free_blocks=18, running=JoinedBatch(BATCH, 0, 16))
+    (asked,) = made.hear(DECODE, load)
+    assert asked == Send(POOL, FormBatch(BatchId(2), ASKED, 8, 1))
+
+
+# --- urgent requests
+
+
+def urgent_desk() -> Desk:
+    """Requests have waited a second in the pool."""
+    made = pooled()
+    made.now = 1.0
+    made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),)))
+    return made
+
+
+def urgent(name: str = "r2") -> Request:
+    return request(name, slo=Slo(tpot_s=0.05))
+
+
+SKIPPING = life(1000)  # attempts are at least the time in milliseconds
+
+
+def test_who_cannot_wait_that_long_goes_straight_to_a_decode_worker() -> None:
+    made = urgent_desk()
+    assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName(DECODE))]
+    assert made.submit(request("r3", slo=Slo(tpot_s=0.07))) == [given(request("r3", slo=Slo(tpot_s=0.07)), 1001)]
+
+
+def test_a_request_that_skipped_the_pool_is_the_workers_when_it_says_so() -> None:
+    made = urgent_desk()
+    made.submit(urgent())
+    made.hear(DECODE, BatchReceived(NO_BATCH, ((R2, SKIPPING + 1),)))
+    assert made.status().num_decoding == 2
+
+
+def test_a_request_that_found_no_room_there_is_pooled_as_any_other() -> None:
+    made = urgent_desk()
+    made.submit(urgent())
+    made.hear(POOL, RequestPooled(R2, SKIPPING + 1, 4, 1))
+    assert made.status().num_pooled == 1
+
+
+def test_the_decode_worker_is_lost_perhaps_with_a_request_that_skipped_the_pool() -> None:
+    made = urgent_desk()
+    made.submit(urgent())
+    interrupted = made.lose(DECODE)
+    assert [command.message for command in interrupted] == [INTERRUPTED.message, type(INTERRUPTED.message)(R2)]
+
+
+@pytest.mark.parametrize("handoff_refused", [False, True])
+def test_a_copy_is_dropped_only_when_what_came_from_it_was_refused(handoff_refused: bool) -> None:
+    made = decoding()
+    preempted = RequestPreempted(R1, GRANTED, (7,), handoff_refused=handoff_refused)
+    kept, refused = [given(request(), 2, 7, has_copy=True)], [dropped(), given(request(), 2, 7)]
+    assert made.hear(DECODE, preempted) == (refused if handoff_refused else kept)
+
+
+def test_a_desk_without_waits_sends_nobody_past_the_pool() -> None:
+    assert desk().submit(urgent("r1")) == [given(urgent("r1"), 1)]

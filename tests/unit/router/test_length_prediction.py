@@ -1,0 +1,187 @@
+"""The length predictor, piece by piece; the example of docs/policies/length_prediction.md is among them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from alignedserve.core.request import Request, RequestClass
+from router.policies.forecast import doubled_past
+from router.prediction.encoders import KEY_LEN, WINDOW, HashedNgrams, PromptCode, Vector, normalised, window_of
+from router.prediction.mlp import LengthMlp
+from router.prediction.predictor import LengthPredictor, Prediction, PredictionSource, PredictorConfig
+from router.prediction.prior import LengthPrior
+from router.prediction.store import FinishedRequests
+from router.prediction.token_embeddings import TokenEmbeddings
+from tests.support.samples import request
+
+
+class Planar:
+    """An encoder whose key is the direction of the first two token ids, so that cosines can be worked out by hand."""
+
+    num_features = 2
+    least_similarity = 0.5
+
+    def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
+        direction = normalised(np.array(prompt_token_ids[:2], dtype=np.float32))
+        return PromptCode(direction, np.concatenate((direction, np.zeros(KEY_LEN - 2, np.float32))))
+
+
+def towards(x: int, y: int, name: str = "r1", max_tokens: int = 1000, **changes: object) -> Request:
+    made = request(name, prompt_len=2, max_tokens=max_tokens, **changes)
+    object.__setattr__(made, "prompt_token_ids", (x, y))
+    return made
+
+
+def taught(*finished: tuple[int, int, int], **config: int) -> LengthPredictor:
+    predictor = LengthPredictor(Planar(), PredictorConfig(**config))
+    for x, y, output_len in finished:
+        learn(predictor, towards(x, y), output_len)
+    return predictor
+
+
+def learn(predictor: LengthPredictor, of: Request, output_len: int) -> None:
+    predictor.learn(of, predictor.encode(of), output_len)
+
+
+def predict(predictor: LengthPredictor, of: Request) -> Prediction:
+    return predictor.predict(of, predictor.encode(of))
+
+
+# --- the page's example
+
+
+EXAMPLE = ((1, 0, 100), (4, 3, 200), (3, 4, 300), (0, 1, 900))
+
+
+def test_the_worked_example_of_the_page() -> None:
+    prediction = predict(taught(*EXAMPLE), towards(1, 0))
+    assert prediction.source is PredictionSource.RETRIEVAL
+    # Cosines 1, 0.8, 0.6 and 0: the last is below 0.5. (100 + 0.8 * 200 + 0.6 * 300) / 2.4
+    assert prediction.output_len == pytest.approx(440 / 2.4, abs=1e-3)
+
+
+def test_no_more_neighbours_count_than_k() -> None:
+    prediction = predict(taught(*EXAMPLE, num_neighbours=2), towards(1, 0))
+    assert prediction.output_len == pytest.approx((100 + 0.8 * 200) / 1.8, abs=1e-3)
+
+
+def test_a_prediction_is_never_above_the_limit() -> None:
+    assert predict(taught(*EXAMPLE), towards(1, 0, max_tokens=150)).output_len == 150.0
+    assert predict(taught(*EXAMPLE), towards(1, 0, max_tokens=0)).output_len == 0.0
+
+
+def test_an_overrun_is_doubled_until_it_is_none_but_not_past_the_limit() -> None:
+    assert doubled_past(183.0, 182, 1000) == 183.0
+    assert doubled_past(183.0, 183, 1000) == 366.0
+    assert doubled_past(183.0, 800, 1000) == 1000.0
+    assert doubled_past(183.0, 400, 1000) == 732.0
+
+
+# --- where nothing is similar
+
+
+def test_with_little_finished_the_mean_is_expected() -> None:
+    assert predict(taught((1, 0, 100)), towards(0, 1)) == (100.0, PredictionSource.PRIOR)
+
+
+def test_before_anything_has_finished_the_limit_is_expected() -> None:
+    assert predict(taught(), towards(0, 1)) == (1000.0, PredictionSource.PRIOR)
+
+
+def test_with_enough_finished_the_network_is_asked() -> None:
+    prediction = predict(taught(*[(1, 0, 100)] * 64), towards(0, 1))
+    assert prediction.source is PredictionSource.MLP
+    assert 50.0 < prediction.output_len < 200.0
+
+
+def test_every_finished_request_counts_at_once() -> None:
+    predictor = taught((1, 0, 100))
+    learn(predictor, towards(0, 1), 700)
+    assert predict(predictor, towards(0, 1)).output_len == pytest.approx(700.0)
+
+
+def test_the_prior_knows_classes_and_doublings_of_the_prompt_length() -> None:
+    prior = LengthPrior()
+    chat, document = request(max_tokens=500), request(max_tokens=500, request_class=RequestClass.BEST_EFFORT)
+    prior.observe(chat, 10)
+    prior.observe(request(prompt_len=100, max_tokens=500), 74)
+    assert prior.predict(chat) == 10.0
+    assert prior.predict(request(prompt_len=127, max_tokens=500)) == 74.0
+    assert prior.predict(request(prompt_len=300, max_tokens=500)) == 11.0  # the mean of its class
+    assert prior.predict(document) == 500.0
+
+
+# --- encoders
+
+
+def test_codes_have_length_one_and_do_not_depend_on_history() -> None:
+    code = HashedNgrams().encode((5, 6, 7))
+    assert np.linalg.norm(code.features) == pytest.approx(1.0)
+    assert np.linalg.norm(code.key) == pytest.approx(1.0)
+    assert (code.features.shape, code.key.shape) == ((1024,), (KEY_LEN,))
+    assert np.array_equal(code.key, HashedNgrams().encode([5, 6, 7]).key)
+
+
+def test_similar_prompts_have_similar_keys_and_order_counts() -> None:
+    encoder, words = HashedNgrams(), list(range(100, 130))
+    one, same_end, reversed_words = (encoder.encode(ids).key for ids in (words, [99, *words[1:]], words[::-1]))
+    other = encoder.encode(list(range(500, 530))).key
+    assert one @ same_end > 0.9
+    assert 0.2 < one @ reversed_words < 0.9
+    assert abs(one @ other) < 0.3
+
+
+def test_a_prompt_of_one_token_has_a_code() -> None:
+    assert np.linalg.norm(HashedNgrams().encode((5,)).key) == pytest.approx(1.0)
+
+
+def test_of_a_long_prompt_both_ends_count() -> None:
+    ids = range(2000)
+    assert list(window_of(ids)) == [*range(WINDOW // 2), *range(2000 - WINDOW // 2, 2000)]
+    assert window_of(range(WINDOW)) == range(WINDOW)
+
+
+def test_token_embeddings_are_pooled_less_their_mean() -> None:
+    rows = np.array([[3.0, 1.0], [1.0, 1.0], [2.0, 4.0]], dtype=np.float32)  # mean (2, 2)
+    encoder = TokenEmbeddings(rows)
+    assert encoder.encode((0, 1)).features == pytest.approx([0.0, -1.0])
+    assert encoder.encode((2, 99)).features == pytest.approx([0.0, 1.0])
+    assert encoder.encode((0, 1)).key.shape == (KEY_LEN,)
+
+
+# --- store and network
+
+
+def key(*entries: float) -> Vector:
+    return normalised(np.array([*entries, *[0.0] * (KEY_LEN - len(entries))]))
+
+
+def test_the_most_similar_come_first() -> None:
+    store = FinishedRequests(capacity=10)
+    for entries, output_len in (((3, 4), 30), ((1, 0), 10), ((4, 3), 20)):
+        store.add(key(*entries), output_len)
+    found = store.search(key(1, 0), num_wanted=2, least_similarity=0.0)
+    assert found.output_lens.tolist() == [10.0, 20.0]
+    assert found.similarities == pytest.approx([1.0, 0.8])
+
+
+def test_the_oldest_makes_room_for_the_newest() -> None:
+    store = FinishedRequests(capacity=2)
+    for entries, output_len in (((1, 0), 10), ((4, 3), 20), ((0, 1), 30)):
+        store.add(key(*entries), output_len)
+    assert len(store) == 2
+    found = store.search(key(1, 0), num_wanted=8, least_similarity=-1.0)
+    assert found.output_lens.tolist() == [20.0, 30.0]
+
+
+def test_the_network_begins_with_the_first_length_and_learns_what_differs() -> None:
+    network = LengthMlp(num_features=2)
+    short, long = np.array([1.0, 0.0], np.float32), np.array([0.0, 1.0], np.float32)
+    network.learn(short, 20.0)
+    assert network.predict(long) == pytest.approx(20.0, rel=0.1)
+    for _ in range(1500):
+        network.learn(short, 20.0)
+        network.learn(long, 400.0)
+    assert network.predict(short) == pytest.approx(20.0, rel=0.1)
+    assert network.predict(long) == pytest.approx(400.0, rel=0.1)

@@ -1,0 +1,328 @@
+"""The router when things go wrong: stale word, aborts, losses, going on; and what it says of itself."""
+
+from typing import Any
+
+import pytest
+
+from alignedserve.core.ids import BatchId
+from alignedserve.messages.caches import BlocksTaken
+from alignedserve.messages.events import Send
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import AbortRequest, ClusterStatus, RequestFailed, ResumeRequest, SubmitRequest
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.pools import (
+    BatchFormed,
+    BatchReceived,
+    CopyKept,
+    CopyLost,
+    PoolLoad,
+    PoolRegistered,
+    RequestPooled,
+)
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, RequestFinished, RequestPreempted, WorkerLoad
+from tests.harnesses.router import (
+    ASKED,
+    BATCH,
+    END,
+    FORM_FIRST,
+    GIVEN_OUT,
+    GRANTED,
+    INTERRUPTED,
+    POOLED,
+    Desk,
+    aborted,
+    decoding,
+    desk,
+    dropped,
+    given,
+    granted,
+    pooled,
+    prefilling,
+)
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+
+# --- stale attempts: r1 was interrupted and given out again, so that its first life is over and the second goes on
+
+
+@pytest.fixture
+def second() -> Desk:
+    made = prefilling()
+    made.lose(PREFILL)
+    made.hear(GATEWAY, ResumeRequest(request(), (7,)))
+    assert made.hear(PREFILL, worker(can_prefill=True, can_decode=False)) == [given(request(), 2, 7)]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("peer", "stale", "answer"),
+    [
+        (PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4), []),
+        (POOL, RequestPooled(R1, POOLED, 4, 1), [dropped()]),
+        (POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),)), []),
+        (DECODE, BatchReceived(BATCH, ((R1, GRANTED),)), [aborted(DECODE)]),
+        (POOL, CopyKept(R1, GIVEN_OUT), [dropped()]),
+        (POOL, CopyLost(R1, GRANTED), []),
+        (DECODE, RequestFinished(R1, GRANTED, 3), []),
+        (DECODE, RequestPreempted(R1, GRANTED, (7, 8)), []),
+        (DECODE, AttemptFailed(R1, GRANTED, FailureKind.INTERNAL, "a fault"), []),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_word_of_an_earlier_attempt_changes_nothing(
+    second: Desk, peer: str, stale: Message, answer: list[Send]
+) -> None:
+    assert second.hear(peer, stale) == answer
+    status = second.status()
+    assert (status.num_prefilling, status.num_preemptions) == (1, 0)
+    assert second.hear(PREFILL, PrefillCompleted(R1, life(2), 5)) == []
+    assert second.hear(POOL, RequestPooled(R1, life(2, 1), 5, 2)) == [FORM_FIRST]
+
+
+def test_a_completion_of_an_earlier_attempt_does_not_count_for_the_later_one() -> None:
+    made = decoding()
+    made.hear(DECODE, RequestPreempted(R1, GRANTED, (7, 8)))
+    made.hear(GATEWAY, ResumeRequest(request(), (7,)))
+    assert made.hear(PREFILL, PrefillCompleted(R1, life(2), 6)) == []
+    assert made.hear(PREFILL, PrefillCompleted(R1, life(3), 5)) == []
+    assert made.lose(POOL) == [INTERRUPTED]  # it was on its way there
+
+
+@pytest.mark.parametrize(
+    ("peer", "unknown", "answer"),
+    [
+        (POOL, RequestPooled(R2, POOLED, 4, 1), [dropped(R2)]),
+        (DECODE, BatchReceived(BATCH, ((R2, GRANTED),)), [Send(DECODE, AbortRequest(R2, END))]),
+        (POOL, CopyKept(R2, GIVEN_OUT), [dropped(R2)]),
+        (POOL, CopyLost(R2, GRANTED), [dropped(R2)]),
+        (POOL, BatchFormed(BATCH, ASKED, ((R2, GRANTED),)), []),
+        (DECODE, RequestFinished(R2, GRANTED, 3), []),
+        (GATEWAY, AbortRequest(R2), []),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_word_of_an_unknown_request_is_answered_by_letting_go(peer: str, unknown: Message, answer: list[Send]) -> None:
+    assert desk().hear(peer, unknown) == answer
+
+
+# --- aborts, in every stage
+
+
+def test_aborted_in_the_queue() -> None:
+    made = Desk()
+    made.submit(request())
+    assert made.hear(GATEWAY, AbortRequest(R1)) == []
+    assert made.status().num_queued == 0
+
+
+def test_aborted_while_prefilling() -> None:
+    assert prefilling().hear(GATEWAY, AbortRequest(R1)) == [aborted(PREFILL), dropped()]
+
+
+def test_aborted_while_pooled() -> None:
+    assert pooled().hear(GATEWAY, AbortRequest(R1)) == [dropped()]
+
+
+def test_aborted_on_the_way_to_the_decode_worker() -> None:
+    made = granted()
+    assert made.hear(GATEWAY, AbortRequest(R1)) == [dropped()]
+    assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == [aborted(DECODE)]
+
+
+def test_aborted_while_decoding() -> None:
+    made = decoding()
+    assert made.hear(GATEWAY, AbortRequest(R1)) == [aborted(DECODE), dropped()]
+    assert made.status().num_decoding == 0
+
+
+def test_an_abort_makes_room_for_the_next() -> None:
+    made = desk(max_prefill_tokens_per_worker=4)
+    made.submit(request())
+    made.submit(request("r2"))
+    assert made.hear(GATEWAY, AbortRequest(R1))[-1] == given(request("r2"), 2)
+
+
+def test_a_lost_gateway_aborts_what_is_its() -> None:
+    made = decoding()
+    made.link("gateway-1", Role.GATEWAY)
+    made.hear("gateway-1", SubmitRequest(request("r2")))
+    assert made.lose(GATEWAY) == [aborted(DECODE), dropped()]
+    assert made.status().num_prefilling == 1
+
+
+# --- losses, in every stage
+
+
+def test_the_prefill_worker_is_lost_while_prefilling() -> None:
+    assert prefilling().lose(PREFILL) == [INTERRUPTED]
+
+
+def test_the_prefill_worker_is_lost_while_pooled_or_later() -> None:
+    assert pooled().lose(PREFILL) == []
+    assert decoding().lose(PREFILL) == []
+
+
+def test_the_pool_is_lost_while_prefilling() -> None:
+    made = prefilling()
+    assert made.lose(POOL) == []
+    assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4)) == [
+        Send(PREFILL, AbortRequest(R1, GIVEN_OUT)),
+        INTERRUPTED,
+    ]
+
+
+def test_the_pool_is_lost_and_back_while_prefilling() -> None:
+    made = prefilling()
+    made.lose(POOL)
+    made.hear(POOL, PoolRegistered(100))
+    assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4)) == [
+        Send(PREFILL, AbortRequest(R1, GIVEN_OUT)),
+        INTERRUPTED,
+    ]
+
+
+def test_the_pool_is_lost_while_it_takes_the_blocks() -> None:
+    made = prefilling()
+    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
+    assert made.lose(POOL) == [INTERRUPTED]
+
+
+def test_the_pool_is_lost_while_pooled() -> None:
+    assert pooled().lose(POOL) == [INTERRUPTED]
+
+
+def test_the_pool_is_lost_on_the_way_to_the_decode_worker() -> None:
+    assert granted().lose(POOL) == [INTERRUPTED]
+
+
+def test_the_pool_is_lost_while_decoding() -> None:
+    assert decoding().lose(POOL) == []
+
+
+def test_the_decode_worker_is_lost_on_the_way_to_it() -> None:
+    assert granted().lose(DECODE) == [INTERRUPTED]
+
+
+def test_the_decode_worker_is_lost_before_the_pool_says_what_went_to_it() -> None:
+    made = pooled()
+    assert made.lose(DECODE) == []
+    assert made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),))) == [INTERRUPTED]
+
+
+def test_the_decode_worker_is_lost_while_decoding() -> None:
+    assert decoding().lose(DECODE) == [INTERRUPTED]
+
+
+def test_a_copy_lost_with_its_receiver() -> None:
+    made = granted()
+    assert made.hear(POOL, CopyLost(R1, GRANTED)) == [INTERRUPTED]
+
+
+def test_a_copy_lost_after_it_arrived_may_be_lost_on_its_way_back() -> None:
+    made = decoding()
+    assert made.hear(POOL, CopyLost(R1, GRANTED)) == [aborted(DECODE), INTERRUPTED]
+    assert made.lose(DECODE) == []
+
+
+def test_a_copy_lost_and_gone_further_since_is_no_loss() -> None:
+    made = decoding()
+    made.hear(DECODE, BatchReceived(BatchId(2), ((R1, life(1, 4)),)))
+    assert made.hear(POOL, CopyLost(R1, GRANTED)) == []
+
+
+def test_a_loss_is_counted_and_the_last_one_fails_the_request() -> None:
+    failed = RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again")
+    assert decoding(max_requeues=0).lose(DECODE) == [dropped(), Send(GATEWAY, failed)]
+
+
+# --- going on
+
+
+def test_an_interrupted_request_goes_on_from_what_the_client_has() -> None:
+    made = decoding()
+    made.lose(DECODE)
+    assert made.tick() == []  # not before the gateway has said where
+    assert made.hear(GATEWAY, ResumeRequest(request(), (7, 8, 9))) == [given(request(), 2, 7, 8, 9, has_copy=True)]
+
+
+def test_an_interrupted_request_may_be_aborted() -> None:
+    made = decoding()
+    made.lose(DECODE)
+    assert made.hear(GATEWAY, AbortRequest(R1)) == [dropped()]
+    assert made.status().num_queued == 0
+
+
+def test_resuming_twice_queues_it_once_and_the_last_word_counts() -> None:
+    made = decoding()
+    made.lose(PREFILL)
+    made.lose(DECODE)
+    made.hear(GATEWAY, ResumeRequest(request(), (7,)))
+    made.hear(GATEWAY, ResumeRequest(request(), (7, 8)))
+    assert made.hear(PREFILL, worker(can_prefill=True, can_decode=False)) == [given(request(), 2, 7, 8, has_copy=True)]
+
+
+def test_a_request_of_an_earlier_router_is_taken_on() -> None:
+    assert desk().hear(GATEWAY, ResumeRequest(request(), (7, 8))) == [given(request(), 1, 7, 8)]
+
+
+def test_a_request_of_an_earlier_router_is_taken_on_even_when_the_queue_is_full() -> None:
+    made = Desk(max_queued_requests=1)
+    made.submit(request("r2"))
+    assert made.hear(GATEWAY, ResumeRequest(request(), ())) == []
+    assert made.status().num_queued == 2
+
+
+@pytest.mark.parametrize("stage", [prefilling, pooled, granted, decoding])
+def test_resuming_what_goes_on_changes_nothing(stage: Any) -> None:
+    assert stage().hear(GATEWAY, ResumeRequest(request(), (7,))) == []
+
+
+def test_resuming_from_another_gateway_is_ignored() -> None:
+    made = decoding()
+    made.lose(DECODE)
+    assert made.hear("gateway-1", ResumeRequest(request(), (7,))) == []
+
+
+def test_tokens_that_a_lost_worker_took_with_it_are_made_again() -> None:
+    made = decoding()
+    made.hear(DECODE, RequestPreempted(R1, GRANTED, (7, 8, 9)))  # but the client has only the first
+    assert made.hear(GATEWAY, ResumeRequest(request(), (7,))) == [
+        aborted(PREFILL, 2),
+        dropped(nth=2),
+        given(request(), 3, 7, has_copy=True),
+    ]
+
+
+# --- status
+
+
+def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
+    made = decoding()
+    made.link("gateway-1", Role.GATEWAY)
+    made.submit(request("r2"))
+    made.hear(POOL, PoolLoad(3, 0, 0, num_blocks_kept=2))
+    made.hear(DECODE, WorkerLoad(num_running=1, num_free_blocks=18, num_handoffs_verified=5, num_evictions=4))
+    status = ClusterStatus(
+        num_queued=0,
+        num_prefilling=1,
+        num_pooled=0,
+        num_decoding=1,
+        num_prefill_workers=1,
+        num_decode_workers=1,
+        num_pool_blocks=100,
+        num_pool_blocks_used=3,
+        num_worker_blocks=40,
+        num_worker_blocks_used=2,
+        num_preemptions=0,
+        num_handoffs_verified=5,
+        num_handoffs_refused=0,
+        num_evictions=4,
+        num_pool_blocks_kept=2,
+    )
+    assert [made.tick(), made.tick(), made.tick()] == [[], [], []]
+    assert made.tick() == [Send(GATEWAY, status), Send("gateway-1", status)]
+
+
+def test_a_message_that_the_router_does_not_take_is_a_broken_invariant() -> None:
+    with pytest.raises(AssertionError, match="does not take BlocksTaken"):
+        desk().hear(POOL, BlocksTaken(R1, 1, is_accepted=True))

@@ -1,0 +1,125 @@
+"""Which device a worker computes on, and what is said where it cannot be had."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from alignedserve.cli.commands import doctor
+from alignedserve.config.sections import EngineConfig, ModelSectionConfig
+from alignedserve.core.errors import ConfigError, NotEnoughMemory
+from alignedserve.runtime.device import devices
+from alignedserve.runtime.device.devices import cuda_obstacle, free_bytes, worker_devices
+from alignedserve.runtime.engine import model_executor as worker_engine
+from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.model.served_model import resolve_model
+from kernels.cpu.int8_linear import int8_obstacle
+
+MIB = 1024 * 1024
+TOO_OLD = (
+    "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
+    "driver.\n (Triggered internally at somewhere.)"
+)
+
+
+class Gpus:
+    """PyTorch as it would be beside so many GPUs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, warning: str | None = None) -> None:
+        self._count, self._warning = count, warning
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", self.is_available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    def is_available(self) -> bool:
+        if self._warning is not None:
+            warnings.warn(self._warning, stacklevel=1)
+        return self._count > 0
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_workers_compute_on_the_cpu_unless_told_otherwise(name: str) -> None:
+    assert worker_devices(name, 3) == ["cpu"] * 3
+
+
+def test_every_worker_gets_a_gpu_as_far_as_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 2)
+    assert worker_devices("cuda", 3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert worker_devices("cuda:1", 3) == ["cuda:1"] * 3
+    with pytest.raises(ConfigError, match=r"engine\.device is cuda:2, but the last GPU here is cuda:1"):
+        worker_devices("cuda:2", 1)
+
+
+def test_a_pytorch_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match=r"engine\.device is cuda, but this PyTorch is built for CPUs alone"):
+        worker_devices("cuda", 1)
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 0)
+    with pytest.raises(ConfigError, match=r"no NVIDIA GPU is visible here; does nvidia-smi show one\?"):
+        worker_devices("cuda", 1)
+
+
+def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 0, TOO_OLD)
+    obstacle = cuda_obstacle()
+    assert obstacle is not None
+    assert obstacle.endswith("is too old (found version 11040). Please update your GPU driver.")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CUDA", "mps"])
+def test_a_device_that_there_is_not(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.device must be auto, cpu, cuda or cuda:N"):
+        EngineConfig(device=device)
+
+
+def test_on_a_gpu_weights_and_cache_are_bfloat16_unless_told_otherwise() -> None:
+    assert resolve_model(ModelSectionConfig(), "cuda").dtype == "bfloat16"
+    assert resolve_model(ModelSectionConfig(dtype="float16"), "cuda:1").dtype == "float16"
+    assert resolve_model(ModelSectionConfig(), "auto").dtype == "float32"
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, device: str, free: int) -> str:
+    monkeypatch.setattr(worker_engine, "free_bytes", lambda _: free)
+    served = dataclasses.replace(resolve_model(ModelSectionConfig()), has_random_weights=True)
+    with pytest.raises(NotEnoughMemory) as caught:
+        ModelExecutor(served, EngineSizes(2048 * MIB, 4, 16, 1, device=device))
+    return str(caught.value)
+
+
+def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = refused(monkeypatch, "cuda:0", 1024 * MIB)
+    assert "a worker on cuda:0 needs" in said
+    assert "768 MiB are available; at most 7" in said  # 256 are left for what a pass works with
+    assert "MiB of blocks would fit: set prefill.memory_bytes and decode.memory_bytes lower" in said
+    assert "the weights alone do not fit: choose a smaller model" in refused(monkeypatch, "cuda:0", 260 * MIB)
+    assert "1024 MiB are available; at most 1" in refused(monkeypatch, "cpu", 1024 * MIB)
+
+
+def test_what_is_left_of_this_machines_memory() -> None:
+    assert free_bytes(torch.device("cpu")) > MIB
+
+
+def test_8_bits_are_for_cpus() -> None:
+    weight = torch.empty(8, 8, device="meta")
+    assert int8_obstacle(weight) == "8-bit products run on a CPU, the weight is on meta"
+
+
+def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 1)
+
+    class Properties:
+        name, total_memory, major, minor = "NVIDIA H200", 140 * 1024 * MIB, 9, 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    assert devices.describe_gpus() == ["cuda:0 NVIDIA H200, 140 GiB, compute capability 9.0"]
+
+
+def test_doctor_names_the_transports_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_obstacle", lambda: None)
+    on_cpu, _, on_gpu = doctor._transports().partition("; with engine.device=cuda ")
+    assert on_cpu.startswith("shm")
+    assert on_gpu.startswith("cuda_ipc, shm")

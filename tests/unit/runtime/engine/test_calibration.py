@@ -1,0 +1,85 @@
+"""A worker measures what iterations cost before it serves, and its policy begins with that."""
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+import torch
+
+from alignedserve.config.sections import EngineConfig, SchedulingConfig
+from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel, Sample
+from alignedserve.costmodel.online import learned_from
+from alignedserve.runtime.engine.calibration import POINTS, measure_iterations
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.weight_loader import random_weights
+from alignedserve.scheduling.factory import calibration_s, make_scheduler
+from alignedserve.scheduling.policy import IterationLimits
+from tests.harnesses.costs import decodes, prefill
+from tests.support.in_process import TINY_LLAMA
+from tests.support.tiny_engines import MAX_CONTEXT_LEN, TinyEngine
+
+MACHINE = LinearIterationModel(
+    LinearCoefficients(base_s=0.015, prompt_token_s=5e-4, prompt_pair_s=4e-7, decode_s=6e-4, context_token_s=1e-5)
+)
+
+
+def measured(duration_s: float, max_sequences: int = 16, *, has_hidden_cache: bool = False) -> tuple[Sample, ...]:
+    """By a tiny engine and a clock that goes on by a second each time it is read."""
+    of_own = {"num_key_value_heads": TINY_LLAMA["num_attention_heads"]} if has_hidden_cache else {}
+    config = parse_model_config({**TINY_LLAMA, **of_own})
+    decoder = Decoder(config, random_weights(config, 0, torch.float32))
+    tiny = TinyEngine(decoder, has_hidden_cache=has_hidden_cache)
+    seconds: Iterator[int] = count()
+    samples = measure_iterations(
+        tiny.engine,
+        max_sequences=max_sequences,
+        max_context_len=MAX_CONTEXT_LEN,
+        duration_s=duration_s,
+        clock=lambda: float(next(seconds)),
+    )
+    assert tiny.engine.num_sequences == 0
+    return samples
+
+
+def test_points_go_round_until_the_time_is_up() -> None:
+    """Three readings of the clock for each, after three that do not count."""
+    samples = measured(duration_s=60.0)
+    assert {seconds for _, seconds in samples} == {1.0}
+    assert len(samples) == 20
+    works = [work for work, _ in samples]
+    assert works[:2] == [prefill(16), decodes(1, 64)]
+    assert works.count(prefill(16)) > 1
+    assert max(work.max_decode_context_len for work in works) <= MAX_CONTEXT_LEN
+
+
+def test_points_that_the_engine_has_no_room_for_are_left_out() -> None:
+    samples = measured(duration_s=60.0, max_sequences=1)
+    assert {work.num_decodes for work, _ in samples} == {0, 1}
+
+
+def test_hidden_caches_are_measured_where_there_are_some() -> None:
+    assert not any(work.hidden_context_len for work, _ in measured(duration_s=60.0))
+    works = [work for work, _ in measured(duration_s=60.0, has_hidden_cache=True)]
+    assert [work.hidden_context_len for work in works[:5]] == [0, 0, 128, 512, 0]
+
+
+def test_it_can_be_left_out() -> None:
+    assert measured(duration_s=0.0) == ()
+    assert calibration_s(EngineConfig(calibration_s=0.5), SchedulingConfig(policy="aligned_slo")) == 0.5
+    assert calibration_s(EngineConfig(calibration_s=0.5), SchedulingConfig(policy="aligned")) == 0.0
+
+
+def test_a_scheduler_knows_from_the_start_what_was_measured() -> None:
+    samples = [Sample(point.work, MACHINE.iteration_s(point.work)) for point in POINTS]
+    costs = make_scheduler(SchedulingConfig(), IterationLimits(8, 512), measured=samples).costs
+    for work in (prefill(100), prefill(300), decodes(20, 300), decodes(2, 1000)):
+        assert costs.iteration_s(work) == pytest.approx(MACHINE.iteration_s(work), rel=0.03)
+
+
+def test_what_was_not_measured_can_still_be_learned() -> None:
+    costs = learned_from([Sample(prefill(length), MACHINE.iteration_s(prefill(length))) for length in (16, 64, 256)])
+    for length in range(400):
+        work = decodes(8, 100 + length)
+        costs.observe(work, MACHINE.iteration_s(work))
+    assert costs.iteration_s(decodes(8, 900)) == pytest.approx(MACHINE.iteration_s(decodes(8, 900)), rel=0.1)

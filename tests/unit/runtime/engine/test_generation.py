@@ -1,0 +1,215 @@
+"""The engine over tiny models: what it generates, whatever the order of its steps."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import NewSequence
+from tests.support.tiny_engines import (
+    BLOCK_SIZE,
+    GREEDY,
+    MAX_CONTEXT_LEN,
+    TinyEngine,
+    random_tokens,
+    reference_generation,
+    tiny_decoder,
+)
+from tests.support.tiny_models import make_tiny_model
+
+SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=100)
+A, B = RequestId("a"), RequestId("b")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    return make_tiny_model(folder, "llama")
+
+
+@pytest.fixture(scope="module")
+def decoder(folder: Path, reference: Any) -> Decoder:
+    return tiny_decoder(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "mistral_window", "qwen3", "gpt_neox"])
+def test_greedy_generation_equals_transformers(family: str, tmp_path: Path) -> None:
+    reference = make_tiny_model(tmp_path, family)
+    tiny = TinyEngine(tiny_decoder(tmp_path))
+    prompts = {name: random_tokens(seed, length) for seed, (name, length) in enumerate((("a", 30), ("b", 3), ("c", 1)))}
+    for name, prompt in prompts.items():
+        tiny.add(name, prompt)
+    tiny.step(**{name: len(prompt) for name, prompt in prompts.items()})
+    for _ in range(29):
+        tiny.step(a=1, b=1, c=1)
+    for name, prompt in prompts.items():
+        assert tiny.tokens(name)[len(prompt) :] == reference_generation(reference, prompt, 30)
+
+
+def test_sequences_that_join_and_leave_change_nothing(decoder: Decoder, reference: Any) -> None:
+    tiny = TinyEngine(decoder)
+    prompt = random_tokens(5, 21)
+    expected = reference_generation(reference, prompt, 40)
+    tiny.add("a", prompt)
+    tiny.step(a=21)
+    for round_ in range(13):
+        name = f"other-{round_}"
+        tiny.add(name, random_tokens(round_, 3 + 5 * round_ % 17), room=20)
+        tiny.step(**{"a": 1, name: 3 + 5 * round_ % 17})
+        tiny.step(a=1, **{name: 1})
+        tiny.step(**{name: 1, "a": 1})
+        if round_ % 3:
+            tiny.engine.remove_sequence(RequestId(name))
+    assert tiny.tokens("a")[21:] == expected
+
+
+def test_recompute_after_preemption_continues_alike(decoder: Decoder) -> None:
+    undisturbed, preempted = TinyEngine(decoder), TinyEngine(decoder, seed=7)
+    for tiny in (undisturbed, preempted):
+        tiny.add("a", random_tokens(1, 10), SEEDED)
+        tiny.generate("a", 9)
+    tokens = preempted.tokens("a")
+    preempted.engine.remove_sequence(A)
+    preempted.add("a", tokens, SEEDED, prompt_len=10)
+    preempted.step(a=12)
+    preempted.generate("a", 10)
+    undisturbed.generate("a", 10)
+    assert preempted.tokens("a") == undisturbed.tokens("a")
+
+
+@pytest.mark.parametrize("num_generated", [1, 2, 3, 4, 5])
+def test_blocks_copied_to_another_engine_continue_alike(decoder: Decoder, num_generated: int) -> None:
+    source, target = TinyEngine(decoder), TinyEngine(decoder, seed=3)
+    source.add("a", random_tokens(2, 10), SEEDED, room=0)
+    later_blocks = source.take_blocks(50)
+    source.engine.append_blocks(A, later_blocks)
+    source.generate("a", num_generated)
+    num_cached = source.engine.num_computed(A)
+    assert num_cached == 10 + num_generated - 1
+    copied = np.zeros((blocks_for(num_cached, BLOCK_SIZE), source.storage.layout.block_bytes), np.uint8)
+    source.storage.read_blocks((source.blocks["a"] + later_blocks)[: len(copied)], copied)
+    blocks = target.take_blocks(60)
+    target.storage.write_blocks(blocks[: len(copied)], copied)
+    target.engine.add_sequence(NewSequence(A, source.engine.token_ids(A), 10, num_cached, blocks, SEEDED))
+    source.generate("a", 20)
+    target.generate("a", 20)
+    assert target.tokens("a") == source.tokens("a")
+
+
+def test_garbage_after_the_cached_tokens_is_cleared(decoder: Decoder) -> None:
+    source, target = TinyEngine(decoder), TinyEngine(decoder)
+    source.add("a", random_tokens(2, 10))
+    source.step(a=10)
+    blocks = target.take_blocks(40)
+    copied = np.zeros((3, source.storage.layout.block_bytes), np.uint8)
+    source.storage.read_blocks(source.blocks["a"][:3], copied)
+    target.storage.write_blocks(blocks[:3], copied)
+    for layer in range(decoder.config.num_layers):
+        target.storage.layer_keys(layer)[blocks[2], 2:] = float("nan")
+        target.storage.layer_values(layer)[blocks[2], 2:] = float("nan")
+    target.engine.add_sequence(NewSequence(A, source.engine.token_ids(A), 10, 10, blocks, GREEDY))
+    assert [token.token_id for token in target.generate("a", 5)] == [t.token_id for t in source.generate("a", 5)]
+
+
+def test_same_seed_gives_the_same_tokens_in_any_company(decoder: Decoder) -> None:
+    alone, crowd = TinyEngine(decoder), TinyEngine(decoder, seed=9)
+    alone.add("a", random_tokens(4, 13), SEEDED)
+    for index in range(5):
+        crowd.add(f"other-{index}", random_tokens(index, 4 + 7 * index), SamplingParams(seed=index, max_tokens=100))
+        crowd.generate(f"other-{index}", 1)
+    crowd.add("a", random_tokens(4, 13), SEEDED)
+    crowd.generate("a", 25, *(f"other-{index}" for index in range(5)))
+    alone.generate("a", 25)
+    assert crowd.tokens("a") == alone.tokens("a")
+
+
+def test_prompt_logprobs_over_chunks(decoder: Decoder, reference: Any) -> None:
+    prompt = random_tokens(6, 17)
+    tiny = TinyEngine(decoder)
+    tiny.add("a", prompt, SamplingParams(temperature=0.0, num_prompt_logprobs=3, num_logprobs=2))
+    outputs = [tiny.step(a=count) for count in (5, 1, 11)]
+    parts = [part for output in outputs for part in output.prompt_logprobs]
+    assert [part.first_position for part in parts] == [1, 6, 7]
+    entries = [entry for part in parts for entry in part.entries]
+    assert [entry.token_id for entry in entries] == prompt[1:]
+    with torch.no_grad():
+        expected = torch.log_softmax(reference(torch.tensor([prompt])).logits[0], dim=-1)
+    for position, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(float(expected[position, prompt[position + 1]]), abs=1e-4)
+        top = expected[position].topk(3)
+        assert [token_id for token_id, _ in entry.top] == top.indices.tolist()
+        assert [logprob for _, logprob in entry.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+    logprob = outputs[-1].sampled[0].logprob
+    assert logprob is not None
+    assert logprob.top[0] == (logprob.token_id, logprob.logprob)
+    assert not tiny.step(a=1).prompt_logprobs
+
+
+def test_rows_that_are_not_numbers_fail_alone(folder: Path, reference: Any) -> None:
+    decoder = tiny_decoder(folder)
+    decoder._weights.embedding[7] = float("nan")
+    tiny = TinyEngine(decoder)
+    for name, tokens in {"a": [3, 4, 5], "b": [3, 7, 5], "c": [9, 8]}.items():
+        tiny.add(name, tokens, SEEDED)
+    output = tiny.step(a=3, b=3, c=2)
+    assert output.failed == [B]
+    assert sorted(token.request_id for token in output.sampled) == ["a", "c"]
+    assert tiny.tokens("b") == [3, 7, 5]
+    tiny.engine.remove_sequence(B)
+    assert len(tiny.step(a=1, c=1).sampled) == 2
+
+
+def test_a_prompt_fills_the_context_to_its_end(decoder: Decoder) -> None:
+    tiny = TinyEngine(decoder)
+    tiny.add("a", random_tokens(1, MAX_CONTEXT_LEN - 1), room=1)
+    tiny.generate("a", 2)
+    assert len(tiny.tokens("a")) == MAX_CONTEXT_LEN + 1
+
+
+def test_accessors(decoder: Decoder) -> None:
+    tiny = TinyEngine(decoder)
+    tiny.add("a", [5, 6, 7], prompt_len=2)
+    output = tiny.step(a=2)
+    assert output.sampled == []
+    assert (tiny.engine.num_computed(A), tiny.engine.num_tokens(A)) == (2, 3)
+    new = tiny.step(a=1).sampled[0].token_id
+    assert tiny.engine.generated_token_ids(A) == (7, new)
+    assert tiny.engine.num_sequences == 1
+    assert tiny.engine.has_sequence(A)
+    tiny.engine.remove_sequence(A)
+    assert not tiny.engine.has_sequence(A)
+    assert min(output.times.prepare_s, output.times.forward_s, output.times.sampling_s) >= 0.0
+
+
+def test_bad_calls_are_broken_invariants(decoder: Decoder) -> None:
+    tiny = TinyEngine(decoder, max_sequences=1)
+    with pytest.raises(AssertionError, match="unknown request"):
+        tiny.step(a=1)
+    tiny.add("a", [4, 5], room=0)
+    with pytest.raises(AssertionError, match="more sequences"):
+        tiny.add("b", [4, 5])
+    with pytest.raises(AssertionError, match="twice"):
+        tiny.add("a", [4, 5])
+    with pytest.raises(AssertionError, match="beyond the known"):
+        tiny.step(a=3)
+    with pytest.raises(AssertionError, match="unknown token"):
+        tiny.add("c", [4, 199])
+    tiny.generate("a", 3)
+    with pytest.raises(AssertionError, match="too few blocks"):
+        tiny.step(a=1)
+
+
+def test_sampling_parameters_are_checked_where_they_are_made() -> None:
+    with pytest.raises(InvalidRequest, match="temperature"):
+        SamplingParams(temperature=-1.0)

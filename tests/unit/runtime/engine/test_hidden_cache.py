@@ -1,0 +1,137 @@
+"""Sequences whose blocks hold layer inputs generate what they generate with keys and values."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import NewSequence
+from tests.support.tiny_engines import BLOCK_SIZE, GREEDY, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_models import make_tiny_model
+
+# Tokens that a block of BLOCK_SIZE slots holds in layer inputs.
+BLOCK_TOKENS = {
+    "llama_mha": 8,
+    "mistral": 6,
+    "mistral_window": None,
+    "qwen3": 8,
+    "opt": 8,
+    "opt_post_norm": 8,
+    "gpt_neox": 8,
+    "gpt_neox_serial": 8,
+    "llama": None,
+    "llama_mqa": None,
+}
+FAMILIES = [family for family, tokens in BLOCK_TOKENS.items() if tokens is not None]
+SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=100, num_prompt_logprobs=1)
+LENGTHS = {"a": 30, "b": 3, "c": 1, "d": 17}
+
+
+def tiny(folder: Path, family: str) -> Decoder:
+    make_tiny_model(folder, family)
+    return tiny_decoder(folder)
+
+
+@pytest.mark.parametrize("family", BLOCK_TOKENS)
+def test_they_are_offered_where_they_are_smaller(family: str, tmp_path: Path) -> None:
+    config = tiny(tmp_path, family).config
+    assert config.hidden_block_tokens(BLOCK_SIZE) == BLOCK_TOKENS[family]
+
+
+def generated(
+    decoder: Decoder, attention: str, hidden: str, block_tokens: int | None
+) -> tuple[dict[str, list[int]], list[float]]:
+    """Of four sequences, those named in `hidden` with a hidden cache, prompts in chunks beside decodes: their tokens,
+    and the log-probabilities of a prompt."""
+    engine = TinyEngine(decoder, attention=attention, has_hidden_cache=bool(hidden))
+    for seed, (name, length) in enumerate(LENGTHS.items()):
+        sampling = SEEDED if name == "d" else GREEDY
+        own = block_tokens if name in hidden else None
+        engine.add(name, random_tokens(seed, length), sampling, room=12, block_tokens=own)
+    scores = [engine.step(a=7, b=3, c=1).prompt_logprobs, engine.step(b=1, a=13, d=5).prompt_logprobs]
+    for _ in range(3):
+        engine.step(c=1, b=1)
+    scores.append(engine.step(a=10, c=1, d=12, b=1).prompt_logprobs)
+    for _ in range(6):
+        engine.step(d=1, a=1, b=1, c=1)
+    logprobs = [entry.logprob for part in scores for one in part for entry in one.entries]
+    assert len(logprobs) == LENGTHS["d"] - 1
+    return {name: engine.tokens(name) for name in LENGTHS}, logprobs
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_generate_what_they_generate_with_keys_and_values(family: str, attention: str, tmp_path: Path) -> None:
+    decoder = tiny(tmp_path, family)
+    expected, expected_logprobs = generated(decoder, attention, "", None)
+    for hidden in ("a", "bcd", "abcd"):
+        found, logprobs = generated(decoder, attention, hidden, BLOCK_TOKENS[family])
+        assert found == expected
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+
+
+def test_a_cache_of_layer_inputs_can_be_resumed_and_shares_memory_with_others(tmp_path: Path) -> None:
+    decoder = tiny(tmp_path, "opt")
+    engine = TinyEngine(decoder, has_hidden_cache=True)
+    prompt = random_tokens(3, 21)
+    engine.add("whole", prompt)
+    expected = [token.token_id for token in engine.generate("whole", 12)]
+    engine.engine.remove_sequence(RequestId("whole"))
+    engine.free_blocks += engine.blocks.pop("whole")  # which the next one takes
+    engine.add("a", prompt, block_tokens=8, room=12)
+    tokens = [token.token_id for token in engine.generate("a", 5)]
+    known, blocks = tuple(engine.tokens("a")), engine.blocks["a"]
+    assert len(blocks) == 5  # 33 tokens: with keys and values nine
+    engine.engine.remove_sequence(RequestId("a"))
+    again = NewSequence(RequestId("b"), known, len(prompt), len(known) - 1, blocks, GREEDY, is_hidden=True)
+    engine.engine.add_sequence(again)
+    tokens += [token.token_id for token in engine.generate("b", 7)]
+    assert tokens == expected
+
+
+def test_what_is_not_a_number_stays_with_its_own(tmp_path: Path) -> None:
+    decoder = tiny(tmp_path, "opt")
+    for attention in ("auto", "torch"):
+        engine = TinyEngine(decoder, attention=attention, has_hidden_cache=True)
+        prompts = {"bad": random_tokens(1, 9), "good": random_tokens(2, 6)}
+        for name, prompt in prompts.items():
+            engine.add(name, prompt, block_tokens=8)
+        engine.step(bad=9, good=6)
+        first = engine.blocks["bad"][0]
+        engine.storage.blocks[first].fill_(float("nan"))
+        output = engine.step(good=1, bad=1)
+        assert output.failed == [RequestId("bad")]
+        engine.engine.remove_sequence(RequestId("bad"))
+        for _ in range(3):
+            engine.step(good=1)
+        alone = TinyEngine(decoder, attention=attention)
+        alone.add("good", prompts["good"])
+        alone.generate("good", 5)
+        assert engine.tokens("good") == alone.tokens("good")
+
+
+def test_an_engine_without_them_takes_none(tmp_path: Path) -> None:
+    engine = TinyEngine(tiny(tmp_path, "opt"))
+    with pytest.raises(AssertionError, match="hidden cache where there is none"):
+        engine.add("a", [5, 6], block_tokens=8)
+
+
+def test_recomputed_keys_and_values_are_the_same_bits(tmp_path: Path) -> None:
+    decoder = tiny(tmp_path, "llama_mha")
+    both = [TinyEngine(decoder, has_hidden_cache=has_hidden) for has_hidden in (False, True)]
+    prompt = random_tokens(4, 40)
+    both[0].add("a", prompt)
+    both[1].add("a", prompt, block_tokens=8)
+    for engine in both:
+        engine.step(a=13)
+        engine.step(a=20)
+        engine.step(a=7)
+    layer = decoder.config.num_layers - 1
+    hidden = both[1].engine._builder._hidden
+    assert hidden is not None
+    own = both[0].storage.layer_keys(layer)[list(both[0].blocks["a"][:10])].flatten(0, 1)
+    again = hidden.recomputed.layer_keys(0)[:10].flatten(0, 1)
+    assert torch.equal(own, again)

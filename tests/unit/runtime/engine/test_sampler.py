@@ -1,0 +1,229 @@
+"""Sampling: each parameter's effect, distributions, and independence of what shares the batch."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from alignedserve.core.ids import RequestId
+from alignedserve.core.request import SamplingParams
+from alignedserve.runtime.attention.sequence_table import NewSequence
+from alignedserve.runtime.engine.sampler import Choice, Sampler
+from kernels.reference import kept_tokens, penalised
+from kernels.sampling import Filters, Penalties, SeenTokens, greedy, penalise_, sample, uniforms
+
+VOCABULARY = 12
+EOS = 2
+
+
+def random_logits(rows: int, vocabulary: int = VOCABULARY, seed: int = 0) -> Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2.0
+
+
+def choose(
+    params: SamplingParams, logits: Tensor, prompt: tuple[int, ...] = (3,), generated: tuple[int, ...] = ()
+) -> Choice:
+    sampler = Sampler(max_sequences=4, vocab_size=logits.shape[1], eos_token_ids=(EOS,))
+    tokens = prompt + generated
+    sampler.add(1, NewSequence(RequestId("a"), tokens, len(prompt), 0, (), params))
+    return sampler.choose(np.array([1]), np.array([len(tokens)]), logits)
+
+
+def frequencies(params: SamplingParams, logits: Tensor, draws: int) -> Tensor:
+    """Share of each token over many positions of one request."""
+    many = logits.expand(draws, -1)
+    filters = Filters(
+        torch.full((draws,), params.top_k), torch.full((draws,), params.top_p), torch.full((draws,), params.min_p)
+    )
+    positions = uniforms(np.full(draws, params.seed), np.arange(draws))
+    token_ids, is_usable = sample(many / params.temperature, filters, torch.from_numpy(positions))
+    assert is_usable.all()
+    return torch.bincount(token_ids, minlength=logits.shape[1]) / draws
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.5, seed=5),
+        SamplingParams(temperature=2.0, seed=-1),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.6),
+        SamplingParams(min_p=0.2),
+        SamplingParams(top_k=5, top_p=0.7, min_p=0.05, temperature=1.5),
+        SamplingParams(top_k=1),
+    ],
+)
+def test_distribution(params: SamplingParams) -> None:
+    logits = random_logits(1)
+    draws = 20000
+    probabilities = torch.softmax(logits[0].double() / params.temperature, dim=0)
+    kept = kept_tokens(probabilities.tolist(), params.top_k, params.top_p, params.min_p)
+    expected = torch.zeros(VOCABULARY, dtype=torch.float64)
+    expected[list(kept)] = probabilities[list(kept)]
+    expected /= expected.sum()
+    observed = frequencies(params, logits, draws).double()
+    assert set(observed.nonzero().flatten().tolist()) <= kept
+    deviation = ((observed - expected) ** 2 / expected.clamp(min=1e-12))[expected > 0].sum() * draws
+    # Chi-square with at most 11 degrees of freedom: 40 is beyond the 99.99th percentile.
+    assert float(deviation) < 40.0
+
+
+def test_filters_agree_with_the_reference_beyond_the_first_candidates() -> None:
+    logits = random_logits(6, vocabulary=1000, seed=3) * 0.2
+    settings = [(0, 0.99, 0.0), (700, 1.0, 0.0), (0, 1.0, 0.05), (900, 0.9, 0.01), (3, 0.5, 0.5), (0, 0.05, 0.0)]
+    filters = Filters(*(torch.tensor(column) for column in zip(*settings, strict=True)))
+    chosen: list[set[int]] = [set() for _ in settings]
+    for draw in np.linspace(0.0, 1.0 - 1e-9, 400):
+        token_ids, _ = sample(logits, filters, torch.full((6,), float(draw), dtype=torch.float64))
+        for row, token_id in enumerate(token_ids.tolist()):
+            chosen[row].add(token_id)
+    for row, (top_k, top_p, min_p) in enumerate(settings):
+        kept = kept_tokens(torch.softmax(logits[row].double(), 0).tolist(), top_k, top_p, min_p)
+        assert chosen[row] <= kept
+        assert len(chosen[row]) > 0.2 * len(kept)
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    logits = random_logits(40, vocabulary=2000)
+    generator = torch.Generator().manual_seed(1)
+    filters = Filters(
+        torch.randint(0, 50, (40,), generator=generator) * (torch.arange(40) % 3 == 0),
+        torch.where(torch.arange(40) % 2 == 0, 0.99, 1.0),
+        torch.where(torch.arange(40) % 5 == 0, 0.01, 0.0),
+    )
+    draws = torch.from_numpy(uniforms(np.arange(40), np.arange(40)))
+    together, _ = sample(logits, filters, draws)
+    for row in range(40):
+        own = Filters(*(column[row : row + 1] for column in filters))
+        assert sample(logits[row : row + 1], own, draws[row : row + 1])[0].item() == together[row].item()
+
+
+def test_wide_rows_are_drawn_from_their_distribution() -> None:
+    """Several spans, one of them partial, most tokens impossible."""
+    logits = torch.full((1, 2000), float("-inf"))
+    possible = torch.tensor([0, 511, 512, 1023, 1700, 1999])
+    logits[0, possible] = torch.tensor([0.0, 1.0, 0.5, -1.0, 0.0, 1.5])
+    observed = frequencies(SamplingParams(), logits, 20000)
+    assert observed.nonzero().flatten().tolist() == possible.tolist()
+    expected = torch.softmax(logits[0, possible].double(), dim=0)
+    assert float(((observed[possible] - expected) ** 2 / expected).sum() * 20000) < 30.0
+    filters = Filters(torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.zeros(2))
+    extremes = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
+    assert sample(logits.expand(2, -1), filters, extremes)[0].tolist() == [0, 1999]
+
+
+def test_uniforms_are_uniform_and_depend_on_seed_and_position() -> None:
+    draws = uniforms(np.repeat(np.arange(-50, 50), 100), np.tile(np.arange(100), 100))
+    assert 0.0 <= draws.min() < draws.max() < 1.0
+    counts, _ = np.histogram(draws, bins=20, range=(0.0, 1.0))
+    assert ((counts - 500.0) ** 2 / 500.0).sum() < 50.0
+    assert len(np.unique(draws)) == len(draws)
+    assert uniforms(np.array([-(1 << 63), (1 << 63) - 1]), np.array([0, 1])).shape == (2,)
+
+
+def test_greedy_takes_the_first_maximum_and_ignores_the_seed() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
+    assert choose(SamplingParams(temperature=0.0, seed=4), logits, prompt=(1,)).token_ids.tolist() == [1]
+
+
+def test_rows_that_are_not_numbers_are_not_usable() -> None:
+    logits = random_logits(4)
+    logits[0, 3], logits[1, 0], logits[2] = float("nan"), float("inf"), float("-inf")
+    _, is_usable = greedy(logits)
+    assert is_usable.tolist() == [False, False, False, True]
+    filters = Filters(torch.tensor([0, 2, 0, 2]), torch.ones(4), torch.zeros(4))
+    token_ids, is_usable = sample(logits, filters, torch.full((4,), 0.5, dtype=torch.float64))
+    assert is_usable.tolist() == [False, False, False, True]
+    assert 0 <= int(token_ids.min()) <= int(token_ids.max()) < VOCABULARY
+
+
+def test_penalties_against_the_reference() -> None:
+    prompt, generated = [1, 4, 4, 7], [7, 7, 2, 9]
+    logits = random_logits(3)
+    token_ids = torch.tensor([1, 4, 7, 2, 9])
+    counts = torch.tensor([generated.count(token_id) for token_id in token_ids.tolist()], dtype=torch.int32)
+    columns = (1.7, 0.6, -0.4), (0.8, -1.0, 0.0)
+    expected = [penalised(logits[row + 1].tolist(), prompt, generated, *columns[row]) for row in range(2)]
+    untouched = logits[0].tolist()
+    rows = torch.tensor([1] * 5 + [2] * 5)
+    seen = SeenTokens(rows, token_ids.repeat(2), counts.repeat(2))
+    penalise_(logits, seen, Penalties(*(torch.tensor([9.0, *column]) for column in zip(*columns, strict=True))))
+    assert logits[0].tolist() == untouched
+    for row in range(2):
+        assert logits[row + 1].tolist() == pytest.approx(expected[row], abs=1e-6)
+
+
+def test_penalties_of_a_long_sequence_against_the_reference() -> None:
+    vocabulary = 300
+    prompt, generated = tuple(range(0, 150, 2)), (7, 7, 8, 280, 281, 0)
+    greedily = SamplingParams(
+        temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=1.0, logit_bias=((7, 1.5),)
+    )
+    logits = random_logits(1, vocabulary)
+    expected = penalised(logits[0].tolist(), list(prompt), list(generated), 1.3, 0.5, 1.0)
+    expected[7] += 1.5
+    for params in (greedily, replace(greedily, temperature=1.0, top_k=1)):
+        choice = choose(params, logits, prompt=prompt, generated=generated)
+        assert choice.token_ids.tolist() == [expected.index(max(expected))]
+
+
+def test_penalties_count_what_was_generated_so_far() -> None:
+    """Equal logits and a frequency penalty: every token once before any comes twice, as resumed as in one go."""
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.0, max_tokens=30)
+    logits = torch.zeros(1, VOCABULARY)
+    sampler = Sampler(max_sequences=4, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
+    sampler.add(2, NewSequence(RequestId("a"), (3, 0, 1), 1, 0, (), params))
+    chosen = [int(sampler.choose(np.array([2]), np.array([3 + step]), logits).token_ids[0]) for step in range(10)]
+    assert chosen == list(range(2, VOCABULARY))
+
+
+def test_logit_bias_forces_and_forbids() -> None:
+    logits = random_logits(1)
+    assert choose(SamplingParams(temperature=0.0, logit_bias=((5, 100.0),)), logits).token_ids.tolist() == [5]
+    best = int(logits.argmax())
+    biased = choose(SamplingParams(temperature=0.0, logit_bias=((best, -100.0), (10**6, 5.0))), logits)
+    assert biased.token_ids.tolist() != [best]
+
+
+def test_min_tokens_masks_every_stop_token_until_reached() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, EOS], logits[0, 5] = 10.0, 9.0
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,))
+    assert choose(params, logits, generated=(7,)).token_ids.tolist() == [0]
+    assert choose(params, logits, generated=(7, 7)).token_ids.tolist() == [EOS]
+    ignoring = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(5,), ignore_eos=True)
+    assert choose(ignoring, logits).token_ids.tolist() == [EOS]
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    logits = random_logits(1)
+    params = SamplingParams(temperature=0.3, logit_bias=((5, 100.0),), num_logprobs=4)
+    entry = choose(params, logits).logprobs[0]
+    expected = torch.log_softmax(logits[0], dim=0)
+    assert entry.token_id == 5
+    assert entry.logprob == pytest.approx(float(expected[5]), abs=1e-6)
+    assert [token_id for token_id, _ in entry.top] == expected.topk(4).indices.tolist()
+    assert choose(SamplingParams(num_logprobs=0), logits).logprobs[0].top == ()
+    assert choose(SamplingParams(), logits).logprobs == {}
+
+
+def test_a_batch_of_every_kind_leaves_the_logits_alone() -> None:
+    sampler = Sampler(max_sequences=4, vocab_size=VOCABULARY, eos_token_ids=(EOS,))
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.0, presence_penalty=2.0, num_logprobs=1),
+        SamplingParams(temperature=0.7, top_k=2, min_tokens=3),
+    ]
+    for row, params in enumerate(kinds):
+        sampler.add(row, NewSequence(RequestId(f"r{row}"), (3, 4), 1, 0, (), params))
+    logits = random_logits(4)
+    before = logits.clone()
+    choice = sampler.choose(np.arange(4), np.full(4, 2), logits)
+    assert torch.equal(logits, before)
+    assert choice.token_ids[0] == int(before[0].argmax())
+    assert list(choice.logprobs) == [2]
+    assert choice.token_ids[3] in before[3].clone().index_fill_(0, torch.tensor(EOS), -1e9).topk(2).indices.tolist()

@@ -1,0 +1,79 @@
+"""Block layout and block storage."""
+
+import numpy as np
+import pytest
+import torch
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import ConfigError, NotEnoughMemory
+from alignedserve.core.ids import BlockId
+from alignedserve.runtime.kv.block_storage import BlockStorage
+
+LAYOUT = BlockLayout(block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+
+
+def test_sizes() -> None:
+    assert LAYOUT.block_bytes == 3 * 2 * 4 * 2 * 8 * 2
+    assert LAYOUT.token_bytes == LAYOUT.block_bytes // 4
+    assert LAYOUT.run_elements == 4 * 2 * 8
+    assert LAYOUT.runs_per_block == 6
+
+
+def test_bad_layouts_name_the_field() -> None:
+    with pytest.raises(ConfigError, match="num_layers"):
+        BlockLayout(block_size=4, num_layers=0, num_kv_heads=2, head_dim=8, dtype="float32")
+    with pytest.raises(ConfigError, match="int4"):
+        BlockLayout(block_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="int4")
+
+
+def test_views_lie_in_the_documented_order() -> None:
+    storage = BlockStorage(LAYOUT, 5)
+    one_block = np.arange(LAYOUT.block_elements, dtype=np.float32) % 251
+    shape = (3, 2, 4, 2, 8)
+    content = torch.from_numpy(one_block).to(torch.bfloat16)
+    storage.write_blocks([BlockId(3)], content.view(torch.uint8).numpy())
+    for layer in range(3):
+        assert torch.equal(storage.layer_keys(layer)[3], content.view(shape)[layer, 0])
+        assert torch.equal(storage.layer_values(layer)[3], content.view(shape)[layer, 1])
+        key_run = storage.key_runs(layer)[3 * storage.run_stride]
+        assert torch.equal(key_run, content.view(shape)[layer, 0].flatten())
+        value_slot = storage.value_slots(layer)[3 * storage.slot_stride + 2]
+        assert torch.equal(value_slot, content.view(shape)[layer, 1, 2].flatten())
+
+
+def test_blocks_round_trip_in_any_order() -> None:
+    storage = BlockStorage(LAYOUT, 9)
+    content = np.random.default_rng(0).integers(0, 256, (4, LAYOUT.block_bytes), dtype=np.uint8)
+    blocks = [BlockId(block) for block in (7, 0, 3, 8)]
+    storage.write_blocks(blocks, memoryview(content.tobytes()))
+    read = np.zeros_like(content)
+    storage.read_blocks(list(reversed(blocks)), read)
+    assert np.array_equal(read, content[::-1])
+    storage.read_blocks([], np.zeros((0, LAYOUT.block_bytes), np.uint8))
+
+
+def test_blocks_outside_the_storage_and_wrong_buffers_are_broken_invariants() -> None:
+    storage = BlockStorage(LAYOUT, 2)
+    row = np.zeros((1, LAYOUT.block_bytes), np.uint8)
+    for block in (-1, 2):
+        with pytest.raises(AssertionError, match="outside"):
+            storage.read_blocks([BlockId(block)], row)
+    with pytest.raises(AssertionError, match="fit"):
+        storage.write_blocks([BlockId(0), BlockId(1)], row)
+    with pytest.raises(AssertionError, match="read-only"):
+        storage.read_blocks([BlockId(0)], memoryview(row.tobytes()))
+
+
+def test_zeroing() -> None:
+    storage = BlockStorage(LAYOUT, 3)
+    storage.layer_keys(1).fill_(5.0)
+    storage.zero_blocks(np.array([2]))
+    storage.zero_tail(BlockId(0), 3)
+    assert storage.layer_keys(1)[2].abs().max() == 0.0
+    assert storage.layer_keys(1)[0, 3].abs().max() == 0.0
+    assert storage.layer_keys(1)[0, :3].min() == 5.0
+
+
+def test_too_much_memory_says_how_much_is_needed() -> None:
+    with pytest.raises(NotEnoughMemory, match=str(LAYOUT.block_bytes << 40)):
+        BlockStorage(LAYOUT, 1 << 40)

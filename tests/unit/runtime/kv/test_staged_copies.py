@@ -1,0 +1,117 @@
+"""Blocks to and from the host by queues, in pieces; and who waits for whom at the same blocks."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.device.arrays import FixedArrays, Packing, to_device
+from alignedserve.runtime.device.streams import CheckedStreams, DeviceStreams, HostStreams
+from alignedserve.runtime.kv.block_codecs import exact_rows
+from alignedserve.runtime.kv.pending_copies import PendingCopies
+from alignedserve.runtime.kv.staged_copies import StagedCopies
+
+NUM_BLOCKS, BLOCK_BYTES, PIECE = 11, 24, 3
+CPU = torch.device("cpu")
+
+queue_kinds = pytest.mark.parametrize("make_queues", [HostStreams, lambda: CheckedStreams(3)])
+block_lists = pytest.mark.parametrize("ids", [[], [5], [4, 1, 9], [0, 10, 3, 7, 2, 8, 1, 6]])
+
+
+def some_blocks() -> Tensor:
+    return torch.arange(NUM_BLOCKS * BLOCK_BYTES).to(torch.uint8).view(NUM_BLOCKS, BLOCK_BYTES)
+
+
+def copies(blocks: Tensor, queues: DeviceStreams, is_staged: bool) -> StagedCopies:
+    form, queue = exact_rows(blocks), queues.queue("copies")
+    return StagedCopies(form, queue, CPU, staged_bytes=PIECE * BLOCK_BYTES, is_staged=is_staged)
+
+
+@queue_kinds
+@block_lists
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_blocks_come_out_and_go_back(ids: list[int], is_staged: bool, make_queues: Callable[[], DeviceStreams]) -> None:
+    blocks, block_ids = some_blocks(), np.array(ids, np.int64)
+    queues = make_queues()
+    staged = copies(blocks, queues, is_staged)
+    rows = staged.pinned(len(ids))
+    staged.copy_out(block_ids, rows)
+    queues.queue("copies").record().wait_on_host()
+    assert torch.equal(rows, some_blocks()[ids])
+    blocks.zero_()
+    staged.copy_in(rows, block_ids)
+    queues.queue("copies").record().wait_on_host()
+    assert torch.equal(blocks[ids], some_blocks()[ids])
+    others = [block for block in range(NUM_BLOCKS) if block not in ids]
+    assert not blocks[others].any()
+
+
+@queue_kinds
+@block_lists
+def test_rows_are_walked_while_the_next_ones_travel(ids: list[int], make_queues: Callable[[], DeviceStreams]) -> None:
+    blocks, block_ids = some_blocks(), np.array(ids, np.int64)
+    staged = copies(blocks, make_queues(), True)
+    assert [row.tolist() for row in staged.rows_to_read(block_ids)] == some_blocks()[ids].tolist()
+    for row, block_id in zip(staged.rows_to_write(block_ids), ids, strict=True):
+        row[:] = 100 + block_id
+    assert blocks[ids].tolist() == [[100 + block_id] * BLOCK_BYTES for block_id in ids]
+
+
+def test_who_uses_a_block_next_waits_for_a_copy_and_nobody_else_does() -> None:
+    queues, uses = CheckedStreams(0), PendingCopies(4)
+    taken: list[str] = []
+    first, second = queues.queue("first"), queues.queue("second")
+    first.run(lambda: taken.append("copy"))
+    uses.end(first, np.array([1, 2]))
+    assert not uses.is_idle
+    uses.begin(second, np.array([0, 3]))
+    second.run(lambda: taken.append("elsewhere"))
+    second.record().wait_on_host()
+    assert "elsewhere" in taken  # whether or not the copy has happened
+    uses.begin(second, np.array([2]))
+    second.run(lambda: taken.append("same block"))
+    second.record().wait_on_host()
+    assert taken.index("copy") < taken.index("same block")
+    uses.settle(np.array([1]))
+    assert uses.is_idle
+
+
+def test_the_host_waits_for_a_copy() -> None:
+    queues, uses = CheckedStreams(1), PendingCopies(2)
+    taken: list[str] = []
+    queues.queue("out").run(lambda: taken.append("copy"))
+    uses.end(queues.queue("out"), np.array([1]))
+    uses.settle(np.array([0]))
+    assert taken == []
+    uses.settle(np.array([0, 1]))
+    assert taken == ["copy"]
+
+
+def test_arrays_of_any_kind_are_packed_and_found_again() -> None:
+    arrays = [
+        np.arange(5, dtype=np.int32),
+        np.array([True, False, True]),
+        np.arange(4, dtype=np.float64) / 3,
+        np.empty(0, np.int64),
+        np.arange(7, dtype=np.int8),
+    ]
+    packing = Packing(arrays)
+    packed = torch.zeros(packing.num_bytes, dtype=torch.uint8)
+    assert packing.fill(packed.numpy(), arrays) <= packing.num_bytes
+    for view, array in zip(packing.views(packed), arrays, strict=True):
+        assert np.array_equal(view.numpy(), array)
+    for tensor, array in zip(to_device(arrays, CPU), arrays, strict=True):
+        assert np.array_equal(tensor.numpy(), array)
+
+
+def test_fixed_arrays_stay_where_they_are_and_the_last_may_grow() -> None:
+    fixed = FixedArrays([np.zeros(3, np.int64), np.array([7], np.int32)], CPU, last_size=4)
+    places = [tensor.data_ptr() for tensor in fixed.tensors]
+    fixed.fill([np.array([1, 2, 3]), np.array([4, 5, 6], np.int32)])
+    assert [tensor.data_ptr() for tensor in fixed.tensors] == places
+    assert fixed.tensors[0].tolist() == [1, 2, 3]
+    assert fixed.tensors[1][:3].tolist() == [4, 5, 6]
+    with pytest.raises(AssertionError, match="larger than its place"):
+        fixed.fill([np.array([1, 2, 3]), np.zeros(5, np.int32)])

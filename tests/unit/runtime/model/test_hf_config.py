@@ -1,0 +1,167 @@
+"""config.json: both generations of it, every family's sizes, and whatever a hostile file may hold."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
+from alignedserve.microbench.shapes import SHAPES
+from alignedserve.runtime.model.hf_config import parse_model_config, read_model_config
+from alignedserve.runtime.model.model_config import RopeScaling
+from tests.support.tiny_models import TINY_MODELS, make_tiny_model
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("family", list(TINY_MODELS))
+def test_parameters_are_counted_like_transformers(family: str, tmp_path: Path) -> None:
+    reference = make_tiny_model(tmp_path, family)
+    config = read_model_config(tmp_path)
+    assert config.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    assert config.eos_token_ids == (2,)
+
+
+def test_bytes_per_token() -> None:
+    config = SHAPES["llama-0.5b"]
+    assert config.kv_token_bytes("bfloat16") == 2 * 24 * 2 * 64 * 2
+    assert config.hidden_token_bytes("bfloat16") == 24 * 896 * 2
+    assert config.weight_bytes("bfloat16") == 2 * config.num_parameters
+    assert config.block_layout(16, "bfloat16").token_bytes == config.kv_token_bytes("bfloat16")
+    assert SHAPES["opt-125m"].num_parameters == 125_239_296
+
+
+def test_old_and_new_spellings_read_alike() -> None:
+    old = parse_model_config(
+        {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}, "torch_dtype": "bfloat16"}
+    )
+    new = parse_model_config(
+        {**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}, "dtype": "bfloat16"}
+    )
+    assert old == new
+    assert old.rope is not None
+    assert (old.rope.theta, old.rope.scaling, old.rope.factor) == (5e5, RopeScaling.LLAMA3, 8.0)
+
+
+def test_old_gpt_neox_spelling() -> None:
+    config = parse_model_config({**LLAMA, "model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 5000})
+    assert config.rope is not None
+    assert (config.rope.rotary_dim, config.rope.theta) == (8, 5000.0)
+
+
+def test_sliding_windows() -> None:
+    mistral = {**LLAMA, "model_type": "mistral"}
+    assert parse_model_config(mistral).sliding_window == 4096
+    assert parse_model_config({**mistral, "sliding_window": None}).sliding_window is None
+    assert parse_model_config({**mistral, "sliding_window": 8}).windowed_layers == (0, 1)
+    qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}
+    assert parse_model_config(qwen).sliding_window is None
+    assert parse_model_config({**qwen, "use_sliding_window": True}).windowed_layers == (1,)
+
+
+def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 5}))
+    assert read_model_config(tmp_path).eos_token_ids == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert read_model_config(tmp_path).eos_token_ids == (7, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 100}))
+    with pytest.raises(ModelError, match="eos_token_id"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", "100"),
+        ("vocab_size", -1),
+        ("vocab_size", 10**30),
+        ("vocab_size", True),
+        ("vocab_size", 100.5),
+        ("vocab_size", None),
+        ("hidden_size", [64]),
+        ("hidden_size", 0),
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 5),
+        ("num_key_value_heads", 3),
+        ("num_key_value_heads", 8),
+        ("head_dim", 15),
+        ("rms_norm_eps", "1e-5"),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", float("inf")),
+        ("rope_theta", 0),
+        ("tie_word_embeddings", "yes"),
+        ("hidden_act", {"a": 1}),
+        ("eos_token_id", -1),
+        ("eos_token_id", [[1]]),
+        ("rope_parameters", "linear"),
+        ("model_type", 5),
+        ("max_position_embeddings", {}),
+    ],
+)
+def test_bad_fields_are_named(field: str, value: object) -> None:
+    with pytest.raises(ModelError, match=field):
+        parse_model_config({**LLAMA, field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"model_type": "__import__('os')"}, "model_type"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "dynamic"),
+        ({"hidden_act": "mish"}, "mish"),
+        ({"torch_dtype": "int8"}, "int8"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "opt", "ffn_dim": 8, "layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "layer_types": ["chunked", "x"]},
+            "layer_types",
+        ),
+    ],
+)
+def test_what_the_engine_lacks_is_named(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(UnsupportedModel, match=problem):
+        parse_model_config({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 100_000, b'{"vocab_size": ' + b"9" * 5000 + b"}", b"3"]
+)
+def test_files_that_are_not_a_json_object(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_a_huge_config_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ModelError, match="larger than"):
+        read_model_config(tmp_path)
+
+
+def test_missing_folders_and_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        read_model_config(tmp_path / "nowhere")
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_reading_a_config_does_not_import_torch() -> None:
+    program = "import sys, alignedserve.runtime.model.hf_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,130 @@
+"""Weights from model folders: what loads, and what is refused by name."""
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from alignedserve.core.errors import ModelError, ModelNotFound, UnsafeWeights
+from alignedserve.microbench.shapes import SHAPES
+from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.weight_files import load_weights
+from alignedserve.runtime.model.weight_loader import random_weights
+from tests.support.tiny_engines import TinyEngine, random_tokens, reference_generation, tiny_decoder
+from tests.support.tiny_models import make_tiny_model
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_tiny_model(tmp_path, "llama")
+    return tmp_path
+
+
+def load(folder: Path) -> None:
+    load_weights(folder, read_model_config(folder), torch.float32)
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace or drop (None) the norm of one layer."""
+    tensors = {**load_file(folder / "model.safetensors"), NORM: changes["norm"]}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+
+
+def test_shards_load_alike(tmp_path: Path) -> None:
+    reference = make_tiny_model(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    reference.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    tiny = TinyEngine(tiny_decoder(tmp_path))
+    prompt = random_tokens(1, 9)
+    tiny.add("a", prompt)
+    tiny.generate("a", 8)
+    assert tiny.tokens("a")[9:] == reference_generation(reference, prompt, 8)
+
+
+def test_names_without_the_model_prefix_load_too(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    load(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
+def test_pickled_weights_are_refused(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(UnsafeWeights, match=name):
+        load(folder)
+
+
+def test_no_weights_at_all(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match=r"model\.safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.00001, 0.01, 0.5, 0.999])
+def test_a_truncated_file_is_named(folder: Path, kept: float) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or not"):
+        load(folder)
+
+
+def test_a_header_that_claims_too_much_is_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    for length in (1 << 62, 1 << 33, 0):
+        path.write_bytes(struct.pack("<Q", length) + b"{}" * 50)
+        with pytest.raises(ModelError, match=r"model\.safetensors"):
+            load(folder)
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, norm=None)
+    with pytest.raises(ModelError, match=NORM):
+        load(folder)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    rewrite(folder, norm=torch.zeros(65))
+    with pytest.raises(ModelError, match=rf"{NORM} has shape \[65\], expected \[64\]"):
+        load(folder)
+
+
+def test_a_wrong_dtype_is_named(folder: Path) -> None:
+    rewrite(folder, norm=torch.zeros(64, dtype=torch.int32))
+    with pytest.raises(ModelError, match=rf"{NORM} has dtype torch.int32"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "problem"),
+    [
+        ({NORM: "../model.safetensors"}, "not the name"),
+        ({NORM: "/etc/passwd"}, "not the name"),
+        ({NORM: "pytorch_model.bin"}, "not the name"),
+        ({NORM: 3}, "not the name"),
+        ({NORM: "absent.safetensors"}, "is missing"),
+        ({"model.nowhere": "model.safetensors"}, "does not hold tensor model.nowhere"),
+        ({}, "weight_map"),
+        ([], "weight_map"),
+    ],
+)
+def test_bad_indexes(folder: Path, weight_map: Any, problem: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match=problem):
+        load(folder)
+
+
+def test_random_weights_are_the_same_for_the_same_seed() -> None:
+    small = replace(SHAPES["opt-125m"], num_layers=1, vocab_size=500)
+    first, second = (random_weights(small, 3, torch.bfloat16) for _ in range(2))
+    assert torch.equal(first.embedding, second.embedding)
+    assert not torch.equal(first.embedding, random_weights(small, 4, torch.bfloat16).embedding)

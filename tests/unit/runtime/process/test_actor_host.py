@@ -1,0 +1,157 @@
+"""A room in a process of its own: known errors are kept for whoever asks, anything else ends the process."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PRELUDE = """
+import asyncio, sys, time
+from pathlib import Path
+from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.messages.events import Received, Ticked
+from alignedserve.messages.handshake import Ping, Role
+from alignedserve.messages.caches import LeasesReleased
+from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.wire import Codec
+from alignedserve.runtime.process.addresses import AddressBook
+from alignedserve.runtime.process.actor_host import ActorHost
+from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.runtime.process.logic_driver import LogicDriver
+from alignedserve.runtime.process.link_manager import LinkManager
+
+folder = Path(sys.argv[1])
+membership = ProcessSpec(Role.ROUTER, "router", "c", b"s" * 32, 5.0, AddressBook(folder), folder / "logs")
+CODEC = Codec(AbortRequest | Ping)
+
+
+class Nothing:
+    async def close(self):
+        print("closed", flush=True)
+
+
+class Fragile:
+    def __init__(self, event):
+        self._event = event
+
+    def on_event(self, event, now):
+        assert not isinstance(event, self._event), "a broken invariant"
+        return []
+
+
+async def fragile_room(event):
+    room = LogicDriver(Fragile(event), membership.identity(), CODEC, print)
+    await room.switchboard.listen(membership.own_address())
+    return room
+
+
+class Silent:
+    def on_linked(self, peer): board.send("router", AbortRequest("r1"))
+    def on_message(self, peer, message): pass
+    def on_lost(self, peer): pass
+
+
+async def send_it_something():
+    global board
+    board = LinkManager(Identity(Role.GATEWAY, "gateway-0", b"s" * 32), CODEC, Silent())
+    board.dial(membership.own_address())
+    await asyncio.sleep(20)
+"""
+
+
+def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    source = PRELUDE + textwrap.dedent(script)
+    return subprocess.run(
+        [sys.executable, "-c", source, str(folder)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "logs" / "router.log").read_text()
+
+
+def test_a_room_that_is_up_has_no_failure_and_may_be_stopped_twice(tmp_path: Path) -> None:
+    script = """
+    async def build(): return Nothing()
+    host = ActorHost(membership, build)
+    assert host.failure() is None
+    host.stop()
+    host.stop()
+    """
+    over = run(tmp_path, script)
+    assert (over.returncode, over.stdout) == (0, "closed\n"), over.stderr
+
+
+def test_an_error_of_the_tree_is_kept(tmp_path: Path) -> None:
+    script = """
+    async def build(): raise NotEnoughMemory("set pool.memory_bytes lower")
+    host = ActorHost(membership, build)
+    print(repr(host.failure()))
+    host.stop()
+    """
+    over = run(tmp_path, script)
+    assert (over.returncode, over.stdout) == (0, "NotEnoughMemory('set pool.memory_bytes lower')\n"), over.stderr
+    assert "router cannot start" in log_of(tmp_path)
+
+
+def test_any_other_error_while_building_ends_the_process(tmp_path: Path) -> None:
+    script = """
+    async def build(): raise ValueError("not one of ours")
+    ActorHost(membership, build)
+    print("still here")
+    """
+    over = run(tmp_path, script)
+    assert over.returncode != 0
+    assert over.stdout == ""
+    assert "not one of ours" in over.stderr
+
+
+STILL_HERE = """
+    time.sleep(20)
+    print("still here")
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        """
+    async def build():
+        asyncio.get_running_loop().call_later(0.05, lambda: 1 / 0)
+        return Nothing()
+    host = ActorHost(membership, build)
+    """,
+        """
+    async def build(): return await fragile_room(Ticked)
+    host = ActorHost(membership, build)
+    """,
+        """
+    async def build(): return await fragile_room(Received)
+    host = ActorHost(membership, build)
+    asyncio.run(send_it_something())
+    """,
+    ],
+    ids=["in a callback", "at a tick", "at a message"],
+)
+def test_whatever_breaks_later_ends_the_process(tmp_path: Path, script: str) -> None:
+    over = run(tmp_path, script + STILL_HERE)
+    assert over.returncode == 70, (over.stdout, over.stderr)
+    assert over.stdout == ""
+    assert "router is broken and ends" in log_of(tmp_path)
+
+
+def test_a_peer_that_goes_away_while_we_write_is_no_reason_to_end(tmp_path: Path) -> None:
+    script = """
+    async def build():
+        def fail(): raise ConnectionResetError("gone")
+        asyncio.get_running_loop().call_later(0.01, fail)
+        return Nothing()
+    host = ActorHost(membership, build)
+    time.sleep(0.2)
+    host.stop()
+    """
+    over = run(tmp_path, script)
+    assert (over.returncode, over.stdout) == (0, "closed\n"), over.stderr

@@ -1,0 +1,115 @@
+"""aligned_slo: the worked example of its page, and one decision per test."""
+
+from typing import Any
+
+from alignedserve.scheduling.policies import make_policy
+from alignedserve.scheduling.policy import WorkerView
+from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+
+
+def example(tpot_s: float, **worker: Any) -> WorkerView:
+    """Somebody reads an answer, a question has just come, one document is being written and one has to be read."""
+    answer = {"prompt_len": 90, "num_generated": 10, "ttft_s": 0.4, "tpot_s": tpot_s}
+    return view_of(
+        {
+            "answer": answer | {"first_token_s": 0.3, "last_token_s": 0.99},
+            "question": {"prompt_len": 60, "ttft_s": 0.4, "tpot_s": tpot_s, "arrival_s": 0.95},
+            "written": {"be": True, "prompt_len": 390, "num_generated": 10, "last_run_s": 0.99},
+            "read": {"be": True, "prompt_len": 500, "arrival_s": 0.5},
+        },
+        now=1.0,
+        history=[0.02],
+        **worker,
+    )
+
+
+def planned(view: WorkerView) -> dict[str, int]:
+    plan = make_policy("aligned_slo").plan(view)
+    assert_sound(view, plan)
+    return shares_of(view, plan)
+
+
+def test_the_example_of_the_page() -> None:
+    assert planned(example(tpot_s=0.1)) == {"answer": 1, "question": 60, "written": 1, "read": 3}
+
+
+def test_the_example_with_half_the_time() -> None:
+    assert planned(example(tpot_s=0.05)) == {"answer": 1, "question": 24}
+
+
+def test_without_objectives_the_iteration_is_filled() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "decodes": {"prompt_len": 40, "num_generated": 5},
+        "long": {"prompt_len": 600, "predicted_len": 80, "arrival_s": 0.1},
+        "short": {"prompt_len": 100, "predicted_len": 10, "arrival_s": 0.2},
+    }
+    assert planned(view_of(rows, now=1.0)) == {"decodes": 1, "short": 100, "long": 411}
+
+
+def test_best_effort_gives_its_blocks_to_a_question_that_cannot_wait() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "document": {"be": True, "prompt_len": 150, "num_generated": 3},
+        "question": {"prompt_len": 60, "ttft_s": 0.4, "arrival_s": 0.9},
+    }
+    view = view_of(rows, now=1.0, num_blocks=11)
+    plan = make_policy("aligned_slo").plan(view)
+    assert shares_of(view, plan) == {"question": 60}
+    assert evicted_of(view, plan) == [("document", "drop")]
+
+
+def test_equals_do_not_take_each_others_blocks() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "first": {"be": True, "prompt_len": 150, "num_generated": 3},
+        "second": {"be": True, "prompt_len": 140, "arrival_s": 0.5},
+    }
+    view = view_of(rows, now=1.0, num_blocks=11)
+    plan = make_policy("aligned_slo").plan(view)
+    assert shares_of(view, plan) == {"first": 1}
+    assert not plan.evictions
+
+
+def test_who_has_waited_beyond_the_bound_has_a_tenth_of_the_iteration_before_anybody_else() -> None:
+    """An iteration may take a fifth of 1 s, and 10 ms of it whatever it does; the question by itself takes 160 ms."""
+    rows: dict[str, dict[str, Any]] = {
+        "forgotten": {"be": True, "prompt_len": 300, "arrival_s": -100.0},
+        "question": {"prompt_len": 300, "ttft_s": 1.0, "arrival_s": 0.9},
+    }
+    assert planned(view_of(rows, now=1.0)) == {"forgotten": 20, "question": 300}
+    rows["forgotten"]["arrival_s"] = 0.0
+    assert planned(view_of(rows, now=1.0)) == {"question": 300}
+
+
+def test_who_has_waited_beyond_the_bound_fills_what_nobody_else_needs() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "forgotten": {"be": True, "prompt_len": 300, "arrival_s": -100.0},
+        "question": {"prompt_len": 50, "ttft_s": 1.0, "arrival_s": 0.9},
+    }
+    assert planned(view_of(rows, now=1.0)) == {"question": 50, "forgotten": 140}
+
+
+def test_decodes_of_who_has_waited_beyond_the_bound_take_no_more_than_their_share_from_others() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        f"forgotten-{number}": {"be": True, "prompt_len": 10, "num_generated": 5, "arrival_s": -100.0 - number}
+        for number in range(30)
+    }
+    # An iteration may take 0.9 of its 200 ms: 18 ms are the share, 10 of them any iteration's, 1.15 for each decode.
+    question = {"prompt_len": 175, "ttft_s": 1.0, "arrival_s": 0.2}
+    shares = planned(view_of(rows | {"question": question}, now=1.0))
+    assert shares.pop("question") == 175
+    assert len(shares) == 6
+
+
+def test_smaller_priority_goes_first_among_equals() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "plain": {"prompt_len": 300, "arrival_s": 0.0},
+        "before": {"prompt_len": 300, "arrival_s": 0.5, "priority": -1},
+    }
+    assert list(planned(view_of(rows, now=1.0))) == ["before", "plain"]
+
+
+def test_a_deadline_that_presses_goes_before_what_can_wait() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "idle": {"be": True, "prompt_len": 300, "predicted_len": 1},
+        "pressed": {"be": True, "prompt_len": 300, "predicted_len": 1, "arrival_s": 0.2, "deadline_s": 1.3},
+    }
+    assert list(planned(view_of(rows, now=1.0))) == ["pressed", "idle"]

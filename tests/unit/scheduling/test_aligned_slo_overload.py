@@ -1,0 +1,71 @@
+"""aligned_slo where there is more to do than can be done in time, or than there is memory for."""
+
+from typing import Any
+
+from alignedserve.scheduling.policies import make_policy
+from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+
+Rows = dict[str, dict[str, Any]]
+
+
+def planned(rows: Rows, **worker: Any) -> tuple[dict[str, int], list[str]]:
+    view = view_of(rows, **worker)
+    plan = make_policy("aligned_slo").plan(view)
+    assert_sound(view, plan)
+    return shares_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
+
+
+def test_an_objective_shorter_than_the_decodes_holds_nobody_back() -> None:
+    rows: Rows = {
+        "chat": {"prompt_len": 40, "num_generated": 1},
+        "hasty": {"prompt_len": 10, "ttft_s": 0.001},
+        "batch": {"prompt_len": 30, "be": True},
+    }
+    assert planned(rows)[0] == {"chat": 1, "hasty": 10, "batch": 30}
+
+
+def test_best_effort_work_ends_before_a_prompt_to_come_would_be_late() -> None:
+    """A fifth of 0.2 s are 40 ms: 10 for the iteration, 1.41 for the decode, 28 tokens, 10 of them the prompt's."""
+    rows: Rows = {
+        "chat": {"prompt_len": 40, "num_generated": 1},
+        "prompt": {"prompt_len": 10, "ttft_s": 0.2},
+        "batch": {"prompt_len": 100, "be": True},
+    }
+    assert planned(rows)[0] == {"chat": 1, "prompt": 10, "batch": 18}
+
+
+def test_a_real_time_prompt_is_not_cut_for_prompts_to_come() -> None:
+    rows: Rows = {"chat": {"prompt_len": 40, "num_generated": 1}, "prompt": {"prompt_len": 100, "ttft_s": 0.2}}
+    assert planned(rows)[0] == {"chat": 1, "prompt": 100}
+
+
+def test_who_does_not_fit_lets_others_by_and_evicts_nobody_in_vain() -> None:
+    rows: Rows = {
+        "chat": {"prompt_len": 100, "num_generated": 1, "tpot_s": 1.0, "ttft_s": 1.0},
+        "batch": {"prompt_len": 30, "num_generated": 1, "be": True},
+        "large": {"prompt_len": 130, "ttft_s": 5.0},
+        "small": {"prompt_len": 20, "ttft_s": 0.001, "arrival_s": -1.0},
+    }
+    # 7 and 2 blocks are held and 5 free. The large one lacks 9, and would have 7 with those of the batch.
+    assert planned(rows, num_blocks=14) == ({"chat": 1, "small": 20, "batch": 1}, [])
+    rows["large"]["prompt_len"] = 60
+    assert planned(rows, num_blocks=13) == ({"chat": 1, "large": 60}, ["batch"])
+
+
+def test_who_has_waited_too_long_has_what_is_free_kept_for_it() -> None:
+    rows: Rows = {
+        "chat": {"prompt_len": 100, "num_generated": 1},
+        "large": {"prompt_len": 90, "ttft_s": 0.1, "arrival_s": -100.0, "predicted_len": 10},
+        "small": {"prompt_len": 20, "ttft_s": 5.0},
+    }
+    assert planned(rows, num_blocks=12)[0] == {"chat": 1}
+    rows["large"]["arrival_s"] = -50.0
+    assert planned(rows, num_blocks=12)[0] == {"chat": 1, "small": 20}
+
+
+def test_who_has_only_waited_long_takes_no_cache() -> None:
+    rows: Rows = {
+        "late": {"prompt_len": 100, "num_generated": 5, "ttft_s": 0.1, "first_token_s": 0.5},
+        "large": {"prompt_len": 90, "ttft_s": 0.1, "arrival_s": -100.0, "predicted_len": 10},
+    }
+    assert planned(rows, num_blocks=12) == ({"late": 1}, [])

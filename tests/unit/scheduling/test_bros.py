@@ -1,0 +1,233 @@
+"""BROS: the order of residual times, Algorithm 1, the batch size, and whose blocks are taken."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.scheduling.policies import make_policy
+from alignedserve.scheduling.policies.bros import residual_s
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
+from tests.harnesses.policy_run import Arrival, PolicyRun
+from tests.harnesses.scheduling import assert_sound, evicted_of, request_of, shares_of, view_of
+
+
+def decode(context_len: int, last_token_s: float = 0.0, **fields: Any) -> dict[str, Any]:
+    return {"prompt_len": context_len - 4, "num_generated": 4, "last_token_s": last_token_s, "tpot_s": 0.2} | fields
+
+
+def prompt(prompt_len: int, arrival_s: float = 0.0, **fields: Any) -> dict[str, Any]:
+    return {"prompt_len": prompt_len, "arrival_s": arrival_s, "ttft_s": 0.4, "tpot_s": 0.2} | fields
+
+
+def best_effort(fields: dict[str, Any]) -> dict[str, Any]:
+    return {**fields, "be": True, "ttft_s": None, "tpot_s": None}
+
+
+def planned(view: WorkerView, **settings: Any) -> IterationPlan:
+    plan = make_policy("bros", settings).plan(view)
+    assert_sound(view, plan)
+    return plan
+
+
+def packed(view: WorkerView, **settings: Any) -> list[str]:
+    return list(shares_of(view, planned(view, **settings)))
+
+
+EXAMPLE = {
+    "A": decode(100, last_token_s=9.85),
+    "B": prompt(16, arrival_s=9.7),
+    "C": decode(200, last_token_s=9.98),
+    "d": best_effort(decode(300)),
+    "e": best_effort(decode(100)),
+    "f": best_effort(prompt(64)),
+}
+
+
+# --- residual time
+
+
+def test_residual_times_of_the_example() -> None:
+    view = view_of(EXAMPLE, now=10.0, history=[0.02])
+    assert residual_s(view)[:3].tolist() == pytest.approx([0.05, 0.1, 0.18])
+    assert np.isinf(residual_s(view)[3:]).all()
+
+
+def test_a_prompt_that_needs_more_iterations_has_less_time_for_each() -> None:
+    view = view_of({"long": prompt(100)}, now=0.1, max_tokens=48, history=[0.02])
+    assert residual_s(view).tolist() == pytest.approx([0.3 - 2 * 0.02])
+
+
+# --- the packing
+
+
+def test_the_example_of_the_page() -> None:
+    view = view_of(EXAMPLE, now=10.0, history=[0.02])
+    plan = planned(view, base_batch_size=4)
+    assert shares_of(view, plan) == {"A": 1, "B": 16, "d": 1, "e": 1}
+
+
+def test_the_example_with_a_token_that_comes_too_late_anyway() -> None:
+    rows = EXAMPLE | {"A": decode(100, last_token_s=9.805)}  # 5 ms left, an iteration of its own takes 12
+    assert packed(view_of(rows, now=10.0, history=[0.02])) == ["B", "A", "d", "e", "f"]
+
+
+def test_nobody_more_joins_than_the_first_has_time_for() -> None:
+    rows = {"now": decode(100, 9.85), "prompt": prompt(40, 9.7), "after": decode(100, 9.95)}
+    assert packed(view_of(rows, now=10.0)) == ["now"]  # 52 ms with the prompt; what comes after it is not tried
+
+
+def test_where_nobody_can_be_in_time_only_places_and_memory_count() -> None:
+    rows = {"a": prompt(40, 9.0), "b": prompt(30, 8.0), "be": best_effort(prompt(50))}
+    assert packed(view_of(rows, now=10.0)) == ["b", "a", "be"]
+
+
+def test_equals_go_by_priority_then_arrival() -> None:
+    rows = {"third": prompt(8, 1.0), "second": prompt(8, 1.0, priority=-1), "first": prompt(8, 0.9)}
+    assert packed(view_of(rows, now=1.1)) == ["first", "second", "third"]
+
+
+def test_best_effort_goes_by_what_is_to_come_back_then_decodes_first() -> None:
+    rows = {
+        "prompt": best_effort(prompt(8, 0.0)),
+        "swapped": best_effort(decode(40, num_swapped=16)),
+        "decode": best_effort(decode(40)),
+    }
+    assert packed(view_of(rows)) == ["decode", "prompt", "swapped"]
+
+
+def test_a_copy_that_takes_longer_than_the_time_left_waits() -> None:
+    rows = {"rt": decode(100, 9.85), "be": best_effort(decode(700, num_swapped=640))}
+    assert packed(view_of(rows, now=10.0)) == ["rt"]  # 64 ms of copying, 50 ms left
+    assert packed(view_of({"be": rows["be"]}, now=10.0)) == ["be"]
+
+
+def test_who_cannot_wait_for_another_iteration_is_not_replaced() -> None:
+    rows = {"a": decode(100, 9.85), "b": decode(100, 9.85), "be": best_effort(decode(100))}
+    view = view_of(rows, now=10.0, history=[0.04])  # 14 ms now and 40 ms on average do not fit 50 ms
+    assert packed(view, base_batch_size=2) == ["a", "b"]
+    assert packed(view_of(rows, now=10.0, history=[0.03]), base_batch_size=2) == ["a", "be"]
+
+
+def test_a_real_time_request_without_slo_is_not_replaced() -> None:
+    rows = {"rt": decode(100, tpot_s=None), "be": best_effort(decode(100))}
+    assert packed(view_of(rows), base_batch_size=1) == ["rt"]
+
+
+def test_prompts_are_not_cut_unless_longer_than_an_iteration() -> None:
+    rows = {"a": prompt(40), "b": prompt(30), "c": prompt(100, ttft_s=0.39)}
+    view = view_of(rows, max_tokens=64)
+    assert shares_of(view, planned(view)) == {"c": 64}
+    view = view_of({"a": rows["a"], "b": rows["b"]}, max_tokens=64)
+    assert shares_of(view, planned(view)) == {"a": 40}
+
+
+def test_a_long_best_effort_prompt_waits_for_as_long_as_anyone_decodes() -> None:
+    """The paper has no bound on this: its prompts are whole, and fit its objectives."""
+    arrivals = [Arrival(request_of("be", best_effort(prompt(400))), 2)]
+    arrivals += [Arrival(request_of(f"rt{number}", prompt(8, number * 0.1)), 60) for number in range(20)]
+    courses = PolicyRun(make_policy("bros")).run(arrivals)
+    last_s = max(course.token_times_s[-1] for name, course in courses.items() if name != "be")
+    assert courses["be"].token_times_s[0] > last_s
+
+
+def test_a_decode_worker_chooses_and_takes_nothing() -> None:
+    rows = {"a": decode(17, 9.9), "b": best_effort(decode(300))}
+    view = view_of(rows, now=10.0, num_blocks=21, can_evict=False)
+    assert packed(view) == ["a", "b"]
+
+
+# --- the batch size
+
+
+def test_the_batch_size_doubles_and_falls_back_at_once() -> None:
+    policy = make_policy("bros", {"base_batch_size": 1})
+    calm = view_of({name: best_effort(decode(20)) for name in "abcdefgh"})
+    busy = view_of({"now": decode(100, 9.85), "prompt": prompt(40, 9.7)}, now=10.0)
+    sizes = [len(policy.plan(view).shares) for view in (calm, calm, calm, busy, calm, calm)]
+    assert sizes == [1, 2, 4, 1, 1, 2]
+
+
+def test_the_batch_size_never_passes_what_the_engine_runs() -> None:
+    policy = make_policy("bros", {"base_batch_size": 2})
+    calm = view_of({"a": best_effort(decode(20))}, max_running=3)
+    busy = view_of({name: decode(20, 9.9) for name in "abcdef"}, now=10.0)
+    for _ in range(5):
+        policy.plan(calm)
+    assert len(policy.plan(busy).shares) == 3
+
+
+@pytest.mark.parametrize("name", ["base_batch_size", "batch_growth"])
+def test_settings_are_positive(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
+        make_policy("bros", {name: 0})
+
+
+# --- blocks
+
+
+def full(**memory: Any) -> WorkerView:
+    """A prompt of two blocks; two best-effort decodes hold all of them."""
+    rows = {
+        "be1": best_effort(decode(60, arrival_s=1.0)),
+        "be2": best_effort(decode(60, arrival_s=2.0)),
+        "rt": prompt(20, 9.9),
+    }
+    return view_of(rows, now=10.0, num_blocks=8, **memory)
+
+
+def test_a_whole_best_effort_cache_leaves_where_blocks_are_not_shared() -> None:
+    view = full(num_free_host=1000)
+    plan = planned(view)
+    assert evicted_of(view, plan) == [("be2", "swap")]
+    assert plan.evictions[0].num_tokens is None
+    assert list(shares_of(view, plan)) == ["rt", "be1"]
+
+
+def test_where_blocks_are_shared_only_the_blocks_to_be_overwritten_leave() -> None:
+    rows = {"be": best_effort(decode(60, num_blocks=3)), "rt": prompt(40, 9.9)}
+    view = view_of(rows, now=10.0, num_blocks=5, num_free_host=1000, has_shared_blocks=True)
+    (part,) = planned(view).evictions
+    assert part.num_tokens == 16  # one block more than the two that are free; the last 11 tokens share theirs anyway
+
+
+@pytest.mark.parametrize("num_free_host", [0, 58])
+def test_without_room_on_the_host_the_cache_is_dropped(num_free_host: int) -> None:
+    view = full(num_free_host=num_free_host)
+    assert evicted_of(view, planned(view)) == [("be2", "drop")]
+
+
+def test_after_best_effort_the_real_time_request_with_most_time_gives_its_blocks() -> None:
+    rows = {
+        "old": decode(33, 9.85, arrival_s=1.0),
+        "least": decode(64, 9.90, arrival_s=2.0),
+        "most": decode(64, 9.95, arrival_s=2.0),
+    }
+    view = view_of(rows, now=10.0, num_blocks=10, num_free_host=1000)
+    plan = planned(view)
+    assert evicted_of(view, plan) == [("most", "swap")]
+    assert list(shares_of(view, plan)) == ["old", "least"]
+
+
+def test_nobody_takes_from_an_earlier_one_of_its_class() -> None:
+    rows = {"old": decode(33, 9.95), "new": decode(33, 9.85, arrival_s=1.0)}
+    view = view_of(rows, now=10.0, num_blocks=4, num_free_host=1000)
+    plan = planned(view)
+    assert (list(shares_of(view, plan)), evicted_of(view, plan)) == (["old"], [("new", "swap")])
+
+
+def test_a_best_effort_prompt_takes_from_nobody() -> None:
+    rows = {"decode": best_effort(decode(60, arrival_s=5.0)), "prompt": best_effort(prompt(30, 1.0))}
+    view = view_of(rows, num_blocks=5, num_free_host=1000, now=10.0)
+    plan = planned(view)
+    assert (list(shares_of(view, plan)), plan.evictions) == (["decode"], ())
+
+
+@pytest.mark.parametrize("be", [False, True], ids=["real-time", "best-effort"])
+def test_two_equal_requests_never_take_from_each_other_in_turn(be: bool) -> None:
+    rows = [prompt(40, ttft_s=5.0, be=be), prompt(40, ttft_s=5.0, be=be)]
+    arrivals = [Arrival(request_of(f"r{number}", fields), 60) for number, fields in enumerate(rows)]
+    view = view_of({}, num_blocks=7)
+    courses = PolicyRun(make_policy("bros"), view.memory).run(arrivals)
+    assert [courses[name].num_preemptions for name in ("r0", "r1")] == [0, 1]

@@ -1,0 +1,100 @@
+"""FastServe: which queue a request joins, when it sinks, when it is promoted, and whom it displaces."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alignedserve.scheduling.policies import make_policy
+from alignedserve.scheduling.policies.fastserve import queue_of
+from alignedserve.scheduling.policy import IterationPlan, WorkerView
+from alignedserve.scheduling.runtime_estimate import RuntimeModel
+from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+
+_RUNTIME = RuntimeModel(prefill_token_s=0.001, decode_context_s=0.0, decode_s=0.010)  # quanta: 10, 20, 40, 80 ms
+_Rows = dict[str, dict[str, Any]]
+
+# The example of docs/policies/fastserve.md.
+_EXAMPLE: _Rows = {
+    "A": {"arrival_s": 12.5, "service_s": 0.13, "prompt_len": 30, "num_generated": 4},
+    "B": {"arrival_s": 12.6, "service_s": 0.035, "prompt_len": 10, "num_generated": 3},
+    "C": {"arrival_s": 12.9, "prompt_len": 8},
+    "D": {"arrival_s": 12.8, "prompt_len": 70},
+    "E": {"arrival_s": 0.0, "service_s": 0.16, "prompt_len": 20, "num_generated": 15, "num_swapped": 34},
+}
+_FULL = {"now": 13.0, "num_blocks": 5, "num_free_host": 1000}
+
+
+def _decide(rows: _Rows, view_settings: dict[str, Any], **config: Any) -> tuple[WorkerView, IterationPlan]:
+    view = view_of(rows, **view_settings)
+    plan = make_policy("fastserve", {"runtime": _RUNTIME, **config}).plan(view)
+    assert_sound(view, plan)
+    return view, plan
+
+
+def _queue(prefill: float, service: float, num_promotions: int = 0) -> int:
+    """Times in quanta of the first of five queues."""
+    arrays = (np.array([value], np.float64) for value in (prefill, service, num_promotions))
+    return int(queue_of(*arrays, num_queues=5)[0])
+
+
+def test_the_example_of_its_page() -> None:
+    view, plan = _decide(_EXAMPLE, _FULL)
+    assert shares_of(view, plan) == {"C": 8, "E": 1, "B": 1}
+    assert evicted_of(view, plan) == [("A", "swap")]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "queue"), [(0.2, 0), (1.0, 0), (1.1, 1), (2.0, 1), (3.0, 2), (4.0, 2), (8.0, 3), (9.0, 4), (500.0, 4)]
+)
+def test_a_request_joins_the_first_queue_whose_quantum_covers_its_prefill(prefill: float, queue: int) -> None:
+    assert _queue(prefill, 0.0) == queue
+
+
+@pytest.mark.parametrize(
+    ("service", "queue"), [(0.9, 0), (1.0, 1), (2.9, 1), (3.0, 2), (6.9, 2), (7.0, 3), (14.9, 3), (15.0, 4), (99.0, 4)]
+)
+def test_who_joined_the_first_queue_sinks_with_each_quantum(service: float, queue: int) -> None:
+    assert _queue(1.0, service) == queue
+
+
+@pytest.mark.parametrize(("service", "queue"), [(3.9, 2), (4.0, 3), (11.9, 3), (12.0, 4)])
+def test_who_skipped_queues_begins_with_the_quantum_it_joined(service: float, queue: int) -> None:
+    assert _queue(3.0, service) == queue
+
+
+@pytest.mark.parametrize(
+    ("service", "num_promotions", "queue"), [(0.0, 1, 0), (15.9, 1, 0), (16.0, 1, 1), (30.0, 1, 4), (30.0, 2, 0)]
+)
+def test_a_promotion_pays_for_one_way_down(service: float, num_promotions: int, queue: int) -> None:
+    assert _queue(500.0, service, num_promotions) == queue
+
+
+def test_equals_do_not_displace_each_other() -> None:
+    rows = {
+        "resident": {"arrival_s": 5.0, "prompt_len": 60, "num_generated": 1},
+        "earlier": {"arrival_s": 4.0, "prompt_len": 60},
+    }
+    view, plan = _decide(rows, {"now": 6.0, "num_blocks": 4, "num_free_host": 1000})
+    assert shares_of(view, plan) == {"resident": 1}
+    assert evicted_of(view, plan) == []
+
+
+def test_a_paused_cache_leaves_ahead_of_need_where_the_pass_hides_it() -> None:
+    """One place, two of eight blocks to be kept free: the last queue's cache is copied beside the prompt."""
+    rows = {
+        "new": {"arrival_s": 5.0, "prompt_len": 10},
+        "paused": {"arrival_s": 0.0, "service_s": 0.5, "prompt_len": 92, "num_generated": 3},
+    }
+    settings = {"now": 5.0, "num_blocks": 8, "num_free_host": 1000, "max_running": 1}
+    view, plan = _decide(rows, settings, watermark=0.25)
+    assert shares_of(view, plan) == {"new": 10}
+    assert evicted_of(view, plan) == [("paused", "swap")]
+    assert _decide(rows, settings, watermark=0.125)[1].evictions == ()
+
+
+def test_without_a_quantum_the_shortest_decode_is_one() -> None:
+    """EasyCosts: 11 ms and context; a prompt of 10 tokens is computed in fewer, one of 30 in more."""
+    rows = {"longer": {"arrival_s": 0.0, "prompt_len": 30}, "short": {"arrival_s": 1.0, "prompt_len": 9}}
+    view = view_of(rows, now=1.0)
+    assert list(shares_of(view, make_policy("fastserve").plan(view))) == ["short", "longer"]

@@ -1,0 +1,257 @@
+"""Packing one iteration: blocks, tokens, places and host room to the number, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from alignedserve.costmodel.work import IterationWork
+from alignedserve.scheduling.packer import Packer, by_arrival
+from alignedserve.scheduling.policy import Evict, Eviction, Share, WorkerView
+from alignedserve.scheduling.worker_state import work_of
+from tests.harnesses.scheduling import assert_sound, view_of
+
+_DECODE = {"prompt_len": 30, "num_generated": 2}  # 31 tokens cached in two blocks, the 32nd fits into them
+_FULL = {"prompt_len": 30, "num_generated": 3}  # 32 tokens cached in two blocks, the 33rd takes a third
+
+
+def _packer(rows: dict[str, dict[str, Any]], **settings: Any) -> tuple[WorkerView, Packer]:
+    view = view_of(rows, **settings)
+    return view, Packer(view)
+
+
+def test_what_is_packed_is_taken_off_every_account() -> None:
+    view, packer = _packer({"prompt": {"prompt_len": 40}, "decode": _FULL}, num_blocks=10, max_running=8, max_tokens=64)
+    assert packer.add(0, 40)
+    assert packer.add(1, 1)
+    assert (packer.num_free, packer.num_tokens_left, packer.num_places_left) == (8 - 3 - 1, 64 - 41, 6)
+    assert packer.work == IterationWork(
+        num_prompt_tokens=40,
+        num_chunks=1,
+        prompt_pairs=820,
+        num_decodes=1,
+        decode_context_len=33,
+        max_decode_context_len=33,
+        num_sampled=2,
+    )
+    assert packer.predicted_s() == pytest.approx(0.010 + 0.041 + 0.00033)
+    assert packer.plan().shares == (Share(0, 40), Share(1, 1))
+    assert_sound(view, packer.plan())
+
+
+@pytest.mark.parametrize("limit", [{"num_blocks": 4}, {"max_running": 1}, {"max_tokens": 41}])
+def test_what_is_refused_changes_nothing(limit: dict[str, int]) -> None:
+    _, packer = _packer({"a": {"prompt_len": 40}, "b": {"prompt_len": 20}}, **limit)
+    assert packer.add(0, 40)
+    before = (packer.num_free, packer.num_tokens_left, packer.num_places_left, packer.work.copy(), packer.plan())
+    assert not packer.fits(1, 20)
+    assert not packer.add(1, 20)
+    assert (packer.num_free, packer.num_tokens_left, packer.num_places_left, packer.work, packer.plan()) == before
+
+
+def test_a_decode_takes_a_block_only_at_the_edge_of_one() -> None:
+    _, packer = _packer({"within": _DECODE, "edge": _FULL})
+    assert (packer.blocks_needed(0, 1), packer.blocks_needed(1, 1)) == (0, 1)
+
+
+def test_what_is_withdrawn_comes_back_to_every_account() -> None:
+    _, packer = _packer({"a": {"prompt_len": 40}, "b": _FULL}, num_blocks=10, max_running=8, max_tokens=64)
+    packer.add(1, 1)
+    alone = (packer.num_free, packer.num_tokens_left, packer.num_places_left, packer.work.copy())
+    packer.add(0, 40)
+    packer.withdraw(0)
+    assert (packer.num_free, packer.num_tokens_left, packer.num_places_left, packer.work) == alone
+    assert (0 in packer, packer.rows) == (False, [1])
+
+
+def test_when_the_longest_decode_is_withdrawn_the_next_one_is_the_longest() -> None:
+    _, packer = _packer({"short": _DECODE, "long": _FULL, "longest": {"prompt_len": 60, "num_generated": 2}})
+    assert [packer.add(row, 1) for row in (0, 2, 1)] == [True] * 3
+    assert packer.withdraw(2) == 1
+    assert (packer.work.max_decode_context_len, packer.work.decode_context_len) == (33, 65)
+    packer.withdraw(0)
+    assert packer.work.max_decode_context_len == 33
+
+
+def test_a_prompt_is_whole_unless_it_is_longer_than_an_iteration() -> None:
+    _, packer = _packer(
+        {"fits": {"prompt_len": 48}, "long": {"prompt_len": 49}, "first": {"prompt_len": 10}}, max_tokens=48
+    )
+    packer.add(2, 10)
+    assert (packer.unchunked(0), packer.unchunked(1)) == (48, 38)
+
+
+@pytest.mark.parametrize(
+    ("limits", "chunk"),
+    [
+        ({}, 100),
+        ({"max_tokens": 30}, 30),
+        ({"num_blocks": 4}, 64),
+        ({"num_blocks": 4, "max_tokens": 63}, 63),
+        ({"max_running": 0}, 0),
+        ({"num_blocks": 0}, 0),
+    ],
+)
+def test_the_largest_chunk_of_a_prompt(limits: dict[str, int], chunk: int) -> None:
+    view, packer = _packer({"a": {"prompt_len": 100}}, **limits)
+    assert packer.chunk(0) == chunk
+    assert chunk == 0 or packer.add(0, chunk)
+    assert_sound(view, packer.plan())
+
+
+def test_a_chunk_fills_up_the_last_block_it_has() -> None:
+    _, packer = _packer({"a": {"prompt_len": 100, "num_cached": 20}}, num_blocks=2)
+    assert packer.chunk(0) == 12
+
+
+def test_the_last_block_of_a_best_effort_chunk_is_counted_elsewhere() -> None:
+    _, packer = _packer({"a": {"prompt_len": 100, "num_cached": 3, "num_blocks": 0, "be": True}}, num_blocks=1,
+                        has_shared_blocks=True)  # fmt: skip
+    assert packer.chunk(0) == 28  # 31 tokens: one block and all but one slot of the next
+    assert packer.blocks_needed(0, 28) == 1
+    assert packer.blocks_needed(0, 29) == 2
+
+
+def test_a_prompt_longer_than_memory_gets_no_more_than_memory() -> None:
+    view, packer = _packer({"a": {"prompt_len": 500}}, num_blocks=8, max_tokens=1000)
+    assert not packer.add(0, 500)
+    assert packer.chunk(0) == 128
+    assert packer.add(0, 128)
+    assert packer.num_free == 0
+    assert_sound(view, packer.plan())
+
+
+def test_a_dropped_cache_frees_all_its_blocks() -> None:
+    view, packer = _packer({"a": _FULL, "b": {"prompt_len": 33}}, num_blocks=3)
+    assert not packer.add(1, 33)
+    packer.evict(0, Eviction.DROP)
+    assert packer.num_free == 3
+    assert packer.remaining(0) == 33
+    assert packer.add(1, 33)
+    assert packer.plan().evictions == (Evict(0, Eviction.DROP),)
+    assert_sound(view, packer.plan())
+
+
+def test_a_swap_counts_what_is_copied_and_takes_host_room() -> None:
+    view, packer = _packer({"a": _FULL, "b": _FULL}, num_free_host=40)
+    packer.evict(0, Eviction.SWAP)
+    assert packer.work.swap_out_tokens == 32
+    packer.evict(1, Eviction.SWAP)  # 8 tokens of room are left: not for 32
+    assert packer.plan().evictions == (Evict(0, Eviction.SWAP), Evict(1, Eviction.DROP))
+    assert packer.work.swap_out_tokens == 32
+    assert_sound(view, packer.plan(), is_finished=False)
+
+
+def test_the_end_of_a_cache_leaves_and_the_blocks_behind_it() -> None:
+    view, packer = _packer({"a": {"prompt_len": 60, "num_generated": 3}}, num_blocks=4, num_free_host=100)
+    packer.evict(0, Eviction.SWAP, 20)  # 42 of 62 tokens stay, in 3 of 4 blocks
+    assert (packer.num_free, packer.work.swap_out_tokens) == (1, 20)
+    assert packer.plan().evictions == (Evict(0, Eviction.SWAP, 20),)
+    assert_sound(view, packer.plan(), is_finished=False)
+
+
+def test_without_room_for_its_end_a_cache_is_dropped_as_a_whole() -> None:
+    view, packer = _packer({"a": {"prompt_len": 60, "num_generated": 3}}, num_blocks=4, num_free_host=19)
+    packer.evict(0, Eviction.SWAP, 20)
+    assert (packer.num_free, packer.work.swap_out_tokens) == (4, 0)
+    assert packer.plan().evictions == (Evict(0, Eviction.DROP),)
+    assert_sound(view, packer.plan(), is_finished=False)
+
+
+def test_who_is_evicted_loses_the_share_it_had() -> None:
+    _, packer = _packer({"a": _FULL}, num_blocks=4)
+    packer.add(0, 1)
+    packer.evict(0, Eviction.DROP)
+    assert (packer.rows, packer.num_free, packer.work.is_empty) == ([], 4, True)
+
+
+def test_what_comes_back_takes_blocks_and_is_copied() -> None:
+    rows = {"a": {**_FULL, "num_swapped": 32}}
+    view, packer = _packer(rows, num_blocks=3, num_free_host=100)
+    assert view.table.num_blocks[0] == 0
+    assert packer.blocks_needed(0, 1) == 3
+    assert packer.add(0, 1)
+    assert (packer.num_free, packer.work.swap_in_tokens, packer.work.decode_context_len) == (0, 32, 33)
+
+
+def test_nothing_comes_back_of_what_is_dropped() -> None:
+    """A hidden cache, half of it on the host, becomes one of keys and values: all of it is computed anew."""
+    rows = {"a": {"prompt_len": 30, "num_generated": 3, "num_swapped": 16, "is_hidden": True, "num_blocks": 1}}
+    view, packer = _packer(rows, hidden_ratio=0.5, num_free_host=100)
+    packer.evict(0, Eviction.DROP)
+    assert packer.chunk(0) == 33
+    assert packer.add(0, 33)
+    assert packer.work == IterationWork(num_prompt_tokens=33, num_chunks=1, prompt_pairs=561, num_sampled=1)
+    assert packer.num_free == 1000 - 3
+    assert_sound(view, packer.plan())
+
+
+def test_a_hidden_cache_needs_its_share_of_the_bytes() -> None:
+    _, packer = _packer({"a": {"prompt_len": 100}}, num_blocks=3, hidden_ratio=0.5)
+    assert packer.blocks_needed(0, 100, is_hidden=True) == 4  # 50 slots
+    assert not packer.add(0, 100, is_hidden=True)
+    assert packer.add(0, 96, is_hidden=True)
+    assert packer.num_free == 0
+
+
+@pytest.mark.parametrize(("num_blocks", "chunk"), [(4, 60), (3, 0)])
+def test_a_hidden_cache_is_extended_as_a_whole_or_not(num_blocks: int, chunk: int) -> None:
+    rows = {"a": {"prompt_len": 100, "num_cached": 40, "is_hidden": True, "num_blocks": 2}}
+    _, packer = _packer(rows, num_blocks=num_blocks, hidden_ratio=0.5)
+    assert packer.chunk(0) == chunk
+
+
+def test_an_upload_takes_blocks_and_a_copy_but_no_place() -> None:
+    rows = {"a": {**_FULL, "num_swapped": 32}, "b": {"prompt_len": 20}}
+    view, packer = _packer(rows, num_blocks=5, num_free_host=100, swap_width=0.625)
+    packer.add(1, 20)
+    assert packer.upload(0)
+    assert (packer.num_free, packer.num_places_left, packer.rows) == (1, 63, [1])
+    assert (packer.work.swap_in_tokens, packer.work.num_tokens) == (20, 20)
+    assert packer.plan().uploads == (0,)
+    assert_sound(view, packer.plan())
+    packer.withdraw(1)
+    assert packer.work == IterationWork(swap_in_tokens=20)
+
+
+def test_an_upload_without_blocks_is_refused() -> None:
+    _, packer = _packer({"a": {**_FULL, "num_swapped": 32}}, num_blocks=1, num_free_host=100)
+    assert not packer.upload(0)
+    assert (packer.num_free, packer.plan().uploads) == (1, ())
+
+
+@pytest.mark.parametrize(("is_hidden", "copied"), [(False, 20), (True, 10)])
+def test_a_narrow_copy_counts_by_its_bytes(is_hidden: bool, copied: float) -> None:
+    rows = {"a": {**_FULL, "is_hidden": is_hidden}, "b": {**_FULL, "is_hidden": is_hidden, "num_swapped": 32}}
+    view, packer = _packer(rows, num_free_host=100, swap_width=0.625, hidden_ratio=0.5)
+    packer.evict(0, Eviction.SWAP)
+    packer.add(1, 1)
+    assert (packer.work.swap_out_tokens, packer.work.swap_in_tokens) == (copied, copied)
+    assert work_of(view.table, packer.plan(), view.memory) == packer.work
+
+
+def test_our_own_mistakes_are_caught() -> None:
+    rows = {"a": _FULL, "b": {**_FULL, "num_swapped": 32}, "c": {"prompt_len": 5}}
+    _, packer = _packer(rows, num_free_host=100)
+    packer.add(2, 5)
+    with pytest.raises(AssertionError, match="packed twice"):
+        packer.add(2, 5)
+    with pytest.raises(AssertionError, match="that nobody knows"):
+        packer.add(0, 2)
+    with pytest.raises(AssertionError, match="nothing of it is on the device"):
+        packer.evict(1, Eviction.SWAP)
+    packer.evict(0, Eviction.SWAP)
+    with pytest.raises(AssertionError, match="evicted twice"):
+        packer.evict(0, Eviction.SWAP)
+    with pytest.raises(AssertionError, match="swapped out does not compute"):
+        packer.add(0, 1)
+
+
+def test_nobody_is_evicted_where_nobody_can_be() -> None:
+    _, packer = _packer({"a": _FULL}, can_evict=False)
+    with pytest.raises(AssertionError, match="nobody can be evicted"):
+        packer.evict(0, Eviction.DROP)
+
+
+def test_the_order_of_arrival_breaks_ties_by_who_came_first_to_the_worker() -> None:
+    view = view_of({"late": {"arrival_s": 2.0}, "first": {"arrival_s": 1.0}, "second": {"arrival_s": 1.0}})
+    assert by_arrival(view, view.table.order.copy()) == [1, 2, 0]

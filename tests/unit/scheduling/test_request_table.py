@@ -1,0 +1,108 @@
+"""The columns of a worker's requests: what a row holds, and what becomes of rows when requests come and go."""
+
+import numpy as np
+import pytest
+
+from alignedserve.core.ids import RequestId
+from alignedserve.scheduling.table import RequestTable
+from tests.harnesses.scheduling import request_of, table_of
+
+
+def test_a_new_request_has_its_facts_and_no_cache() -> None:
+    table = RequestTable()
+    fields = {"prompt_len": 7, "max_tokens": 30, "arrival_s": 2.0, "ttft_s": 0.5, "be": True, "priority": -3}
+    row = table.add(request_of("a", fields), 2.25)
+    assert (row, len(table), table.row(RequestId("a"))) == (0, 1, 0)
+    assert (table.prompt_len[0], table.max_tokens[0], table.priority[0], table.is_real_time[0]) == (7, 30, -3, False)
+    assert (table.ttft_s[0], table.tpot_s[0], table.deadline_s[0]) == (0.5, np.inf, np.inf)
+    assert (table.num_cached[0], table.num_swapped[0], table.num_blocks[0], table.is_hidden[0]) == (0, 0, 0, False)
+    assert (table.service_s[0], table.num_preemptions[0], table.last_run_s[0]) == (0.0, 0, -np.inf)
+    assert np.isnan(table.first_token_s[0])
+    assert np.isnan(table.last_token_s[0])
+
+
+def test_a_request_waits_since_its_arrival_not_since_it_came() -> None:
+    table = RequestTable()
+    table.add(request_of("a", {"arrival_s": 2.0}), 2.25)
+    assert table.waits_since_s[0] == 2.0
+
+
+def test_a_request_with_tokens_from_elsewhere_waits_since_it_came() -> None:
+    table = RequestTable()
+    table.add(request_of("a", {"arrival_s": 2.0, "prompt_len": 10}), 5.0, num_generated=4)
+    assert (table.waits_since_s[0], table.first_token_s[0], table.last_token_s[0]) == (5.0, 5.0, 5.0)
+    assert (table.context_len[0], table.num_remaining[0]) == (14, 14)
+
+
+@pytest.mark.parametrize(("predicted", "kept"), [(None, 30.0), (0.2, 1.0), (12.5, 12.5), (99.0, 30.0)])
+def test_a_prediction_lies_between_one_token_and_the_limit(predicted: float | None, kept: float) -> None:
+    table = RequestTable()
+    table.add(request_of("a", {"max_tokens": 30}), 0.0, predicted_len=predicted)
+    assert table.predicted_len[0] == kept
+
+
+def test_the_last_row_moves_into_the_place_of_one_that_leaves() -> None:
+    table = table_of({name: {"prompt_len": length} for name, length in (("a", 1), ("b", 2), ("c", 3))})
+    table.remove(RequestId("a"))
+    assert [str(request_id) for request_id in table.request_ids] == ["c", "b"]
+    assert (table.row(RequestId("c")), table.row(RequestId("b"))) == (0, 1)
+    assert (table.prompt_len.tolist(), table.order.tolist()) == ([3, 2], [2, 1])
+    assert RequestId("a") not in table
+
+
+def test_the_last_row_leaves_and_nobody_moves() -> None:
+    table = table_of({"a": {"prompt_len": 1}, "b": {"prompt_len": 2}})
+    table.remove(RequestId("b"))
+    assert (len(table), table.prompt_len.tolist()) == (1, [1])
+
+
+def test_a_row_used_again_holds_nothing_of_who_had_it() -> None:
+    table = table_of({"a": {"num_generated": 5, "num_swapped": 3, "is_hidden": True, "service_s": 4.0}})
+    table.remove(RequestId("a"))
+    table.add(request_of("b", {}), 1.0)
+    assert (table.num_generated[0], table.num_cached[0], table.num_swapped[0], table.num_blocks[0]) == (0, 0, 0, 0)
+    assert (table.is_hidden[0], table.service_s[0], table.order[0]) == (False, 0.0, 1)
+    assert np.isnan(table.first_token_s[0])
+
+
+def test_who_came_before_the_table_grew_is_still_there() -> None:
+    table = RequestTable()
+    for number in range(200):
+        table.add(request_of(f"r{number}", {"prompt_len": number + 1}), 0.0)
+        table.num_generated[number] = number
+    assert table.prompt_len.tolist() == list(range(1, 201))
+    assert table.num_generated.tolist() == list(range(200))
+    assert table.row(RequestId("r137")) == 137
+
+
+def test_unknown_and_repeated_requests() -> None:
+    table = table_of({"a": {}})
+    with pytest.raises(KeyError):
+        table.row(RequestId("b"))
+    with pytest.raises(KeyError):
+        table.remove(RequestId("b"))
+    with pytest.raises(AssertionError, match="added twice"):
+        table.add(request_of("a", {}), 0.0)
+
+
+def test_who_decodes() -> None:
+    rows = {
+        "prompt of one token": {"prompt_len": 1},
+        "half prefilled": {"prompt_len": 10, "num_cached": 5},
+        "decodes": {"prompt_len": 10, "num_generated": 2},
+        "decodes, on the host": {"prompt_len": 10, "num_generated": 2, "num_swapped": 11},
+        "dropped": {"prompt_len": 10, "num_generated": 2, "num_cached": 0},
+    }
+    table = table_of(rows)
+    assert table.num_remaining.tolist() == [1, 5, 1, 1, 12]
+    assert table.is_decoding.tolist() == [False, False, True, True, False]
+
+
+def test_when_the_next_token_is_due() -> None:
+    rows = {
+        "first": {"arrival_s": 1.0, "ttft_s": 0.5, "tpot_s": 0.1},
+        "fourth": {"num_generated": 3, "first_token_s": 2.0, "tpot_s": 0.1},
+        "first, nobody counts": {"arrival_s": 1.0},
+        "second, nobody counts": {"num_generated": 1, "ttft_s": 0.5},
+    }
+    assert table_of(rows).next_token_due_s.tolist() == [1.5, pytest.approx(2.3), np.inf, np.inf]

@@ -1,0 +1,103 @@
+"""Round robin: whose turn it is, who is in it, and who gives way."""
+
+from typing import Any
+
+import pytest
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.scheduling.policies import make_policy
+from alignedserve.scheduling.policy import IterationPolicy, WorkerView
+from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+
+
+def decode(context_len: int, **fields: Any) -> dict[str, Any]:
+    return {"prompt_len": context_len - 4, "num_generated": 4} | fields
+
+
+def turns(policy: IterationPolicy, view: WorkerView, count: int) -> list[dict[str, int]]:
+    found = []
+    for _ in range(count):
+        plan = policy.plan(view)
+        assert_sound(view, plan)
+        found.append(shares_of(view, plan))
+    return found
+
+
+def test_the_example_of_the_page() -> None:
+    rows = {
+        "A": decode(100, arrival_s=1.0),
+        "B": {"prompt_len": 30, "arrival_s": 2.0},
+        "c": decode(300, be=True),
+        "d": {"be": True, "prompt_len": 200, "arrival_s": 0.5},
+        "e": {"be": True, "prompt_len": 400, "arrival_s": 0.6},
+    }
+    view = view_of(rows, max_tokens=512)
+    assert turns(make_policy("round_robin"), view, 3) == [{"A": 1, "B": 30}, {"c": 1, "d": 200}, {"A": 1, "B": 30}]
+
+
+def test_a_class_that_can_go_on_is_in_every_second_iteration() -> None:
+    rows = {"rt": decode(20), "waits": {"prompt_len": 9}} | {
+        f"be{number}": decode(20, be=True) for number in range(200)
+    }
+    served = turns(make_policy("round_robin"), view_of(rows, max_running=256), 6)
+    assert [sorted(turn) == ["rt", "waits"] for turn in served] == [True, False] * 3
+
+
+def test_a_class_with_nobody_passes_its_turn() -> None:
+    policy = make_policy("round_robin")
+    alone = view_of({"be": decode(20, be=True)})
+    both = view_of({"be": decode(20, be=True), "rt": decode(20)})
+    assert turns(policy, alone, 2) == [{"be": 1}, {"be": 1}]
+    assert turns(policy, both, 2) == [{"rt": 1}, {"be": 1}]
+
+
+def test_running_requests_keep_their_places_and_the_rest_goes_by_arrival() -> None:
+    rows = {
+        "late": {"prompt_len": 8, "arrival_s": 3.0},
+        "early": {"prompt_len": 8, "arrival_s": 1.0},
+        "runs": decode(20, arrival_s=2.0),
+    }
+    assert turns(make_policy("round_robin", {"batch_size": 2}), view_of(rows), 1) == [{"runs": 1, "early": 8}]
+
+
+def test_nobody_overtakes_a_prompt_that_does_not_fit() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "long": {"prompt_len": 100},
+        "short": {"prompt_len": 8, "arrival_s": 1.0},
+        "runs": decode(20, arrival_s=2.0),
+    }
+    assert turns(make_policy("round_robin"), view_of(rows, num_blocks=5), 1) == [{"runs": 1}]
+
+
+def test_a_prompt_longer_than_an_iteration_takes_what_the_decodes_leave() -> None:
+    rows: dict[str, dict[str, Any]] = {"long": {"prompt_len": 100}, "runs": decode(20, arrival_s=2.0)}
+    assert turns(make_policy("round_robin"), view_of(rows, max_tokens=48), 1) == [{"runs": 1, "long": 47}]
+
+
+def test_who_lacks_a_block_takes_it_from_the_latest_of_its_class() -> None:
+    rows = {
+        "late": decode(33, arrival_s=2.0),
+        "early": decode(33, arrival_s=1.0),
+        "be": decode(33, arrival_s=3.0, be=True),
+    }
+    view = view_of(rows, num_blocks=6, num_free_host=100)
+    plan = make_policy("round_robin").plan(view)
+    assert_sound(view, plan)
+    assert (shares_of(view, plan), evicted_of(view, plan)) == ({"early": 1}, [("late", "drop")])
+
+
+def test_a_class_that_lacks_blocks_passes_its_turn() -> None:
+    rows = {"rt": decode(33, arrival_s=1.0), "be": decode(20, be=True)}
+    assert turns(make_policy("round_robin"), view_of(rows, num_blocks=4), 2) == [{"be": 1}, {"be": 1}]
+
+
+def test_where_nobody_can_go_on_the_earliest_takes_from_the_latest() -> None:
+    rows = {"rt": decode(33, arrival_s=2.0), "be": decode(33, arrival_s=1.0, be=True)}
+    view = view_of(rows, num_blocks=4)
+    plan = make_policy("round_robin").plan(view)
+    assert (shares_of(view, plan), evicted_of(view, plan)) == ({"be": 1}, [("rt", "drop")])
+
+
+def test_the_batch_size_is_positive() -> None:
+    with pytest.raises(ConfigError, match="batch_size must be at least 1"):
+        make_policy("round_robin", {"batch_size": 0})

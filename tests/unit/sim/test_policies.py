@@ -1,0 +1,81 @@
+"""What is simulated when a policy is named."""
+
+import pytest
+
+from alignedserve.config.sections import ClusterConfig, RouterConfig, SchedulingConfig, Topology
+from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.choice import WorkerSpec
+from alignedserve.scheduling.policies import POLICIES
+from alignedserve.scheduling.policy import Mechanism
+from alignedserve.sim.config import SimMechanisms
+from alignedserve.sim.machines import Machines
+from alignedserve.sim.policies import as_predicted_for, mechanisms_for, simulated_policy, with_policy
+from alignedserve.workload.requests import ClosedLoop
+from tests.harnesses.simulation import timed, workload_of
+
+
+def mechanisms(policy: str, hidden_ratio: float = 0.5, **settings: object) -> SimMechanisms:
+    return mechanisms_for(SchedulingConfig(policy=policy, settings=settings), hidden_ratio=hidden_ratio)
+
+
+def test_the_topology_is_the_policys_own_unless_another_is_asked_for() -> None:
+    assert with_policy(ClusterConfig(), "aligned_slo").topology is Topology.DISAGGREGATED
+    assert with_policy(ClusterConfig(), "sarathi").topology is Topology.COLOCATED
+    assert with_policy(ClusterConfig(), "fcfs", topology=Topology.DISAGGREGATED).topology is Topology.DISAGGREGATED
+
+
+def test_order_and_batches_come_with_the_policy() -> None:
+    cluster = with_policy(ClusterConfig(), "aligned_slo")
+    assert (cluster.router.prefill_order, cluster.batching.policy) == ("least_slack", "density_first")
+    cluster = with_policy(ClusterConfig(), "fcfs")
+    assert (cluster.router.prefill_order, cluster.batching.policy) == ("fcfs", "fcfs")
+
+
+def test_what_the_user_sets_stays() -> None:
+    mine = ClusterConfig(router=RouterConfig(prefill_order="least_slack"))
+    assert with_policy(mine, "fcfs").router.prefill_order == "least_slack"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "topology", "message"),
+    [
+        ("nonesuch", {}, None, "unknown policy 'nonesuch'; known: .*sarathi"),
+        ("alise", {"levels": 3}, None, "no parameter 'levels'; known: num_levels"),
+        ("alise", {"num_levels": 0}, None, "alise.*num_levels"),
+        ("orca", {}, Topology.DISAGGREGATED, "policy 'orca' is for colocated workers"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    name: str, settings: dict[str, object], topology: Topology | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_policy(ClusterConfig(), name, settings, topology=topology)
+
+
+def test_the_engine_has_what_the_policy_wants() -> None:
+    assert mechanisms("fcfs") == SimMechanisms()
+    assert mechanisms("bros") == SimMechanisms(has_shared_blocks=True)
+    assert mechanisms("apt_serve") == SimMechanisms(hidden_ratio=0.5)
+    assert mechanisms("apt_serve", hybrid_cache=False) == SimMechanisms()
+
+
+def test_there_is_no_hidden_cache_that_is_larger_than_keys_and_values() -> None:
+    assert mechanisms("apt_serve", hidden_ratio=2.0) == SimMechanisms()
+
+
+def test_host_memory_is_for_those_that_swap() -> None:
+    machines = Machines(WorkerSpec("opt-13b", "a100-80g"))
+    by_policy = {
+        name: simulated_policy(machines, with_policy(ClusterConfig(), name)).colocated_memory.num_free_host > 0
+        for name in POLICIES
+    }
+    assert by_policy == {name: Mechanism.SWAP in entry.uses for name, entry in POLICIES.items()}
+
+
+def test_who_must_know_lengths_is_told_them() -> None:
+    loop = ClosedLoop("loop", 1, False, [timed(output_len=9)])
+    workload = workload_of(timed(output_len=7, max_tokens=50), closed_loops=(loop,), max_closed=1)
+    assert as_predicted_for(SchedulingConfig(policy="fcfs"), workload) is workload
+    known = as_predicted_for(SchedulingConfig(policy="oracle"), workload)
+    assert [one.predicted_len for one in known.requests] == [7]
+    assert known.closed_loops[0].stream[0].predicted_len == 9

@@ -1,0 +1,151 @@
+"""The page about a sweep."""
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from alignedserve.sim.engine import IterationLine
+from alignedserve.sim.report.page import report_page
+from alignedserve.sim.report.runs import WINDOW_S, Report, ReportedRun, window_of
+from alignedserve.sim.report.svg import Scale, from_zero, logarithmic, shown
+from alignedserve.sim.report.tables import headlines
+from alignedserve.sim.simulation import Simulation
+from tests.harnesses.simulation import colocated, disaggregated, mixed_workload, workload_of
+
+NASTY = "<script>alert('x')</script>&\"fcfs\""
+RESULTS = [Simulation(colocated(timeline_of="decode-0"), mixed_workload(30, rate)).run() for rate in (4.0, 8.0)] + [
+    Simulation(disaggregated(timeline_of="decode-0"), mixed_workload(30, 4.0)).run()
+]
+RUNS = [
+    ReportedRun("first", 4.0, 400, RESULTS[0]),
+    ReportedRun("first", 8.0, 400, RESULTS[1]),
+    ReportedRun(NASTY, 4.0, 400, RESULTS[2]),
+    ReportedRun(NASTY, 8.0, 400, None, error="<b>broken</b>"),
+]
+PAGE = report_page(Report("A & B", (("command", NASTY),), RUNS))
+VOID = ("meta", "input")
+
+
+class _Reader(HTMLParser):
+    """Checks that elements are closed in order, and collects what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [
+            value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "style", "onclick")
+        ]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["script"] and self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def reader() -> _Reader:
+    found = _Reader()
+    found.feed(PAGE)
+    return found
+
+
+def test_it_is_well_formed(reader: _Reader) -> None:
+    assert reader.open == []
+    assert (reader.tags.count("script"), reader.tags.count("style"), reader.tags.count("h1")) == (1, 1, 1)
+    for picture in re.findall(r"<svg.*?</svg>", PAGE, re.DOTALL):
+        ElementTree.fromstring(picture)
+
+
+def test_it_needs_no_network_and_could_not_use_one(reader: _Reader) -> None:
+    assert reader.links == []
+    assert "http:" not in PAGE
+    assert "https:" not in PAGE
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', PAGE)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    assert "unsafe" not in policy[1]
+    assert policy[1].count("'sha256-") == 2
+
+
+def test_whatever_has_a_name_is_escaped(reader: _Reader) -> None:
+    assert "<script>alert" not in PAGE
+    assert "<b>" not in PAGE
+    assert NASTY in "".join(reader.words)
+    assert any("<b>broken</b>" in words for words in reader.words)
+
+
+def test_every_policy_class_and_rate_is_there(reader: _Reader) -> None:
+    words = " ".join(reader.words)
+    for name in ("first", "chat", "documents", "decode-0", "prefill-0", "4/s", "8/s"):
+        assert name in words
+    # Three plots against the rate and two distributions per rate, for all and for either class.
+    labels = re.findall(r'aria-label="([^"]*)"', PAGE)
+    assert sum(label.endswith("against rate") for label in labels) == 9
+    assert sum(label.startswith("distribution") for label in labels) == 12
+    assert sum(label.startswith("utilisation") for label in labels) == 2
+    assert sum(label.startswith("timeline") for label in labels) == 3
+    assert sum(tag == "table" for tag in reader.tags) == 1 + 2 * 5
+
+
+def test_a_page_about_nothing_is_a_page() -> None:
+    empty = Simulation(colocated(), workload_of()).run()
+    for runs in ([], [ReportedRun("alone", 0.0, 400, empty)], [ReportedRun("alone", 1.0, 400, None, error="no")]):
+        found = _Reader()
+        found.feed(report_page(Report("Nothing", (), runs)))
+        assert found.open == []
+
+
+def test_failed_runs_have_a_row() -> None:
+    table = headlines(Report("", (), RUNS))
+    assert table.num_names == 3
+    assert len(table.rows) == 4 * 3
+    assert [row[3] for row in table.rows if row[0] == NASTY and row[1] == "8"] == ["failed"] * 3
+    assert all(len(row) == len(table.headings) for row in table.rows)
+
+
+def test_the_window_is_the_middle_of_the_run() -> None:
+    lines = [IterationLine(number / 2, (number + 1) / 2, 1, 0, 1) for number in range(100)]
+    window = window_of(lines)
+    assert (window[0].started_s, window[-1].ended_s, len(window)) == (0.0, WINDOW_S, 16)
+    assert window_of(lines[:4]) == lines[:4]
+    assert window_of([]) == []
+
+
+@pytest.mark.parametrize(
+    ("scale", "ticks"),
+    [
+        (from_zero([4.0]), [0, 1, 2, 3, 4]),
+        (from_zero([]), [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (Scale(0.0, 1.0), [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (Scale(0.02, 0.7, is_log=True), [0.02, 0.05, 0.1, 0.2, 0.5]),
+        (Scale(0.001, 50.0, is_log=True), [0.001, 0.01, 0.1, 1, 10]),
+        (logarithmic([0.0]), [0.1, 0.2, 0.5, 1.0]),
+    ],
+)
+def test_ticks_are_round(scale: Scale, ticks: list[float]) -> None:
+    assert scale.ticks() == pytest.approx(ticks)
+
+
+def test_the_way_along_an_axis() -> None:
+    assert Scale(0.1, 10.0, is_log=True).place(1.0) == pytest.approx(0.5)
+    assert Scale(0.0, 4.0).place(1.0) == 0.25
+    assert (Scale(1.0, 2.0).place(9.0), Scale(1.0, 2.0).place(0.0)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0.0, "0"), (2.0, "2"), (0.05, "0.05"), (1234.5, "1,234"), (0.123456, "0.123"), (10.0, "10")]
+)
+def test_quantities_have_three_digits(value: float, words: str) -> None:
+    assert shown(value) == words

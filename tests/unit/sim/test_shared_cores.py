@@ -1,0 +1,37 @@
+"""Workers on the same cores."""
+
+from alignedserve.sim.event_queue import EventQueue
+from alignedserve.sim.shared_cores import SharedCores
+
+
+def ends(slowdown: float, jobs: list[tuple[float, float]]) -> list[float]:
+    """When jobs (begin, duration alone) end."""
+    agenda = EventQueue()
+    cores = SharedCores(agenda, slowdown)
+    ended = [0.0] * len(jobs)
+
+    def begin(number: int) -> None:
+        cores.begin(jobs[number][1], lambda: ended.__setitem__(number, round(agenda.now, 6)))
+
+    for number, (time_s, _) in enumerate(jobs):
+        agenda.at(time_s, begin, number)
+    agenda.run()
+    return ended
+
+
+def test_alone_nothing_is_slower() -> None:
+    assert ends(1.0, [(0.0, 2.0), (2.0, 1.0)]) == [2.0, 3.0]
+
+
+def test_two_at_a_time_take_twice_as_long() -> None:
+    assert ends(1.0, [(0.0, 2.0), (0.0, 2.0)]) == [4.0, 4.0]
+
+
+def test_only_while_they_overlap() -> None:
+    """The short one needs 2 s for its 1 s; the long one has done 1 + 1 of its 4 s by then."""
+    assert ends(1.0, [(0.0, 4.0), (1.0, 1.0)]) == [5.0, 3.0]
+
+
+def test_three_at_a_time() -> None:
+    """At 1 / (1 + 0.5 * 2) = 1/2 of the speed, then at 2/3."""
+    assert ends(0.5, [(0.0, 1.0), (0.0, 2.0), (0.0, 2.0)]) == [2.0, 3.5, 3.5]
