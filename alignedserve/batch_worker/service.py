@@ -5,15 +5,14 @@ import logging
 
 import msgspec
 
-from alignedserve.batch_worker.line_runner import ClusterLines
+from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, BatchStores, open_stores
 from alignedserve.batches.run import Limits, Rooms
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.app import build_services
-from alignedserve.gateway.backend.cluster import ClusterBackend
+from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.server import GatewayLinks
+from alignedserve.gateway.services import build_services
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.process.background_tasks import start_background
 
@@ -27,7 +26,7 @@ class BatchService:
     """`start`, then drive until `close`."""
 
     def __init__(
-        self, *, links: GatewayLinks, model: ModelCard, config: GatewayConfig, place: BatchLocation, max_in_flight: int
+        self, *, links: ClusterLinks, model: ModelCard, config: GatewayConfig, place: BatchLocation, max_in_flight: int
     ) -> None:
         self._links = links
         self._model = model
@@ -48,12 +47,7 @@ class BatchService:
         """Dial the cluster and begin. Raises ModelError or StorageError."""
         tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder)
         self._stores = open_stores(self._place)
-        self._backend = ClusterBackend(
-            identity=self._links.identity,
-            router_address=self._links.router_address,
-            own_address=self._links.own_address,
-            config=self._config,
-        )
+        self._backend = ClusterBackend(self._links, self._config)
         services = build_services(
             backend=self._backend,
             tokenizer=tokenizer,
@@ -64,7 +58,7 @@ class BatchService:
         await self._backend.start()
         limits = self._place.config
         driver = BatchDriver(
-            rooms=Rooms(self._stores.book, self._stores.blobs, self._stores.logs, ClusterLines(services)),
+            rooms=Rooms(self._stores.book, self._stores.blobs, self._stores.logs, ClusterLineRunner(services)),
             limits=Limits(
                 models=(self._model.name,),
                 max_lines=limits.max_lines,

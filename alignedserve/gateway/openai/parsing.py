@@ -9,9 +9,10 @@ from starlette.requests import ClientDisconnect, Request
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, WrongContentType
+from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 from alignedserve.gateway.openai import unsupported_fields as unsupported
-from alignedserve.gateway.openai.schemas import PROMPT_FORMS, ChatCompletionRequest, CompletionRequest, Schema
+from alignedserve.gateway.openai.schemas import PROMPT_FORMS, ChatCompletionRequest, CompletionRequest
+from alignedserve.gateway.schema import Schema
 
 _BODY_TIMEOUT_S = 30.0
 _MAX_ECHOED_NAME_LEN = 64
@@ -77,7 +78,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
     except TimeoutError as error:
         raise BodyTooSlow("The body did not arrive in time.") from error
     except ClientDisconnect as error:
-        raise ClientGone("The client went away before its body was complete.") from error
+        raise ClientDisconnected("The client went away before its body was complete.") from error
     return b"".join(chunks)
 
 

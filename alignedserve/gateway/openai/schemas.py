@@ -2,7 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator
+from pydantic import FailFast, Field, PlainValidator
+
+from alignedserve.gateway.schema import Schema
 
 MAX_STOP_STRING_LEN = 1024
 MAX_PARTS = 1024
@@ -10,13 +12,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LEN)]
 TokenIdList = Annotated[list[int], FailFast()]
 PromptForms = str | list[str] | list[int] | list[list[int]]
 PROMPT_FORMS = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
-Tier = Literal["auto", "default", "priority", "fast", "flex"]
-
-
-class Schema(BaseModel):
-    """Strict: no coercion, no unknown fields."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+ServiceTierName = Literal["auto", "default", "priority", "fast", "flex"]
 
 
 class StreamOptions(Schema):
@@ -40,7 +36,7 @@ class GenerationFields(Schema):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
     max_tokens: int | None = Field(None, ge=0)
-    service_tier: Tier = "auto"
+    service_tier: ServiceTierName = "auto"
     # Extensions, by the names that other open servers use.
     top_k: int = 0
     min_p: float = 0.0

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from alignedserve.gateway.errors import JSON_TYPE
 from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.services import services_of
+from alignedserve.gateway.routes.dependencies import services_of
 
 router = APIRouter()
 
