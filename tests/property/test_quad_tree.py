@@ -1,7 +1,6 @@
 """Random histories of the quad-tree against a dictionary of requests: every node's counts, members and waiting time."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -77,10 +76,12 @@ def check_every_node(steps: list[Step], batches: list[int]) -> None:
             assert tree.remove(request_id) == model.requests.pop(request_id)
             model.leave(leaf_number(old.context_len))
         else:
-            tree.move(request_id, context_len, num_blocks)
-            model.requests[request_id] = replace(old, context_len=context_len, num_blocks=num_blocks)
-            model.occupy(leaf_number(context_len), model.since_s[leaf_number(old.context_len)])
+            tree.remove(request_id)
+            del model.requests[request_id]
             model.leave(leaf_number(old.context_len))
+            tree.insert(new, float(number))
+            model.requests[request_id] = new
+            model.occupy(leaf_number(context_len), float(number))
         if number in batches:
             leaves = sorted(model.since_s)[::2]
             tree.note_batch([tree.first_leaf + leaf for leaf in leaves], float(number))
