@@ -75,7 +75,7 @@ class QuadTree:
         self._take_from(leaf, pooled)
         return pooled
 
-    def note_batch(self, leaves: list[int], now: float) -> None:
+    def mark_served(self, leaves: list[int], now: float) -> None:
         """These leaves, in ascending order, gave requests to a batch."""
         for leaf in leaves:
             self.waiting_since_s[leaf] = now
