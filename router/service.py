@@ -12,7 +12,7 @@ from alignedserve.runtime.process.process_spec import ProcessSpec
 from router.factory import make_logic
 from router.logic import RouterEvent
 from router.prediction import make_length_predictor
-from router.prediction.runner import PredictingLogic, PredictionRunner
+from router.prediction.runner import AsyncLengthPredictor, PredictingLogic
 from router.state import LengthPredicted
 
 
@@ -26,7 +26,7 @@ class Router:
         make = partial(make_logic, config=config, batching=batching)
         logic = make()
         predictor = make_length_predictor(config, served)
-        self._runner = PredictionRunner(predictor, self._tell) if predictor is not None else None
+        self._runner = AsyncLengthPredictor(predictor, self._tell) if predictor is not None else None
         decides = logic if self._runner is None else PredictingLogic(logic, self._runner)
         self._room: LogicDriver[RouterEvent, NoReturn] = LogicDriver(
             decides, process_spec.identity(), Codec(RouterInbound), _nothing_else, process_spec.recorder(make)

@@ -22,13 +22,13 @@ from alignedserve.messages.workers import PrefillCompleted, PrefillRequest
 from router.logic import RouterLogic
 from router.policies.bypass import UrgentBypass
 from router.policies.prefill_order import LeastSlackOrder, PrefillOrder
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, life, request, worker
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, epoch, request, worker
 
 BATCH, ASKED = BatchId(1), WorkerName(DECODE)
 FORM_FIRST = Send(POOL, FormBatch(BATCH, ASKED, max_blocks=20, max_requests=1))
 INTERRUPTED = Send(GATEWAY, RequestInterrupted(R1))
 # r1's first life, step by step.
-GIVEN_OUT, POOLED, GRANTED, END = life(1), life(1, 1), life(1, 2), epoch_end(life(1))
+GIVEN_OUT, POOLED, GRANTED, END = epoch(1), epoch(1, 1), epoch(1, 2), epoch_end(epoch(1))
 
 
 class RouterHarness:
@@ -117,14 +117,14 @@ def decoding(**config: Any) -> RouterHarness:
 def given(of: Request, nth: int, *generated: int, to: str = PREFILL, **changes: Any) -> Send:
     """Given out for the n-th time."""
     changes.setdefault("predicted_output_len", float(of.sampling.max_tokens))  # while nothing has finished
-    return Send(to, PrefillRequest(of, life(nth), generated, **changes))
+    return Send(to, PrefillRequest(of, epoch(nth), generated, **changes))
 
 
 def dropped(request_id: RequestId = R1, nth: int = 1) -> Send:
     """The pool is told that the n-th life of a request is over."""
-    return Send(POOL, DropRequest(request_id, epoch_end(life(nth))))
+    return Send(POOL, DropRequest(request_id, epoch_end(epoch(nth))))
 
 
 def aborted(by: str, nth: int = 1) -> Send:
     """Whoever has r1 is told that its n-th life is over."""
-    return Send(by, AbortRequest(R1, epoch_end(life(nth))))
+    return Send(by, AbortRequest(R1, epoch_end(epoch(nth))))

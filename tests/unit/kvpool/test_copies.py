@@ -17,7 +17,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import Send
 from alignedserve.messages.pools import CopyKept, CopyLost, DropRequest, PoolLoad
 from tests.harnesses.pool import FORM, L1, L2, PoolHarness, freed, grants, leased, reserved, taken, written
-from tests.support.samples import DECODE, PREFILL, R1, ROUTER, life, request
+from tests.support.samples import DECODE, PREFILL, R1, ROUTER, epoch, request
 
 END = epoch_end(L1)
 
@@ -141,8 +141,8 @@ def test_the_latest_copy_is_granted() -> None:
     made.keep("r1")
     made.hear(PREFILL, FetchCopy(R1, L2))
     later = made.keep("r1", attempt=L2)
-    (granted,) = made.hear(PREFILL, FetchCopy(R1, life(3)))
-    assert granted == Send(PREFILL, CopyGranted(later, life(3)))
+    (granted,) = made.hear(PREFILL, FetchCopy(R1, epoch(3)))
+    assert granted == Send(PREFILL, CopyGranted(later, epoch(3)))
 
 
 @pytest.mark.parametrize("name", ["r1", "r2", "r3"])
@@ -166,7 +166,7 @@ def test_a_lost_prefill_worker_leaves_the_copy_that_it_read() -> None:
     handoff = made.keep("r1")
     made.hear(PREFILL, FetchCopy(R1, L2))
     assert made.lose(PREFILL) == [Send(ROUTER, CopyLost(R1, handoff.attempt))]
-    assert made.hear("prefill-1", FetchCopy(R1, life(3))) == [Send("prefill-1", CopyGranted(handoff, life(3)))]
+    assert made.hear("prefill-1", FetchCopy(R1, epoch(3))) == [Send("prefill-1", CopyGranted(handoff, epoch(3)))]
 
 
 # --- dropped
@@ -183,7 +183,7 @@ def test_the_end_of_an_earlier_life_leaves_the_copy_of_a_later_one() -> None:
     made = PoolHarness()
     handoff = made.keep("r1", attempt=L2)
     assert made.hear(ROUTER, DropRequest(R1, END)) == []
-    assert made.hear(PREFILL, FetchCopy(R1, life(3))) == [Send(PREFILL, CopyGranted(handoff, life(3)))]
+    assert made.hear(PREFILL, FetchCopy(R1, epoch(3))) == [Send(PREFILL, CopyGranted(handoff, epoch(3)))]
 
 
 def test_a_copy_of_a_request_that_is_over_is_freed_when_its_reader_lets_go() -> None:

@@ -45,7 +45,7 @@ from tests.harnesses.pool import (
     taken,
     written,
 )
-from tests.support.samples import DECODE, PREFILL, R1, R2, R3, ROUTER, life, request
+from tests.support.samples import DECODE, PREFILL, R1, R2, R3, ROUTER, epoch, request
 
 END = epoch_end(L1)
 
@@ -62,7 +62,7 @@ def test_a_batch_is_granted_shortest_first_and_the_router_hears_of_it() -> None:
     long, short = made.pool("r1", 3), made.pool("r2", 1)
     handoffs = (handoff_of(short), handoff_of(long))
     assert made.hear(ROUTER, FORM) == [
-        Send(ROUTER, BatchFormed(BATCH, ASKED, ((R2, life(1, 2)), (R1, life(1, 2))))),
+        Send(ROUTER, BatchFormed(BATCH, ASKED, ((R2, epoch(1, 2)), (R1, epoch(1, 2))))),
         Send(DECODE, BatchGranted(BATCH, handoffs, is_aligned=False)),
     ]
 
@@ -79,7 +79,7 @@ def test_only_what_is_of_the_running_lengths_joins_a_batch() -> None:
     content = made.pool("r2", 3)
     join = FormBatch(BatchId(2), ASKED, 100, 100, joins=JoinedBatch(BATCH, 9, 13))
     assert made.hear(ROUTER, join) == [
-        Send(ROUTER, BatchFormed(BatchId(2), ASKED, ((R2, life(1, 2)),))),
+        Send(ROUTER, BatchFormed(BatchId(2), ASKED, ((R2, epoch(1, 2)),))),
         Send(DECODE, BatchGranted(BatchId(2), (handoff_of(content),), joins=BATCH)),
     ]
     assert made.hear(ROUTER, join) == [Send(ROUTER, BatchFormed(BatchId(2), ASKED, ()))]
@@ -169,10 +169,10 @@ def test_only_what_is_granted_can_be_let_go(kind: type[LeasesReleased | LeasesRe
 def test_what_is_returned_is_indexed_again_with_the_next_step() -> None:
     made = PoolHarness()
     handoff = made.grant("r1", 2)
-    pooled_again = Send(ROUTER, RequestPooled(R1, life(1, 3), 8, 2))
+    pooled_again = Send(ROUTER, RequestPooled(R1, epoch(1, 3), 8, 2))
     assert made.hear(DECODE, LeasesReturned((handoff.lease_id,))) == [pooled_again]
     (second,) = grants(made.hear(ROUTER, FORM))
-    assert second == msgspec.structs.replace(handoff, attempt=life(1, 4))
+    assert second == msgspec.structs.replace(handoff, attempt=epoch(1, 4))
 
 
 def test_returning_twice_indexes_once() -> None:

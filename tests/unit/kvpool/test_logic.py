@@ -27,7 +27,7 @@ from tests.harnesses.pool import (
     taken,
     written,
 )
-from tests.support.samples import PREFILL, R1, R2, R3, ROUTER, life, request
+from tests.support.samples import PREFILL, R1, R2, R3, ROUTER, epoch, request
 
 # --- peers
 
@@ -138,7 +138,9 @@ def test_a_stale_end_leaves_a_later_attempt_alone(message: Message) -> None:
     assert made.hear(PREFILL, message) == []
 
 
-@pytest.mark.parametrize("message", [CancelReservation(R2, life(5)), DropRequest(R2, life(5))], ids=["cancel", "drop"])
+@pytest.mark.parametrize(
+    "message", [CancelReservation(R2, epoch(5)), DropRequest(R2, epoch(5))], ids=["cancel", "drop"]
+)
 def test_the_end_of_something_unknown_is_ignored(message: Message) -> None:
     made = PoolHarness()
     made.reserve("r1", 3)
@@ -152,7 +154,7 @@ def test_written_blocks_are_the_pools() -> None:
     made = PoolHarness()
     made.reserve("r1", 2)
     content = written("r1", reserved("r1", 1, 0, 1))
-    assert made.hear(PREFILL, content) == [taken("r1", True), Send(ROUTER, RequestPooled(R1, life(1, 1), 8, 2))]
+    assert made.hear(PREFILL, content) == [taken("r1", True), Send(ROUTER, RequestPooled(R1, epoch(1, 1), 8, 2))]
 
 
 @pytest.mark.parametrize(

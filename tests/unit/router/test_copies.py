@@ -43,9 +43,9 @@ from tests.harnesses.router import (
     pooled,
     prefilling,
 )
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
-RETURNED, GRANTED_AGAIN = life(1, 3), life(1, 4)
+RETURNED, GRANTED_AGAIN = epoch(1, 3), epoch(1, 4)
 OTHER_POOL, OTHER_PREFILL = "pool-1", "prefill-1"
 
 
@@ -178,13 +178,13 @@ def test_a_copy_lost_on_the_way_lets_its_worker_be_asked_for_again() -> None:
     made = granted()
     assert made.hear(POOL, CopyLost(R1, GRANTED)) == [INTERRUPTED]
     made.submit(request("r2"))
-    assert made.hear(POOL, RequestPooled(R2, life(2, 1), 4, 1)) == [Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))]
+    assert made.hear(POOL, RequestPooled(R2, epoch(2, 1), 4, 1)) == [Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))]
 
 
 def test_the_next_question_waits_for_what_the_worker_reports_of_the_last_batch() -> None:
     made = decoding()
     made.submit(request("r2"))
-    assert made.hear(POOL, RequestPooled(R2, life(2, 1), 4, 1)) == []
+    assert made.hear(POOL, RequestPooled(R2, epoch(2, 1), 4, 1)) == []
     load = WorkerLoad(num_running=1, num_free_blocks=18, running=JoinedBatch(BATCH, 0, 16))
     (asked,) = made.hear(DECODE, load)
     assert asked == Send(POOL, FormBatch(BatchId(2), ASKED, 8, 1))
@@ -205,7 +205,7 @@ def urgent(name: str = "r2") -> Request:
     return request(name, slo=Slo(tpot_s=0.05))
 
 
-SKIPPING = life(1000)  # attempts are at least the time in milliseconds
+SKIPPING = epoch(1000)  # attempts are at least the time in milliseconds
 
 
 def test_who_cannot_wait_that_long_goes_straight_to_a_decode_worker() -> None:

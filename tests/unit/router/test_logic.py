@@ -32,7 +32,7 @@ from tests.harnesses.router import (
     pooled,
     prefilling,
 )
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 # --- admission
 
@@ -95,7 +95,7 @@ def test_a_full_queue_says_when_it_will_have_drained() -> None:
 
 
 def _attempt_of(number: int) -> int:
-    return life(1 if number == 1 else 1000 * (number - 1))
+    return epoch(1 if number == 1 else 1000 * (number - 1))
 
 
 def test_a_rejected_request_is_not_held() -> None:

@@ -40,7 +40,7 @@ from tests.harnesses.router import (
     pooled,
     prefilling,
 )
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 # --- stale attempts: r1 was interrupted and given out again, so that its first life is over and the second goes on
 
@@ -75,16 +75,16 @@ def test_word_of_an_earlier_attempt_changes_nothing(
     assert second.hear(peer, stale) == answer
     status = second.status()
     assert (status.num_prefilling, status.num_preemptions) == (1, 0)
-    assert second.hear(PREFILL, PrefillCompleted(R1, life(2), 5)) == []
-    assert second.hear(POOL, RequestPooled(R1, life(2, 1), 5, 2)) == [FORM_FIRST]
+    assert second.hear(PREFILL, PrefillCompleted(R1, epoch(2), 5)) == []
+    assert second.hear(POOL, RequestPooled(R1, epoch(2, 1), 5, 2)) == [FORM_FIRST]
 
 
 def test_a_completion_of_an_earlier_attempt_does_not_count_for_the_later_one() -> None:
     made = decoding()
     made.hear(DECODE, RequestPreempted(R1, GRANTED, (7, 8)))
     made.hear(GATEWAY, ResumeRequest(request(), (7,)))
-    assert made.hear(PREFILL, PrefillCompleted(R1, life(2), 6)) == []
-    assert made.hear(PREFILL, PrefillCompleted(R1, life(3), 5)) == []
+    assert made.hear(PREFILL, PrefillCompleted(R1, epoch(2), 6)) == []
+    assert made.hear(PREFILL, PrefillCompleted(R1, epoch(3), 5)) == []
     assert made.lose(POOL) == [INTERRUPTED]  # it was on its way there
 
 
@@ -226,7 +226,7 @@ def test_a_copy_lost_after_it_arrived_may_be_lost_on_its_way_back() -> None:
 
 def test_a_copy_lost_and_gone_further_since_is_no_loss() -> None:
     made = decoding()
-    made.hear(DECODE, BatchReceived(BatchId(2), ((R1, life(1, 4)),)))
+    made.hear(DECODE, BatchReceived(BatchId(2), ((R1, epoch(1, 4)),)))
     assert made.hear(POOL, CopyLost(R1, GRANTED)) == []
 
 

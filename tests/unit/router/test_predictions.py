@@ -18,7 +18,7 @@ from alignedserve.runtime.model.served_model import resolve_model
 from router.prediction import ENCODERS, make_length_predictor
 from router.prediction.encoders import HashedNgrams
 from router.prediction.predictor import LengthPredictor
-from router.prediction.runner import PredictionRunner
+from router.prediction.runner import AsyncLengthPredictor
 from router.state import LengthPredicted
 from tests.harnesses.router import (
     GIVEN_OUT,
@@ -30,7 +30,7 @@ from tests.harnesses.router import (
     pooled,
     prefilling,
 )
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 
 def predicted(made: RouterHarness, length: float) -> list[Send]:
@@ -96,7 +96,7 @@ def test_what_was_expected_on_arrival_is_judged() -> None:
     predicted(made, 5.5)
     made.hear(DECODE, RequestFinished(R1, GRANTED, 3))
     made.submit(request("r2"))
-    made.hear(PREFILL, RequestFinished(request("r2").request_id, life(2), 4))
+    made.hear(PREFILL, RequestFinished(request("r2").request_id, epoch(2), 4))
     assert made.status().lengths == LengthTotals(num_finished=2, num_predicted=1, num_tokens=7, error_tokens=3.5)
 
 
@@ -108,7 +108,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.delivered: asyncio.Queue[LengthPredicted] = asyncio.Queue()
-        self.runner = PredictionRunner(LengthPredictor(HashedNgrams()), self.delivered.put_nowait)
+        self.runner = AsyncLengthPredictor(LengthPredictor(HashedNgrams()), self.delivered.put_nowait)
 
     def hear(self, message: Message) -> None:
         self.runner.note(Received(GATEWAY, message))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
@@ -104,7 +104,7 @@ class ShmTransfer:
         except HandoffRejected as error:
             logger.warning("offload under generation %d refused: %s", generation, error)
             return None
-        runs = neighbours(target)
+        runs = contiguous_runs(target)
         sums = RunSums(placed(count for _, count in runs), self.arena.layout.block_bytes)
         source = self._storage.rows_to_read(outgoing.storage_block_ids)
         copy_rows(source, self.arena.rows_to_write(target), sums, from_target=False)
@@ -168,7 +168,7 @@ def _relay(
     source_ids = blocks_of(copy, block_size=layout.block_size, num_targets=num_targets, num_blocks=source.num_blocks)
     _check_lease(source, source_ids, copy.generation)
     _check_lease(target, target_block_ids, generation)
-    runs = neighbours(target_block_ids)
+    runs = contiguous_runs(target_block_ids)
     told, own = placed(run.num_blocks for run in copy.runs), placed(count for _, count in runs)
     old = RunSums(told, layout.block_bytes)
     new = old if own == told else RunSums(own, layout.block_bytes)
