@@ -8,8 +8,8 @@ from tests.gpu_kernels.paged import contexts
 
 pytest.importorskip("triton")
 
+from alignedserve.microbench.kernels.naive_decode import naive_batch, whole
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
-from kernels.gpu.naive_decode import naive_batch, whole
 from kernels.gpu.work_partition import divide
 
 
