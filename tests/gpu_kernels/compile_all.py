@@ -125,7 +125,7 @@ def decode_case(head_dim: int, dtype: torch.dtype, element: str) -> Case:
     """As `paged_decode` launches it."""
     types = {**ATTENTION, **PARTS, "queries": element, "blocks": element}
     constants = {**TILE, "HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "PADDED_GROUP": 16}
-    _, num_stages, num_programs = decode_attention.residency(head_dim, dtype)
+    _, num_stages, num_programs = decode_attention.occupancy(head_dim, dtype)
     return Case(decode_attention._decode_parts, types, constants, {"num_stages": num_stages}, num_programs)
 
 
