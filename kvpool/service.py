@@ -53,8 +53,8 @@ class KvPool:
 
     async def start(self, *, listen_at: str, router_at: str) -> None:
         """Accept workers and introduce ourselves to the router."""
-        await self._room.switchboard.listen(listen_at)
-        self._room.switchboard.dial(router_at)
+        await self._room.links.listen(listen_at)
+        self._room.links.dial(router_at)
 
     async def close(self) -> None:
         """Drop the links and give the memory back."""

@@ -34,7 +34,7 @@ class Router:
 
     async def start(self, *, listen_at: str) -> None:
         """Accept gateways, workers and pools."""
-        await self._room.switchboard.listen(listen_at)
+        await self._room.links.listen(listen_at)
 
     async def close(self) -> None:
         """Drop the links."""

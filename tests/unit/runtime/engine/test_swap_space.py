@@ -11,7 +11,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import HostStreams
 from alignedserve.runtime.engine.swap_space import SwapSpace
-from alignedserve.runtime.kv.block_codecs import int8_rows
+from alignedserve.runtime.kv.block_codecs import int8_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.support.samples import R1, R2, blocks
 
@@ -91,7 +91,7 @@ def test_copies_of_8_bits_are_close_whatever_lies_behind_the_last_token() -> Non
 
 
 def test_copies_of_8_bits_take_the_bytes_they_should() -> None:
-    form = int8_rows(SwapSpaceHarness().storage.bytes, LAYOUT)
+    form = int8_codec(SwapSpaceHarness().storage.bytes, LAYOUT)
     assert form.row_bytes == LAYOUT.int8_block_bytes == LAYOUT.block_bytes * (4 + 4) // (2 * 4)
 
 

@@ -19,7 +19,7 @@ from alignedserve.messages.iterations import (
     RelayBlocks,
 )
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.shm_arena import NOBODYS, Arena
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
 from alignedserve.runtime.process.worker_threads import WorkerThreads
 from tests.harnesses.transfer import ASKING, content, filled, layout_of
 from tests.support.samples import DECODE, POOL, R1, blocks
@@ -137,7 +137,7 @@ async def test_what_does_not_verify_is_nobodys_in_the_buffer(harness: BlockCopie
     copy = await harness.in_pool()
     harness.pool.blocks[4, 3] ^= 0x10
     assert (await harness.relay(POOL, copy, DECODE, (0, 10), 2)).runs is None
-    assert harness.buffer.generations[[0, 10]].tolist() == [NOBODYS, NOBODYS]
+    assert harness.buffer.generations[[0, 10]].tolist() == [NO_LEASE, NO_LEASE]
 
 
 async def test_a_peer_that_was_never_mapped_refuses_everything(harness: BlockCopierHarness) -> None:
