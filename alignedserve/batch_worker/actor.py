@@ -1,4 +1,4 @@
-"""The driver of batches as a Ray actor."""
+"""The batch worker as a Ray actor."""
 
 import ray
 
@@ -14,13 +14,13 @@ from alignedserve.runtime.process.process_spec import ProcessSpec
 
 @ray.remote
 class BatchActor(ActorHost):
-    """Started, restarted and placed by Ray; everything else is in the stores."""
+    """A batch worker that Ray starts, restarts and places; all else is in the stores."""
 
     def __init__(
         self,
         config: GatewayConfig,
         served: ServedModel,
-        place: BatchLocation,
+        location: BatchLocation,
         max_in_flight: int,
         process_spec: ProcessSpec,
     ) -> None:
@@ -29,7 +29,7 @@ class BatchActor(ActorHost):
                 links=ClusterLinks.of(process_spec),
                 model=ModelCard.of(served),
                 config=config,
-                place=place,
+                location=location,
                 max_in_flight=max_in_flight,
             )
             await service.start()

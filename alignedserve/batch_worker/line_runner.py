@@ -35,7 +35,7 @@ class ClusterLineRunner:
         self._services = services
 
     async def run(self, call: LineCall) -> LineAnswer:
-        """See LineRunner."""
+        """Run one line; see LineRunner."""
         try:
             request = await self._build_request(call)
         except InvalidRequest as error:
@@ -49,7 +49,7 @@ class ClusterLineRunner:
         return LineAnswer(200, body, usage["prompt_tokens"], usage["completion_tokens"])
 
     def cluster_totals(self) -> ClusterTotals | None:
-        """See LineRunner."""
+        """Return the totals of the cluster; see LineRunner."""
         status = self._services.backend.status()
         if status is None:
             return None

@@ -25,7 +25,7 @@ class _Hosted:
 
 @ray.remote
 class GatewayActor(ActorHost):
-    """Started, restarted and placed by Ray; everything else goes over HTTP and its links."""
+    """A gateway that Ray starts, restarts and places; all else goes over HTTP and its links."""
 
     def __init__(
         self,

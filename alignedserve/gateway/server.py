@@ -1,4 +1,4 @@
-"""A whole gateway inside an event loop that already runs: links, app, HTTP server, readiness probe."""
+"""The gateway inside a running event loop: links to the cluster, app, HTTP server, readiness probe."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class GatewayServer:
-    """`start`, then serve until `stop`. Both run on the loop that is to serve, in any thread; no signal handlers."""
+    """A gateway that serves from `start` to `stop`, both called on its loop, in any thread; no signal handlers."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class GatewayServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """The address that clients connect to."""
         host = self._config.host
         return f"http://[{host}]:{self._config.port}" if ":" in host else f"http://{host}:{self._config.port}"
 
@@ -116,11 +116,11 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The port that is listened on."""
+        """The port listened on."""
         return int(self._listener.getsockname()[1])
 
     async def start(self) -> None:
-        """Returns when connections are accepted."""
+        """Serve in the background; return when connections are accepted."""
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         self._tasks = [serving, start_background(self._services.readiness_probe.run(), "the readiness probe")]
         async with asyncio.timeout(_START_TIMEOUT_S):
@@ -131,7 +131,7 @@ class HttpServer:
                 await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
-        """Stop accepting, end what is open."""
+        """Stop accepting connections and close the open ones."""
         self._server.should_exit = True
         for probing in self._tasks[1:]:
             probing.cancel()
@@ -145,7 +145,7 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to whoever owns the process."""
+    """Uvicorn without signal handlers: signals belong to the process's owner."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises AddressInUse or ConfigError with what to change."""
+    """Return a listening socket. Raises AddressInUse or ConfigError naming the setting to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)

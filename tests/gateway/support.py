@@ -1,4 +1,4 @@
-"""What the gateway's tests share: a small tokenizer, apps over scripts, and a reader of event streams."""
+"""Helpers of the gateway's tests: a small tokenizer, apps over scripts, and a reader of event streams."""
 
 import atexit
 import json

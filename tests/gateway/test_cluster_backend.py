@@ -148,7 +148,7 @@ async def test_order_repeats_and_gaps(tmp_path: Path) -> None:
         made.emit(1, 12, 13)  # overlaps
         made.emit(0, 11, 12, 13)  # a repeat
         made.emit(2, 13, end=False)
-        made.emit(0, 99, name="somebody else")
+        made.emit(0, 99, name="another worker")
         first = await anext(stream)
         tokens = list(first.token_ids)
         made.emit(2, 13, 14)

@@ -224,7 +224,7 @@ class _OpenRequest:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last token and all prompt log-probabilities are here."""
+        """True once the last token and all prompt log-probabilities are here."""
         return self._has_last and self.stream.has_prompt_logprobs
 
     def is_resend_due(self, now: float) -> bool:

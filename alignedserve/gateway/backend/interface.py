@@ -78,7 +78,7 @@ class RequestStream:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether the prompt log-probabilities that were asked for have come; until then nothing can be read."""
+        """True once the requested prompt log-probabilities have come; until then nothing can be read."""
         return self._num_prompt_logprobs_missing <= 0
 
     # --- for the reader

@@ -69,7 +69,7 @@ class Generation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice has ended."""
+        """True once every choice has ended."""
         return not self._open
 
     def usage(self) -> dict[str, int]:
@@ -145,7 +145,7 @@ class _Choice:
         return (self._last_s - self._first_s) / (self._num_tokens - 1)
 
     def measure(self, num_new: int, now: float) -> None:
-        """Count tokens that came together now."""
+        """Record the metrics of tokens that came together now."""
         if num_new and self._first_s is None:
             self._first_s = now
             self._metrics.ttft_s.observe(now - self.request.arrival_s)

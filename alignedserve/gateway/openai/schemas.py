@@ -1,4 +1,4 @@
-"""What clients may send. Types are checked here; ranges of sampling fields by SamplingParams, which names the field."""
+"""Bodies that clients may send. SamplingParams checks the ranges of sampling fields, naming the field."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ ServiceTierName = Literal["auto", "default", "priority", "fast", "flex"]
 
 
 class StreamOptions(Schema):
-    """How a stream ends."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
 
@@ -52,12 +52,12 @@ class GenerationFields(Schema):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
+        """True when the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage is True
 
 
 class TextPart(Schema):
-    """A part of a message."""
+    """One text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -70,7 +70,7 @@ class ChatMessage(Schema):
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
 
     def as_template_message(self) -> dict[str, str]:
-        """What chat templates know: `developer` is the newer name of `system`, parts are lines of one text."""
+        """Return the message for chat templates: `developer` is a newer name of `system`, parts become lines."""
         role = "system" if self.role == "developer" else self.role
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": role, "content": content}
@@ -87,7 +87,7 @@ class ChatCompletionRequest(GenerationFields):
 
 
 def _checked_prompt(prompt: Any) -> PromptForms:
-    """A union would try every form on every item, and report every item of every form."""
+    """Check the form by hand: a union would try every form on every item, and report every item of every form."""
     items = prompt if isinstance(prompt, list) else [prompt]
     kind = type(items[0]) if items else None
     is_uniform = all(type(item) is kind for item in items)

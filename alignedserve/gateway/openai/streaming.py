@@ -84,7 +84,7 @@ class _TimedSender:
         self._since_s = None
 
     def is_stuck(self) -> bool:
-        """Whether the client has not read for too long."""
+        """Return whether the client has not read for too long."""
         return self._since_s is not None and self._loop.time() - self._since_s > _SEND_TIMEOUT_S
 
 
