@@ -13,13 +13,13 @@ from alignedserve.runtime.process.process_spec import ProcessSpec
 
 @ray.remote
 class BatchActor(ActorHost):
-    """Started, restarted and placed by Ray; everything else is in the stores."""
+    """Hosts a BatchService; all state is in the stores, so Ray can restart it."""
 
     def __init__(
         self,
         config: GatewayConfig,
         served: ServedModel,
-        place: BatchLocation,
+        location: BatchLocation,
         max_in_flight: int,
         process_spec: ProcessSpec,
     ) -> None:
@@ -28,7 +28,7 @@ class BatchActor(ActorHost):
                 links=gateway_links(process_spec),
                 model=gateway_model(served),
                 config=config,
-                place=place,
+                location=location,
                 max_in_flight=max_in_flight,
             )
             await service.start()

@@ -1,10 +1,10 @@
-"""Runs a line of a batch as the request that it is, at best effort: the LineRunner of a cluster."""
+"""Runs a line of a batch as a best-effort chat or completion request to the cluster."""
 
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar
 
-from alignedserve.batches.interfaces import ClusterTotals, LineAnswer, LineBroken, LineCall, LineNotTaken
+from alignedserve.batches.interfaces import ClusterTotals, LineFailed, LineRejected, LineRequest, LineResponse
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
 from alignedserve.core.request import Slo
@@ -24,13 +24,13 @@ _TIERS = ("auto", "default", _BEST_EFFORT)
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
 
-class ClusterLines:
-    """A LineRunner over a gateway's services."""
+class ClusterLineRunner:
+    """Implements LineRunner with a gateway's services."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def run(self, call: LineCall) -> LineAnswer:
+    async def run(self, call: LineRequest) -> LineResponse:
         """See LineRunner."""
         try:
             planned = await self._planned(call)
@@ -47,7 +47,7 @@ class ClusterLines:
                 body = planned.answer.body(generation, choices)
         except GenerationError as error:
             return _failed(error, has_begun=has_begun)
-        return LineAnswer(200, body, usage["prompt_tokens"], usage["completion_tokens"])
+        return LineResponse(200, body, usage["prompt_tokens"], usage["completion_tokens"])
 
     def cluster_totals(self) -> ClusterTotals | None:
         """See LineRunner."""
@@ -57,7 +57,7 @@ class ClusterLines:
         ledger = status.ledger
         return ClusterTotals(ledger.num_requests, ledger.wall_s, ledger.nothing_to_do_s)
 
-    async def _planned(self, call: LineCall) -> Call:
+    async def _planned(self, call: LineRequest) -> Call:
         """Raises InvalidRequest: the line can never be run."""
         check_shape(call.body, self._services.config.max_json_depth)
         headers = {} if call.deadline_s is None else {DEADLINE_HEADER: f"{call.deadline_s * 1000.0:.3f}"}
@@ -83,14 +83,14 @@ def _at_best_effort(fields: FieldsT) -> FieldsT:
     return fields.model_copy(update={"service_tier": _BEST_EFFORT})
 
 
-def _failed(error: GenerationError, *, has_begun: bool) -> LineAnswer:
+def _failed(error: GenerationError, *, has_begun: bool) -> LineResponse:
     """The answer that says so for ever, or an error that says to try again."""
     if isinstance(error, Unservable):
         return _refusal(error)
     if isinstance(error, Overloaded) or (isinstance(error, Unavailable) and not has_begun):
-        raise LineNotTaken(str(error), retry_after_s=error.retry_after_s or _PAUSE_S) from error
-    raise LineBroken(str(error)) from error
+        raise LineRejected(str(error), retry_after_s=error.retry_after_s or _PAUSE_S) from error
+    raise LineFailed(str(error)) from error
 
 
-def _refusal(error: AlignedServeError) -> LineAnswer:
-    return LineAnswer(http_error_of(error).status, body_of(error))
+def _refusal(error: AlignedServeError) -> LineResponse:
+    return LineResponse(http_error_of(error).status, body_of(error))

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from alignedserve.batches.location import BatchLocation
 from alignedserve.cluster import preflight
-from alignedserve.cluster.batch_location import StateLock, open_location
+from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.ray_node import join_ray, start_ray
 from alignedserve.cluster.recording_folder import prepare_recording
@@ -65,7 +65,7 @@ class RunningCluster:
     def __init__(self, config: ClusterConfig, served: ServedModel, folder: Path, doors: Doors) -> None:
         self.config = config
         self._doors = doors
-        self._place: BatchLocation | None = None
+        self._batch_location: BatchLocation | None = None
         self._redis: PrivateRedis | None = None
         self._state_lock: StateLock | None = None
         self._watchdog: Watchdog | None = None
@@ -85,7 +85,7 @@ class RunningCluster:
     def start(self) -> None:
         """Create every actor and wait until each is up. Raises what the first failing one raised."""
         if self.config.batches.enabled:
-            self._place, self._redis, self._state_lock = open_location(self.config, self.folder)
+            self._batch_location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
         self._start_ray()
         self._create_actors()
         failures = {name: actor.failure.remote() for name, actor in self._actors.items()}
@@ -171,10 +171,10 @@ class RunningCluster:
                 decode = (config.decode, config.batching, config.scheduling, next(engines), prefillers, served)
                 self._create(DecodeWorkerActor, Role.DECODE_WORKER, name, *decode)
         for index in range(config.gateway.count):
-            gateway = (config.gateway, config.gateway.port + index, served, api_keys(), self._place)
+            gateway = (config.gateway, config.gateway.port + index, served, api_keys(), self._batch_location)
             self._create(self._doors.gateway, Role.GATEWAY, f"gateway-{index}", *gateway)
-        if self._place is not None:
-            driver = (config.gateway, served, self._place, _max_lines_in_flight(config))
+        if self._batch_location is not None:
+            driver = (config.gateway, served, self._batch_location, _max_lines_in_flight(config))
             self._create(self._doors.batches, Role.GATEWAY, "batches-0", *driver)
 
     def _create(self, actor_class: Any, role: Role, name: str, *arguments: object) -> None:

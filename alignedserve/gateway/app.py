@@ -32,7 +32,7 @@ def build_services(
     config: GatewayConfig,
     api_keys: Sequence[str] = (),
     reply_to: str = "",
-    desk: FilesApi | None = None,
+    files_api: FilesApi | None = None,
 ) -> Services:
     """Everything that the routes share."""
     canary_token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0
@@ -46,7 +46,7 @@ def build_services(
         metrics=GatewayMetrics(model.name, backend.status),
         capacity=Capacity(config.max_concurrent_requests),
         canary=ReadinessProbe(backend, token_id=canary_token, reply_to=reply_to),
-        desk=desk,
+        files_api=files_api,
     )
 
 

@@ -85,7 +85,7 @@ class GatewayServer:
             config=self._config,
             api_keys=self._api_keys,
             reply_to=self._links.own_address,
-            desk=FilesApi(self._stores, self._batches.config) if self._batches and self._stores else None,
+            files_api=FilesApi(self._stores, self._batches.config) if self._batches and self._stores else None,
         )
         self._http = HttpServer(services, listener)
         try:
@@ -106,7 +106,7 @@ class GatewayServer:
             await http.stop()
         stores, self._stores = self._stores, None
         if stores is not None:
-            await stores.records.close()
+            await stores.repository.close()
 
 
 class HttpServer:

@@ -48,7 +48,7 @@ class Services:
     metrics: GatewayMetrics
     capacity: Capacity
     canary: ReadinessProbe
-    desk: FilesApi | None = None  # None: no files and batches here
+    files_api: FilesApi | None = None  # None: no files and batches here
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModel unless this is the model that is served; None means just that one."""
@@ -64,11 +64,11 @@ def services_of(connection: HTTPConnection) -> Services:
     return services
 
 
-def desk_of(http: Request) -> tuple[FilesApi, str]:
+def files_api_of(http: Request) -> tuple[FilesApi, str]:
     """Where files and batches are, and whose of them this request may see. Raises QuotaExceeded, or NotFound where
     there are none."""
     services = services_of(http)
     services.keys.spend(http.state.key_number)
-    if services.desk is None:
+    if services.files_api is None:
         raise NotFound("Files and batches are not served here (batches.enabled is false).", code="batches_disabled")
-    return services.desk, services.keys.owner(http.state.key_number)
+    return services.files_api, services.keys.owner(http.state.key_number)

@@ -38,15 +38,15 @@ async def metrics(http: Request) -> Response:
     """What Prometheus scrapes."""
     services = services_of(http)
     text = services.metrics.render()
-    if services.desk is not None:
-        text += await _batch_metrics(services.desk)
+    if services.files_api is not None:
+        text += await _batch_metrics(services.files_api)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-async def _batch_metrics(desk: FilesApi) -> bytes:
+async def _batch_metrics(files_api: FilesApi) -> bytes:
     """Absent while the state of batches cannot be reached: the others are still told."""
     try:
-        return batch_metrics(await desk.book.harvest())
+        return batch_metrics(await files_api.repository.totals())
     except StorageError:
         return b""
 
