@@ -195,7 +195,7 @@ class BatchRun:
             self.record,
             self._context,
             input_file=self._input_file,
-            tracker=LineTracker(*known, max_attempts=self._context.config.max_tries),
+            tracker=LineTracker(*known, max_attempts=self._context.config.max_attempts),
             writer=ResultWriter(log, recovered.totals),
         )
         self._is_dirty = True

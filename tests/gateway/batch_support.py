@@ -144,11 +144,11 @@ async def batch_gateway(
     app = build_app(services)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         runner = ClusterLineRunner(services)
-        gateway = BatchGateway(app, client, backend, records, stores, batches, runner, max_in_flight)
+        served = BatchGateway(app, client, backend, records, stores, batches, runner, max_in_flight)
         if is_driven:
-            gateway.start_driver()
+            served.start_driver()
         try:
-            yield gateway
+            yield served
         finally:
-            if gateway.driving is not None:
-                await gateway.stop_driver()
+            if served.driving is not None:
+                await served.stop_driver()

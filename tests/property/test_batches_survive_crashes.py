@@ -86,7 +86,7 @@ class World:
         )
 
     def start(self) -> None:
-        config = BatchesConfig(max_lines=1000, max_line_bytes=1 << 20, max_tries=10_000, file_lifetime_s=1e6)
+        config = BatchesConfig(max_lines=1000, max_line_bytes=1 << 20, max_attempts=10_000, file_lifetime_s=1e6)
         one = BatchDriver(stores=self.stores, runner=self.runner, config=config, models=("tiny",), max_in_flight=6)
         self._driving = asyncio.create_task(one.run())
 
