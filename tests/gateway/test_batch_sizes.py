@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
-from alignedserve.batches.input_file import read_input
-from alignedserve.batches.input_lines import Inspection
+from alignedserve.batches.input_file import InputFile
 from alignedserve.batches.records import Endpoint
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
-from alignedserve.cli.batch.input_check import as_text, check_file
+from alignedserve.cli.batch.formatting import problem_text
+from alignedserve.cli.batch.input_check import check_file
 from alignedserve.config.sections import BatchesConfig
 from tests.gateway.batch_server import listening
 from tests.gateway.batch_support import batch_gateway, eventually
@@ -52,7 +53,7 @@ def test_the_check_does_not_read_201_megabytes(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").touch()
     os.truncate(tmp_path / "in.jsonl", 201_000_000)
     [problem] = check_file(tmp_path / "in.jsonl", Endpoint.CHAT, ("tiny",)).problems
-    assert as_text(problem) == "The file is larger than 200000000 bytes. (body_too_large)"
+    assert problem_text(msgspec.to_builtins(problem)) == "The file is larger than 200000000 bytes. (body_too_large)"
 
 
 @pytest.mark.slow
@@ -70,12 +71,12 @@ async def peak_bytes(folder: Path, content: str) -> int:
     for number in range(2000):
         await writer.write(chat_line(f"line-{number}", content=content) + b"\n")
     await writer.commit()
-    inspection = Inspection(Endpoint.CHAT, ("tiny",), LIMITS.max_lines)
+    input_file = InputFile(record, blobs, LIMITS, ("tiny",))
     tracemalloc.start()
     try:
-        async for _ in read_input(blobs, record, inspection, LIMITS.max_line_bytes):
+        async for _ in input_file.scan():
             pass
-        assert (len(inspection.index), inspection.end()) == (2000, ())
+        assert (input_file.num_lines, input_file.problems()) == (2000, ())
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
