@@ -54,8 +54,8 @@ class ClusterLines:
         status = self._services.backend.status()
         if status is None:
             return None
-        ledger = status.ledger
-        return ClusterTotals(ledger.num_requests, ledger.wall_s, ledger.nothing_to_do_s)
+        totals = status.iteration_log
+        return ClusterTotals(totals.num_requests, totals.wall_s, totals.nothing_to_do_s)
 
     async def _planned(self, call: LineCall) -> Call:
         """Raises InvalidRequest: the line can never be run."""

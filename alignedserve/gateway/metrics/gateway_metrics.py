@@ -134,4 +134,4 @@ class _ClusterCollector(Collector):
             yield GaugeMetricFamily(name, help_text, value=value(status))
         for name, help_text, value in _COUNTERS:
             yield CounterMetricFamily(name, help_text, value=value(status))
-        yield from ledger_families(status.ledger)
+        yield from ledger_families(status.iteration_log)

@@ -88,7 +88,7 @@ def test_the_router_adds_up_all_workers() -> None:
     desk.hear("decode-1", worker())
     for name in (DECODE, "decode-1", DECODE):
         assert desk.hear(name, IterationLogReport(TOTALS)) == []
-    assert desk.status().ledger == TOTALS.plus(TOTALS).plus(TOTALS)
+    assert desk.status().iteration_log == TOTALS.plus(TOTALS).plus(TOTALS)
 
 
 @pytest.mark.parametrize("is_lost_first", [True, False])
@@ -97,8 +97,8 @@ def test_a_restarted_worker_takes_nothing_away(is_lost_first: bool) -> None:
     desk.hear(DECODE, IterationLogReport(TOTALS))
     if is_lost_first:
         desk.lose(DECODE)
-        assert desk.status().ledger == TOTALS
+        assert desk.status().iteration_log == TOTALS
     desk.hear(DECODE, worker())
-    assert desk.status().ledger == TOTALS
+    assert desk.status().iteration_log == TOTALS
     desk.hear(DECODE, IterationLogReport(TOTALS))
-    assert desk.status().ledger == TOTALS.plus(TOTALS)
+    assert desk.status().iteration_log == TOTALS.plus(TOTALS)
