@@ -1,7 +1,7 @@
 """Decides for the KV pool which process may read or write which blocks of the arena. It never touches the bytes.
 
 The life of a request in the pool:
-1. A worker with a finished prefill sends ReserveBlocks; when blocks are free (in order) it gets a lease: BlocksReserved.
+1. After a prefill a worker sends ReserveBlocks; when blocks are free (in order) it gets a lease: BlocksReserved.
 2. It copies its blocks into the arena and sends BlocksWritten; the request is indexed, the router is notified, and the
    worker may forget it (BlocksTaken). A request that bypassed the pool comes as a copy, and is only kept.
 3. The router sends FormBatch for a decode worker; the batch former chooses; the worker gets BatchGranted, the router
