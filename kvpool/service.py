@@ -53,8 +53,8 @@ class KvPool:
 
     async def start(self, *, listen_at: str, router_at: str) -> None:
         """Accept workers and connect to the router."""
-        await self._driver.switchboard.listen(listen_at)
-        self._driver.switchboard.dial(router_at)
+        await self._driver.links.listen(listen_at)
+        self._driver.links.dial(router_at)
 
     async def close(self) -> None:
         """Drop the links and free the memory."""

@@ -24,11 +24,11 @@ class RequestRegistry:
     Whatever takes a request from its holder (the worker or pool that has it) returns the commands that tell the holder.
     """
 
-    def __init__(self, *, placement: Placement, queue: PrefillQueue, max_requeues: int) -> None:
+    def __init__(self, *, placement: Placement, queue: PrefillQueue, max_retries: int) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.queue = queue
         self._placement = placement
-        self._max_requeues = max_requeues
+        self._max_retries = max_retries
 
     def accept(self, tracked: TrackedRequest) -> None:
         """Add a request and queue it."""
@@ -49,7 +49,7 @@ class RequestRegistry:
             self._placement.unassign(tracked)
             tracked.move(Stage.QUEUED)
             tracked.num_requeues += 1
-            if tracked.num_requeues > self._max_requeues:
+            if tracked.num_requeues > self._max_retries:
                 commands += self.fail(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
             else:
                 commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
@@ -70,7 +70,7 @@ class RequestRegistry:
         tracked.move(Stage.QUEUED)
         tracked.set_generated(generated_token_ids)
         tracked.num_requeues += is_refused
-        if tracked.num_requeues > self._max_requeues:
+        if tracked.num_requeues > self._max_retries:
             return commands + self.fail(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
         self._enqueue(tracked)
         return commands

@@ -34,7 +34,7 @@ class Router:
 
     async def start(self, *, listen_at: str) -> None:
         """Accept gateways, workers and pools."""
-        await self._driver.switchboard.listen(listen_at)
+        await self._driver.links.listen(listen_at)
 
     async def close(self) -> None:
         """Drop the links."""

@@ -31,7 +31,7 @@ FORM = FormBatch(BATCH, ASKED, 100, 100)
 L1, L2 = epoch(1), epoch(2)
 
 
-class Desk:
+class PoolHarness:
     """A pool with a router, a prefill worker and a decode worker. Its counts for the router are left out."""
 
     def __init__(self, batch_former: BatchFormer | None = None) -> None:

@@ -31,7 +31,7 @@ INTERRUPTED = Send(GATEWAY, RequestInterrupted(R1))
 GIVEN_OUT, POOLED, GRANTED, END = epoch(1), epoch(1, 1), epoch(1, 2), epoch_end(epoch(1))
 
 
-class Desk:
+class RouterHarness:
     """A router that is told things at a time that only moves when asked to."""
 
     def __init__(
@@ -70,29 +70,29 @@ class Desk:
         raise AssertionError("no status within four ticks")
 
 
-def desk(**config: Any) -> Desk:
+def connected_router(**config: Any) -> RouterHarness:
     """With one gateway, pool, prefill worker and decode worker."""
-    made = Desk(**config)
+    made = RouterHarness(**config)
     made.hear(POOL, PoolRegistered(100))
     made.hear(PREFILL, worker(can_prefill=True, can_decode=False))
     made.hear(DECODE, worker())
     return made
 
 
-def colocated_desk(**changes: Any) -> Desk:
-    made = Desk()
+def colocated_router(**changes: Any) -> RouterHarness:
+    made = RouterHarness()
     made.hear(DECODE, worker(can_prefill=True, **changes))
     return made
 
 
-def prefilling(**config: Any) -> Desk:
+def prefilling(**config: Any) -> RouterHarness:
     """r1 is with the prefill worker."""
-    made = desk(**config)
+    made = connected_router(**config)
     made.submit(request())
     return made
 
 
-def pooled(**config: Any) -> Desk:
+def pooled(**config: Any) -> RouterHarness:
     """r1 lies in the pool, which was asked for a batch."""
     made = prefilling(**config)
     made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
@@ -100,14 +100,14 @@ def pooled(**config: Any) -> Desk:
     return made
 
 
-def granted(**config: Any) -> Desk:
+def granted(**config: Any) -> RouterHarness:
     """r1 is on its way to the decode worker."""
     made = pooled(**config)
     made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),)))
     return made
 
 
-def decoding(**config: Any) -> Desk:
+def decoding(**config: Any) -> RouterHarness:
     """r1 has arrived there."""
     made = granted(**config)
     made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),)))

@@ -20,11 +20,20 @@ from router.prediction import ENCODERS, make_length_predictor
 from router.prediction.encoders import HashedNgrams
 from router.prediction.predictor import LengthPredictor
 from router.state import LengthPredicted
-from tests.harnesses.router import GIVEN_OUT, GRANTED, Desk, colocated_desk, decoding, given, pooled, prefilling
+from tests.harnesses.router import (
+    GIVEN_OUT,
+    GRANTED,
+    RouterHarness,
+    colocated_router,
+    decoding,
+    given,
+    pooled,
+    prefilling,
+)
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 
-def predicted(made: Desk, length: float) -> list[Send]:
+def predicted(made: RouterHarness, length: float) -> list[Send]:
     return made.logic.on_event(LengthPredicted(R1, length), made.now)
 
 
@@ -32,7 +41,7 @@ def predicted(made: Desk, length: float) -> list[Send]:
 
 
 def test_a_prediction_that_is_in_time_travels_with_the_request() -> None:
-    made = Desk()
+    made = RouterHarness()
     made.submit(request())
     assert predicted(made, 5.5) == []
     made.hear(POOL, PoolRegistered(100))
@@ -47,7 +56,7 @@ def test_nobody_waits_for_a_prediction_and_a_late_one_is_sent_after() -> None:
 
 
 def test_a_colocated_worker_is_told_while_it_decodes() -> None:
-    made = colocated_desk()
+    made = colocated_router()
     made.submit(request())
     made.hear(DECODE, PrefillCompleted(R1, GIVEN_OUT, 4))
     assert predicted(made, 5.5) == [Send(DECODE, SetPredictedLength(R1, GIVEN_OUT, 5.5))]
