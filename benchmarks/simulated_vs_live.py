@@ -16,10 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cli.bench.commands import LoadOptions, bench_serve
+from alignedserve.cli.bench.options import LoadOptions
+from alignedserve.cli.bench.serve import bench_serve
+from alignedserve.cli.commands.options import ReplayOptions
 from alignedserve.cli.commands.replay import (
     ComponentCheck,
-    ReplayOptions,
     SimulatedTimes,
     replay_folder,
     simulate_beside,
