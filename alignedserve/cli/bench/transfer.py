@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from alignedserve.cli.bench.options import TransferOptions
 from alignedserve.cli.console import FAILURE, notes, print_json, results
 from alignedserve.microbench.device_choice import chosen_device
+from alignedserve.microbench.results import TransferReport
 from alignedserve.microbench.tables import print_transfers
 from alignedserve.microbench.transfer.benchmark import measure_device_transfers, measure_host_transfers
-from alignedserve.microbench.transfer.results import TransferReport
 from alignedserve.microbench.transfer.spec import DEVICE_SPEC, TransferBenchmarkSpec
 
 

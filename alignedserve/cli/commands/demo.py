@@ -14,6 +14,7 @@ from alignedserve.cli.commands.options import DemoOptions
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
 from alignedserve.config.environment import client_api_key
 from alignedserve.config.loading import load_config
+from alignedserve.evaluation.batch_alignment import Alignment, alignment_of
 from alignedserve.evaluation.checked_trace import (
     HANDOFFS_REFUSED,
     HANDOFFS_VERIFIED,
@@ -28,7 +29,6 @@ from alignedserve.evaluation.checked_trace import (
 )
 from alignedserve.evaluation.fault_injector import Fault, FaultInjector, plan_faults
 from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
-from alignedserve.loadgen.batch_alignment import Alignment, alignment_of
 from alignedserve.loadgen.client import OpenAiClient, Outcome
 from alignedserve.loadgen.load_generator import LoadGenerator, Run, Sent
 from alignedserve.loadgen.load_plan import PlannedRequest

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from alignedserve.cli.commands.options import ProfileOptions
 from alignedserve.cli.console import notes, progress, results, write_json
+from alignedserve.cli.machine import describe_machine
 from alignedserve.costmodel.linear import LinearCoefficients
-from alignedserve.loadgen.machine import describe_machine
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.microbench.engine.profile import PointResult, ProfileResult, ProfileSpec, run_profile
 

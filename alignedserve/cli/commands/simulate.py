@@ -23,9 +23,9 @@ from alignedserve.cli.commands.simulate_cases import (
     plan_cases,
 )
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
+from alignedserve.cli.machine import describe_machine
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED
-from alignedserve.loadgen.machine import describe_machine
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.scheduling.policies import policy_config
 from alignedserve.sim.report.page import report_page
