@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from alignedserve.batch_worker.line_runner import ClusterLines
+from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchStores
 from alignedserve.batches.log.disk_log import DiskLogs
@@ -20,10 +20,11 @@ from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.request import Request
-from alignedserve.gateway.app import build_app, build_services
+from alignedserve.gateway.app import build_app
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.services import build_services
 from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
 from tests.support.batch_samples import chat_lines
 
@@ -48,7 +49,7 @@ class BatchGateway:
     stores: BatchStores
     folder: Path
     config: BatchesConfig
-    lines: ClusterLines
+    lines: ClusterLineRunner
     max_in_flight: int = 8
     driving: asyncio.Task[None] | None = None
 
@@ -151,11 +152,11 @@ async def batch_gateway(
         config=GatewayConfig(),
         api_keys=api_keys,
         reply_to="unix:/nowhere",
-        desk=FilesApi(stores, batches),
+        files_api=FilesApi(stores, batches),
     )
     app = build_app(services)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        lines = ClusterLines(services)
+        lines = ClusterLineRunner(services)
         served = BatchGateway(app, client, backend, records, stores, folder, batches, lines, max_in_flight)
         if is_driven:
             served.start_driver()
