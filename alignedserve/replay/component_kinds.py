@@ -67,14 +67,14 @@ _KINDS: dict[str, ComponentKind] = {
         ComponentKind(router_factory.make_logic, RouterInbound, (LengthPredicted,)),
         ComponentKind(pool_factory.make_logic, PoolInbound),
         ComponentKind(
-            prefill_factory.make_live_logic,
+            prefill_factory.make_logic,
             PrefillWorkerInbound,
             (IterationCompleted, BlocksLoaded, BlocksOffloaded, BlocksRelayed, BufferOpened),
         ),
         ComponentKind(
-            decode_factory.make_live_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
+            decode_factory.make_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
         ),
-        ComponentKind(decode_factory.make_live_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
+        ComponentKind(decode_factory.make_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
     )
 }
 

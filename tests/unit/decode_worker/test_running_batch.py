@@ -1,6 +1,7 @@
 """Who fits into the running batch, and what it needs for the next iteration: blocks of four tokens."""
 
 from alignedserve.core.ids import BatchId
+from alignedserve.core.request import SampledToken
 from alignedserve.scheduling.iteration_scheduler import PolicyPacing
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.worker_state import Scheduler
@@ -14,6 +15,10 @@ def candidate(name: str, prompt_len: int, max_tokens: int = 40) -> Candidate:
     """Of one token more than its prompt."""
     of = handoff(request(name, prompt_len=prompt_len, max_tokens=max_tokens), 1)
     return Candidate.of_handoff(of, BatchId(1), 0.0)
+
+
+def append_token(running: RunningRequest) -> None:
+    running.append(SampledToken(running.request.request_id, 5), frozenset())
 
 
 class Desk:
@@ -45,7 +50,7 @@ class Desk:
         for request_id, num_tokens in self.batch.slices(0.0):
             running = self.batch[request_id]
             running.num_computed += num_tokens
-            running.note_token(5)
+            append_token(running)
 
 
 # --- coming in
@@ -162,7 +167,7 @@ def test_blocks_on_their_way_out_count_as_coming() -> None:
 def test_whoever_is_about_to_enter_grows_within_its_addition() -> None:
     desk = Desk(3)
     one = desk.enter_anyway("r1", 7)
-    one.note_token(5)
+    append_token(one)
     desk.batch.grow()
     changes = desk.batch.take_changes()
     assert changes.extensions == ()
@@ -216,7 +221,7 @@ def test_what_the_copy_lacked_is_computed_at_once_and_then_one_token_at_a_time()
     running = enter_short(desk, 3)
     assert desk.batch.slices(0.0) == (("r1", 5),)
     desk.batch.note_chunks()
-    running.note_token(5)
+    append_token(running)
     assert desk.batch.slices(0.0) == (("r1", 1),)
 
 
@@ -243,13 +248,13 @@ def test_a_policy_computes_in_chunks_what_the_copy_lacked() -> None:
     assert desk.batch.slices(0.0) == (("r1", 3),)
     desk.batch.note_chunks()
     assert running.num_remaining == 0
-    running.note_token(5)
+    append_token(running)
     assert running.num_remaining == 1
 
 
 def test_who_is_stalled_waits_whatever_the_policy_says() -> None:
     desk = paced(Step(r1=1, r2=1), num_blocks=4)
-    desk.enter_anyway("r1", 7).note_token(5)  # nine tokens in two blocks
+    append_token(desk.enter_anyway("r1", 7))  # nine tokens in two blocks
     desk.enter_anyway("r2", 5)
     assert desk.batch.grow() == (1, 1)
     assert desk.batch.slices(0.0) == (("r2", 1),)
@@ -268,7 +273,7 @@ def test_a_block_for_who_pauses_reaches_the_engine_with_the_next_iteration_whene
     desk = paced(num_blocks=20)
     running = desk.enter("r1", 7)
     desk.batch.take_changes()
-    running.note_token(5)
+    append_token(running)
     desk.batch.grow()
     assert desk.batch.slices(0.0) == ()  # the policy rests: no iteration takes the change
     desk.batch.grow()
@@ -280,7 +285,7 @@ def test_a_block_for_who_has_left_is_no_change() -> None:
     desk = Desk(20)
     running = desk.enter("r1", 7)
     desk.batch.take_changes()
-    running.note_token(5)
+    append_token(running)
     desk.batch.grow()
     desk.batch.drop(running)
     assert desk.batch.take_changes() == (("r1",), (), ())
