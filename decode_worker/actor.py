@@ -33,12 +33,16 @@ class DecodeWorkerActor(ActorHost):
     ) -> None:
         """`prefillers`: names of the prefill workers."""
         layout = served.block_layout(engine_config.block_size)
-        sizes = engine_sizes(engine_config, config.memory_bytes, config.max_running)
+        sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
 
         async def build() -> DecodeWorker:
             engine = ModelExecutor(served, sizes)
             registered = registration_of(
-                layout, num_blocks=engine.num_blocks, max_running=config.max_running, pool_name=POOL, can_decode=True
+                layout,
+                num_blocks=engine.num_blocks,
+                max_running_requests=config.max_running_requests,
+                pool_name=POOL,
+                can_decode=True,
             )
             make = partial(
                 make_logic,
@@ -83,7 +87,7 @@ class ColocatedWorkerActor(ActorHost):
         block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
         sizes = engine_sizes(
             engine_config,
-            config.memory_bytes,
+            config.kv_cache_bytes,
             max_held(config),
             has_int8_swaps=config.has_int8_swaps,
             hidden_block_tokens=block_tokens,
@@ -96,7 +100,7 @@ class ColocatedWorkerActor(ActorHost):
                 registered=registration_of(
                     layout,
                     num_blocks=engine.num_blocks,
-                    max_running=max_held(config),
+                    max_running_requests=max_held(config),
                     can_prefill=True,
                     can_decode=True,
                 ),

@@ -18,10 +18,10 @@ def batch_limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num
     `min_requests` saturate any worker, however many places it has; and so do fewer that fill its memory.
     """
     share = batching.low_running_share
-    low_running = max(min(int(share * config.max_running), batching.min_requests), 1)
-    enough = batching.enough_requests(config.max_running)
+    low_running = max(min(int(share * config.max_running_requests), batching.min_requests), 1)
+    enough = batching.enough_requests(config.max_running_requests)
     switch = SwitchLimits(enough, low_running, batching.starvation_s, int(share * num_blocks))
-    return DecodeLimits(config.max_running, switch)
+    return DecodeLimits(config.max_running_requests, switch)
 
 
 def make_logic(
@@ -48,7 +48,7 @@ def make_logic(
 
 def max_held(config: DecodeWorkerConfig) -> int:
     """Requests that a colocated worker holds at most; who pauses keeps its place in the engine."""
-    return config.max_running + config.max_waiting
+    return config.max_running_requests + config.max_waiting_requests
 
 
 def memory_of(
@@ -57,7 +57,7 @@ def memory_of(
     """What a live colocated worker's policy has to work with, nothing in it yet; whole caches can be swapped.
     `hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches."""
     copy_bytes = layout.int8_block_bytes if config.has_int8_swaps else layout.block_bytes
-    host_tokens = config.swap_bytes // copy_bytes * layout.block_size
+    host_tokens = config.swap_space_bytes // copy_bytes * layout.block_size
     return DeviceMemory(
         num_blocks,
         num_blocks,

@@ -30,14 +30,18 @@ class PrefillWorkerActor(ActorHost):
         served: ServedModel,
         process_spec: ProcessSpec,
     ) -> None:
-        sizes = engine_sizes(engine_config, config.memory_bytes, config.max_running)
+        sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
         layout = served.block_layout(engine_config.block_size)
         buffer_blocks = buffer_blocks_of(config, layout, num_decode_workers)
 
         async def build() -> PrefillWorker:
             engine = ModelExecutor(served, sizes)
             registered = registration_of(
-                layout, num_blocks=engine.num_blocks, max_running=config.max_running, pool_name=POOL, can_prefill=True
+                layout,
+                num_blocks=engine.num_blocks,
+                max_running_requests=config.max_running_requests,
+                pool_name=POOL,
+                can_prefill=True,
             )
             make = partial(
                 make_logic,

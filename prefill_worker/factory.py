@@ -11,7 +11,7 @@ from prefill_worker.logic import PrefillLogic
 
 def buffer_blocks_of(config: PrefillWorkerConfig, layout: BlockLayout, num_decode_workers: int) -> int:
     """Blocks of the candidate buffer that each decode worker has in a prefill worker's memory."""
-    return layout.blocks_in(config.buffer_bytes) // num_decode_workers
+    return layout.blocks_in(config.candidate_buffer_bytes) // num_decode_workers
 
 
 def make_logic(
@@ -29,7 +29,7 @@ def make_logic(
     """
     return PrefillLogic(
         registered=registered,
-        max_running=config.max_running,
+        max_running_requests=config.max_running_requests,
         pacing=make_iteration_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,
     )

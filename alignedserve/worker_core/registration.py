@@ -8,7 +8,7 @@ def registration_of(
     layout: BlockLayout,
     *,
     num_blocks: int,
-    max_running: int,
+    max_running_requests: int,
     pool_name: str = "",
     can_prefill: bool = False,
     can_decode: bool = False,
@@ -17,7 +17,7 @@ def registration_of(
     return WorkerRegistered(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        max_running=max_running,
+        max_running_requests=max_running_requests,
         pool_name=pool_name,
         can_prefill=can_prefill,
         can_decode=can_decode,

@@ -20,7 +20,7 @@ from alignedserve.runtime.device.cores import threads_per_worker
 from alignedserve.runtime.device.devices import CUDA, cuda_obstacle, describe_gpus
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.kv.shm_arena import arena_folder
-from alignedserve.runtime.kv.transfers.registry import here
+from alignedserve.runtime.kv.transfers.registry import available_transports
 from alignedserve.runtime.model.served_model import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from kernels.cpu.packed_linear import INT8, packed_levels
@@ -111,7 +111,7 @@ def _attention() -> str:
     best, *others = (*supported_levels(), TORCH)
     if not others:
         return "plain PyTorch: the native kernels are not built (needs a C++ compiler, then install again)"
-    return f"native, straight from blocks: {best}; engine.attention also takes {', '.join(others)}"
+    return f"native, straight from blocks: {best}; engine.attention_backend also takes {', '.join(others)}"
 
 
 def _threads() -> str:
@@ -141,10 +141,10 @@ def _pocket() -> Finding:
 
 
 def _transports() -> str:
-    on_cpu = ", ".join(here(torch.device("cpu")))
+    on_cpu = ", ".join(available_transports(torch.device("cpu")))
     if cuda_obstacle() is not None:
         return on_cpu
-    return f"{on_cpu}; with engine.device=cuda {', '.join(here(torch.device(CUDA)))}"
+    return f"{on_cpu}; with engine.device=cuda {', '.join(available_transports(torch.device(CUDA)))}"
 
 
 def _cluster() -> list[Finding]:
