@@ -25,7 +25,7 @@ settings.register_profile("alignedserve", deadline=None)
 settings.load_profile("alignedserve")
 
 
-class FileScheduling(LoadFileScheduling):
+class FileScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
     """Keeps the tests of a file in one process, and those of a served cluster, which they share, as well."""
 
     def _split_scope(self, nodeid: str) -> str:
