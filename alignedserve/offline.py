@@ -68,12 +68,14 @@ class LLM:
         registered = WorkerRegistered(
             num_blocks=self._engine.num_blocks,
             block_size=_BLOCK_SIZE,
-            max_running=max_running,
+            max_running_requests=max_running,
             pool_name="",
             can_prefill=True,
             can_decode=True,
         )
-        config = DecodeWorkerConfig(max_running=max_running, max_tokens_per_iteration=_MAX_TOKENS, swap_bytes=0)
+        config = DecodeWorkerConfig(
+            max_running_requests=max_running, max_num_batched_tokens=_MAX_TOKENS, swap_space_bytes=0
+        )
         self._logic = make_colocated_logic(
             registered=registered,
             memory=memory_of(config, self._engine.layout, num_blocks=self._engine.num_blocks),

@@ -68,11 +68,11 @@ SHAPE: dict[str, Any] = {
 SETTINGS = (
     "model.random_weights=true",
     "model.dtype=bfloat16",
-    "decode.memory_bytes=4GiB",
-    "decode.max_running=128",
-    "decode.max_tokens_per_iteration=2048",
-    "prefill.memory_bytes=1GiB",
-    "prefill.max_tokens_per_iteration=2048",
+    "decode.kv_cache_bytes=4GiB",
+    "decode.max_running_requests=128",
+    "decode.max_num_batched_tokens=2048",
+    "prefill.kv_cache_bytes=1GiB",
+    "prefill.max_num_batched_tokens=2048",
     "pool.memory_bytes=4GiB",
     "router.max_prefill_tokens_per_worker=4096",
 )

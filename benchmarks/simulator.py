@@ -49,8 +49,8 @@ def measure(model: str, hardware: str, workload: Workload) -> dict[str, Any]:
         scheduling=SchedulingConfig(policy="aligned"),
         router=RouterConfig(prefill_order="least_slack"),
         pool=PoolConfig(memory_bytes=512 * _GIB),
-        prefill=PrefillWorkerConfig(count=4, max_running=64, max_tokens_per_iteration=2048),
-        decode=DecodeWorkerConfig(count=4, max_running=256),
+        prefill=PrefillWorkerConfig(count=4, max_running_requests=64, max_num_batched_tokens=2048),
+        decode=DecodeWorkerConfig(count=4, max_running_requests=256),
     )
     simulation = Simulation(simulated_on(Machines(WorkerSpec(model, hardware)), cluster), workload)
     began_s = time.process_time()

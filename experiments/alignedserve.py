@@ -154,17 +154,17 @@ class Cell:
                 max_queued_requests=MANY,
                 max_queued_tokens=MANY,
                 max_prefill_tokens_per_worker=32768,
-                candidate_requests=64,
+                max_candidate_requests=64,
             ),
             batching=BatchingConfig(starvation_s=STARVATION_S),
             pool=PoolConfig(memory_bytes=400 * GIB),
-            prefill=PrefillWorkerConfig(count=self.num_prefill, max_running=64, max_tokens_per_iteration=8192),
+            prefill=PrefillWorkerConfig(count=self.num_prefill, max_running_requests=64, max_num_batched_tokens=8192),
             decode=DecodeWorkerConfig(
                 count=self.num_decode + (self.num_prefill if is_colocated else 0),
-                max_running=256,
-                max_tokens_per_iteration=2048,
-                max_waiting=MANY,
-                swap_bytes=64 * GIB,
+                max_running_requests=256,
+                max_num_batched_tokens=2048,
+                max_waiting_requests=MANY,
+                swap_space_bytes=64 * GIB,
             ),
         )
 

@@ -59,9 +59,9 @@ class ColocatedWorker:
 
     worker: WorkerSpec
     source: str = "roofline"  # of the cost model
-    max_running: int = 256
+    max_running_requests: int = 256
     max_tokens: int = 2048  # of an iteration
-    swap_bytes: int = 64 * GIB  # host memory for caches, where the policy swaps
+    swap_space_bytes: int = 64 * GIB  # host memory for caches, where the policy swaps
 
 
 def colocated_case(
@@ -71,10 +71,10 @@ def colocated_case(
     cluster = ClusterConfig(
         router=RouterConfig(max_queued_requests=MANY, max_queued_tokens=MANY),
         decode=DecodeWorkerConfig(
-            max_running=on.max_running,
-            max_tokens_per_iteration=on.max_tokens,
-            max_waiting=MANY,
-            swap_bytes=on.swap_bytes,
+            max_running_requests=on.max_running_requests,
+            max_num_batched_tokens=on.max_tokens,
+            max_waiting_requests=MANY,
+            swap_space_bytes=on.swap_space_bytes,
         ),
     )
     under_policy = with_policy(cluster, policy, settings, topology=Topology.COLOCATED)

@@ -66,9 +66,9 @@ class RouterLogic:
 
     def __init__(self, *, config: RouterConfig, batching: BatchingConfig, order: PrefillOrder, bypass: Bypass) -> None:
         self._config = config
-        self._placement = Placement(candidate_requests=config.candidate_requests, batching=batching)
+        self._placement = Placement(max_candidate_requests=config.max_candidate_requests, batching=batching)
         self._registry = RequestRegistry(
-            placement=self._placement, queue=PrefillQueue(order), max_requeues=config.max_requeues
+            placement=self._placement, queue=PrefillQueue(order), max_retries=config.max_retries
         )
         self._gateways: dict[str, None] = {}
         self._lengths = OutputLengthForecast()

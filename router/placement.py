@@ -12,10 +12,10 @@ from router.state import AskKind, PoolRecord, TrackedRequest, WorkerRecord
 class Placement:
     """Records of workers and pools by name. Keeps count of what tracked requests hold; decides nothing about them."""
 
-    def __init__(self, *, candidate_requests: int, batching: BatchingConfig) -> None:
+    def __init__(self, *, max_candidate_requests: int, batching: BatchingConfig) -> None:
         self.workers: dict[str, WorkerRecord] = {}
         self.pools: dict[str, PoolRecord] = {}
-        self._candidate_requests = candidate_requests
+        self._max_candidate_requests = max_candidate_requests
         self._batching = batching
         self._next_batch = 1
         self._num_pool_lives = 0
@@ -155,7 +155,7 @@ class Placement:
         if not worker.registered.can_prefill:
             return False
         if worker.registered.can_decode:
-            return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running
+            return len(worker.prefilling) + len(worker.decoding) < worker.registered.max_running_requests
         return worker.registered.pool_name in self.pools
 
     def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
@@ -202,9 +202,9 @@ class Placement:
         is_worth_it = pool.num_pooled >= self._min_requests(worker)
         if is_saturated and not is_worth_it and now - worker.last_batch_s < batching.starvation_s:
             return None
-        max_requests = worker.registered.max_running
+        max_requests = worker.registered.max_running_requests
         if not (is_saturated and batching.is_aligned):
-            max_requests += self._candidate_requests - len(worker.decoding)
+            max_requests += self._max_candidate_requests - len(worker.decoding)
         return self._form(
             worker,
             pool,
@@ -220,12 +220,12 @@ class Placement:
             return None
         if load.num_batch_candidates and now - worker.last_batch_s >= self._batching.starvation_s:
             return None
-        num_places = worker.registered.max_running - load.num_running
-        max_requests = num_places + self._candidate_requests - load.num_candidate_requests
+        num_places = worker.registered.max_running_requests - load.num_running
+        max_requests = num_places + self._max_candidate_requests - load.num_candidate_requests
         return self._form(worker, pool, max_requests, 1, joins=load.running)
 
     def _min_requests(self, worker: WorkerRecord) -> int:
-        return self._batching.enough_requests(worker.registered.max_running)
+        return self._batching.enough_requests(worker.registered.max_running_requests)
 
     def _form(
         self,

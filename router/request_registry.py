@@ -17,11 +17,11 @@ from router.state import TrackedRequest
 class RequestRegistry:
     """Every accepted request by id, and the queue of those that wait. Tells whoever holds one to let go of it."""
 
-    def __init__(self, *, placement: Placement, queue: PrefillQueue, max_requeues: int) -> None:
+    def __init__(self, *, placement: Placement, queue: PrefillQueue, max_retries: int) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
         self.queue = queue
         self._placement = placement
-        self._max_requeues = max_requeues
+        self._max_retries = max_retries
 
     def accept(self, tracked: TrackedRequest) -> None:
         """It is ours from now on, and waits."""
@@ -46,7 +46,7 @@ class RequestRegistry:
             self._placement.forget(tracked)
             tracked.move(Stage.QUEUED)
             tracked.num_requeues += 1
-            if tracked.num_requeues > self._max_requeues:
+            if tracked.num_requeues > self._max_retries:
                 commands += self.give_up(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
             else:
                 commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
@@ -60,7 +60,7 @@ class RequestRegistry:
         tracked.generated_token_ids = generated_token_ids
         tracked.num_emitted = len(generated_token_ids)
         tracked.num_requeues += is_refused
-        if tracked.num_requeues > self._max_requeues:
+        if tracked.num_requeues > self._max_retries:
             return commands + self.give_up(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
         self.enqueue(tracked)
         return commands

@@ -69,7 +69,7 @@ class BatchService:
                 models=(self._model.name,),
                 max_lines=limits.max_lines,
                 max_line_bytes=limits.max_line_bytes,
-                max_tries=limits.max_tries,
+                max_attempts=limits.max_attempts,
                 assumed_tokens_per_s=limits.assumed_tokens_per_s,
                 file_lifetime_s=limits.file_lifetime_s,
             ),

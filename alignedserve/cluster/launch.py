@@ -93,7 +93,7 @@ class RunningCluster:
             failure = _result(reference, name)
             if failure is not None:
                 raise failure
-        self._watchdog = Watchdog(self._actors, self.config.links.silence_s)
+        self._watchdog = Watchdog(self._actors, self.config.links.hang_timeout_s)
         self._watchdog.start()
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
@@ -214,7 +214,7 @@ def launch_cluster(config: ClusterConfig, doors: Doors) -> RunningCluster:
 
 def _max_lines_in_flight(config: ClusterConfig) -> int:
     """Lines of batches in the cluster at a time: what decode workers run, and as many on their way there."""
-    return config.batches.max_in_flight or 2 * config.decode.count * config.decode.max_running
+    return config.batches.max_in_flight or 2 * config.decode.count * config.decode.max_running_requests
 
 
 def _engines(config: ClusterConfig) -> list[EngineConfig]:

@@ -27,10 +27,10 @@ class _Watch:
 class Watchdog:
     """`start` once, `stop` once, before Ray is shut down. Works in a thread of its own."""
 
-    def __init__(self, actors: Mapping[str, Any], silence_s: float) -> None:
+    def __init__(self, actors: Mapping[str, Any], hang_timeout_s: float) -> None:
         self._watches = {name: _Watch(actor, actor.failure.remote()) for name, actor in actors.items()}
         # Looks and not seconds: while this process is stopped itself, nobody else is silent.
-        self._max_looks = max(1, round(silence_s / _LOOK_S))
+        self._max_looks = max(1, round(hang_timeout_s / _LOOK_S))
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 

@@ -24,7 +24,7 @@ def with_policy(
     Whatever it implies elsewhere and the cluster does not set itself becomes the policy's own. Raises ConfigError for
     an unknown name, parameter or value, and where the policy does not run in that topology.
     """
-    scheduling = SchedulingConfig(policy=name, settings=dict(settings or {}))
+    scheduling = SchedulingConfig(policy=name, policy_params=dict(settings or {}))
     chosen = topology or policy_entry(name).topologies[0]
     require_policy(scheduling, chosen, frozenset(Mechanism))  # the simulated engine can have all of them
     return resolve_policy(msgspec.structs.replace(cluster, topology=chosen, scheduling=scheduling))
@@ -44,7 +44,7 @@ def simulated_policy(machines: Machines | MachineProfile, cluster: ClusterConfig
     wanted = wanted_mechanisms(scheduling)
     decode = changed(
         config.cluster.decode,
-        swap_bytes=cluster.decode.swap_bytes if Mechanism.SWAP in wanted else 0,
+        swap_space_bytes=cluster.decode.swap_space_bytes if Mechanism.SWAP in wanted else 0,
         swap_format="int8" if Mechanism.INT8_SWAP in wanted else cluster.decode.swap_format,
     )
     config = replace(

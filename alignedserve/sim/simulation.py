@@ -126,7 +126,7 @@ class Simulation:
 
     def _add_prefill_worker(self, number: int, node: int) -> str:
         config = self._config.cluster.prefill
-        num_blocks = self._config.layout.blocks_in(config.memory_bytes)
+        num_blocks = self._config.layout.blocks_in(config.kv_cache_bytes)
         registered = prefill_factory.registration_of(
             config, self._config.layout, num_blocks=num_blocks, pool_name=_pool(node)
         )
@@ -142,7 +142,7 @@ class Simulation:
 
     def _add_decode_worker(self, number: int, node: int) -> str:
         config, layout = self._config.cluster.decode, self._config.layout
-        num_blocks = layout.blocks_in(config.memory_bytes)
+        num_blocks = layout.blocks_in(config.kv_cache_bytes)
         logic: Logic
         scheduling, limits = self._config.cluster.scheduling, decode_factory.iteration_limits(config)
         costs = self._known(self._config.decode_costs)
@@ -224,7 +224,7 @@ class Simulation:
 
 def _check_fit(config: SimConfig, workload: Workload) -> None:
     """A request that no decode worker can ever hold is a mistake; the live router would refuse it."""
-    num_tokens = config.layout.blocks_in(config.cluster.decode.memory_bytes) * config.layout.block_size
+    num_tokens = config.layout.blocks_in(config.cluster.decode.kv_cache_bytes) * config.layout.block_size
     for number, timed in enumerate(workload.requests):
         if timed.prompt_len + timed.max_tokens > num_tokens:
             raise ConfigError(

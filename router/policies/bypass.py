@@ -70,7 +70,9 @@ class UrgentBypass:
 
 def _has_place(worker: WorkerRecord) -> bool:
     registered = worker.registered
-    return registered.can_decode and not registered.can_prefill and len(worker.decoding) < registered.max_running
+    return (
+        registered.can_decode and not registered.can_prefill and len(worker.decoding) < registered.max_running_requests
+    )
 
 
 def _distance(worker: WorkerRecord, context_len: int) -> int:

@@ -57,7 +57,7 @@ class BatchGateway:
             models=("tiny",),
             max_lines=self.config.max_lines,
             max_line_bytes=self.config.max_line_bytes,
-            max_tries=self.config.max_tries,
+            max_attempts=self.config.max_attempts,
             assumed_tokens_per_s=self.config.assumed_tokens_per_s,
             file_lifetime_s=self.config.file_lifetime_s,
         )

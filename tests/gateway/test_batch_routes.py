@@ -184,7 +184,7 @@ async def test_transient_failures_are_tried_again(tmp_path: Path) -> None:
 
 async def test_what_breaks_again_and_again_is_recorded(tmp_path: Path) -> None:
     script = Failing(*[GenerationFailed("The request failed inside the cluster.")] * 9)
-    async with batch_gateway(tmp_path, script, max_tries=2) as door:
+    async with batch_gateway(tmp_path, script, max_attempts=2) as door:
         done = await door.wait_for((await door.submit(chat_line("only")))["id"])
         error = json.loads((await door.results(done["error_file_id"]))[0])
     assert (done["status"], done["request_counts"]["failed"]) == ("completed", 1)
@@ -193,7 +193,7 @@ async def test_what_breaks_again_and_again_is_recorded(tmp_path: Path) -> None:
 
 async def test_tries_count_across_drivers(tmp_path: Path) -> None:
     script = Failing(*[GenerationFailed("The request failed inside the cluster.")] * 9)
-    async with batch_gateway(tmp_path, script, max_tries=3) as door:
+    async with batch_gateway(tmp_path, script, max_attempts=3) as door:
         batch = await door.submit(chat_line("only"))
         for num_tries in (1, 2):
 

@@ -32,8 +32,8 @@ class Desk:
         self.now = 0.0
         self.loads: list[WorkerLoad] = []
         self.script = Script()
-        self.registered = worker(num_blocks=num_blocks, can_prefill=True, max_running=16)
-        limits = IterationLimits(max_running=4, max_tokens=10)
+        self.registered = worker(num_blocks=num_blocks, can_prefill=True, max_running_requests=16)
+        limits = IterationLimits(max_running_requests=4, max_tokens=10)
         self.logic = make_colocated_logic(
             registered=self.registered,
             memory=DeviceMemory(num_blocks, num_blocks, 4, host_tokens, **memory),

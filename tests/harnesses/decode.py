@@ -49,14 +49,16 @@ class Desk:
         self,
         *,
         num_blocks: int = 20,
-        max_running: int = 4,
+        max_running_requests: int = 4,
         min_requests: int = 36,
         buffer_blocks: int = 0,
         pacing: PolicyPacing | None = None,
     ) -> None:
         self.now = 0.0
-        self.registered = worker(num_blocks=num_blocks, max_running=max_running)
-        limits = DecodeLimits(max_running, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0))
+        self.registered = worker(num_blocks=num_blocks, max_running_requests=max_running_requests)
+        limits = DecodeLimits(
+            max_running_requests, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0)
+        )
         self.logic = DecodeLogic(
             registered=self.registered, limits=limits, eos_token_ids=frozenset({EOS}), pacing=pacing
         )

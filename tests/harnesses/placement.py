@@ -19,7 +19,7 @@ Asked = list[tuple[str, FormBatch]]
 
 
 def empty_fleet(**batching: Any) -> Placement:
-    return Placement(candidate_requests=2, batching=BatchingConfig(min_requests=3, **batching))
+    return Placement(max_candidate_requests=2, batching=BatchingConfig(min_requests=3, **batching))
 
 
 def placement(batching: dict[str, Any] | None = None, **decoders: dict[str, Any]) -> Placement:

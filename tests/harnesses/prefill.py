@@ -44,10 +44,10 @@ RUNS = (BlockRun(5, 1, 99),)
 class Desk:
     """A prefill worker with a router and a pool. Its load reports are left out."""
 
-    def __init__(self, *, has_pool: bool = True, max_running: int = 3, pacing: Pacing | None = None) -> None:
+    def __init__(self, *, has_pool: bool = True, max_running_requests: int = 3, pacing: Pacing | None = None) -> None:
         self.logic = PrefillLogic(
             registered=REGISTERED,
-            max_running=max_running,
+            max_running_requests=max_running_requests,
             pacing=pacing or InOrder(10),
             eos_token_ids=frozenset({EOS}),
         )

@@ -121,7 +121,7 @@ def handoff(of: Request, lease: int, *, attempt: int = 1, generated: tuple[int, 
 
 def worker(**changes: Any) -> WorkerRegistered:
     """A decode worker of 20 blocks of four tokens that runs at most four requests."""
-    facts: dict[str, Any] = {"num_blocks": 20, "block_size": 4, "max_running": 4, "pool_name": POOL}
+    facts: dict[str, Any] = {"num_blocks": 20, "block_size": 4, "max_running_requests": 4, "pool_name": POOL}
     return WorkerRegistered(**{**facts, "can_prefill": False, "can_decode": True, **changes})
 
 

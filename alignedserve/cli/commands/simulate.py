@@ -95,7 +95,7 @@ class _Bar:
 def _reported(done: _Done) -> ReportedRun:
     planned, outcome = done
     config = planned.case.config
-    num_blocks = config.layout.blocks_in(config.cluster.decode.memory_bytes)
+    num_blocks = config.layout.blocks_in(config.cluster.decode.kv_cache_bytes)
     return ReportedRun(planned.policy, planned.rate, num_blocks, outcome.result, outcome.error)
 
 
@@ -135,7 +135,7 @@ def _case_as_json(done: _Done) -> dict[str, Any]:
         "name": case.name,
         "rate": done.planned.rate,
         "policy": scheduling.policy,
-        "policy_settings": msgspec.to_builtins(policy_config(scheduling.policy, scheduling.settings)),
+        "policy_settings": msgspec.to_builtins(policy_config(scheduling.policy, scheduling.policy_params)),
         "workload": case.workload.line,
         "seed": config.seed,
         "cluster": msgspec.to_builtins(config.cluster),

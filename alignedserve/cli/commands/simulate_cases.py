@@ -10,7 +10,7 @@ import msgspec
 import yaml
 
 from alignedserve.config.environment import data_dir
-from alignedserve.config.loading import load_config
+from alignedserve.config.loading import current_field_name, load_config
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
@@ -31,20 +31,24 @@ DEFAULT_MODEL, DEFAULT_HARDWARE = "llama-2-13b", "a100-80g"
 # What a server of such accelerators has, where no configuration file says otherwise.
 _SERVER = (
     "pool.memory_bytes=64GiB",
-    "prefill.max_tokens_per_iteration=2048",
-    "prefill.max_running=64",
-    "decode.max_running=256",
-    "decode.max_tokens_per_iteration=2048",
-    "decode.swap_bytes=16GiB",
+    "prefill.max_num_batched_tokens=2048",
+    "prefill.max_running_requests=64",
+    "decode.max_running_requests=256",
+    "decode.max_num_batched_tokens=2048",
+    "decode.swap_space_bytes=16GiB",
 )
 _TIMELINE_OF = "decode-0"
 _SAID_ELSEWHERE = {
     "scheduling.policy": "--policy",
-    "scheduling.settings": "--policy",
+    "scheduling.policy_params": "--policy",
     "prefill.count": "--prefill",
     "decode.count": "--decode or --colocated",
 }
-_FOLLOWS = ("decode.memory_bytes", "prefill.memory_bytes", "prefill.buffer_bytes")  # from model and hardware
+_FOLLOWS = (
+    "decode.kv_cache_bytes",
+    "prefill.kv_cache_bytes",
+    "prefill.candidate_buffer_bytes",
+)  # from model and hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
     Raises ConfigError for overrides that would change nothing.
     """
     for override in options.overrides:
-        field = override.partition("=")[0].strip()
+        field = current_field_name(override.partition("=")[0].strip())
         for name, place in _SAID_ELSEWHERE.items():
             if field == name or field.startswith(f"{name}."):
                 raise ConfigError(f"--set {field}: here {place} says that")
@@ -140,7 +144,7 @@ def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[
     if options.config_path is None:
         return [_variant(name) for name in DEFAULT_POLICIES]
     scheduling = cluster.scheduling
-    return [Variant(scheduling.policy, scheduling.policy, scheduling.settings)]
+    return [Variant(scheduling.policy, scheduling.policy, scheduling.policy_params)]
 
 
 def _variant(text: str) -> Variant:
@@ -208,7 +212,7 @@ def _capacity(config: SimConfig, machines: Machines | MachineProfile) -> Capacit
     shape = machines.shape if isinstance(machines, MachineProfile) else machines.decode.shape
     return Capacity(
         max_context_len=config.cluster.model.max_context_len or shape.num_positions or None,
-        memory_tokens=layout.blocks_in(decode.memory_bytes) * layout.block_size,
+        memory_tokens=layout.blocks_in(decode.kv_cache_bytes) * layout.block_size,
     )
 
 

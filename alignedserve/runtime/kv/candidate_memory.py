@@ -58,7 +58,11 @@ class CandidateMemory:
         path = arena_path(self._process_spec.cluster_id, name)
         try:
             arena = Arena.create(
-                path, self._layout, self._sizes.num_blocks, purpose="candidate buffers", setting="prefill.buffer_bytes"
+                path,
+                self._layout,
+                self._sizes.num_blocks,
+                purpose="candidate buffers",
+                setting="prefill.candidate_buffer_bytes",
             )
         except NotEnoughMemory as error:
             logger.warning("%s does without a candidate buffer here: %s", peer, error)

@@ -48,7 +48,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("--policy", "aligned", "--colocated", "2"), "policy 'aligned' is for disaggregated workers"),
         (("--set", "scheduling.policy=fcfs"), "here --policy says that"),
         (("--set", "decode.count=4"), "here --decode or --colocated says that"),
-        (("--set", "decode.memory_bytes=4GiB"), "memory follows from --model"),
+        (("--set", "decode.kv_cache_bytes=4GiB"), "memory follows from --model"),
         (("--set", "decode.max_runing=4"), "max_runing"),
         (("--config", "no.yaml"), "no.yaml: cannot be read"),
         (("--output", "/dev/null/x"), "--output /dev/null/x: cannot be made"),

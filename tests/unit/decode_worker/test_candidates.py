@@ -49,7 +49,7 @@ MISSED = to_router(RequestPreempted(R1, 1, (7,), handoff_refused=True))
 
 def full(buffer_blocks: int = 8) -> Desk:
     """r2 runs, and nobody else may."""
-    made = Desk(max_running=1, buffer_blocks=buffer_blocks)
+    made = Desk(max_running_requests=1, buffer_blocks=buffer_blocks)
     made.enter(H2)
     return made
 
@@ -120,7 +120,7 @@ def test_one_that_is_on_its_way_is_waited_for() -> None:
 
 
 def test_others_may_enter_before_one_that_is_on_its_way() -> None:
-    made = Desk(max_running=1, buffer_blocks=4)
+    made = Desk(max_running_requests=1, buffer_blocks=4)
     made.enter(H2)
     made.grant(H1)
     made.grant(handoff(request("r3"), 13, runs=(BUFFER_RUNS[0],) * 3))  # for which the buffer is too small now

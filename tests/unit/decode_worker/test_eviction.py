@@ -224,7 +224,7 @@ def test_a_batch_is_replaced_as_soon_as_its_iteration_is_over_beside_the_copies_
 
 
 def test_of_a_batch_that_is_replaced_eight_at_most_leave_at_a_time() -> None:
-    made = Desk(num_blocks=200, max_running=12, min_requests=10, buffer_blocks=60)
+    made = Desk(num_blocks=200, max_running_requests=12, min_requests=10, buffer_blocks=60)
     made.enter(*(handoff(request(f"a{number}", prompt_len=4 + number), number) for number in range(9)))
     made.grant(*(handoff(request(f"b{number}"), 20 + number) for number in range(10)), batch=2)
     leaving = offloads(made.sampled(**{f"a{number}": 20 for number in range(9)}))

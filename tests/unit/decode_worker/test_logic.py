@@ -76,7 +76,7 @@ def test_candidates_are_copied_in_beside_the_iteration_and_enter_with_the_next()
 
 
 def test_no_more_run_than_may() -> None:
-    made = Desk(max_running=1)
+    made = Desk(max_running_requests=1)
     assert runs(made.enter(H1, H2)) == [run(added(H1, 0, 1), slices={"r1": 1})]
     assert loads(made.sampled(r1=EOS)) == [from_pool(load(H2, 0, 1))]
 

@@ -45,7 +45,7 @@ def test_an_abort_of_an_earlier_attempt_changes_nothing(second: Desk) -> None:
 
 
 def test_an_abort_of_an_earlier_attempt_leaves_a_candidate_alone() -> None:
-    made = Desk(max_running=1)
+    made = Desk(max_running_requests=1)
     later = handoff(request(), 11, attempt=2)
     made.enter(H2, later)
     assert made.hear(AbortRequest(R1, 1)) == []
@@ -67,7 +67,7 @@ def test_a_later_attempt_ends_the_one_that_runs_and_waits_for_its_end() -> None:
 
 
 def test_a_later_attempt_takes_the_place_of_a_candidate_whose_lease_goes_back() -> None:
-    made = Desk(max_running=1)
+    made = Desk(max_running_requests=1)
     made.enter(H2, H1)
     again = handoff(request(), 14, attempt=2)
     assert made.grant(again) == [received((R1, 2)), released(11)]
@@ -82,7 +82,7 @@ def test_word_of_an_unknown_request_is_ignored() -> None:
 
 def full() -> Desk:
     """r2 runs alone and r1 waits in the pool."""
-    made = Desk(max_running=1)
+    made = Desk(max_running_requests=1)
     made.enter(H2, H1)
     return made
 

@@ -19,8 +19,10 @@ def candidate(name: str, prompt_len: int, max_tokens: int = 40) -> Candidate:
 class Desk:
     """A running batch, here of at most three."""
 
-    def __init__(self, num_blocks: int, max_running: int = 3, pacing: PolicyPacing | None = None) -> None:
-        self.batch = RunningBatch(num_blocks=num_blocks, block_size=4, max_running=max_running, pacing=pacing)
+    def __init__(self, num_blocks: int, max_running_requests: int = 3, pacing: PolicyPacing | None = None) -> None:
+        self.batch = RunningBatch(
+            num_blocks=num_blocks, block_size=4, max_running_requests=max_running_requests, pacing=pacing
+        )
 
     def enter(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
         one = candidate(name, prompt_len, max_tokens)
@@ -97,7 +99,7 @@ def test_one_that_still_runs_does_not_enter_again() -> None:
 
 
 def test_places_are_taken_by_what_is_being_copied_in() -> None:
-    desk = Desk(80, max_running=1)
+    desk = Desk(80, max_running_requests=1)
     desk.batch.load(Loading(candidate("r1", 7), blocks(0, 1)))
     assert desk.batch.blocks_if_fits(candidate("r2", 7)) is None
 

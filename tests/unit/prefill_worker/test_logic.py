@@ -43,7 +43,7 @@ from tests.support.samples import POOL, R1, R2, REPLY_TO, ROUTER, request
 
 
 def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
-    logic = PrefillLogic(registered=REGISTERED, max_running=3, pacing=InOrder(10), eos_token_ids=frozenset())
+    logic = PrefillLogic(registered=REGISTERED, max_running_requests=3, pacing=InOrder(10), eos_token_ids=frozenset())
     assert logic.on_event(PeerConnected(Role.ROUTER, ROUTER), 0.0) == [
         to_router(REGISTERED),
         to_router(WorkerLoad(num_free_blocks=12)),
@@ -94,7 +94,7 @@ def test_jobs_that_do_not_fit_wait_and_are_not_overtaken() -> None:
 
 
 def test_no_more_jobs_hold_blocks_than_may() -> None:
-    made = Desk(max_running=1)
+    made = Desk(max_running_requests=1)
     made.begin(request())
     made.begin(request("r2"))
     assert made.sampled(token(7))[-1] == RESERVE  # r1 still holds its blocks

@@ -53,7 +53,7 @@ def test_others_do_not_wait_for_the_answer() -> None:
 
 
 def test_nobody_is_asked_before_there_are_blocks_for_it() -> None:
-    made = Desk(max_running=1)
+    made = Desk(max_running_requests=1)
     made.begin(request("r2"))
     assert made.begin(request(), 2, *HAS, has_copy=True) == []  # a granted copy is not given up for room
     assert to_pool(FetchCopy(R1, 2)) in made.sampled(token(EOS, "r2"))

@@ -151,7 +151,7 @@ def test_the_order_of_the_queue_is_the_policys() -> None:
 
 
 def test_a_colocated_worker_keeps_what_it_has_prefilled() -> None:
-    made = colocated_desk(max_running=1)
+    made = colocated_desk(max_running_requests=1)
     assert made.submit(request()) == [given(request(), 1, to=DECODE)]
     assert made.submit(request("r2")) == []
     assert made.hear(DECODE, PrefillCompleted(R1, GIVEN_OUT, 4)) == []
@@ -223,7 +223,7 @@ def test_a_refused_handoff_is_recomputed_and_counted() -> None:
 
 
 def test_refused_again_and_again_it_fails() -> None:
-    made = decoding(max_requeues=0)
+    made = decoding(max_retries=0)
     failed = RequestFailed(R1, FailureKind.INTERNAL, "its cache was refused again and again")
     assert made.hear(DECODE, RequestPreempted(R1, GRANTED, (7,), handoff_refused=True)) == [
         dropped(),
@@ -232,7 +232,7 @@ def test_refused_again_and_again_it_fails() -> None:
 
 
 def test_preemption_for_want_of_room_is_no_strike_against_a_request() -> None:
-    made = decoding(max_requeues=0)
+    made = decoding(max_retries=0)
     assert made.hear(DECODE, RequestPreempted(R1, GRANTED, (7,))) == [given(request(), 2, 7, has_copy=True)]
 
 

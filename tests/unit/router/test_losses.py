@@ -232,7 +232,7 @@ def test_a_copy_lost_and_gone_further_since_is_no_loss() -> None:
 
 def test_a_loss_is_counted_and_the_last_one_fails_the_request() -> None:
     failed = RequestFailed(R1, FailureKind.WORKER_LOST, "its workers were lost again and again")
-    assert decoding(max_requeues=0).lose(DECODE) == [dropped(), Send(GATEWAY, failed)]
+    assert decoding(max_retries=0).lose(DECODE) == [dropped(), Send(GATEWAY, failed)]
 
 
 # --- going on

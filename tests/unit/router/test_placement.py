@@ -38,7 +38,7 @@ def test_a_decode_worker_does_not_prefill() -> None:
 
 def test_a_colocated_worker_takes_what_it_can_run_and_needs_no_pool() -> None:
     where = empty_fleet()
-    where.register(DECODE, worker(can_prefill=True, max_running=2))
+    where.register(DECODE, worker(can_prefill=True, max_running_requests=2))
     record = where.workers[DECODE]
     assert where.least_loaded_prefiller() is record
     record.prefilling[R1] = HandedOver(life(1), 4)

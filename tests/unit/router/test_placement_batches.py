@@ -81,7 +81,7 @@ def test_no_more_are_demanded_than_there_are() -> None:
 
 
 def test_no_more_are_demanded_than_half_of_what_the_worker_runs() -> None:
-    where = placement(decode_0={"max_running": 2})
+    where = placement(decode_0={"max_running_requests": 2})
     pool_requests(where, 9)
     assert where.batches_to_form(0.0) == form(1, 20, 4, 1)
 

@@ -15,7 +15,7 @@ from tests.harnesses.simulation import timed, workload_of
 
 
 def mechanisms(policy: str, hidden_ratio: float = 0.5, **settings: object) -> SimMechanisms:
-    return mechanisms_for(SchedulingConfig(policy=policy, settings=settings), hidden_ratio=hidden_ratio)
+    return mechanisms_for(SchedulingConfig(policy=policy, policy_params=settings), hidden_ratio=hidden_ratio)
 
 
 def test_the_topology_is_the_policys_own_unless_another_is_asked_for() -> None:
