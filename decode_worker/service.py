@@ -43,7 +43,7 @@ class DecodeWorker:
     async def start(self, *, router_at: str, pool_at: str, prefillers_at: Sequence[str]) -> None:
         """Introduce ourselves to the router, the pool and every prefill worker."""
         for address in (pool_at, *prefillers_at, router_at):
-            self._room.switchboard.dial(address)
+            self._room.links.dial(address)
 
     async def close(self) -> None:
         """Drop the links, end the threads and leave the ledger behind."""

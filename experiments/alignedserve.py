@@ -24,7 +24,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import Machines
+from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from alignedserve.sim.result import SimulationResult
 from experiments.common import (
@@ -212,7 +212,7 @@ class Load:
             "num_requests": self.num_requests,
         }
         worker = WorkerSpec(self.model, "h100", DEGREE[self.model], self.kernel)
-        machines = Machines(worker, buffer_share=buffer_share)
+        machines = ClusterHardware(worker, buffer_share=buffer_share)
         workload = line(self.line, seed, num_requests=self.num_requests)
         labelled = cluster_case(labels, machines, cluster, workload)
         config = replace(labelled.case.config, timeline_of="decode-0")

@@ -57,11 +57,11 @@ class LeaseTable:
         """Every lease, the oldest first."""
         return list(self._leases.values())
 
-    def can_have(self, num_blocks: int) -> bool:
+    def can_allocate(self, num_blocks: int) -> bool:
         """Whether so many blocks are free, or would be without the kept copies."""
         return num_blocks <= self._allocator.num_free + self._num_kept_blocks
 
-    def copies_to_give_up(self, num_blocks: int) -> list[Lease]:
+    def copies_to_evict(self, num_blocks: int) -> list[Lease]:
         """The kept copies whose end would make room for so many blocks, in the order in which they go."""
         given_up: dict[LeaseId, Lease] = {}
         room = self._allocator.num_free
@@ -93,18 +93,18 @@ class LeaseTable:
 
     def move(self, lease: Lease, stage: LeaseStage) -> None:
         """Take a lease to its next stage."""
-        self._leave(lease)
+        self._leave_stage(lease)
         lease.stage = stage
         if stage is LeaseStage.KEPT:
             self._num_kept += 1
             self._num_kept_blocks += len(lease.block_ids)
             heapq.heappush(self._kept, lease.reclaim_key)
             if len(self._kept) > 2 * self._num_kept + _MAX_SKIPPED:
-                self._forget_skipped()
+                self._compact_heap()
 
     def end(self, lease: Lease) -> tuple[BlockId, ...]:
         """Free its blocks and forget it; the blocks."""
-        self._leave(lease)
+        self._leave_stage(lease)
         self._allocator.free(lease.block_ids)
         del self._leases[lease.lease_id]
         leases = self._of_request[lease.request_id]
@@ -113,13 +113,13 @@ class LeaseTable:
             del self._of_request[lease.request_id]
         return lease.block_ids
 
-    def _leave(self, lease: Lease) -> None:
+    def _leave_stage(self, lease: Lease) -> None:
         self._reserved.pop(lease.lease_id, None)
         if lease.stage is LeaseStage.KEPT:
             self._num_kept -= 1
             self._num_kept_blocks -= len(lease.block_ids)
 
-    def _forget_skipped(self) -> None:
+    def _compact_heap(self) -> None:
         """While room is never short nobody takes entries off the heap: copies that ended must not pile up there."""
         self._kept = sorted({key for key in self._kept if self._is_kept(key[-1])})
 

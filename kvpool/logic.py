@@ -58,14 +58,14 @@ _EXPECTED_TPOT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class StampBlocks:
+class SetBlockGeneration:
     """Command: write this generation into the arena's table for these blocks."""
 
     block_ids: tuple[BlockId, ...]
     generation: int
 
 
-PoolCommand = Send | StampBlocks
+PoolCommand = Send | SetBlockGeneration
 
 
 class PoolLogic:
@@ -84,7 +84,7 @@ class PoolLogic:
         self._block_size = block_size
         self._former = batch_former
         self._lease_s = lease_s
-        self._book = LeaseTable(arena.num_blocks, first_lease)
+        self._lease_table = LeaseTable(arena.num_blocks, first_lease)
         self._pooled: dict[RequestId, Lease] = {}
         self._reservations: deque[Reservation] = deque()
         self._router: str | None = None
@@ -97,16 +97,16 @@ class PoolLogic:
             case Received(peer, message):
                 commands = self._on_message(peer, message, now)
             case PeerConnected(role, peer):
-                commands = self._on_linked(role, peer, now)
+                commands = self._on_connected(role, peer, now)
             case PeerDisconnected(_, peer):
-                commands = self._on_lost(peer, now)
+                commands = self._on_disconnected(peer, now)
             case Ticked():
-                commands = self._end_overdue(now)
+                commands = self._end_expired(now)
         return commands + self._report()
 
     # --- peers
 
-    def _on_linked(self, role: Role, peer: str, now: float) -> list[PoolCommand]:
+    def _on_connected(self, role: Role, peer: str, now: float) -> list[PoolCommand]:
         if role is not Role.ROUTER:
             self._workers[peer] = None
             return [Send(peer, self._arena)]
@@ -114,21 +114,21 @@ class PoolLogic:
         self._reported = None
         # Whatever a router knew of us ended with its link: it recomputes those requests, so their blocks go.
         self._reservations.clear()
-        commands = [command for lease in self._book.all() for command in self._give_up(lease)]
+        commands = [command for lease in self._lease_table.all() for command in self._invalidate(lease)]
         return [
-            Send(peer, PoolRegistered(self._book.num_blocks, self._arena.layout_digest)),
+            Send(peer, PoolRegistered(self._lease_table.num_blocks, self._arena.layout_digest)),
             *commands,
             *self._serve_reservations(now),
         ]
 
-    def _on_lost(self, peer: str, now: float) -> list[PoolCommand]:
+    def _on_disconnected(self, peer: str, now: float) -> list[PoolCommand]:
         if peer == self._router:
             self._router = None
             return []
         self._workers.pop(peer, None)
         self._reservations = deque(entry for entry in self._reservations if entry.worker != peer)
         commands: list[PoolCommand] = []
-        for lease in self._book.all():
+        for lease in self._lease_table.all():
             if lease.holder != peer:
                 continue
             if lease.stage is LeaseStage.RESERVED:
@@ -167,35 +167,35 @@ class PoolLogic:
 
     def _reserve(self, peer: str, message: ReserveBlocks, now: float) -> list[PoolCommand]:
         request_id, attempt, num_blocks = message.request_id, message.attempt, message.num_blocks
-        is_hopeless = num_blocks > self._book.num_blocks or attempt < self._latest_attempt(request_id)
-        has_no_room = bool(self._reservations) or not self._book.can_have(num_blocks)
+        is_hopeless = num_blocks > self._lease_table.num_blocks or attempt < self._latest_attempt(request_id)
+        has_no_room = bool(self._reservations) or not self._lease_table.can_allocate(num_blocks)
         if is_hopeless or (not message.may_wait and has_no_room):
             return [Send(peer, ReservationRefused(request_id, attempt))]
         # A request that comes again must not be pooled or written twice; a copy stays until there is a better one.
         commands = self._end_earlier(request_id, attempt, (LeaseStage.RESERVED, LeaseStage.POOLED))
-        self._forget_reservations(request_id, attempt)
+        self._cancel_reservations(request_id, attempt)
         self._reservations.append(Reservation(request_id, attempt, num_blocks, peer, message.is_copy))
         return commands + self._serve_reservations(now)
 
     def _latest_attempt(self, request_id: RequestId) -> int:
         """The latest attempt at a request that reserves or holds anything here; 0 when none does."""
         attempts = [entry.attempt for entry in self._reservations if entry.request_id == request_id]
-        return max([*attempts, *(lease.attempt for lease in self._book.of_request(request_id))], default=0)
+        return max([*attempts, *(lease.attempt for lease in self._lease_table.of_request(request_id))], default=0)
 
     def _serve_reservations(self, now: float) -> list[PoolCommand]:
         commands: list[PoolCommand] = []
-        while self._reservations and self._book.can_have(self._reservations[0].num_blocks):
+        while self._reservations and self._lease_table.can_allocate(self._reservations[0].num_blocks):
             reservation = self._reservations.popleft()
-            for lease in self._book.copies_to_give_up(reservation.num_blocks):
+            for lease in self._lease_table.copies_to_evict(reservation.num_blocks):
                 commands += self._end(lease)
-            lease = self._book.open(reservation, now + self._lease_s)
+            lease = self._lease_table.open(reservation, now + self._lease_s)
             number = lease.lease_id
             reserved = BlocksReserved(lease.request_id, lease.attempt, number, number, lease.block_ids)
-            commands += [StampBlocks(lease.block_ids, number), Send(lease.holder, reserved)]
+            commands += [SetBlockGeneration(lease.block_ids, number), Send(lease.holder, reserved)]
         return commands
 
     def _written(self, peer: str, written: BlocksWritten, now: float) -> list[PoolCommand]:
-        lease = self._book.get(written.lease_id)
+        lease = self._lease_table.get(written.lease_id)
         is_accepted = lease is not None and self._describes(lease, peer, written)
         taken = Send(peer, BlocksTaken(written.request.request_id, written.attempt, is_accepted))
         if lease is None or not is_accepted:
@@ -205,7 +205,7 @@ class PoolLogic:
         earlier = self._end_earlier(lease.request_id, lease.attempt, stages, but=lease)
         if not lease.is_copy:
             return [taken, *earlier, *self._index(lease, now), *self._serve_reservations(now)]
-        self._book.move(lease, LeaseStage.KEPT)
+        self._lease_table.move(lease, LeaseStage.KEPT)
         kept = self._to_router(CopyKept(lease.request_id, lease.attempt))
         return [taken, *earlier, *kept, *self._serve_reservations(now)]
 
@@ -229,7 +229,7 @@ class PoolLogic:
         if lease.is_void:
             return self._end(lease)
         lease.attempt = next_step(lease.attempt)
-        self._book.move(lease, LeaseStage.POOLED)
+        self._lease_table.move(lease, LeaseStage.POOLED)
         self._pooled[lease.request_id] = lease
         self._former.insert(_indexed(lease, lease.content), now)
         context_len, num_blocks = lease.content.copy.context_len, len(lease.block_ids)
@@ -259,7 +259,7 @@ class PoolLogic:
         if lease.stage is LeaseStage.POOLED:
             self._unindex(lease)
             lease.attempt = next_step(lease.attempt)
-        self._book.move(lease, LeaseStage.GRANTED)
+        self._lease_table.move(lease, LeaseStage.GRANTED)
         lease.holder = worker
         content = lease.content
         assert content is not None, "a grant of nothing"
@@ -273,7 +273,7 @@ class PoolLogic:
         )
 
     def _granted(self, peer: str, message: LeasesReleased | LeasesReturned) -> list[Lease]:
-        leases = [self._book.get(lease_id) for lease_id in dict.fromkeys(message.lease_ids)]
+        leases = [self._lease_table.get(lease_id) for lease_id in dict.fromkeys(message.lease_ids)]
         return [
             lease
             for lease in leases
@@ -284,11 +284,11 @@ class PoolLogic:
         """Read, or given up: kept from now on, unless the request is over."""
         if lease.is_void:
             return self._end(lease)
-        self._book.move(lease, LeaseStage.KEPT)
+        self._lease_table.move(lease, LeaseStage.KEPT)
         return []
 
     def _fetch_copy(self, peer: str, message: FetchCopy) -> list[PoolCommand]:
-        leases = self._book.of_request(message.request_id)
+        leases = self._lease_table.of_request(message.request_id)
         kept = [lease for lease in leases if lease.stage is LeaseStage.KEPT and lease.attempt <= message.attempt]
         if not kept:
             return [Send(peer, CopyMissing(message.request_id, message.attempt))]
@@ -299,7 +299,7 @@ class PoolLogic:
 
     def _drop(self, request_id: RequestId, attempt: int, stage: LeaseStage | None, now: float) -> list[PoolCommand]:
         """End what is here (with a stage: only in that) of this attempt at a request and earlier ones."""
-        self._forget_reservations(request_id, attempt)
+        self._cancel_reservations(request_id, attempt)
         commands = self._end_earlier(request_id, attempt, tuple(LeaseStage) if stage is None else (stage,))
         return commands + self._serve_reservations(now)
 
@@ -307,32 +307,32 @@ class PoolLogic:
         self, request_id: RequestId, attempt: int, stages: tuple[LeaseStage, ...], but: Lease | None = None
     ) -> list[PoolCommand]:
         commands: list[PoolCommand] = []
-        for lease in self._book.of_request(request_id):
+        for lease in self._lease_table.of_request(request_id):
             if lease is not but and lease.attempt <= attempt and lease.stage in stages:
-                commands += self._give_up(lease)
+                commands += self._invalidate(lease)
         return commands
 
-    def _forget_reservations(self, request_id: RequestId, attempt: int) -> None:
+    def _cancel_reservations(self, request_id: RequestId, attempt: int) -> None:
         self._reservations = deque(
             entry for entry in self._reservations if entry.request_id != request_id or entry.attempt > attempt
         )
 
-    def _give_up(self, lease: Lease) -> list[PoolCommand]:
+    def _invalidate(self, lease: Lease) -> list[PoolCommand]:
         """Nobody needs it any more. One that is being read goes when its reader lets go."""
         if lease.stage is LeaseStage.GRANTED:
             lease.is_void = True
             return []
         return self._end(lease)
 
-    def _end_overdue(self, now: float) -> list[PoolCommand]:
-        overdue = [lease for lease in self._book.reserved() if lease.deadline_s < now]
+    def _end_expired(self, now: float) -> list[PoolCommand]:
+        overdue = [lease for lease in self._lease_table.reserved() if lease.deadline_s < now]
         commands = [command for lease in overdue for command in self._end(lease)]
         return commands + self._serve_reservations(now)
 
     def _end(self, lease: Lease) -> list[PoolCommand]:
         if lease.stage is LeaseStage.POOLED:
             self._unindex(lease)
-        return [StampBlocks(self._book.end(lease), NO_GENERATION)]
+        return [SetBlockGeneration(self._lease_table.end(lease), NO_GENERATION)]
 
     def _unindex(self, lease: Lease) -> None:
         self._former.remove(lease.request_id)
@@ -344,7 +344,9 @@ class PoolLogic:
         return [Send(self._router, message)] if self._router is not None else []
 
     def _report(self) -> list[PoolCommand]:
-        load = PoolLoad(self._book.num_used, len(self._pooled), len(self._reservations), self._book.num_kept)
+        load = PoolLoad(
+            self._lease_table.num_used, len(self._pooled), len(self._reservations), self._lease_table.num_kept
+        )
         if load == self._reported or self._router is None:
             return []
         self._reported = load

@@ -21,7 +21,7 @@ _blocks_of = itemgetter(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Fitting:
+class FitResult:
     """Entries that fit together, in order, and the smallest that was left."""
 
     entries: list[Entry]
@@ -97,13 +97,13 @@ class OrderedEntries:
             if smallest <= max_blocks:
                 yield from (entry for entry in chunk if entry[3] <= max_blocks)
 
-    def fitting(self, max_blocks: int, max_requests: int) -> Fitting:
+    def first_fit(self, max_blocks: int, max_requests: int) -> FitResult:
         """In order, every entry that fits into what those before it left."""
         entries: list[Entry] = []
         smallest_left = NO_SIZE
         for place, smallest in enumerate(self._smallest):
             if self.smallest > max_blocks:  # nothing that follows fits
-                return Fitting(entries, min(smallest_left, *self._smallest[place:]))
+                return FitResult(entries, min(smallest_left, *self._smallest[place:]))
             if smallest > max_blocks:
                 smallest_left = min(smallest_left, smallest)
                 continue
@@ -112,8 +112,8 @@ class OrderedEntries:
                 if size > max_blocks:
                     smallest_left = min(smallest_left, size)
                 elif len(entries) == max_requests:
-                    return Fitting(entries, min(smallest_left, size))
+                    return FitResult(entries, min(smallest_left, size))
                 else:
                     entries.append(entry)
                     max_blocks -= size
-        return Fitting(entries, smallest_left)
+        return FitResult(entries, smallest_left)

@@ -17,7 +17,7 @@ NEVER = float("inf")  # the waiting time of an empty range has not begun
 
 
 class QuadTree:
-    """Pooled requests by context length; inserting, moving and removing touch one node per level.
+    """Pooled requests by context length; inserting and removing touch one node per level.
 
     The lists hold one number per node. They are read by whoever searches the tree, and written here alone.
     """
@@ -75,20 +75,7 @@ class QuadTree:
         self._take_from(leaf, pooled)
         return pooled
 
-    def move(self, request_id: RequestId, context_len: int, num_blocks: int) -> None:
-        """A request changed its length. If its new leaf is empty, the old one's waiting time goes with it."""
-        old = self._members[request_id]
-        new = PooledRequest(request_id, context_len, num_blocks, old.arrival_s, old.urgent_at_s)
-        self._members[request_id] = new
-        old_leaf, new_leaf = self.leaf_of(old.context_len), self.leaf_of(context_len)
-        if num_blocks == old.num_blocks and new_leaf == old_leaf:
-            return
-        waiting_since_s = self.waiting_since_s[old_leaf]
-        self._count_moved(self._path(old_leaf), self._path(new_leaf), old.num_blocks, num_blocks)
-        self._take_from(old_leaf, old)
-        self._put_into(new_leaf, new, waiting_since_s)
-
-    def note_batch(self, leaves: list[int], now: float) -> None:
+    def mark_served(self, leaves: list[int], now: float) -> None:
         """These leaves, in ascending order, gave requests to a batch."""
         for leaf in leaves:
             self.waiting_since_s[leaf] = now
@@ -103,16 +90,6 @@ class QuadTree:
         for node in path:
             requests_of[node] += num_requests
             blocks_of[node] += num_blocks
-
-    def _count_moved(self, old: tuple[int, ...], new: tuple[int, ...], old_blocks: int, new_blocks: int) -> None:
-        """From the leaf of one path to the leaf of another; what is above both keeps its number of requests."""
-        level = 0
-        while old[level] != new[level]:
-            level += 1
-        self._count(old[:level], -1, -old_blocks)
-        self._count(new[:level], 1, new_blocks)
-        if new_blocks != old_blocks:
-            self._count(new[level:], 0, new_blocks - old_blocks)
 
     def _put_into(self, leaf: int, pooled: PooledRequest, waiting_since_s: float) -> None:
         entries = self._entries[leaf - self.first_leaf]

@@ -15,7 +15,7 @@ from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from kvpool.factory import make_logic
-from kvpool.logic import StampBlocks
+from kvpool.logic import SetBlockGeneration
 
 _MAX_FIRST_LEASE = 1 << 39  # half of what a message can carry
 
@@ -47,19 +47,19 @@ class KvPool:
             block_size=layout.block_size,
             first_lease=1 + secrets.randbelow(_MAX_FIRST_LEASE),
         )
-        self._room: LogicDriver[CommonEvent, StampBlocks] = LogicDriver(
+        self._room: LogicDriver[CommonEvent, SetBlockGeneration] = LogicDriver(
             make(), process_spec.identity(), Codec(PoolInbound), self._stamp, process_spec.recorder(make)
         )
 
     async def start(self, *, listen_at: str, router_at: str) -> None:
         """Accept workers and introduce ourselves to the router."""
-        await self._room.switchboard.listen(listen_at)
-        self._room.switchboard.dial(router_at)
+        await self._room.links.listen(listen_at)
+        self._room.links.dial(router_at)
 
     async def close(self) -> None:
         """Drop the links and give the memory back."""
         await self._room.close()
         self._arena.close(unlink=True)
 
-    def _stamp(self, command: StampBlocks) -> None:
+    def _stamp(self, command: SetBlockGeneration) -> None:
         self._arena.stamp(command.block_ids, command.generation)

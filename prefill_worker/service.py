@@ -39,9 +39,9 @@ class PrefillWorker:
 
     async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:
         """Accept decode workers and introduce ourselves to router and pool."""
-        await self._room.switchboard.listen(listen_at)
-        self._room.switchboard.dial(pool_at)
-        self._room.switchboard.dial(router_at)
+        await self._room.links.listen(listen_at)
+        self._room.links.dial(pool_at)
+        self._room.links.dial(router_at)
 
     async def close(self) -> None:
         """Drop the links, end the threads and give the buffers' memory back."""

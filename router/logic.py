@@ -51,10 +51,10 @@ from router.placement import Placement
 from router.policies.bypass import Bypass
 from router.policies.forecast import DrainForecast, OutputLengthForecast, doubled_past
 from router.policies.prefill_order import PrefillOrder
-from router.prefill_queue import PrefillQueue, Waiting
+from router.prefill_queue import PrefillQueue, QueuedPrefill
 from router.request_registry import RequestRegistry
-from router.state import HandedOver, LengthPredicted, TrackedRequest, WorkerRecord
-from router.status import Counters, status_of
+from router.state import DispatchedPrefill, LengthPredicted, TrackedRequest, WorkerRecord
+from router.status import RouterCounters, status_of
 
 RouterEvent = CommonEvent | LengthPredicted
 
@@ -75,7 +75,7 @@ class RouterLogic:
         self._drain = DrainForecast()
         self._bypass = bypass
         self._ownership = OwnershipTransitions(registry=self._registry, placement=self._placement, bypass=self._bypass)
-        self._counters = Counters()
+        self._counters = RouterCounters()
         self._last_attempt = 0
         self._num_ticks = 0
 
@@ -83,7 +83,7 @@ class RouterLogic:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
         match event:
             case Received(peer, PoolLoad() as load):  # decides nothing, and comes with all that a pool does
-                self._placement.note_load(peer, load)
+                self._placement.update_load(peer, load)
                 return []
             case Received(peer, message):
                 commands = self._on_message(peer, message, now)
@@ -92,7 +92,7 @@ class RouterLogic:
                     self._gateways[peer] = None
                 commands = []
             case PeerDisconnected(_, peer):
-                commands = self._on_lost(peer)
+                commands = self._on_disconnected(peer)
             case LengthPredicted():
                 commands = self._length_predicted(event)
             case Ticked():
@@ -135,9 +135,9 @@ class RouterLogic:
             case AttemptFailed():
                 return self._failed(message)
             case WorkerLoad():
-                self._placement.note_load(peer, message)
+                self._placement.update_load(peer, message)
             case IterationLogReport():
-                self._counters.add_ledger(message.gained)
+                self._counters.add_iteration_log(message.gained)
             case _:
                 raise AssertionError(f"the router does not take {type(message).__name__}")
         return []
@@ -179,7 +179,7 @@ class RouterLogic:
         has_gap = len(message.generated_token_ids) < tracked.num_emitted
         if tracked.gateway != gateway or (tracked.stage is not Stage.QUEUED and not has_gap):
             return []
-        return self._registry.go_on_from(tracked, message.generated_token_ids)
+        return self._registry.resume_from(tracked, message.generated_token_ids)
 
     def _abort(self, request_id: RequestId) -> list[Send]:
         tracked = self._registry.requests.get(request_id)
@@ -189,18 +189,18 @@ class RouterLogic:
 
     def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
         worker = self._placement.workers.get(peer)
-        if worker is None or not worker.count_off(message.request_id, message.attempt):
+        if worker is None or not worker.complete_prefill(message.request_id, message.attempt):
             return []
         self._observe_drain(message.num_tokens, now)
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None or tracked.stage is not Stage.PREFILLING or tracked.holder != peer:
             return []
         if worker.registered.can_decode:
-            self._placement.note_decoding(tracked, worker)
+            self._placement.set_decoding(tracked, worker)
             return []
-        tracked.is_computed = True
+        tracked.is_prefilled = True
         pool = self._placement.pool_of(peer)
-        if pool is not None and pool.life == tracked.pool_epoch:
+        if pool is not None and pool.epoch == tracked.pool_epoch:
             return []
         # The pool was lost meanwhile, perhaps after it had taken the blocks and before its word could reach us.
         return [Send(peer, AbortRequest(message.request_id, message.attempt)), *self._registry.interrupt([tracked])]
@@ -232,7 +232,7 @@ class RouterLogic:
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None:
             return []
-        return self._registry.give_up(tracked, message.kind, message.reason)
+        return self._registry.fail(tracked, message.kind, message.reason)
 
     def _length_predicted(self, event: LengthPredicted) -> list[Send]:
         tracked = self._registry.requests.get(event.request_id)
@@ -254,13 +254,13 @@ class RouterLogic:
 
     # --- losses
 
-    def _on_lost(self, peer: str) -> list[Send]:
+    def _on_disconnected(self, peer: str) -> list[Send]:
         self._gateways.pop(peer, None)
         orphans = [tracked for tracked in self._registry.requests.values() if tracked.gateway == peer]
         commands = [command for tracked in orphans for command in self._registry.let_go(tracked, Stage.ABORTED)]
         if peer not in self._placement:
             return commands
-        lost = [tracked for tracked in self._registry.requests.values() if self._placement.may_have_lost(tracked, peer)]
+        lost = [tracked for tracked in self._registry.requests.values() if self._placement.depends_on(tracked, peer)]
         commands += self._registry.interrupt(lost)
         self._placement.remove(peer)
         return commands
@@ -278,22 +278,22 @@ class RouterLogic:
             tracked.move(Stage.PREFILLING, worker.name)
             self._last_attempt = tracked.attempt = next_epoch(self._last_attempt, now)
             pool = self._placement.pool_of(worker.name)
-            tracked.pool_epoch = pool.life if pool is not None else None
-            handed_over = HandedOver(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
-            worker.prefilling[request_id] = handed_over
+            tracked.pool_epoch = pool.epoch if pool is not None else None
+            prefill = DispatchedPrefill(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
+            worker.prefilling[request_id] = prefill
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
         return commands
 
     def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
         pool = self._placement.copy_of(tracked)
         decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, self._placement.workers.values())
-        tracked.granted_to = decoder.name if decoder is not None else None
+        tracked.destination = decoder.name if decoder is not None else None
         return PrefillRequest(
             tracked.request,
             tracked.attempt,
             tracked.generated_token_ids,
             has_copy=pool is not None and pool == worker.registered.pool_name,
-            bypass_to=WorkerName(tracked.granted_to) if tracked.granted_to is not None else None,
+            bypass_to=WorkerName(tracked.destination) if tracked.destination is not None else None,
             predicted_output_len=self._expected_len(tracked),
         )
 
@@ -303,8 +303,8 @@ class RouterLogic:
         queue, allowance = self._registry.queue, self._config.max_prefill_tokens_per_worker
         room, real_time_room = allowance - worker.num_prefill_tokens, allowance - worker.num_real_time_tokens
 
-        def is_wanted(waiting: Waiting) -> bool:
-            lets_by = waiting.is_real_time and queue.order.lets_real_time_by
+        def is_wanted(waiting: QueuedPrefill) -> bool:
+            lets_by = waiting.is_real_time and queue.order.has_real_time_allowance
             # A prompt longer than the whole allowance goes to a worker that has nothing else.
             return waiting.num_tokens <= (real_time_room if lets_by else room) or not worker.prefilling
 
@@ -313,7 +313,7 @@ class RouterLogic:
     # --- status
 
     def _on_tick(self) -> list[Send]:
-        self._placement.mark_news()  # a pool may know of a worker by now that it did not know before
+        self._placement.clear_refusals()  # a pool may know of a worker by now that it did not know before
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []

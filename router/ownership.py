@@ -31,29 +31,29 @@ class OwnershipTransitions:
         if tracked is None or pool not in self._placement:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
         if message.attempt <= tracked.attempt:  # it has gone on from there
-            return self._note_copy(tracked, pool) or [Send(pool, DropRequest(message.request_id, message.attempt))]
+            return self._record_copy(tracked, pool) or [Send(pool, DropRequest(message.request_id, message.attempt))]
         commands = self._registry.drop_copies(tracked) if self._placement.copy_of(tracked) != pool else []
         commands += _acknowledge(tracked)
         tracked.attempt = message.attempt
         tracked.pooled_s = now
         # The last token that went out is not in the cache yet.
         tracked.num_emitted = message.context_len + 1 - tracked.request.prompt_len
-        self._placement.note_pooled(tracked, pool, message.num_blocks)
+        self._placement.set_pooled(tracked, pool, message.num_blocks)
         return commands
 
     def batch_formed(self, message: BatchFormed, now: float) -> list[Send]:
         """The pool has answered what was asked for a worker."""
         worker = self._placement.workers.get(message.worker)
-        is_expected = worker is not None and worker.forming == message.batch_id
+        is_expected = worker is not None and worker.pending_batch == message.batch_id
         if worker is not None and is_expected and not message.members:
-            self._placement.note_formed(worker, is_empty=True, now=now)
+            self._placement.close_batch_request(worker, is_empty=True, now=now)
         commands = []
         for request_id, attempt in message.members:
             tracked = self._registry.current(request_id, attempt)
             if tracked is None or tracked.attempt >= attempt or tracked.stage is not Stage.POOLED:
                 continue  # it ended, or its worker's word was faster
             if is_expected:
-                tracked.granted_to = message.worker
+                tracked.destination = message.worker
             else:  # granted to a worker that is gone; should its next life get it, it will be told to let go
                 commands += self._registry.interrupt([tracked])
         return commands
@@ -61,8 +61,8 @@ class OwnershipTransitions:
     def batch_received(self, peer: str, message: BatchReceived, now: float) -> list[Send]:
         """A decode worker has these requests."""
         worker = self._placement.workers.get(peer)
-        if worker is not None and worker.forming == message.batch_id:
-            self._placement.note_formed(worker, is_empty=False, now=now)
+        if worker is not None and worker.pending_batch == message.batch_id:
+            self._placement.close_batch_request(worker, is_empty=False, now=now)
         commands = []
         for request_id, attempt in message.members:
             tracked = self._registry.current(request_id, attempt)
@@ -76,7 +76,7 @@ class OwnershipTransitions:
                     tracked.num_emitted = len(tracked.generated_token_ids) + 1  # the prefill worker's
                 commands += _acknowledge(tracked)
                 tracked.attempt = attempt
-                self._placement.note_decoding(tracked, worker)
+                self._placement.set_decoding(tracked, worker)
         return commands
 
     def copy_kept(self, pool: str, message: CopyKept) -> list[Send]:
@@ -84,13 +84,13 @@ class OwnershipTransitions:
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None or pool not in self._placement:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
-        return self._note_copy(tracked, pool)
+        return self._record_copy(tracked, pool)
 
-    def _note_copy(self, tracked: TrackedRequest, pool: str) -> list[Send]:
+    def _record_copy(self, tracked: TrackedRequest, pool: str) -> list[Send]:
         """One copy is enough: where another pool is known to have one, this one lets go of its own."""
         if self._placement.copy_of(tracked) not in (None, pool):
             return [Send(pool, DropRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
-        self._placement.note_copy(tracked, pool)
+        self._placement.set_copy(tracked, pool)
         return []
 
     def copy_lost(self, pool: str, message: CopyLost) -> list[Send]:
@@ -104,9 +104,9 @@ class OwnershipTransitions:
             # The link may be gone and not the worker; if it has returned the request, that word was lost with the link.
             abort = Send(tracked.holder, AbortRequest(message.request_id, epoch_end(message.attempt)))
             return [abort, *self._registry.interrupt([tracked])]
-        worker = self._placement.workers.get(tracked.granted_to or "")
+        worker = self._placement.workers.get(tracked.destination or "")
         if worker is not None:
-            worker.forming = None
+            worker.pending_batch = None
         return self._registry.interrupt([tracked])
 
 

@@ -43,11 +43,11 @@ class RequestRegistry:
         """Take requests back from whoever held them; their gateways say how far they got."""
         commands = []
         for tracked in lost:
-            self._placement.forget(tracked)
+            self._placement.unassign(tracked)
             tracked.move(Stage.QUEUED)
             tracked.num_requeues += 1
             if tracked.num_requeues > self._max_retries:
-                commands += self.give_up(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
+                commands += self.fail(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
             else:
                 commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
         return commands
@@ -55,19 +55,19 @@ class RequestRegistry:
     def requeue(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...], *, is_refused: bool) -> list[Send]:
         """Its worker gave it up: it is queued again, but not when its cache was refused too often."""
         commands = self.drop_copies(tracked) if is_refused else []
-        self._placement.forget(tracked)
+        self._placement.unassign(tracked)
         tracked.move(Stage.QUEUED)
         tracked.generated_token_ids = generated_token_ids
         tracked.num_emitted = len(generated_token_ids)
         tracked.num_requeues += is_refused
         if tracked.num_requeues > self._max_retries:
-            return commands + self.give_up(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
+            return commands + self.fail(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
         self.enqueue(tracked)
         return commands
 
-    def go_on_from(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...]) -> list[Send]:
+    def resume_from(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...]) -> list[Send]:
         """Whoever has it lets go, and it waits to be computed again from these tokens."""
-        commands = self._take_back(tracked)
+        commands = self._revoke(tracked)
         self.queue.discard(tracked.request.request_id)
         tracked.generated_token_ids = generated_token_ids
         tracked.num_emitted = len(generated_token_ids)
@@ -77,21 +77,21 @@ class RequestRegistry:
     def finish(self, tracked: TrackedRequest) -> list[Send]:
         """Its worker has ended it."""
         dropped = self.drop_copies(tracked)
-        self._placement.forget(tracked)
+        self._placement.unassign(tracked)
         tracked.move(Stage.FINISHED)
         del self.requests[tracked.request.request_id]
         return dropped
 
     def let_go(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
         """End a request and tell whoever holds it to free what it holds."""
-        commands = self._take_back(tracked)
+        commands = self._revoke(tracked)
         commands += [drop for drop in self.drop_copies(tracked) if drop not in commands]
         self.queue.discard(tracked.request.request_id)
         tracked.move(stage)
         del self.requests[tracked.request.request_id]
         return commands
 
-    def give_up(self, tracked: TrackedRequest, kind: FailureKind, reason: str) -> list[Send]:
+    def fail(self, tracked: TrackedRequest, kind: FailureKind, reason: str) -> list[Send]:
         """End a request as failed."""
         failed = RequestFailed(tracked.request.request_id, kind, reason)
         return [*self.let_go(tracked, Stage.FAILED), Send(tracked.gateway, failed)]
@@ -103,13 +103,13 @@ class RequestRegistry:
             return []
         return [Send(pool, DropRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
 
-    def _take_back(self, tracked: TrackedRequest) -> list[Send]:
+    def _revoke(self, tracked: TrackedRequest) -> list[Send]:
         """Into the queue's stage (not yet the queue), and tell whoever holds it to let go of this attempt."""
         request_id, holder, was = tracked.request.request_id, tracked.holder, tracked.stage
         if holder is None:
             return []
         attempt = epoch_end(tracked.attempt)
-        self._placement.forget(tracked)
+        self._placement.unassign(tracked)
         tracked.move(Stage.QUEUED)
         if was is Stage.POOLED:
             return [Send(holder, DropRequest(request_id, attempt))]

@@ -12,7 +12,7 @@ from alignedserve.runtime.process.process_spec import ProcessSpec
 from router.factory import make_logic
 from router.logic import RouterEvent
 from router.prediction import make_length_predictor
-from router.prediction.runner import PredictingLogic, PredictionRunner
+from router.prediction.runner import AsyncLengthPredictor, PredictingLogic
 from router.state import LengthPredicted
 
 
@@ -26,7 +26,7 @@ class Router:
         make = partial(make_logic, config=config, batching=batching)
         logic = make()
         predictor = make_length_predictor(config, served)
-        self._runner = PredictionRunner(predictor, self._tell) if predictor is not None else None
+        self._runner = AsyncLengthPredictor(predictor, self._tell) if predictor is not None else None
         decides = logic if self._runner is None else PredictingLogic(logic, self._runner)
         self._room: LogicDriver[RouterEvent, NoReturn] = LogicDriver(
             decides, process_spec.identity(), Codec(RouterInbound), _nothing_else, process_spec.recorder(make)
@@ -34,7 +34,7 @@ class Router:
 
     async def start(self, *, listen_at: str) -> None:
         """Accept gateways, workers and pools."""
-        await self._room.switchboard.listen(listen_at)
+        await self._room.links.listen(listen_at)
 
     async def close(self) -> None:
         """Drop the links."""

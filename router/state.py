@@ -23,8 +23,8 @@ class TrackedRequest:
     generated_token_ids: tuple[int, ...] = ()  # known here only when they must be recomputed
     num_emitted: int = 0  # tokens that went out before whoever holds it now got it
     pool_epoch: int | None = None  # life of the pool that its prefill is to end in
-    is_computed: bool = False  # prefilled, on its way to that pool
-    granted_to: str | None = None  # perhaps on its way to this worker already
+    is_prefilled: bool = False  # prefilled, on its way to that pool
+    destination: str | None = None  # perhaps on its way to this worker already
     attempt: int = 0  # the latest that is known of it (core/attempts.py); messages about an earlier one are stale
     copy_at: tuple[str, int] | None = None  # the pool, and its life, that may keep a copy of it
     pooled_s: float = 0.0  # when it came into the pool
@@ -34,8 +34,8 @@ class TrackedRequest:
         """Take a legal step of the lifecycle."""
         self.stage = advance(self.stage, stage)
         self.holder = holder
-        self.is_computed = False
-        self.granted_to = None
+        self.is_prefilled = False
+        self.destination = None
 
     @property
     def is_real_time(self) -> bool:
@@ -56,7 +56,7 @@ class LengthPredicted:
     predicted_len: float
 
 
-class AskKind(enum.Enum):
+class BatchRequestKind(enum.Enum):
     """What a pool is asked for on behalf of a decode worker."""
 
     BATCH = "batch"  # the batch after the one that runs
@@ -64,7 +64,7 @@ class AskKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
+class DispatchedPrefill:
     """A prefill that a worker has not yet reported as computed."""
 
     attempt: int
@@ -79,13 +79,15 @@ class WorkerRecord:
     name: str
     registered: WorkerRegistered
     load: WorkerLoad | None = None
-    prefilling: dict[RequestId, HandedOver] = field(default_factory=dict)
+    prefilling: dict[RequestId, DispatchedPrefill] = field(default_factory=dict)
     decoding: set[RequestId] = field(default_factory=set)  # running or candidates there; membership only
-    forming: BatchId | None = None  # an unanswered FormBatch
-    asked_for: AskKind = AskKind.BATCH  # by that one, or the last
-    num_asked: int = 0  # requests that it may get by that one
-    is_load_old: bool = False  # a batch came since the last report
-    was_refused: set[AskKind] = field(default_factory=set)  # asked in vain since the last news; membership only
+    pending_batch: BatchId | None = None  # an unanswered FormBatch
+    requested_kind: BatchRequestKind = BatchRequestKind.BATCH  # by that one, or the last
+    num_requested: int = 0  # requests that it may get by that one
+    is_load_stale: bool = False  # a batch came since the last report
+    refused_kinds: set[BatchRequestKind] = field(
+        default_factory=set
+    )  # asked in vain since the last news; membership only
     last_batch_s: float = float("-inf")  # when it last got a batch of its own
 
     @property
@@ -96,17 +98,17 @@ class WorkerRecord:
     @property
     def num_prefill_tokens(self) -> int:
         """Prompt tokens that it has still to compute."""
-        return sum(handed_over.num_tokens for handed_over in self.prefilling.values())
+        return sum(prefill.num_tokens for prefill in self.prefilling.values())
 
     @property
     def num_real_time_tokens(self) -> int:
         """Of these, of real-time requests."""
-        return sum(handed_over.num_tokens for handed_over in self.prefilling.values() if handed_over.is_real_time)
+        return sum(prefill.num_tokens for prefill in self.prefilling.values() if prefill.is_real_time)
 
-    def count_off(self, request_id: RequestId, attempt: int) -> bool:
+    def complete_prefill(self, request_id: RequestId, attempt: int) -> bool:
         """It has computed this; False: nobody waits for that any more, though perhaps for a later attempt."""
-        handed_over = self.prefilling.get(request_id)
-        if handed_over is None or not is_same_epoch(handed_over.attempt, attempt):
+        prefill = self.prefilling.get(request_id)
+        if prefill is None or not is_same_epoch(prefill.attempt, attempt):
             return False
         del self.prefilling[request_id]
         return True
@@ -122,10 +124,10 @@ class PoolRecord:
     """One registered pool."""
 
     name: str
-    life: int  # differs between a pool and its restarted self
+    epoch: int  # differs between a pool and its restarted self
     num_blocks: int
     layout_digest: str = ""
     num_blocks_used: int = 0
     num_blocks_kept: int = 0
-    large: dict[RequestId, tuple[int, float]] = field(default_factory=dict)  # pooled: blocks, since when
+    large_requests: dict[RequestId, tuple[int, float]] = field(default_factory=dict)  # pooled: blocks, since when
     num_pooled: int = 0  # by the router's own count: RequestPooled less BatchReceived and drops

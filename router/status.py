@@ -12,7 +12,7 @@ from router.state import TrackedRequest
 
 
 @dataclass(slots=True)
-class Counters:
+class RouterCounters:
     """What has happened since the router started."""
 
     num_preemptions: int = 0
@@ -25,7 +25,7 @@ class Counters:
         self.num_handoffs_refused += is_refused
         self.num_preemptions += not is_refused
 
-    def add_ledger(self, gained: IterationLogTotals) -> None:
+    def add_iteration_log(self, gained: IterationLogTotals) -> None:
         """What a decode worker's ledger gained. As it reports gains, its restart takes nothing away."""
         self.ledger = self.ledger.plus(gained)
 
@@ -39,7 +39,7 @@ class Counters:
         )
 
 
-def status_of(requests: Collection[TrackedRequest], placement: Placement, counters: Counters) -> ClusterStatus:
+def status_of(requests: Collection[TrackedRequest], placement: Placement, counters: RouterCounters) -> ClusterStatus:
     """The cluster in numbers, now."""
     workers, pools = placement.workers.values(), placement.pools.values()
     stages = Counter(tracked.stage for tracked in requests)

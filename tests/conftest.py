@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from alignedserve.config.environment import let_waiting_threads_sleep
+from alignedserve.config.environment import limit_thread_spinning
 
 # Without a GPU the kernels for it run in Triton's interpreter, which reads its switch when a kernel is defined.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # As in a cluster, whose processes share the cores with others.
-let_waiting_threads_sleep()
+limit_thread_spinning()
 
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("alignedserve", deadline=None)

@@ -17,7 +17,7 @@ from alignedserve.cli.batch.app import batch_app
 from alignedserve.cli.bench.app import bench_app
 from alignedserve.cli.console import DEFAULT_URL, FAILURE, exit_code, print_error
 from alignedserve.cli.options import JsonFlag, ModelOption, SeedOption, UrlOption
-from alignedserve.config.environment import let_waiting_threads_sleep
+from alignedserve.config.environment import limit_thread_spinning
 from alignedserve.core.errors import AlignedServeError, ConfigError
 
 app = typer.Typer(
@@ -48,7 +48,7 @@ SetOption = Annotated[
 
 def main() -> None:
     """Run the command line; every error is one line on stderr and an exit code (2 usage, 1 failure, 130 Ctrl-C)."""
-    let_waiting_threads_sleep()
+    limit_thread_spinning()
     try:
         app(prog_name="alignedserve")
     except AlignedServeError as error:

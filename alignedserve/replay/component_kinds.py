@@ -28,7 +28,7 @@ class RecordedLogic(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ComponentKind:
+class ComponentSchema:
     """How one kind of room is made again, and which events it knows beside those that all know."""
 
     make: Callable[..., RecordedLogic]
@@ -61,27 +61,27 @@ class ComponentKind:
         return Received(*told) if decision.kind == Received.__name__ else told
 
 
-_KINDS: dict[str, ComponentKind] = {
+_SCHEMAS: dict[str, ComponentSchema] = {
     f"{kind.make.__module__}.{kind.make.__name__}": kind
     for kind in (
-        ComponentKind(router_factory.make_logic, RouterInbound, (LengthPredicted,)),
-        ComponentKind(pool_factory.make_logic, PoolInbound),
-        ComponentKind(
+        ComponentSchema(router_factory.make_logic, RouterInbound, (LengthPredicted,)),
+        ComponentSchema(pool_factory.make_logic, PoolInbound),
+        ComponentSchema(
             prefill_factory.make_live_logic,
             PrefillWorkerInbound,
             (IterationCompleted, BlocksLoaded, BlocksOffloaded, BlocksRelayed, BufferOpened),
         ),
-        ComponentKind(
+        ComponentSchema(
             decode_factory.make_live_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
         ),
-        ComponentKind(decode_factory.make_live_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
+        ComponentSchema(decode_factory.make_live_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
     )
 }
 
 
-def kind_of(reader: RecordReader) -> ComponentKind:
+def schema_of(reader: RecordReader) -> ComponentSchema:
     """Which of them this recording is of. Raises RecordingError."""
-    kind = _KINDS.get(reader.header.made_by)
+    kind = _SCHEMAS.get(reader.header.made_by)
     if kind is None:
         raise reader.damaged(0, f"no room is made by {reader.header.made_by[:80]!r}")
     return kind

@@ -27,7 +27,7 @@ class ColocatedWorker:
 
     async def start(self, *, router_at: str) -> None:
         """Introduce ourselves to the router."""
-        self._room.switchboard.dial(router_at)
+        self._room.links.dial(router_at)
 
     async def close(self) -> None:
         """Drop the link, end the threads and leave the ledger behind."""

@@ -60,17 +60,17 @@ class DensityFirstBatchFormer:
         tree = self._tree
         if limits.max_requests < 1 or tree.smallest[ROOT] > limits.max_blocks:
             return None
-        filling = _Filling(tree, limits)
+        builder = _BatchBuilder(tree, limits)
         urgent = self._most_urgent(limits.max_blocks, now)
         if urgent is not None:
             start = tree.leaf_of(urgent.context_len)
-            filling.take_around(urgent, start)
+            builder.take_around(urgent, start)
         else:
             starving = tree.longest_waiting(now - self._starvation_s, limits.max_blocks)
             start = _densest(tree, limits) if starving is None else starving
-            filling.take(start, limits.max_requests)
-        filling.widen(start, min(limits.min_requests, limits.max_requests))
-        return self._served(filling.chosen, now)
+            builder.take(start, limits.max_requests)
+        builder.widen(start, min(limits.min_requests, limits.max_requests))
+        return self._served(builder.chosen, now)
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
         """See BatchFormer. Requests larger than the limit alone are passed over; the first other that no longer fits
@@ -108,7 +108,7 @@ class DensityFirstBatchFormer:
     def _served(self, chosen: list[PooledRequest], now: float) -> AlignedBatch:
         batch = batch_of(chosen)
         leaf_of = self._tree.leaf_of
-        self._tree.note_batch(sorted({leaf_of(pooled.context_len) for pooled in chosen}), now)
+        self._tree.mark_served(sorted({leaf_of(pooled.context_len) for pooled in chosen}), now)
         return batch
 
 
@@ -129,7 +129,7 @@ def _densest(tree: QuadTree, limits: BatchLimits) -> int:
     return node
 
 
-class _Filling:
+class _BatchBuilder:
     """A batch that fills up, leaf by leaf. It is full when something that may be in a batch no longer fitted."""
 
     def __init__(self, tree: QuadTree, limits: BatchLimits) -> None:
@@ -170,7 +170,7 @@ class _Filling:
             node = parent
 
     def _take_from(self, entries: OrderedEntries) -> None:
-        found = entries.fitting(self._blocks_left, self._requests_left)
+        found = entries.first_fit(self._blocks_left, self._requests_left)
         self._choose(found.entries)
         self._is_full = found.smallest_left <= self._max_blocks
 

@@ -41,7 +41,7 @@ class DirectHandoff:
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
         """The worker with the fewest requests; ties go by name."""
-        able = [worker for worker in workers if _has_place(worker)]
+        able = [worker for worker in workers if _has_free_slot(worker)]
         return min(able, key=lambda worker: (len(worker.decoding), worker.name), default=None)
 
 
@@ -64,11 +64,11 @@ class UrgentBypass:
         tpot_s = request.slo.tpot_s
         if request.request_class is not RequestClass.REAL_TIME or tpot_s is None or self._expected_wait_s <= tpot_s:
             return None
-        able = [worker for worker in workers if _has_place(worker)]
+        able = [worker for worker in workers if _has_free_slot(worker)]
         return min(able, key=lambda worker: (_distance(worker, context_len), worker.name), default=None)
 
 
-def _has_place(worker: WorkerRecord) -> bool:
+def _has_free_slot(worker: WorkerRecord) -> bool:
     registered = worker.registered
     return (
         registered.can_decode and not registered.can_prefill and len(worker.decoding) < registered.max_running_requests

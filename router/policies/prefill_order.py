@@ -18,7 +18,7 @@ LONGEST_DEADLINE_S = 600.0
 class PrefillOrder(Protocol):
     """Smaller keys go first; ties are broken by arrival and request id. The key of a request never changes."""
 
-    lets_real_time_by: bool  # best-effort prompts at a worker take nothing of its allowance for real-time ones
+    has_real_time_allowance: bool  # best-effort prompts at a worker take nothing of its allowance for real-time ones
 
     def key(self, request: Request) -> OrderKey:
         """Sort key of a request."""
@@ -27,7 +27,7 @@ class PrefillOrder(Protocol):
 class FcfsOrder:
     """Order of arrival."""
 
-    lets_real_time_by = False
+    has_real_time_allowance = False
 
     def key(self, request: Request) -> OrderKey:
         """See PrefillOrder."""
@@ -47,7 +47,7 @@ class LeastSlackOrder:
     that has 300 s and one that has 20 s (460 and 180): the second goes first, and chat until 178.9 s passes it.
     """
 
-    lets_real_time_by = True
+    has_real_time_allowance = True
 
     def key(self, request: Request) -> OrderKey:
         """See PrefillOrder."""

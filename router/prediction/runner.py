@@ -24,27 +24,27 @@ _THREAD = "length predictor"
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _EncodedRequest:
     request: Request
     code: PromptCode
 
 
-class PredictionRunner:
+class AsyncLengthPredictor:
     """Sees every event that the logic sees, and gives back LengthPredicted on the loop."""
 
     def __init__(self, predictor: LengthPredictor, deliver: Callable[[LengthPredicted], None]) -> None:
         self._predictor = predictor
         self._deliver = deliver
         self._threads = WorkerThreads()
-        self._num_waiting = 0
-        self._known: dict[RequestId, _Known] = {}  # the thread's own
+        self._num_pending = 0
+        self._known: dict[RequestId, _EncodedRequest] = {}  # the thread's own
 
     def note(self, event: RouterEvent) -> None:
         """Returns at once."""
         match event:
             case Received(_, SubmitRequest(request=request) | ResumeRequest(request=request)):
-                if self._num_waiting < _MAX_WAITING:
-                    self._num_waiting += 1
+                if self._num_pending < _MAX_WAITING:
+                    self._num_pending += 1
                     self._threads.submit(_THREAD, lambda: self._predict(request), self._predicted)
             case Received(_, RequestFinished(request_id=request_id, num_generated=num_generated)):
                 self._threads.submit(_THREAD, lambda: self._learn(request_id, num_generated), _nothing)
@@ -56,7 +56,7 @@ class PredictionRunner:
         self._threads.close()
 
     def _predicted(self, event: LengthPredicted) -> None:
-        self._num_waiting -= 1
+        self._num_pending -= 1
         self._deliver(event)
 
     # --- on the thread
@@ -64,7 +64,7 @@ class PredictionRunner:
     def _predict(self, request: Request) -> LengthPredicted:
         code = self._predictor.encode(request)
         self._known.pop(request.request_id, None)  # a request that is resumed is the youngest again
-        self._known[request.request_id] = _Known(request, code)
+        self._known[request.request_id] = _EncodedRequest(request, code)
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
         return LengthPredicted(request.request_id, self._predictor.predict(request, code).output_len)
@@ -78,7 +78,7 @@ class PredictionRunner:
 class PredictingLogic:
     """The router's logic, with every event shown to the runner once it is decided."""
 
-    def __init__(self, logic: RouterLogic, runner: PredictionRunner) -> None:
+    def __init__(self, logic: RouterLogic, runner: AsyncLengthPredictor) -> None:
         self._logic = logic
         self._runner = runner
 

@@ -39,7 +39,7 @@ async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20
 
 @dataclass
 class BatchGateway:
-    """The door, what is behind it, and the driver that can be killed and started again."""
+    """An app with files and batches, its stores, and the driver, which can be killed and started again."""
 
     app: FastAPI
     client: httpx.AsyncClient
@@ -156,11 +156,11 @@ async def batch_gateway(
     app = build_app(services)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         lines = ClusterLines(services)
-        door = BatchGateway(app, client, backend, records, stores, folder, batches, lines, max_in_flight)
+        served = BatchGateway(app, client, backend, records, stores, folder, batches, lines, max_in_flight)
         if is_driven:
-            door.start_driver()
+            served.start_driver()
         try:
-            yield door
+            yield served
         finally:
-            if door.driving is not None:
-                await door.stop_driver()
+            if served.driving is not None:
+                await served.stop_driver()

@@ -40,7 +40,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
 
 
 def logits(folder: Path, tokens: dict[str, list[int]]) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def test_a_decoder_computes_the_same_by_the_kernels(
     make_tiny_model(tmp_path, family)
     tokens = {"a": random_tokens(1, 9), "b": random_tokens(2, 3)}
     expected = logits(tmp_path, tokens)
-    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
     monkeypatch.setattr("kernels.linear.packed_levels", lambda dtype, device: ())  # which apply gates themselves
     actual = logits(tmp_path, tokens)
     assert not caplog.records
@@ -91,7 +91,7 @@ def test_an_engine_draws_the_same_tokens_by_the_kernels(tmp_path: Path, monkeypa
         return [tiny.tokens(name) for name in kinds]
 
     expected = generated()
-    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
     assert generated() == expected
     assert gpu_choice._known["token_sampling (torch.float32)"]
 
@@ -141,7 +141,7 @@ def test_a_kernel_that_does_not_compile_is_said_once(
     assert record.levelno == logging.WARNING
     assert "row_norm (torch.float32)" in record.getMessage()
     assert gpu_choice._known == {"row_norm (torch.float32)": False, "gating (torch.float32)": True}
-    (reason,) = gpu_choice.replaced().values()
+    (reason,) = gpu_choice.launch_failures().values()
     assert reason in record.getMessage()
 
 
@@ -152,8 +152,8 @@ def test_the_reason_is_in_the_log(error: Exception, caplog: pytest.LogCaptureFix
     def trial() -> None:
         raise error
 
-    assert not gpu_choice.works("attention", trial)
-    assert not gpu_choice.works("attention", trial)
+    assert not gpu_choice.can_launch("attention", trial)
+    assert not gpu_choice.can_launch("attention", trial)
     (message,) = (record.getMessage() for record in caplog.records)
     assert "attention" in message
     assert type(error).__name__ in message
@@ -179,4 +179,4 @@ def test_a_mistake_of_ours_is_no_reason() -> None:
         raise AssertionError("of ours")
 
     with pytest.raises(AssertionError):
-        gpu_choice.works("attention", trial)
+        gpu_choice.can_launch("attention", trial)

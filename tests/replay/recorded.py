@@ -39,9 +39,9 @@ _EOS_IDS = frozenset({EOS})
 class Recorded:
     """A logic whose decisions go into a file."""
 
-    def __init__(self, config: RecordingConfig, room: str, make: "partial[Any]") -> None:
+    def __init__(self, config: RecordingConfig, component: str, make: "partial[Any]") -> None:
         self._logic = make()
-        recorder = open_recorder(config, room, make)
+        recorder = open_recorder(config, component, make)
         assert recorder is not None
         self.recorder: Recorder = recorder
 
@@ -126,11 +126,11 @@ def recorded_simulation(folder: Path, config: SimConfig, workload: Workload) -> 
     """A simulation whose workers are made as live ones are, and recorded."""
     simulation = Simulation(config, workload)
     recorders = []
-    for room in simulation._rooms:
-        make = _worker_maker(config, room.logic, room.role)
+    for component in simulation._components:
+        make = _worker_maker(config, component.logic, component.role)
         if make is not None:
-            recorded = Recorded(RecordingConfig(folder=str(folder)), room.name, make)
-            room.logic = recorded
+            recorded = Recorded(RecordingConfig(folder=str(folder)), component.name, make)
+            component.logic = recorded
             recorders.append(recorded.recorder)
     simulation.run()
     for recorder in recorders:
@@ -159,7 +159,7 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
 def replays(folder: Path) -> list[ComponentReplay]:
     """Every file of the folder, replayed to its end."""
     rooms = [ComponentReplay(path) for path in recordings_in(folder)]
-    for room in rooms:
-        for _ in room.decided():
+    for component in rooms:
+        for _ in component.decided():
             pass
     return rooms

@@ -51,7 +51,7 @@ from decode_worker import factory as decode_factory
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 from kvpool import factory as pool_factory
-from kvpool.logic import PoolLogic, StampBlocks
+from kvpool.logic import PoolLogic, SetBlockGeneration
 from prefill_worker import factory as prefill_factory
 from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 from prefill_worker.logic import PrefillLogic
@@ -392,7 +392,7 @@ class LogicCluster:
                 num_blocks = self.shape.buffer_blocks
                 made = self._offer(arena, num_blocks) if num_blocks else None
                 self.pending.append((name, lambda: BufferOpened(peer, life, made)))
-            case StampBlocks(block_ids, generation):
+            case SetBlockGeneration(block_ids, generation):
                 self.pool_arena.stamps.update(dict.fromkeys(block_ids, generation))
             case _:
                 raise AssertionError(f"unknown command {command}")

@@ -59,7 +59,7 @@ class TinyEngine:
         seed: int = 0,
         max_sequences: int = 16,
         attention: str = AUTO,
-        queues: DeviceStreams | None = None,
+        streams: DeviceStreams | None = None,
         capture: Capture | None = None,
         has_hidden_cache: bool = False,
     ) -> None:
@@ -70,7 +70,7 @@ class TinyEngine:
             max_sequences=max_sequences,
             max_context_len=MAX_CONTEXT_LEN,
             attention=attention,
-            queues=queues,
+            streams=streams,
             capture=capture,
             hidden_block_tokens=decoder.config.hidden_block_tokens(BLOCK_SIZE) if has_hidden_cache else None,
         )

@@ -29,7 +29,7 @@ from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.iteration_timing import IterationTimer, Point
-from alignedserve.runtime.kv.block_codecs import exact_rows
+from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 from alignedserve.runtime.model.model_shape import shape_of
@@ -182,13 +182,13 @@ class _Profiler:
         if self._storage.device.type == "cpu":
             target = np.zeros((max_blocks, self._storage.layout.block_bytes), np.uint8)
             return partial(_copy, self._storage.bytes.numpy(), target)
-        queue = streams_of(self._storage.device).queue("offload")
-        copies = StagedCopies(exact_rows(self._storage.bytes), queue, self._storage.device)
+        stream = streams_of(self._storage.device).stream("offload")
+        copies = StagedCopies(exact_codec(self._storage.bytes), stream, self._storage.device)
         rows = copies.pinned(max_blocks)
 
         def copy(blocks: Sequence[int]) -> None:
             copies.copy_out(np.array(blocks, np.int64), rows[: len(blocks)])
-            queue.record().wait_on_host()
+            stream.record().synchronize()
 
         return copy
 

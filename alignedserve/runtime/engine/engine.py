@@ -30,7 +30,7 @@ __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice",
 _PROMPT_LOGPROB_ROWS = 64
 
 
-COMPUTE = "compute"  # the queue of what an engine computes
+COMPUTE = "compute"  # the stream of what an engine computes
 # Stands for a token where logits were not numbers.
 _NO_TOKEN = -1
 
@@ -75,7 +75,7 @@ class StepOutput:
 
 @dataclass(slots=True)
 class _Launch:
-    """A step on the compute queue."""
+    """A step on the compute stream."""
 
     step: StepBatch
     num_tokens: IntArray  # of each sampled row, before the step
@@ -104,11 +104,11 @@ class Engine:
         max_sequences: int,
         max_context_len: int,
         attention: str = AUTO,
-        queues: DeviceStreams | None = None,
+        streams: DeviceStreams | None = None,
         capture: Capture | None = None,
         hidden_block_tokens: int | None = None,
     ) -> None:
-        """`attention`: one of CHOICES of runtime.attention. `queues`, `capture`: where work is done and how decode
+        """`attention`: one of CHOICES of runtime.attention. `streams`, `capture`: where work is done and how decode
         steps are recorded, in place of what the storage's device has. `hidden_block_tokens`: sequences may have a
         hidden cache, of which a block holds so many tokens; memory is taken for that. Raises ConfigError for what
         cannot be had here."""
@@ -126,12 +126,12 @@ class Engine:
             hidden_block_tokens=hidden_block_tokens,
         )
 
-        def planner_of(contexts: Contexts, storage: BlockStorage) -> AttentionPlanner:
+        def make_planner(contexts: Contexts, storage: BlockStorage) -> AttentionPlanner:
             return attention_planner(attention, contexts, storage, config)
 
-        planner, hidden = planner_of(self._table, storage), None
+        planner, hidden = make_planner(self._table, storage), None
         if hidden_block_tokens is not None:
-            hidden = HiddenContexts(self._table, storage, hidden_block_tokens, planner_of)
+            hidden = HiddenContexts(self._table, storage, hidden_block_tokens, make_planner)
         if capture is None and storage.device.type == "cuda" and planner.plans_ahead:
             capture = CudaCapture()
         sizes = graph_sizes(max_sequences)
@@ -142,7 +142,7 @@ class Engine:
         self._sampler = Sampler(
             max_sequences=max_sequences, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
         )
-        self._compute = (queues or streams_of(storage.device)).queue(COMPUTE)
+        self._compute = (streams or streams_of(storage.device)).stream(COMPUTE)
         self._chosen = torch.zeros(max_sequences, dtype=torch.int64, device=storage.device)
         self._no_token = torch.tensor(_NO_TOKEN, device=storage.device)
         is_here = storage.device.type == "cpu"
@@ -211,7 +211,7 @@ class Engine:
                 self._compute.run(partial(self._forward, self._builder.build_padding(size)))
             logits = torch.zeros((1, self.model.config.vocab_size), dtype=self.model.dtype, device=self.storage.device)
             self._compute.run(partial(self._sampler.warm_up, logits))
-            self._compute.record().wait_on_host()
+            self._compute.record().synchronize()
 
     @torch.inference_mode()
     def execute(self, slices: Sequence[tuple[RequestId, int]]) -> StepOutput:
@@ -227,7 +227,7 @@ class Engine:
         prepared = time.perf_counter()
         launch = self._launch(step)
         self._anticipate(step)
-        launch.computed.wait_on_host()
+        launch.computed.synchronize()
         output = self._collect(launch)
         del launch.draw  # giving a megabyte back takes time as well, and belongs to the step
         forwarded = launch.forwarded if self.storage.device.type == "cpu" else time.perf_counter()
@@ -244,12 +244,12 @@ class Engine:
     # --- the parts of a step
 
     def _launch(self, step: StepBatch) -> "_Launch":
-        """Put it on the compute queue; the table then holds its sequences as they will be, but for the tokens."""
+        """Put it on the compute stream; the table then holds its sequences as they will be, but for the tokens."""
         table, rows = self._table, step.sampled_rows
         num_tokens = table.num_tokens[rows]
         launch = _Launch(step, num_tokens)
-        if not self.storage.uses.is_idle:
-            self.storage.uses.begin(self._compute, table.blocks_of(step.rows))
+        if not self.storage.pending_copies.is_idle:
+            self.storage.pending_copies.wait(self._compute, table.blocks_of(step.rows))
         self._compute.run(lambda: self._compute_step(launch))
         if len(rows) and self._chosen_on_host is not self._chosen:
             self._compute.copy_out(self._chosen[: len(rows)], self._chosen_on_host[: len(rows)])

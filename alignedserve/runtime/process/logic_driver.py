@@ -47,7 +47,7 @@ class LogicDriver(Generic[EventT, CommandT]):
         perform: Callable[[CommandT], None],
         recorder: Recorder | None = None,
     ) -> None:
-        self.switchboard = LinkManager(identity, codec, self)
+        self.links = LinkManager(identity, codec, self)
         self._logic = logic
         self._perform = perform
         self._recorder = recorder
@@ -62,9 +62,9 @@ class LogicDriver(Generic[EventT, CommandT]):
             self._recorder.note(event, now, commands)
         for command in commands:
             if isinstance(command, Send):
-                self.switchboard.send(command.peer, command.message)
+                self.links.send(command.peer, command.message)
             elif isinstance(command, SendTo):
-                self.switchboard.send_to(command.address, command.message)
+                self.links.send_to(command.address, command.message)
             else:
                 self._perform(command)
         if self._recorder is not None:
@@ -88,7 +88,7 @@ class LogicDriver(Generic[EventT, CommandT]):
     async def close(self) -> None:
         """Stop ticking and drop the links."""
         self._timer.cancel()
-        await self.switchboard.close()
+        await self.links.close()
         if self._recorder is not None:
             self._recorder.close()
 
