@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[3]
 PACKAGE_FOLDERS = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker", "kernels")
 FOLDERS = (*PACKAGE_FOLDERS, "benchmarks", "docs", "experiments", "scripts", "tests")
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
-MAX_PROSE_WIDTH = 100
 MAX_WIDTH = 160
 
 _CODE = re.compile(r"`([^`\s]+)`")
@@ -19,7 +18,7 @@ _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:/[\w.-]+)*/?")
 _MODULE_FILE = re.compile(r"[\w/]+\.py")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
-_SUPPORTED_ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)]+)\)")
+_ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)]+)\)")
 
 per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -44,9 +43,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @per_page
 def test_anchors_are_headings(page: Path) -> None:
-    anchors = [
-        (page.parent / link if link else page, anchor) for link, anchor in _SUPPORTED_ANCHOR.findall(page.read_text())
-    ]
+    anchors = [(page.parent / link if link else page, anchor) for link, anchor in _ANCHOR.findall(page.read_text())]
     assert [anchor for target, anchor in anchors if target.suffix == ".md" and anchor not in _anchors_of(target)] == []
 
 
