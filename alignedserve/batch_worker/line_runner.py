@@ -53,7 +53,7 @@ class ClusterLineRunner:
         status = self._services.backend.status()
         if status is None:
             return None
-        totals = status.ledger
+        totals = status.iteration_log
         return ClusterTotals(totals.num_requests, totals.wall_s, totals.nothing_to_do_s)
 
     async def _build_request(self, call: LineRequest) -> GenerationRequest:

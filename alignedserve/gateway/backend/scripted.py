@@ -10,7 +10,7 @@ from alignedserve.gateway.backend.interface import RequestStream
 from alignedserve.gateway.errors import GenerationError
 from alignedserve.messages.gateways import ClusterStatus
 
-IDLE_STATUS = ClusterStatus(0, 0, 0, 0, 1, 1, 64, 0, 64, 0, 0, 0, 0)
+IDLE_STATUS = ClusterStatus(num_prefill_workers=1, num_decode_workers=1, num_pool_blocks=64, num_worker_blocks=64)
 
 
 @dataclass(frozen=True, slots=True)

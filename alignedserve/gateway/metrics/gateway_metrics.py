@@ -142,4 +142,4 @@ class _ClusterCollector(Collector):
             yield GaugeMetricFamily(name, help_text, value=value(status))
         for name, help_text, value in _COUNTERS:
             yield CounterMetricFamily(name, help_text, value=value(status))
-        yield from iteration_log_metrics(status.ledger)
+        yield from iteration_log_metrics(status.iteration_log)
