@@ -32,7 +32,11 @@ inline Floats numbers(Ints x) { return __builtin_convertvector(x, Floats); }
 // What differs between the instruction sets.
 #if WIDTH == 16
 inline Floats fused(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline Floats broadcast(float x) { return (Floats)_mm512_set1_ps(x); }
+inline Ints broadcast(int32_t x) { return (Ints)_mm512_set1_epi32(x); }
 inline Floats from_halves(const char* from) { return (Floats)_mm512_cvtph_ps(read<__m256i>(from)); }
+inline Floats from_bytes(const char* from) { return numbers((Ints)_mm512_cvtepu8_epi32(read<__m128i>(from))); }
+inline Floats from_signed_bytes(const char* from) { return numbers((Ints)_mm512_cvtepi8_epi32(read<__m128i>(from))); }
 
 // sums + the products of 4 quants and 4 inputs per column.
 template <Format kFormat>
@@ -41,7 +45,15 @@ inline Ints added(Ints sums, Words quants, const int8_t* inputs) {
 }
 #elif WIDTH == 8
 inline Floats fused(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline Floats broadcast(float x) { return (Floats)_mm256_set1_ps(x); }
+inline Ints broadcast(int32_t x) { return (Ints)_mm256_set1_epi32(x); }
 inline Floats from_halves(const char* from) { return (Floats)_mm256_cvtph_ps(read<__m128i>(from)); }
+inline Floats from_bytes(const char* from) {
+    return numbers((Ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+}
+inline Floats from_signed_bytes(const char* from) {
+    return numbers((Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+}
 
 // Sums of two products must fit in 16 bits: 2 * 63 * 127 do. With 8 bits |quant| * |input|, of signed quants, do.
 template <Format kFormat>
@@ -55,6 +67,12 @@ inline Ints added(Ints sums, Words quants, const int8_t* inputs) {
 }
 #else
 inline Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
+inline Floats broadcast(float x) { return Floats{x, x, x, x}; }
+inline Ints broadcast(int32_t x) { return Ints{x, x, x, x}; }
+inline Floats from_bytes(const char* from) { return numbers(__builtin_convertvector(read<Bytes>(from), Ints)); }
+inline Floats from_signed_bytes(const char* from) {
+    return numbers(__builtin_convertvector(read<SignedBytes>(from), Ints));
+}
 
 inline Floats from_halves(const char* from) {
     const Words bits = __builtin_convertvector(read<Halves>(from), Words);
@@ -102,12 +120,12 @@ inline void read_scales(const char* from, const Heads& heads, Block<kFormat>& bl
     for (int j = 0; j < kVectors; ++j) {
         const char* second = from + (kVectors + j) * WIDTH;
         if (kFormat == Format::q6_k) {
-            block.scales[0][j] = heads.scales[j] * numbers(__builtin_convertvector(read<SignedBytes>(from + j * WIDTH), Ints));
+            block.scales[0][j] = heads.scales[j] * from_signed_bytes(from + j * WIDTH);
             block.scales[Block<kFormat>::kScales - 1][j] =
-                heads.scales[j] * numbers(__builtin_convertvector(read<SignedBytes>(second), Ints));
+                heads.scales[j] * from_signed_bytes(second);
         } else if (kFormat == Format::q4_k) {
-            block.scales[0][j] = heads.scales[j] * numbers(__builtin_convertvector(read<Bytes>(from + j * WIDTH), Ints));
-            block.minima[j] = heads.minima[j] * numbers(__builtin_convertvector(read<Bytes>(second), Ints));
+            block.scales[0][j] = heads.scales[j] * from_bytes(from + j * WIDTH);
+            block.minima[j] = heads.minima[j] * from_bytes(second);
         } else {
             block.scales[0][j] = heads.scales[j];
             if (has_minima(kFormat)) block.minima[j] = heads.minima[j];
@@ -147,15 +165,16 @@ inline void read_quants(const char* from, Block<kFormat>& block) {
 // One block of kRows rows, added to their sums. The one place where numbers are rounded, so rows are alike in any batch.
 template <Format kFormat, int kRows>
 inline __attribute__((always_inline)) void add_block(const Block<kFormat>& block, const InputBlock* inputs,
-                                                     Floats (*sums)[kVectors]) {
+                                                     Floats (*__restrict sums)[kVectors]) {
     constexpr int kScales = Block<kFormat>::kScales, kPartSteps = kSteps / kScales;
 #pragma GCC unroll 2
     for (int part = 0; part < kScales; ++part) {
+        asm volatile("" ::: "memory");  // the sums of two parts at once do not fit in the registers
         Ints exact[kRows][kVectors];
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
             for (int j = 0; j < kVectors; ++j)
-                exact[r][j] = has_offset<kFormat>() ? Ints{} + inputs[r].starts[part] : Ints{};
+                exact[r][j] = has_offset<kFormat>() ? broadcast(inputs[r].starts[part]) : Ints{};
 #pragma GCC unroll 8
         for (int step = part * kPartSteps; step < (part + 1) * kPartSteps; ++step)
 #pragma GCC unroll 16
@@ -164,16 +183,15 @@ inline __attribute__((always_inline)) void add_block(const Block<kFormat>& block
                 for (int j = 0; j < kVectors; ++j)
                     exact[r][j] = added<kFormat>(exact[r][j], block.quants[step][j], inputs[r].values + step * 4);
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r)
+        for (int r = 0; r < kRows; ++r) {
+            const Floats scale = broadcast(inputs[r].scale), sum = broadcast(inputs[r].scaled_sum);
 #pragma GCC unroll 2
-            for (int j = 0; j < kVectors; ++j)
-                sums[r][j] = fused(numbers(exact[r][j]), block.scales[part][j] * inputs[r].scale, sums[r][j]);
+            for (int j = 0; j < kVectors; ++j) {
+                sums[r][j] = fused(numbers(exact[r][j]), block.scales[part][j] * scale, sums[r][j]);
+                if (has_minima(kFormat)) sums[r][j] = fused(block.minima[j], sum, sums[r][j]);
+            }
+        }
     }
-    if (!has_minima(kFormat)) return;
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-        for (int j = 0; j < kVectors; ++j) sums[r][j] = fused(block.minima[j], same(inputs[r].scaled_sum), sums[r][j]);
 }
 
 // Every block of a panel, one after another. `use` takes it, and its index.
@@ -220,7 +238,8 @@ __attribute__((noinline)) void multiply_few(const BlockWeights& weights, const B
 }
 
 template <Format kFormat, int kRows>
-__attribute__((noinline)) void add_tile(const Block<kFormat>& block, const InputBlock* inputs, Floats (*sums)[kVectors]) {
+__attribute__((noinline)) void add_tile(const Block<kFormat>& block, const InputBlock* inputs,
+                                        Floats (*__restrict sums)[kVectors]) {
     add_block<kFormat, kRows>(block, inputs, sums);
 }
 
