@@ -37,7 +37,9 @@ def dequantize(raw_rows: Tensor, type_name: str) -> Tensor:
     """raw_rows uint8 [rows, row bytes] as in the file -> float32 [rows, width]. Raises ValueError for a type that is
     not in BLOCK_FORMATS, or rows that are not whole blocks."""
     layout = format_named(type_name)
-    return layout.unpack(_blocks(raw_rows, layout)).reshape(raw_rows.shape[0], -1)
+    blocks = _blocks(raw_rows, layout)
+    rows, row_bytes = raw_rows.shape
+    return layout.unpack(blocks).reshape(rows, row_bytes // layout.num_bytes * layout.num_values)
 
 
 def has_finite_scales(raw_rows: Tensor, type_name: str) -> bool:

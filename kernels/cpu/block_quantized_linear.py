@@ -148,7 +148,9 @@ def _check_rows(raw_rows: Tensor, type_name: str, in_features: int, is_gated: bo
     expected = format_named(type_name).row_bytes(in_features)
     if raw_rows.ndim != 2 or raw_rows.dtype != torch.uint8 or raw_rows.shape[1] != expected or not len(raw_rows):
         shape = tuple(raw_rows.shape)
-        raise ValueError(f"{type_name} rows of {in_features} are [rows, {expected}] bytes, not {raw_rows.dtype} {shape}")
+        raise ValueError(
+            f"{type_name} rows of {in_features} are [rows, {expected}] bytes, not {raw_rows.dtype} {shape}"
+        )
     if raw_rows.device.type != "cpu":
         raise ValueError(f"products of blocks run on a CPU, the weight is on {raw_rows.device}")
     if is_gated and len(raw_rows) % 2:

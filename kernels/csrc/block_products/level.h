@@ -14,7 +14,7 @@ namespace {
 constexpr int kColumns = kVectors * WIDTH;
 // So many rows are multiplied straight from the packed weights, their sums in registers from first to last.
 constexpr int kRowsAlone = MAX_ROWS < 4 ? MAX_ROWS : 4;
-constexpr int64_t kBytesAhead = 4096;  // of the weights, fetched from memory meanwhile
+constexpr int64_t kBytesAhead = 8192;  // of the weights, fetched from memory meanwhile
 
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
 typedef int8_t SignedBytes __attribute__((vector_size(WIDTH)));
@@ -37,6 +37,8 @@ inline Ints broadcast(int32_t x) { return (Ints)_mm512_set1_epi32(x); }
 inline Floats from_halves(const char* from) { return (Floats)_mm512_cvtph_ps(read<__m256i>(from)); }
 inline Floats from_bytes(const char* from) { return numbers((Ints)_mm512_cvtepu8_epi32(read<__m128i>(from))); }
 inline Floats from_signed_bytes(const char* from) { return numbers((Ints)_mm512_cvtepi8_epi32(read<__m128i>(from))); }
+inline Ints nearest(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
+inline void store_bytes(int8_t* to, Ints x) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x)); }
 
 // sums + the products of 4 quants and 4 inputs per column.
 template <Format kFormat>
@@ -53,6 +55,12 @@ inline Floats from_bytes(const char* from) {
 }
 inline Floats from_signed_bytes(const char* from) {
     return numbers((Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+}
+inline Ints nearest(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
+inline void store_bytes(int8_t* to, Ints x) {
+    const __m256i words = (__m256i)x;
+    const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(pairs, pairs));
 }
 
 // Sums of two products must fit in 16 bits: 2 * 63 * 127 do. With 8 bits |quant| * |input|, of signed quants, do.
@@ -72,6 +80,14 @@ inline Ints broadcast(int32_t x) { return Ints{x, x, x, x}; }
 inline Floats from_bytes(const char* from) { return numbers(__builtin_convertvector(read<Bytes>(from), Ints)); }
 inline Floats from_signed_bytes(const char* from) {
     return numbers(__builtin_convertvector(read<SignedBytes>(from), Ints));
+}
+inline Ints nearest(Floats x) {
+    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the rounded integer
+    return (Ints)(x + magic) - (Ints)magic;
+}
+inline void store_bytes(int8_t* to, Ints x) {
+    const SignedBytes bytes = __builtin_convertvector(x, SignedBytes);
+    std::memcpy(to, &bytes, sizeof bytes);
 }
 
 inline Floats from_halves(const char* from) {
@@ -205,7 +221,7 @@ inline __attribute__((always_inline)) void for_blocks(const BlockWeights& weight
         for (int i = 0; i < blocks_together(kFormat); ++i, ++index) {
             constexpr int kLines = block_bytes(kFormat) * kColumns / 64 + 1;
 #pragma GCC unroll 20
-            for (int line = 0; line < kLines; ++line) __builtin_prefetch(at + kBytesAhead + line * 64, 0, 2);
+            for (int line = 0; line < kLines; ++line) __builtin_prefetch(at + kBytesAhead + line * 64, 0, 3);
             Block<kFormat> block;
             read_scales<kFormat>(at, heads, block);
             read_quants<kFormat>(at + small_scale_bytes(kFormat) * kColumns, block);
@@ -308,35 +324,40 @@ inline Floats inputs_at(const char* from, int64_t i, bool is_bfloat16) {
     return (Floats)(__builtin_convertvector(read<Halves>(from + i * 2), Words) << 16);
 }
 
+inline Ints larger_of(Ints a, Ints b) { return a > b ? a : b; }
+
+inline int32_t highest(Ints x) {
+    if (WIDTH > 8) x = larger_of(x, HALVES(x));
+    if (WIDTH > 4) x = larger_of(x, QUARTERS(x));
+    x = larger_of(x, PAIRS(x));
+    return larger_of(x, ONES(x))[0];
+}
+
 // Neither NaN nor an infinity can be rounded: its row becomes NaN.
 inline void round_block(const char* x, bool is_bfloat16, int offset, bool has_halves, InputBlock& out) {
     constexpr int kParts = kBlock / WIDTH;
-    const Floats magic = same(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the rounded integer
-    Floats largest{};
-    Ints is_wrong{};
+    constexpr int32_t kInfinity = 0x7f800000;
+    Floats inputs[kParts];
+    Ints sizes{};  // without their signs the bits of floats are in the order of the numbers, those of NaN behind them
     for (int i = 0; i < kParts; ++i) {
-        const Floats size = (Floats)((Ints)inputs_at(x, i * WIDTH, is_bfloat16) & 0x7fffffff);
-        largest = larger(largest, size);
-        is_wrong |= (Ints)size > 0x7f7fffff;
+        inputs[i] = inputs_at(x, i * WIDTH, is_bfloat16);
+        sizes = larger_of(sizes, (Ints)inputs[i] & 0x7fffffff);
     }
-    float highest = 0.0f;
-    int32_t wrong = 0, halves[2] = {};
-    for (int i = 0; i < WIDTH; ++i) {
-        highest = largest[i] > highest ? largest[i] : highest;
-        wrong |= is_wrong[i];
-    }
-    const float step = highest / 127.0f, scale = step < 1e-12f ? 1e-12f : step;
+    const int32_t bits = highest(sizes);
+    const bool is_wrong = bits >= kInfinity;
+    const float step = read<float>(&bits) / 127.0f, scale = step < 1e-12f || is_wrong ? 1e-12f : step;
+    const Floats inverse = broadcast(1.0f / scale);
+    Floats halves[2] = {};
     for (int i = 0; i < kParts; ++i) {
-        const Floats scaled = inputs_at(x, i * WIDTH, is_bfloat16) / scale;
-        const Ints whole = wrong ? Ints{} : (Ints)(scaled + magic) - (Ints)magic;
-        const SignedBytes bytes = __builtin_convertvector(whole, SignedBytes);
-        std::memcpy(out.values + i * WIDTH, &bytes, sizeof bytes);
-        for (int lane = 0; lane < WIDTH; ++lane) halves[i * 2 / kParts] += whole[lane];
+        const Ints whole = is_wrong ? Ints{} : nearest(inputs[i] * inverse);
+        store_bytes(out.values + i * WIDTH, whole);
+        halves[i * 2 / kParts] += numbers(whole);
     }
-    out.scale = wrong ? __builtin_nanf("") : scale;
-    out.scaled_sum = float(halves[0] + halves[1]) * scale;
-    out.starts[0] = -offset * (has_halves ? halves[0] : halves[0] + halves[1]);
-    out.starts[1] = -offset * halves[1];
+    const int32_t first = int32_t(total(halves[0])), last = int32_t(total(halves[1]));  // exact: they are small
+    out.scale = is_wrong ? __builtin_nanf("") : scale;
+    out.scaled_sum = float(first + last) * scale;
+    out.starts[0] = -offset * (has_halves ? first : first + last);
+    out.starts[1] = -offset * last;
 }
 
 void round(const BlockRounding& call, int64_t first, int64_t last) {

@@ -27,7 +27,7 @@ extern const BlockLevel block_avx512vnni_level, block_avx2_level;
 namespace {
 
 // With fewer inputs than this, waking another thread takes longer than rounding them.
-constexpr int64_t kSerialInputs = 1 << 16;
+constexpr int64_t kSerialInputs = 1 << 15;
 // Rounded inputs that are multiplied by all panels before the next rows are: they stay in the core's second cache.
 constexpr int64_t kInputBytes = 512 << 10;
 constexpr int64_t kFewestRows = 28;  // that a block is unpacked for
