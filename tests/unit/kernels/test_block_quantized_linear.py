@@ -32,10 +32,29 @@ def randoms(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def made(way: str, *args: object, **options: object) -> BlockQuantizedLinear:
+def made(
+    way: str,
+    raw: Tensor,
+    type_name: str,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    activation: str | None = None,
+    is_gated: bool = False,
+) -> BlockQuantizedLinear:
     """By the name of a level, or unpacked."""
-    chosen = {"allow_native": False} if way == "unpacked" else {"level": way}
-    return BlockQuantizedLinear(*args, **chosen, **options)  # type: ignore[arg-type]
+    layout = BLOCK_FORMATS[type_name]
+    return BlockQuantizedLinear(
+        raw,
+        type_name,
+        raw.shape[1] // layout.num_bytes * layout.num_values,
+        bias,
+        dtype=dtype,
+        activation=activation,
+        is_gated=is_gated,
+        level=None if way == "unpacked" else way,
+        allow_native=way != "unpacked",
+    )
 
 
 def rounded_inputs(x: Tensor) -> Tensor:
@@ -146,7 +165,7 @@ def test_bias_nonlinearity_and_gates(activation: str | None, is_gated: bool, dty
     if is_gated and activation is None:
         activation = "silu"
     raw, bias, x = random_blocks("Q4_K", 74, 256), randoms(1, 74, dtype=dtype), randoms(2, 7, 256, dtype=dtype)
-    result = made(way, raw, "Q4_K", 256, bias, dtype=dtype, activation=activation, is_gated=is_gated)(x)
+    result = made(way, raw, "Q4_K", bias, dtype=dtype, activation=activation, is_gated=is_gated)(x)
     sums = product(x, raw, "Q4_K")[0] + bias.double()
     if is_gated:
         gates, ups = sums.chunk(2, dim=1)
@@ -161,7 +180,7 @@ def test_bias_nonlinearity_and_gates(activation: str | None, is_gated: bool, dty
 @dtypes
 def test_strided_rows_among_nan(dtype: torch.dtype, way: str) -> None:
     raw, x = random_blocks("Q4_1", 40, 64), randoms(1, 9, 64, dtype=dtype)
-    linear = made(way, raw, "Q4_1", 64, dtype=dtype)
+    linear = made(way, raw, "Q4_1", dtype=dtype)
     wide = torch.full((11, 70), float("nan"), dtype=dtype)
     wide[1:-1, 4:-2] = x
     assert torch.equal(linear(wide[1:-1, 4:-2]), linear(x))
@@ -175,7 +194,7 @@ def test_strided_rows_among_nan(dtype: torch.dtype, way: str) -> None:
 
 @ways
 def test_no_rows_and_rows_of_zeros(way: str) -> None:
-    linear = made(way, random_blocks("Q6_K", 40, 256), "Q6_K", 256)
+    linear = made(way, random_blocks("Q6_K", 40, 256), "Q6_K")
     assert linear(torch.empty(0, 256)).shape == (0, 40)
     assert torch.equal(linear(torch.zeros(2, 256)), torch.zeros(2, 40))
 
@@ -208,7 +227,7 @@ def test_the_weight_is_not_kept_and_packs_into_about_its_own_size(level: str) ->
 def test_parts_of_several_types_are_joined(way: str) -> None:
     x = randoms(1, 6, 256)
     parts = [
-        made(way, random_blocks(type_name, columns, 256), type_name, 256)
+        made(way, random_blocks(type_name, columns, 256), type_name)
         for type_name, columns in (("Q4_K", 50), ("Q6_K", 20), ("Q8_0", 33))
     ]
     joined = JoinedLinear(parts)
