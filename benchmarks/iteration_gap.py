@@ -41,7 +41,7 @@ from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
 from alignedserve.runtime.process.process_spec import ProcessSpec
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import make_live_colocated_logic, memory_of
 from decode_worker.iteration_log.iteration_log import IterationLog

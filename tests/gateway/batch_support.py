@@ -16,10 +16,11 @@ from alignedserve.batches.location import BatchStores, stores_in
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.request import Request
-from alignedserve.gateway.app import build_app, build_services
+from alignedserve.gateway.app import build_app
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.services import build_services
 from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
 from tests.support.batch_samples import chat_lines
 

@@ -1,4 +1,4 @@
-"""Totals of batches for /metrics: counted by the driver, the same at every gateway."""
+"""Metrics of batches, counted by their driver and the same at every gateway."""
 
 from collections.abc import Iterator
 

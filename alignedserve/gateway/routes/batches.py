@@ -11,8 +11,8 @@ from alignedserve.gateway.errors import JSON_TYPE
 from alignedserve.gateway.files.schemas import CreateBatchRequest
 from alignedserve.gateway.files.views import batch_view, limits_view, list_view
 from alignedserve.gateway.openai.parsing import parse, read_json
+from alignedserve.gateway.routes.dependencies import files_api_of, services_of
 from alignedserve.gateway.routes.query_parameters import positive
-from alignedserve.gateway.services import files_api_of, services_of
 
 router = APIRouter()
 

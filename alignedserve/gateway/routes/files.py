@@ -10,13 +10,13 @@ from starlette.responses import Response, StreamingResponse
 
 from alignedserve.batches.records import FileRecord
 from alignedserve.core.errors import StorageDamaged
-from alignedserve.gateway.errors import JSON_TYPE, RangeNotThere
+from alignedserve.gateway.errors import JSON_TYPE, RangeNotSatisfiable
 from alignedserve.gateway.files.files_api import FilesApi, new_file_id
 from alignedserve.gateway.files.uploads import receive_upload
 from alignedserve.gateway.files.views import file_view, list_view
 from alignedserve.gateway.routes.byte_ranges import first_byte
+from alignedserve.gateway.routes.dependencies import files_api_of
 from alignedserve.gateway.routes.query_parameters import one_of, positive
-from alignedserve.gateway.services import files_api_of
 
 router = APIRouter()
 
@@ -68,7 +68,7 @@ async def get_content(http: Request, file_id: str) -> Response:
     offset = first_byte(http)
     headers = {"content-disposition": f'attachment; filename="{_ascii(record.name)}"', "accept-ranges": "bytes"}
     if offset is not None and offset >= content.num_bytes:
-        raise RangeNotThere(content.num_bytes)
+        raise RangeNotSatisfiable(content.num_bytes)
     if offset is not None:
         headers["content-range"] = f"bytes {offset}-{content.num_bytes - 1}/{content.num_bytes}"
     start = offset or 0

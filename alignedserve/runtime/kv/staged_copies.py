@@ -36,8 +36,8 @@ class StagedCopies:
         staged_bytes: int = _STAGED_BYTES,
         is_staged: bool | None = None,
     ) -> None:
-        """`device`: of the stream and the blocks. `is_staged`: gather in staging memory, allocated there now; by default
-        except on a CPU, where blocks are copied straight to and from the host's rows."""
+        """`device`: of the stream and the blocks. `is_staged`: gather in staging memory, allocated there now; by
+        default except on a CPU, where blocks are copied straight to and from the host's rows."""
         self._codec = codec
         self._stream = stream
         self._device = device
@@ -52,7 +52,8 @@ class StagedCopies:
         return torch.empty((num_rows, self._codec.row_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def copy_out(self, block_ids: IntArray, rows: Tensor) -> None:
-        """Enqueue rows[i] = block_ids[i]. `rows` come from `pinned` and are not touched before a later event is done."""
+        """Enqueue rows[i] = block_ids[i]. `rows` come from `pinned` and are not touched before a later event is done.
+        """
         for first in range(0, len(block_ids), self._piece):
             part = block_ids[first : first + self._piece]
             target = rows[first : first + len(part)]
@@ -91,8 +92,8 @@ class StagedCopies:
                 start(index + _NUM_STAGES)
 
     def rows_to_write(self, block_ids: IntArray) -> Iterator[Rows]:
-        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced; once it is advanced past
-        its end, all copies are done."""
+        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced; once it is advanced
+        past its end, all copies are done."""
         pieces = self._pieces(block_ids)
         stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
         events: list[Event] = []

@@ -70,7 +70,8 @@ class ControlSocket:
             raise PeerLost("the connection was closed") from error
 
     def disconnect(self) -> None:
-        """Shut the connection down from another thread; the thread that uses it gets PeerLost and closes. May be repeated.
+        """Shut the connection down from another thread; the thread that uses it gets PeerLost and closes. May be
+        repeated.
 
         If it were closed here, its descriptor could belong to a newer connection by the time that thread waits on it.
         """
@@ -166,7 +167,8 @@ def _connected(address: str, timeout_s: float) -> socket.socket:
 
 
 def listen_at(address: str) -> socket.socket:
-    """Return a listening socket at `unix:/path` or `tcp:host:port` (0: any free port). Raises OSError when it is taken."""
+    """Return a listening socket at `unix:/path` or `tcp:host:port` (0: any free port). Raises OSError when it is taken.
+    """
     kind, _, rest = address.partition(":")
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

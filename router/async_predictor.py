@@ -1,7 +1,7 @@
-"""Predicting output lengths beside the router's loop: one thread, which learns from what finishes.
+"""Runs the length predictor on a thread beside the router's event loop.
 
-The thread does everything in the order of the events, so the same events give the same predictions. The logic waits
-for none of it: a prediction comes back as LengthPredicted, or too late, or not at all when the thread is behind.
+The thread handles events in order, so the same events give the same predictions. The logic never waits for it: a
+prediction comes back as LengthPredicted, perhaps too late, or not at all if the thread is behind.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from router.prediction.encoders import PromptCode
 from router.prediction.predictor import LengthPredictor
 from router.state import LengthPredicted
 
-_MAX_WAITING = 256  # predictions asked for and not made; more would come too late to be of use
-_MAX_KNOWN = 16_384  # prompts kept until their request finishes; the oldest go first
+_MAX_WAITING = 256  # predictions requested and not made; more would come too late to be of use
+_MAX_ENCODED = 16_384  # prompts kept until their request finishes; the oldest go first
 _THREAD = "length predictor"
 
 
@@ -30,29 +30,29 @@ class _EncodedRequest:
 
 
 class AsyncLengthPredictor:
-    """Sees every event that the logic sees, and gives back LengthPredicted on the loop."""
+    """Predicts for, and learns from, the requests in the router's events; delivers LengthPredicted on the loop."""
 
     def __init__(self, predictor: LengthPredictor, deliver: Callable[[LengthPredicted], None]) -> None:
         self._predictor = predictor
         self._deliver = deliver
         self._threads = WorkerThreads()
         self._num_pending = 0
-        self._known: dict[RequestId, _EncodedRequest] = {}  # the thread's own
+        self._encoded: dict[RequestId, _EncodedRequest] = {}  # of the thread
 
-    def note(self, event: RouterEvent) -> None:
-        """Returns at once."""
+    def observe(self, event: RouterEvent) -> None:
+        """Queue the event's work on the thread; return at once."""
         match event:
             case Received(_, SubmitRequest(request=request) | ResumeRequest(request=request)):
                 if self._num_pending < _MAX_WAITING:
                     self._num_pending += 1
                     self._threads.submit(_THREAD, lambda: self._predict(request), self._predicted)
             case Received(_, RequestFinished(request_id=request_id, num_generated=num_generated)):
-                self._threads.submit(_THREAD, lambda: self._learn(request_id, num_generated), _nothing)
+                self._threads.submit(_THREAD, lambda: self._learn(request_id, num_generated), _ignore)
             case Received(_, AbortRequest(request_id=request_id)):
-                self._threads.submit(_THREAD, lambda: self._known.pop(request_id, None), _nothing)
+                self._threads.submit(_THREAD, lambda: self._encoded.pop(request_id, None), _ignore)
 
     def close(self) -> None:
-        """End the thread; what it has not begun it does not do."""
+        """Stop the thread and drop the work it has not begun."""
         self._threads.close()
 
     def _predicted(self, event: LengthPredicted) -> None:
@@ -63,31 +63,31 @@ class AsyncLengthPredictor:
 
     def _predict(self, request: Request) -> LengthPredicted:
         code = self._predictor.encode(request)
-        self._known.pop(request.request_id, None)  # a request that is resumed is the youngest again
-        self._known[request.request_id] = _EncodedRequest(request, code)
-        if len(self._known) > _MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        self._encoded.pop(request.request_id, None)  # a resumed request is the youngest again
+        self._encoded[request.request_id] = _EncodedRequest(request, code)
+        if len(self._encoded) > _MAX_ENCODED:
+            del self._encoded[next(iter(self._encoded))]
         return LengthPredicted(request.request_id, self._predictor.predict(request, code).output_len)
 
     def _learn(self, request_id: RequestId, num_generated: int) -> None:
-        known = self._known.pop(request_id, None)
-        if known is not None:
-            self._predictor.learn(known.request, known.code, num_generated)
+        encoded = self._encoded.pop(request_id, None)
+        if encoded is not None:
+            self._predictor.learn(encoded.request, encoded.code, num_generated)
 
 
 class PredictingLogic:
-    """The router's logic, with every event shown to the runner once it is decided."""
+    """The router's logic with every event also passed to the predictor, after it is decided."""
 
-    def __init__(self, logic: RouterLogic, runner: AsyncLengthPredictor) -> None:
+    def __init__(self, logic: RouterLogic, predictor: AsyncLengthPredictor) -> None:
         self._logic = logic
-        self._runner = runner
+        self._predictor = predictor
 
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
         """See RouterLogic."""
         commands = self._logic.on_event(event, now)
-        self._runner.note(event)
+        self._predictor.observe(event)
         return commands
 
 
-def _nothing(_: object) -> None:
-    """Nobody waits for what was learnt."""
+def _ignore(_: object) -> None:
+    """Drop the result of work that only learns."""
