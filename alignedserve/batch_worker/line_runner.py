@@ -30,6 +30,10 @@ FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
 class ClusterLineRunner:
     """A LineRunner that generates in the cluster."""
+=======
+class ClusterLineRunner:
+    """Implements LineRunner with a gateway's services."""
+>>>>>>> .merge_file_fEdtq7
 
     def __init__(self, services: Services) -> None:
         self._services = services
