@@ -92,14 +92,14 @@ class BatchRun:
     @property
     def num_in_flight(self) -> int:
         """Lines in the cluster, or whose record is not durable yet."""
-        return self._lines.num_in_flight if self._lines is not None else 0
+        return self._lines.tracker.num_leased if self._lines is not None else 0
 
     @property
     def num_waiting(self) -> int:
         """Lines without a record that are not in flight."""
         if self._lines is None:
             return self.record.num_lines or self.record.input_lines
-        return self._lines.num_waiting
+        return self._lines.tracker.num_left - self._lines.tracker.num_leased
 
     def line_bytes(self, line: int) -> int:
         """Return the length of an input line."""
@@ -120,7 +120,7 @@ class BatchRun:
             raise
         self._is_dirty = True
         self.set_paused(None)
-        if self._lines.is_done or self.record.status in _ENDING:
+        if self._lines.tracker.is_done or self.record.status in _ENDING:
             self._changed.set()
         return records
 
@@ -213,7 +213,7 @@ class BatchRun:
 
     async def _run_lines(self, lines: LineExecutor) -> None:
         """Wait until every line has its record or the batch is to end early."""
-        while not lines.is_done and self.record.status is BatchStatus.IN_PROGRESS:
+        while not lines.tracker.is_done and self.record.status is BatchStatus.IN_PROGRESS:
             if time.time() >= self.record.expires_s:
                 await self._advance(WindowExpired())
                 continue
@@ -222,8 +222,8 @@ class BatchRun:
     async def _end_lines(self, lines: LineExecutor) -> None:
         """Cancel running lines, keep the results that there are, and record the other lines as not run."""
         await asyncio.gather(*lines.cancel(), return_exceptions=True)
-        missing = lines.unsettled()  # evaluated lazily, once nothing else is being written
-        while not lines.is_done:
+        missing = lines.tracker.unsettled()  # evaluated lazily, once nothing else is being written
+        while not lines.tracker.is_done:
             if lines.writer.is_idle:
                 lines.writer.add(*await asyncio.to_thread(self._missing_records, islice(missing, _ENDING_LINES)))
                 self._context.listener.on_progress()
