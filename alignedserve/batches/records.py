@@ -2,7 +2,7 @@
 
 import enum
 import re
-from typing import Any, NewType
+from typing import NewType, TypeVar
 
 import msgspec
 
@@ -210,6 +210,7 @@ class BatchRecord(StoredRecord, frozen=True):
         return self.output_file_id if kind is ResultKind.OUTPUT else self.error_file_id
 
 
+RecordT = TypeVar("RecordT", bound=StoredRecord)
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -218,7 +219,7 @@ def encode(record: StoredRecord) -> bytes:
     return _ENCODER.encode(record)
 
 
-def decode(raw: bytes, kind: type[Any]) -> Any:
+def decode(raw: bytes, kind: type[RecordT]) -> RecordT:
     """Decode a stored record. Raises StorageDamaged."""
     try:
         return msgspec.json.decode(raw, type=kind)

@@ -27,14 +27,7 @@ from alignedserve.batches.line_scheduling import ReadyBatch
 from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.log.disk_log import DiskLog, RecoveredLog
 from alignedserve.batches.log.log_format import ResultRecord
-from alignedserve.batches.logic import (
-    AllLinesRecorded,
-    BatchEvent,
-    Validated,
-    ValidationFailed,
-    WindowExpired,
-    advance,
-)
+from alignedserve.batches.logic import AllLinesRecorded, BatchEvent, Validated, ValidationFailed, WindowExpired, advance
 from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, FileRecord, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.result_writer import ResultWriter
