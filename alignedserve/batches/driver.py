@@ -11,21 +11,20 @@ and their results in the logs, and resumes; lines that were in the cluster run a
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from alignedserve.batches.garbage_collection import collect_garbage
 from alignedserve.batches.interfaces import LineRunner
+from alignedserve.batches.line_executor import RunContext
 from alignedserve.batches.line_scheduling import MeanLineDuration, by_slack
 from alignedserve.batches.location import BatchStores
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun
-from alignedserve.batches.run_context import RunContext
 from alignedserve.batches.statistics import BatchStatistics
+from alignedserve.batches.stores.disk import lock_file
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageError
 
@@ -71,7 +70,8 @@ class BatchDriver:
 
     async def run(self) -> None:
         """Wait for the lock, then drive."""
-        lock = await _acquire_lock(self._stores.lock_path)
+        while (lock := lock_file(self._stores.lock_path)) is None:  # noqa: ASYNC110  (another process holds it)
+            await asyncio.sleep(_LOCK_S)
         try:
             await self._statistics.load()
             async with asyncio.TaskGroup() as tasks:
@@ -200,15 +200,3 @@ class BatchDriver:
         else:
             self._is_blocked = False
             self._statistics.note_ended(run, records)
-
-
-async def _acquire_lock(path: Path) -> int:
-    """Wait for the lock; the system frees it when the process that holds it ends, however it ends."""
-    file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    while True:
-        try:
-            fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            await asyncio.sleep(_LOCK_S)
-        else:
-            return file_descriptor

@@ -4,20 +4,45 @@ import asyncio
 import logging
 import secrets
 import time
+from dataclasses import dataclass
+from typing import Protocol
 
 from alignedserve.batches import results
 from alignedserve.batches.input_file import InputFile
-from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest
-from alignedserve.batches.line_scheduling import line_deadline_s
+from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest, LineRunner
+from alignedserve.batches.line_scheduling import MeanLineDuration, line_deadline_s
 from alignedserve.batches.line_tracker import LineTracker
+from alignedserve.batches.location import BatchStores
 from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.records import BatchRecord
 from alignedserve.batches.result_writer import ResultWriter
-from alignedserve.batches.run_context import RunContext
+from alignedserve.config.sections import BatchesConfig
 
 logger = logging.getLogger(__name__)
 
 _SERVER_ERROR = "The server had an error while processing the request."
+
+
+class RunListener(Protocol):
+    """Receives the events of batch runs on which the driver acts at once."""
+
+    def on_progress(self) -> None:
+        """A line ended, results are pending, or lines can be started."""
+
+    def on_rejection(self, retry_after_s: float) -> None:
+        """The cluster accepts no line for this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """Stores, line runner and limits of all runs, and the driver that listens to them."""
+
+    stores: BatchStores
+    runner: LineRunner
+    config: BatchesConfig
+    models: tuple[str, ...]  # served here
+    line_duration: MeanLineDuration
+    listener: RunListener
 
 
 class LineExecutor:

@@ -22,7 +22,7 @@ import msgspec
 from alignedserve.batches import results
 from alignedserve.batches.eta import RemainingWork, ThroughputEstimate, remaining_work
 from alignedserve.batches.input_file import InputFile
-from alignedserve.batches.line_executor import LineExecutor
+from alignedserve.batches.line_executor import LineExecutor, RunContext
 from alignedserve.batches.line_scheduling import ReadyBatch
 from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.log.disk_log import DiskLog, RecoveredLog
@@ -31,7 +31,6 @@ from alignedserve.batches.logic import AllLinesRecorded, BatchEvent, Validated, 
 from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, FileRecord, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.result_writer import ResultWriter
-from alignedserve.batches.run_context import RunContext
 from alignedserve.core.errors import StorageError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -161,16 +160,14 @@ class BatchRun:
             self.record.status in _ENDING and not self.record.num_lines
         ):
             problems = self._input_file.problems()
-            await self._advance(ValidationFailed(problems) if problems else self._validated())
+            validated = Validated(self._input_file.num_lines, self._input_file.model)
+            await self._advance(ValidationFailed(problems) if problems else validated)
         if not self.record.is_over and self.record.num_lines:
             lines = await self._open_lines()
             await self._run_lines(lines)
             await self._end_lines(lines)
         if not self.record.is_over:
             await self._persist(self._finish)
-
-    def _validated(self) -> Validated:
-        return Validated(self._input_file.num_lines, self._input_file.model)
 
     async def _scan_input(self) -> None:
         async for num_lines in self._input_file.scan():
