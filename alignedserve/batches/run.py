@@ -27,7 +27,7 @@ from alignedserve.batches.line_scheduling import ReadyBatch
 from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.log.disk_log import DiskLog, RecoveredLog
 from alignedserve.batches.log.log_format import ResultRecord
-from alignedserve.batches.logic import AllLinesRecorded, BatchEvent, Validated, ValidationFailed, WindowExpired, advance
+from alignedserve.batches.logic import AllLinesRecorded, BatchEvent, WindowExpired, advance
 from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, FileRecord, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.result_writer import ResultWriter
@@ -159,9 +159,7 @@ class BatchRun:
         if self.record.status is BatchStatus.VALIDATING or (
             self.record.status in _ENDING and not self.record.num_lines
         ):
-            problems = self._input_file.problems()
-            validated = Validated(self._input_file.num_lines, self._input_file.model)
-            await self._advance(ValidationFailed(problems) if problems else validated)
+            await self._advance(self._input_file.validation())
         if not self.record.is_over and self.record.num_lines:
             lines = await self._open_lines()
             await self._run_lines(lines)
