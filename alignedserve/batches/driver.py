@@ -54,8 +54,6 @@ class BatchDriver:
         max_in_flight: int,
     ) -> None:
         self._stores = stores
-        self._runner = runner
-        self._file_lifetime_s = config.file_lifetime_s
         self._max_in_flight = max_in_flight
         self._context = RunContext(stores, runner, config, models, MeanLineDuration(), listener=self)
         self._runs: dict[BatchKey, BatchRun] = {}
@@ -125,14 +123,14 @@ class BatchDriver:
 
     async def _save(self) -> None:
         runs = list(self._runs.values())
-        self._statistics.note_cluster_totals(self._runner.cluster_totals())
+        self._statistics.note_cluster_totals(self._context.runner.cluster_totals())
         self._statistics.estimate_etas(runs, time.time())
         for run in runs:
             await run.save()
         await self._statistics.save(runs, time.time(), is_paused=self._is_blocked)
 
     async def _collect_garbage(self) -> None:
-        await collect_garbage(self._stores, time.time(), batch_lifetime_s=self._file_lifetime_s)
+        await collect_garbage(self._stores, time.time(), batch_lifetime_s=self._context.config.file_lifetime_s)
 
     async def _every(self, pause_s: float, act: Callable[[], Awaitable[None]]) -> None:
         while True:

@@ -72,6 +72,10 @@ class FileRecord(StoredRecord, frozen=True):
     num_uses: int = 0  # batches made from it; makes a concurrent deletion and creation conflict
     view: ResultView | None = None  # None: its content is a blob of its own
 
+    def is_expired(self, now: float) -> bool:
+        """Return True if the file's lifetime is over."""
+        return self.expires_s is not None and now >= self.expires_s
+
 
 class LineProblem(StoredRecord, frozen=True):
     """One reason why a batch failed validation."""

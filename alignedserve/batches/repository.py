@@ -73,9 +73,7 @@ class BatchRepository:
     async def file(self, owner: str, file_id: FileId, now: float) -> FileRecord | None:
         """Return the file if it belongs to this owner and has not expired."""
         record = await self._read_one(f"file/{file_id}", FileRecord)
-        if record is None or record.owner != owner or (record.expires_s is not None and now >= record.expires_s):
-            return None
-        return record
+        return None if record is None or record.owner != owner or record.is_expired(now) else record
 
     async def add_file(self, record: FileRecord, *, fits: Callable[[StorageUsage], bool]) -> bool:
         """Add a new file; False: it exceeds the owner's quota."""
