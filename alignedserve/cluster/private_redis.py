@@ -127,7 +127,7 @@ class PrivateRedis:
             code = self._wait_for_end(self._process)
             if self._is_stopping.is_set():
                 return
-            logger.error("Redis ended with code %d and is started again", code)
+            logger.error("Redis ended with code %d and is restarted", code)
             pause_s = (
                 _FIRST_PAUSE_S if time.monotonic() - started_s > _LAST_PAUSE_S else min(2 * pause_s, _LAST_PAUSE_S)
             )
@@ -136,7 +136,7 @@ class PrivateRedis:
             try:
                 self._launch()
             except (ResourceError, OSError):
-                logger.exception("Redis does not come back yet")
+                logger.exception("Redis cannot be restarted yet")
 
     def _wait_for_end(self, process: "subprocess.Popen[bytes]") -> int:
         """Wait for the end of the process; kill it when it stops answering (suspended, or its disk hangs)."""
@@ -147,7 +147,7 @@ class PrivateRedis:
             if _answer(self._socket_path, min(_LOOK_S, _SILENCE_S / 3)):
                 answered_s = time.monotonic()
             elif time.monotonic() - answered_s > _SILENCE_S and not self._is_stopping.is_set():
-                logger.error("Redis has answered nothing for %.0f s and is ended", _SILENCE_S)
+                logger.error("Redis has not answered for %.0f s and is killed", _SILENCE_S)
                 process.kill()
 
     def _write_settings(self) -> Path:

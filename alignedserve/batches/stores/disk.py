@@ -19,7 +19,7 @@ def disk_errors(subject: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise StorageFull(f"no room left on the disk for {subject}") from error
+            raise StorageFull(f"no space left on the disk for {subject}") from error
         raise StorageError(f"{subject} cannot be written or read: {error.strerror or error}") from error
 
 

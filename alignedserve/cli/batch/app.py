@@ -53,7 +53,7 @@ def show_results(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", metavar="FILE", help="Write here; goes on where an earlier run stopped.", dir_okay=False
+            "--output", metavar="FILE", help="Write here; resumes where an earlier run stopped.", dir_okay=False
         ),
     ] = None,
 ) -> None:
