@@ -42,7 +42,7 @@ def make_logic(
         registered=registered,
         limits=batch_limits_of(config, batching, num_blocks=registered.num_blocks),
         eos_token_ids=eos_token_ids,
-        pacing=make_decode_iteration_scheduler(scheduling, limits_of(config), costs, measured),
+        scheduler=make_decode_iteration_scheduler(scheduling, limits_of(config), costs, measured),
     )
 
 

@@ -7,13 +7,13 @@ from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Evictions
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.state import CachePlace
+from decode_worker.state import CacheLocation
 
 _WIDEST_JOIN = 1.5  # longest over shortest of the lengths that may join
 _SPAN_STEP = 16  # tokens; the running range is told to the router in such steps
 
 
-class _Waiting(NamedTuple):
+class _CandidateCounts(NamedTuple):
     num_joining: int
     num_following: int
     num_blocks: int
@@ -40,7 +40,7 @@ class LoadCounter:
         self._order = order
         self._evictions = evictions
         self._waiting_of: tuple[int, int] | None = None  # versions that `_waiting` is of
-        self._waiting = _Waiting(0, 0, 0)
+        self._waiting = _CandidateCounts(0, 0, 0)
         self._range_of: tuple[int, int, int] | None = None
         self._range: JoinedBatch | None = None
 
@@ -67,15 +67,15 @@ class LoadCounter:
             running=counts.running,
         )
 
-    def _count_waiting(self) -> _Waiting:
+    def _count_waiting(self) -> _CandidateCounts:
         """Candidates; what is on its way back to the pool counts no more."""
         versions = (self._candidates.version, self._order.version)
         if versions != self._waiting_of:
-            staying = [one for one in self._candidates if one.place is not CachePlace.RETURNING]
+            staying = [one for one in self._candidates if one.location is not CacheLocation.RETURNING]
             num_joining = sum(self._order.joins_running(one) for one in staying)
             num_blocks = sum(self._batch.blocks_for(one.context_len) for one in staying)
             self._waiting_of = versions
-            self._waiting = _Waiting(num_joining, len(staying) - num_joining, num_blocks)
+            self._waiting = _CandidateCounts(num_joining, len(staying) - num_joining, num_blocks)
         return self._waiting
 
     def _running_range(self, num_iterations: int) -> JoinedBatch | None:

@@ -49,11 +49,11 @@ class RunningRequest(WorkerRequest):
         return self.context_len - self.num_computed
 
 
-class CachePlace(enum.Enum):
+class CacheLocation(enum.Enum):
     """Where a candidate's cache lies."""
 
     POOL = "pool"  # in the pool's arena, under a lease
-    COMING = "coming"  # there, and on its way into a prefill worker's memory
+    PREFETCHING = "coming"  # there, and on its way into a prefill worker's memory
     BUFFER = "buffer"  # in a prefill worker's memory
     RETURNING = "returning"  # there, and on its way back to the pool
 
@@ -63,7 +63,7 @@ class BufferSlot:
     """Blocks of the buffer that this worker has in a prefill worker's memory."""
 
     peer: str
-    life: int  # of the link to it: a buffer does not outlive its link
+    link_epoch: int  # of the link to it: a buffer does not outlive its link
     block_ids: tuple[BlockId, ...]
     generation: int  # stamped on them by whoever writes there
 
@@ -73,7 +73,7 @@ class Candidate(WorkerRequest):
     """A request at this worker that is not in the running batch."""
 
     batch_id: BatchId
-    place: CachePlace
+    location: CacheLocation
     lease_id: LeaseId | None = None  # the pool's copy is held for us
     pool_copy: BlockCopy | None = None
     slot: BufferSlot | None = None
@@ -90,7 +90,7 @@ class Candidate(WorkerRequest):
             handoff.attempt,
             list(handoff.generated_token_ids),
             batch_id,
-            CachePlace.POOL,
+            CacheLocation.POOL,
             handoff.lease_id,
             handoff.copy,
             granted_s=now,

@@ -32,7 +32,7 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import Send
 from alignedserve.messages.iterations import BlocksRelayed, RelayBlocks
-from prefill_worker.state import Returning
+from prefill_worker.state import ReturningRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class OpenBuffer:
     """Command: make a buffer for this decode worker, in place of any earlier one. Answered by BufferOpened."""
 
     peer: str
-    life: int
+    link_epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class BufferOpened:
     """Event: the buffer is there; None: there is no memory for one, and the decode worker does without."""
 
     peer: str
-    life: int
+    link_epoch: int
     offered: ArenaOffered | None
 
 
@@ -68,12 +68,12 @@ class CandidateBuffers:
     def __init__(self, pool_name: str) -> None:
         self._pool_name = pool_name
         self._has_pool = False
-        self._lives: dict[str, int] = {}  # of the decode workers linked now
+        self._link_epochs: dict[str, int] = {}  # of the decode workers linked now
         self._offered: dict[str, None] = {}  # those that have a buffer
-        self._num_lives = 0
+        self._num_link_epochs = 0
         self._waiting: deque[tuple[str, RelayBlocks]] = deque()  # (decode worker, copy), in order
         self._relaying: tuple[str, int, RelayBlocks] | None = None
-        self._returning: dict[RequestId, Returning] = {}
+        self._returning: dict[RequestId, ReturningRequest] = {}
 
     def has_buffer(self, peer: str) -> bool:
         """Whether this decode worker is linked and was offered a buffer."""
@@ -81,26 +81,26 @@ class CandidateBuffers:
 
     # --- decode workers
 
-    def linked(self, peer: str) -> list[BufferCommand]:
+    def connected(self, peer: str) -> list[BufferCommand]:
         """A decode worker came, or came back with an empty buffer."""
-        self._num_lives += 1
-        self._lives[peer] = self._num_lives
-        return [OpenBuffer(peer, self._num_lives)]
+        self._num_link_epochs += 1
+        self._link_epochs[peer] = self._num_link_epochs
+        return [OpenBuffer(peer, self._num_link_epochs)]
 
-    def lost(self, peer: str) -> list[BufferCommand]:
+    def disconnected(self, peer: str) -> list[BufferCommand]:
         """A decode worker is gone, and what lay in its buffer with it."""
-        del self._lives[peer]
+        del self._link_epochs[peer]
         self._offered.pop(peer, None)
         self._waiting = deque(entry for entry in self._waiting if entry[0] != peer)
         commands: list[BufferCommand] = [CloseBuffer(peer)]
         for request_id, entry in list(self._returning.items()):
             if entry.peer == peer and not self._is_under_way(request_id):
-                commands += self._give_up(request_id)
+                commands += self._fail_return(request_id)
         return commands
 
     def opened(self, event: BufferOpened) -> list[BufferCommand]:
         """Offer the buffer to the decode worker that it was made for, if that one is still there."""
-        if self._lives.get(event.peer) != event.life or event.offered is None:
+        if self._link_epochs.get(event.peer) != event.link_epoch or event.offered is None:
             return []
         self._offered[event.peer] = None
         return [Send(event.peer, event.offered)]
@@ -129,22 +129,22 @@ class CandidateBuffers:
             commands.append(_not_prefetched(peer, entry[1]))
         return commands
 
-    def bring_back(self, peer: str, message: ReturnRequest) -> list[BufferCommand]:
+    def return_to_pool(self, peer: str, message: ReturnRequest) -> list[BufferCommand]:
         """Ask the pool for room for what this decode worker evicted."""
         request_id = message.request.request_id
         if not self._has_pool or request_id in self._returning:
             return [Send(peer, RequestReturned(request_id, message.attempt, ReturnOutcome.STAYED))]
-        self._returning[request_id] = Returning(peer, self._lives[peer], message)
+        self._returning[request_id] = ReturningRequest(peer, self._link_epochs[peer], message)
         num_blocks = message.copy.num_blocks
         return [Send(self._pool_name, ReserveBlocks(request_id, message.attempt, num_blocks, may_wait=False))]
 
     # --- the pool
 
-    def pool_linked(self) -> None:
+    def pool_connected(self) -> None:
         """The pool is there."""
         self._has_pool = True
 
-    def pool_lost(self) -> list[BufferCommand]:
+    def pool_disconnected(self) -> list[BufferCommand]:
         """Leases are void: nothing can be prefetched, and what was on its way back did not arrive."""
         self._has_pool = False
         waiting, self._waiting = self._waiting, deque()
@@ -154,7 +154,7 @@ class CandidateBuffers:
                 commands.append(_not_prefetched(peer, relay))
         for request_id in list(self._returning):
             if not self._is_under_way(request_id):
-                commands += self._give_up(request_id)
+                commands += self._fail_return(request_id)
         return commands
 
     def answered(self, message: BlocksReserved | BlocksTaken | ReservationRefused) -> list[BufferCommand]:
@@ -170,9 +170,9 @@ class CandidateBuffers:
     def _reserved(self, message: BlocksReserved) -> list[BufferCommand]:
         """Room for it."""
         entry = self._returning_at(message.request_id, message.attempt)
-        if entry is None or entry.has_room:
+        if entry is None or entry.is_reserved:
             return []
-        entry.has_room = True
+        entry.is_reserved = True
         relay = RelayBlocks(
             message.request_id,
             message.attempt,
@@ -197,7 +197,7 @@ class CandidateBuffers:
     def _refused(self, message: ReservationRefused) -> list[BufferCommand]:
         """The pool has no room for it now."""
         entry = self._returning_at(message.request_id, message.attempt)
-        if entry is None or entry.has_room:
+        if entry is None or entry.is_reserved:
             return []
         return self._answer(message.request_id, ReturnOutcome.STAYED)
 
@@ -206,9 +206,9 @@ class CandidateBuffers:
     def relayed(self, event: BlocksRelayed) -> list[BufferCommand]:
         """A copy is done: tell whom it was for, and begin the next."""
         assert self._relaying is not None, "a relay that nobody began"
-        peer, life, relay = self._relaying
+        peer, link_epoch, relay = self._relaying
         self._relaying = None
-        is_there = self._lives.get(peer) == life
+        is_there = self._link_epochs.get(peer) == link_epoch
         if relay.target == self._pool_name:
             commands = self._returned(relay, event, is_there=is_there)
         else:
@@ -225,7 +225,7 @@ class CandidateBuffers:
     def _returned(self, relay: RelayBlocks, event: BlocksRelayed, *, is_there: bool) -> list[BufferCommand]:
         entry = self._returning[relay.request_id]
         if event.runs is None or not is_there or not self._has_pool:
-            return self._give_up(relay.request_id)
+            return self._fail_return(relay.request_id)
         assert relay.lease_id is not None, "a copy to the pool without a lease"
         entry.is_written = True
         message = entry.message
@@ -244,12 +244,12 @@ class CandidateBuffers:
         if self._relaying is not None or not self._waiting:
             return []
         peer, relay = self._waiting.popleft()
-        self._relaying = (peer, self._lives[peer], relay)
+        self._relaying = (peer, self._link_epochs[peer], relay)
         return [relay]
 
     # --- ends
 
-    def _returning_at(self, request_id: RequestId, attempt: int) -> Returning | None:
+    def _returning_at(self, request_id: RequestId, attempt: int) -> ReturningRequest | None:
         entry = self._returning.get(request_id)
         return entry if entry is not None and entry.message.attempt == attempt else None
 
@@ -260,7 +260,7 @@ class CandidateBuffers:
         relay = self._relaying[2]
         return relay.target == self._pool_name and relay.request_id == request_id
 
-    def _give_up(self, request_id: RequestId) -> list[BufferCommand]:
+    def _fail_return(self, request_id: RequestId) -> list[BufferCommand]:
         entry = self._returning[request_id]
         cancel = CancelReservation(request_id, entry.message.attempt)
         cancels: list[BufferCommand] = [Send(self._pool_name, cancel)] if self._has_pool else []
@@ -269,7 +269,7 @@ class CandidateBuffers:
 
     def _answer(self, request_id: RequestId, outcome: ReturnOutcome) -> list[BufferCommand]:
         entry = self._returning.pop(request_id)
-        if self._lives.get(entry.peer) != entry.life:
+        if self._link_epochs.get(entry.peer) != entry.link_epoch:
             return []
         return [Send(entry.peer, RequestReturned(request_id, entry.message.attempt, outcome))]
 

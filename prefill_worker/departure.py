@@ -31,21 +31,21 @@ class JobEnd(enum.Enum):
     TOO_LARGE = "too large"  # for the pool, ever
 
 
-class LeavingStep(NamedTuple):
+class DepartureStep(NamedTuple):
     """What to do about a job next, and whether it ends here with that."""
 
     commands: tuple[Send | OffloadBlocks, ...] = ()
     end: JobEnd | None = None
 
 
-class Leaving:
+class Departure:
     """Decides where jobs go and what follows from each answer. Changes the jobs, and keeps none."""
 
     def __init__(self, buffers: CandidateBuffers) -> None:
         self.pool: str | None = None  # the pool that is linked
         self._buffers = buffers
 
-    def begin(self, job: PrefillJob) -> LeavingStep:
+    def begin(self, job: PrefillJob) -> DepartureStep:
         """Ask for room where the job is to go; without anywhere to go it waits for the pool."""
         if job.bypass_to is not None and self._buffers.has_buffer(job.bypass_to):
             job.target = job.bypass_to
@@ -53,12 +53,12 @@ class Leaving:
             job.target = self.pool
         job.is_written = False
         if job.target is None:
-            return LeavingStep(end=JobEnd.GONE if job.is_taken else None)
+            return DepartureStep(end=JobEnd.GONE if job.is_taken else None)
         is_copy = job.is_taken
         reserve = ReserveBlocks(job.request.request_id, job.attempt, len(job.block_ids), is_copy, may_wait=not is_copy)
-        return LeavingStep((Send(job.target, reserve),))
+        return DepartureStep((Send(job.target, reserve),))
 
-    def answered(self, job: PrefillJob, message: BlocksReserved | BlocksTaken | ReservationRefused) -> LeavingStep:
+    def answered(self, job: PrefillJob, message: BlocksReserved | BlocksTaken | ReservationRefused) -> DepartureStep:
         """The word that the job was waiting for."""
         match message:
             case BlocksReserved():
@@ -68,12 +68,12 @@ class Leaving:
             case ReservationRefused():
                 return self._refused(job)
 
-    def offloaded(self, job: PrefillJob, event: BlocksOffloaded) -> LeavingStep:
+    def offloaded(self, job: PrefillJob, event: BlocksOffloaded) -> DepartureStep:
         """Its blocks are copied, well or not."""
         command = event.command
         job.is_copying = False
         if job.is_aborted:
-            return LeavingStep(end=JobEnd.DROPPED)
+            return DepartureStep(end=JobEnd.DROPPED)
         if job.target != command.target or event.runs is None:
             return self.begin(job)
         assert command.lease_id is not None, "a copy out without a lease"
@@ -82,21 +82,21 @@ class Leaving:
             command.lease_id, copy, job.attempt, job.request, tuple(job.generated_token_ids), job.predicted_output_len
         )
         job.is_written = True
-        return LeavingStep((Send(command.target, written),))
+        return DepartureStep((Send(command.target, written),))
 
-    def target_lost(self, job: PrefillJob) -> LeavingStep:
+    def target_lost(self, job: PrefillJob) -> DepartureStep:
         """Whoever it was leaving for is gone."""
         job.target = None
         if job.is_taken:  # only the copy is lost, and nobody waits for it
             job.is_aborted = True
-            return LeavingStep(end=None if job.is_copying else JobEnd.DROPPED)
+            return DepartureStep(end=None if job.is_copying else JobEnd.DROPPED)
         if job.is_written:
-            return LeavingStep(end=JobEnd.UNKNOWN)
-        return LeavingStep() if job.is_copying else self.begin(job)
+            return DepartureStep(end=JobEnd.UNKNOWN)
+        return DepartureStep() if job.is_copying else self.begin(job)
 
     # --- inside
 
-    def _reserved(self, job: PrefillJob, reserved: BlocksReserved) -> LeavingStep:
+    def _reserved(self, job: PrefillJob, reserved: BlocksReserved) -> DepartureStep:
         assert job.target is not None, "room for a job that leaves for nowhere"
         job.is_copying = True
         offload = OffloadBlocks(
@@ -108,17 +108,17 @@ class Leaving:
             reserved.generation,
             reserved.lease_id,
         )
-        return LeavingStep((offload,))
+        return DepartureStep((offload,))
 
-    def _taken(self, job: PrefillJob, message: BlocksTaken) -> LeavingStep:
+    def _taken(self, job: PrefillJob, message: BlocksTaken) -> DepartureStep:
         if job.target == job.bypass_to:
             job.bypass_to = None
             job.is_taken = message.is_accepted
             return self.begin(job)
-        return LeavingStep(end=JobEnd.GONE) if message.is_accepted else self.begin(job)
+        return DepartureStep(end=JobEnd.GONE) if message.is_accepted else self.begin(job)
 
-    def _refused(self, job: PrefillJob) -> LeavingStep:
+    def _refused(self, job: PrefillJob) -> DepartureStep:
         if job.target == job.bypass_to:
             job.bypass_to = None
             return self.begin(job)
-        return LeavingStep(end=JobEnd.GONE if job.is_taken else JobEnd.TOO_LARGE)
+        return DepartureStep(end=JobEnd.GONE if job.is_taken else JobEnd.TOO_LARGE)

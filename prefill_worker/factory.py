@@ -30,6 +30,6 @@ def make_logic(
     return PrefillLogic(
         registered=registered,
         max_running_requests=config.max_running_requests,
-        pacing=make_iteration_scheduler(scheduling, limits_of(config), costs, measured),
+        scheduler=make_iteration_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,
     )

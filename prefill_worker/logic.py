@@ -50,11 +50,11 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
-from alignedserve.scheduling.iteration_scheduler import Pacing
+from alignedserve.scheduling.iteration_scheduler import IterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.candidate_buffers import BufferOpened, CandidateBuffers, CloseBuffer, OpenBuffer
-from prefill_worker.departure import JobEnd, Leaving, LeavingStep
+from prefill_worker.departure import Departure, DepartureStep, JobEnd
 from prefill_worker.state import JobStage, PrefillJob, set_predicted_length, waiting_jobs
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
@@ -67,19 +67,24 @@ class PrefillLogic:
     """Jobs, this worker's blocks, and the one iteration that is in flight at a time."""
 
     def __init__(
-        self, *, registered: WorkerRegistered, max_running_requests: int, pacing: Pacing, eos_token_ids: frozenset[int]
+        self,
+        *,
+        registered: WorkerRegistered,
+        max_running_requests: int,
+        scheduler: IterationScheduler,
+        eos_token_ids: frozenset[int],
     ) -> None:
         """`max_running_requests`: jobs that hold blocks. `pacing`: which of them compute how much in an iteration."""
         self._registered = registered
         self._max_running_requests = max_running_requests
-        self._pacing = pacing
+        self._scheduler = scheduler
         self._allocator = BlockAllocator(registered.num_blocks)
         self._jobs: dict[RequestId, PrefillJob] = {}
         self._buffers = CandidateBuffers(registered.pool_name)
         self._additions: dict[RequestId, Addition] = {}  # loaded, to enter with the next iteration
         self._removals: list[RequestId] = []
         self._num_reused_tokens = self._num_recomputed_tokens = 0  # of requests given out before
-        self._leaving = Leaving(self._buffers)
+        self._departure = Departure(self._buffers)
         self._pool: str | None = None
         self._router = RouterLink(registered)
         self._iterations: IterationCycle[PrefillJob, PrefillCommand] = IterationCycle(
@@ -101,7 +106,7 @@ class PrefillLogic:
                 return self._loaded(event, now)
             case BlocksOffloaded():
                 job = self._jobs[event.command.request_id]
-                return self._departed(job, self._leaving.offloaded(job, event))
+                return self._departed(job, self._departure.offloaded(job, event))
             case BlocksRelayed():
                 return [*self._buffers.relayed(event)]
             case BufferOpened():
@@ -109,17 +114,17 @@ class PrefillLogic:
             case Received(peer, message):
                 return self._on_message(peer, message, now)
             case PeerConnected(role, peer):
-                return self._on_linked(role, peer)
+                return self._on_connected(role, peer)
             case PeerDisconnected(role, peer):
-                return self._on_lost(role, peer, now)
+                return self._on_disconnected(role, peer, now)
             case Ticked():
                 return []
 
     # --- peers and messages
 
-    def _on_linked(self, role: Role, peer: str) -> list[PrefillCommand]:
+    def _on_connected(self, role: Role, peer: str) -> list[PrefillCommand]:
         if role is Role.DECODE_WORKER:
-            return [*self._buffers.linked(peer)]
+            return [*self._buffers.connected(peer)]
         if role is not Role.ROUTER:
             return []
         commands: list[PrefillCommand] = [*self._router.connected(peer)]
@@ -127,17 +132,17 @@ class PrefillLogic:
             commands += self._abort(request_id)
         return commands
 
-    def _on_lost(self, role: Role, peer: str, now: float) -> list[PrefillCommand]:
+    def _on_disconnected(self, role: Role, peer: str, now: float) -> list[PrefillCommand]:
         commands: list[PrefillCommand] = []
         if peer == self._pool:
-            self._pool = self._leaving.pool = None
-            commands += self._buffers.pool_lost()
+            self._pool = self._departure.pool = None
+            commands += self._buffers.pool_disconnected()
             for job in [job for job in self._jobs.values() if job.stage is JobStage.ASKING]:
                 self._enter(job, 0, now)
         elif role is Role.DECODE_WORKER:
-            commands += self._buffers.lost(peer)
+            commands += self._buffers.disconnected(peer)
         for job in [job for job in self._jobs.values() if job.target == peer]:
-            commands += self._departed(job, self._leaving.target_lost(job))
+            commands += self._departed(job, self._departure.target_lost(job))
         return commands
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[PrefillCommand]:
@@ -146,7 +151,7 @@ class PrefillLogic:
                 return self._begin(message)
             case SetPredictedLength(request_id=request_id):
                 set_predicted_length(self._jobs.get(request_id), message)
-                self._pacing.set_predicted_length(request_id, message.predicted_output_len)
+                self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
                 return []
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
@@ -163,7 +168,7 @@ class PrefillLogic:
             case CancelPrefetch():
                 return [*self._buffers.cancel(peer, message)]
             case ReturnRequest():
-                return [*self._buffers.bring_back(peer, message)]
+                return [*self._buffers.return_to_pool(peer, message)]
         raise AssertionError(f"a prefill worker does not take {type(message).__name__}")
 
     def _begin(self, message: PrefillRequest) -> list[PrefillCommand]:
@@ -191,11 +196,11 @@ class PrefillLogic:
 
     def _map_arena(self, peer: str, offered: ArenaOffered) -> list[PrefillCommand]:
         commands: list[PrefillCommand] = [MapArena(peer, offered)]
-        self._pool = self._leaving.pool = peer
-        self._buffers.pool_linked()
-        for job in [job for job in self._jobs.values() if job.stage is JobStage.LEAVING]:
+        self._pool = self._departure.pool = peer
+        self._buffers.pool_connected()
+        for job in [job for job in self._jobs.values() if job.stage is JobStage.DEPARTING]:
             if job.target is None and not job.is_copying:
-                commands += self._departed(job, self._leaving.begin(job))
+                commands += self._departed(job, self._departure.begin(job))
         return commands
 
     # --- beginning from a copy
@@ -241,7 +246,7 @@ class PrefillLogic:
 
     def _start_iteration(self, now: float) -> list[PrefillCommand]:
         asked = self._admit(now)
-        slices = self._pacing.choose(now)
+        slices = self._scheduler.choose(now)
         if not slices:
             return asked
         additions, self._additions = tuple(self._additions.values()), {}
@@ -256,7 +261,7 @@ class PrefillLogic:
         """
         asked: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
-        for job in waiting_jobs(self._jobs.values(), real_time_first=self._pacing.lets_real_time_by):
+        for job in waiting_jobs(self._jobs.values(), real_time_first=self._scheduler.prioritizes_real_time):
             is_full = num_holding >= self._max_running_requests
             block_ids = None if is_full else self._allocator.allocate(self._num_blocks(job.context_len))
             if block_ids is None:
@@ -276,7 +281,7 @@ class PrefillLogic:
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
         job.stage = JobStage.COMPUTING
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
-        self._pacing.enter(job.request, now, num_cached=num_cached, num_generated=generated, predicted_len=predicted)
+        self._scheduler.enter(job.request, now, num_cached=num_cached, num_generated=generated, predicted_len=predicted)
         if job.is_retry:
             self._num_reused_tokens += num_cached
             self._num_recomputed_tokens += job.context_len - num_cached
@@ -284,7 +289,7 @@ class PrefillLogic:
         self._additions[job.request.request_id] = addition
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[PrefillCommand]:
-        self._pacing.completed(now, self._iterations.end(event, now))
+        self._scheduler.completed(now, self._iterations.end(event, now))
         commands = self._iterations.outcome(event, self._jobs)
         for job in [job for job in self._jobs.values() if job.is_aborted and not job.is_copying]:
             commands += self._end(job)
@@ -293,20 +298,20 @@ class PrefillLogic:
     def _depart(self, job: PrefillJob) -> list[PrefillCommand]:
         """Take a job whose prompt is computed out of the engine and send its blocks on their way."""
         self._removals.append(job.request.request_id)
-        job.stage = JobStage.LEAVING
-        self._pacing.leave(job.request.request_id)
-        return self._departed(job, self._leaving.begin(job))
+        job.stage = JobStage.DEPARTING
+        self._scheduler.leave(job.request.request_id)
+        return self._departed(job, self._departure.begin(job))
 
     # --- leaving for the pool, or for a decode worker
 
     def _answered(self, peer: str, message: BlocksReserved | BlocksTaken | ReservationRefused) -> list[PrefillCommand]:
         """Word of a job that leaves; or of a request on its way back from a buffer; or stale."""
         job = self._jobs.get(message.request_id)
-        if job is None or not job.is_leaving_for(peer, message.attempt):
+        if job is None or not job.is_departing_to(peer, message.attempt):
             return [*self._buffers.answered(message)]
-        return self._departed(job, self._leaving.answered(job, message))
+        return self._departed(job, self._departure.answered(job, message))
 
-    def _departed(self, job: PrefillJob, step: LeavingStep) -> list[PrefillCommand]:
+    def _departed(self, job: PrefillJob, step: DepartureStep) -> list[PrefillCommand]:
         match step.end:
             case None:
                 return [*step.commands]
@@ -334,7 +339,7 @@ class PrefillLogic:
         return commands + self._forget(job)
 
     def _forget(self, job: PrefillJob) -> list[PrefillCommand]:
-        self._pacing.leave(job.request.request_id)
+        self._scheduler.leave(job.request.request_id)
         self._allocator.free(job.block_ids)
         del self._jobs[job.request.request_id]
         return self._begin(job.successor) if job.successor is not None else []

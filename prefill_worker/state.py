@@ -18,7 +18,7 @@ class JobStage(enum.Enum):
     ASKING = "asking"  # the pool was asked for a copy of an earlier attempt
     LOADING = "loading"  # its copy comes from the pool
     COMPUTING = "computing"  # in the engine, or about to enter
-    LEAVING = "leaving"  # computed; waits for room elsewhere, or is being copied there
+    DEPARTING = "leaving"  # computed; waits for room elsewhere, or is being copied there
 
 
 @dataclass(slots=True, eq=False)
@@ -52,11 +52,11 @@ class PrefillJob(WorkerRequest):
     @property
     def num_cached(self) -> int:
         """Tokens whose cache its blocks hold once it is computed: all but the one sampled last."""
-        return self.context_len - (self.stage is JobStage.LEAVING)
+        return self.context_len - (self.stage is JobStage.DEPARTING)
 
-    def is_leaving_for(self, peer: str, attempt: int) -> bool:
+    def is_departing_to(self, peer: str, attempt: int) -> bool:
         """Whether it waits for this peer's word about this attempt."""
-        is_waiting = self.stage is JobStage.LEAVING and not self.is_copying
+        is_waiting = self.stage is JobStage.DEPARTING and not self.is_copying
         return is_waiting and (self.target, self.attempt) == (peer, attempt)
 
     def num_usable(self, handoff: Handoff) -> int:
@@ -87,11 +87,11 @@ def waiting_jobs(jobs: Iterable[PrefillJob], *, real_time_first: bool) -> list[P
 
 
 @dataclass(slots=True)
-class Returning:
+class ReturningRequest:
     """An evicted request on its way from a candidate buffer back to the pool."""
 
     peer: str  # the decode worker that evicted it
-    life: int  # of that worker's link
+    link_epoch: int  # of that worker's link
     message: ReturnRequest
-    has_room: bool = False  # the pool gave it blocks
+    is_reserved: bool = False  # the pool gave it blocks
     is_written: bool = False  # offered to the pool, which may have taken it already

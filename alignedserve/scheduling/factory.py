@@ -15,10 +15,14 @@ from alignedserve.config.sections import (
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
-from alignedserve.scheduling.iteration_scheduler import InOrder, Pacing, PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import (
+    FcfsIterationScheduler,
+    IterationScheduler,
+    PolicyIterationScheduler,
+)
 from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.scheduler_state import Scheduler
 
 
 def limits_of(config: PrefillWorkerConfig | DecodeWorkerConfig) -> IterationLimits:
@@ -46,7 +50,7 @@ def make_scheduler(
 
 def calibration_s(engine: EngineConfig, scheduling: SchedulingConfig) -> float:
     """So long a prefill or decode worker measures what iterations cost; 0 where nobody would ask for it."""
-    return engine.calibration_s if policy_entry(scheduling.policy).paces else 0.0
+    return engine.calibration_s if policy_entry(scheduling.policy).schedules_iterations else 0.0
 
 
 def make_iteration_scheduler(
@@ -54,9 +58,11 @@ def make_iteration_scheduler(
     limits: IterationLimits,
     costs: CostModel | None = None,
     measured: Sequence[Sample] = (),
-) -> Pacing:
+) -> IterationScheduler:
     """For a prefill worker."""
-    return make_decode_iteration_scheduler(scheduling, limits, costs, measured) or InOrder(limits.max_tokens)
+    return make_decode_iteration_scheduler(scheduling, limits, costs, measured) or FcfsIterationScheduler(
+        limits.max_tokens
+    )
 
 
 def make_decode_iteration_scheduler(
@@ -64,10 +70,10 @@ def make_decode_iteration_scheduler(
     limits: IterationLimits,
     costs: CostModel | None = None,
     measured: Sequence[Sample] = (),
-) -> PolicyPacing | None:
+) -> PolicyIterationScheduler | None:
     """For a decode worker; None: everybody in the batch is in every iteration."""
-    if policy_entry(scheduling.policy).paces:
-        return PolicyPacing(make_scheduler(scheduling, limits, costs, measured))
+    if policy_entry(scheduling.policy).schedules_iterations:
+        return PolicyIterationScheduler(make_scheduler(scheduling, limits, costs, measured))
     return None
 
 

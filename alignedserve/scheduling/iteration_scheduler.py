@@ -14,7 +14,7 @@ from alignedserve.core.request import Request
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
-from alignedserve.scheduling.worker_state import Scheduler, WorkerState
+from alignedserve.scheduling.scheduler_state import Scheduler, SchedulerState
 
 # Blocks are the worker's own affair here: the policy sees a memory of one block for each request, and sees all held.
 _BLOCK_TOKENS = 1 << 40
@@ -23,10 +23,10 @@ _MIXING_TOLERANCE = 0.1  # a learned cost model is about so exact
 Slices = tuple[tuple[RequestId, int], ...]
 
 
-class InOrder:
+class FcfsIterationScheduler:
     """Whoever came first computes first, as much as an iteration may have."""
 
-    lets_real_time_by = False  # to blocks and places
+    prioritizes_real_time = False  # to blocks and places
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -35,18 +35,18 @@ class InOrder:
     def enter(
         self, request: Request, now: float, *, num_cached: int, num_generated: int, predicted_len: float | None
     ) -> None:
-        """See PolicyPacing. Neither time nor prediction matters to this one."""
+        """See PolicyIterationScheduler. Neither time nor prediction matters to this one."""
         self._remaining[request.request_id] = request.prompt_len + num_generated - num_cached
 
     def leave(self, request_id: RequestId) -> None:
-        """See PolicyPacing."""
+        """See PolicyIterationScheduler."""
         self._remaining.pop(request_id, None)
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
-        """See PolicyPacing. The order does not depend on it."""
+        """See PolicyIterationScheduler. The order does not depend on it."""
 
     def choose(self, now: float, *, stalled: Collection[RequestId] = ()) -> Slices:
-        """See PolicyPacing."""
+        """See PolicyIterationScheduler."""
         slices = plan_chunks(
             ((request_id, left) for request_id, left in self._remaining.items() if request_id not in stalled),
             self._max_tokens,
@@ -56,17 +56,17 @@ class InOrder:
         return slices
 
     def completed(self, now: float, duration_s: float) -> None:
-        """See PolicyPacing."""
+        """See PolicyIterationScheduler."""
 
 
-class PolicyPacing:
+class PolicyIterationScheduler:
     """As a policy says. Told of everybody who comes, goes and computes; asked once per iteration."""
 
-    lets_real_time_by = True
+    prioritizes_real_time = True
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._state = WorkerState(DeviceMemory(1 << 30, 1 << 30, _BLOCK_TOKENS))
+        self._state = SchedulerState(DeviceMemory(1 << 30, 1 << 30, _BLOCK_TOKENS))
 
     def enter(
         self, request: Request, now: float, *, num_cached: int, num_generated: int, predicted_len: float | None
@@ -88,7 +88,7 @@ class PolicyPacing:
         if request_id in self._state.table:
             self._state.set_predicted_length(request_id, predicted_len)
 
-    def is_worth_mixing(self, context_lens: Collection[int]) -> bool:
+    def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
         """Whether decodes of these contexts add no more to the iteration of those here than to one among their like.
 
         By the cost model: always, where attention costs the sum of the contexts; where the longest is a straggler, only
@@ -115,13 +115,13 @@ class PolicyPacing:
         assert not plan.evictions, "evicts where nobody can be evicted"
         request_ids = self._state.table.request_ids
         if stalled:
-            plan = IterationPlan(tuple(share for share in plan.shares if request_ids[share.row] not in stalled))
+            plan = IterationPlan(tuple(part for part in plan.scheduled if request_ids[part.row] not in stalled))
         self._state.begin(plan)
-        return tuple((request_ids[share.row], share.num_tokens) for share in plan.shares)
+        return tuple((request_ids[part.row], part.num_tokens) for part in plan.scheduled)
 
     def completed(self, now: float, duration_s: float) -> None:
         """The iteration is over; to be said before anybody leaves for it."""
         self._scheduler.completed(self._state, now=now, duration_s=duration_s)
 
 
-Pacing = InOrder | PolicyPacing
+IterationScheduler = FcfsIterationScheduler | PolicyIterationScheduler

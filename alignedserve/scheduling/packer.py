@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policy import Evict, Eviction, IterationPlan, Share, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest, WorkerView
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 
 _IntOf = Callable[[int], int]  # of a row
@@ -27,8 +27,8 @@ class Packer:
         self._num_swapped: _IntOf = table.num_swapped.item
         self._is_hidden: _BoolOf = table.is_hidden.item
         self._is_real_time: _BoolOf = table.is_real_time.item
-        self._shares: dict[int, Share] = {}
-        self._evictions: dict[int, Evict] = {}
+        self._scheduled: dict[int, ScheduledRequest] = {}
+        self._evictions: dict[int, PlannedEviction] = {}
         self._uploads: list[int] = []
         self.num_free = view.memory.num_free  # blocks
         self.num_free_host = view.memory.num_free_host  # tokens
@@ -37,17 +37,17 @@ class Packer:
         self.work = IterationWork()
 
     def __contains__(self, row: int) -> bool:
-        return row in self._shares
+        return row in self._scheduled
 
     @property
     def rows(self) -> list[int]:
         """Who is in, in the order they came."""
-        return list(self._shares)
+        return list(self._scheduled)
 
     @property
-    def num_shares(self) -> int:
+    def num_scheduled(self) -> int:
         """How many are in."""
-        return len(self._shares)
+        return len(self._scheduled)
 
     def is_evicted(self, row: int) -> bool:
         """Whether this plan takes its cache off the device."""
@@ -75,13 +75,13 @@ class Packer:
 
     def add(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> bool:
         """Let this request compute so many tokens, if they fit."""
-        assert row not in self._shares, "a request packed twice"
+        assert row not in self._scheduled, "a request packed twice"
         assert row not in self._evictions or self._is_dropped(row), "what is swapped out does not compute"
         assert 0 < num_tokens <= self.remaining(row), "computes tokens that nobody knows"
         num_blocks = self.blocks_needed(row, num_tokens, is_hidden=is_hidden)
         if self.num_places_left < 1 or num_tokens > self.num_tokens_left or num_blocks > self.num_free:
             return False
-        self._shares[row] = Share(row, num_tokens, is_hidden)
+        self._scheduled[row] = ScheduledRequest(row, num_tokens, is_hidden)
         self.num_free -= num_blocks
         self.num_tokens_left -= num_tokens
         self.num_places_left -= 1
@@ -102,7 +102,7 @@ class Packer:
         count = max(min(num_fitting, self.num_places_left, self.num_tokens_left), 0)
         if count:
             chosen: list[int] = rows[:count].tolist()
-            self._shares.update((row, Share(row, 1)) for row in chosen)
+            self._scheduled.update((row, ScheduledRequest(row, 1)) for row in chosen)
             self.num_free -= int(taken[count - 1])
             self.num_tokens_left -= count
             self.num_places_left -= count
@@ -140,25 +140,25 @@ class Packer:
         remaining = self.remaining(row)
         return remaining if remaining <= self._view.limits.max_tokens else self.num_tokens_left
 
-    def evict(self, row: int, how: Eviction, num_tokens: int | None = None) -> None:
+    def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:
         """Take the cache of this request off the device (SWAP: only its last `num_tokens`, where that is said).
 
         Without room on the host a swap becomes a drop. A share that it had in this plan is withdrawn first.
         """
         assert self._view.can_evict, "nobody can be evicted here"
         assert row not in self._evictions, "a request evicted twice"
-        assert how is Eviction.SWAP or num_tokens is None, "a part of a cache is dropped"
-        if row in self._shares:
+        assert how is EvictionMode.SWAP or num_tokens is None, "a part of a cache is dropped"
+        if row in self._scheduled:
             self.withdraw(row)
         on_device = self._num_cached(row) - self._num_swapped(row)
         leaving = on_device if num_tokens is None else min(num_tokens, on_device)
         assert leaving > 0, "nothing of it is on the device"
-        if how is Eviction.SWAP and leaving > self.num_free_host:
-            how, num_tokens, leaving = Eviction.DROP, None, on_device
-        if how is Eviction.SWAP:
+        if how is EvictionMode.SWAP and leaving > self.num_free_host:
+            how, num_tokens, leaving = EvictionMode.DROP, None, on_device
+        if how is EvictionMode.SWAP:
             self.num_free_host -= leaving
             self.work.swap_out_tokens += self._copied(row, leaving)
-        self._evictions[row] = Evict(row, how, None if leaving == on_device else num_tokens)
+        self._evictions[row] = PlannedEviction(row, how, None if leaving == on_device else num_tokens)
         kept = self._memory.blocks_for(
             on_device - leaving, is_hidden=self._is_hidden(row), is_real_time=self._is_real_time(row)
         )
@@ -167,7 +167,7 @@ class Packer:
     def upload(self, row: int) -> bool:
         """Bring back what this request has on the host, if there are blocks for it, though it computes nothing."""
         assert self._num_swapped(row), "nothing of it is on the host"
-        assert row not in self._shares, "it comes back with its share"
+        assert row not in self._scheduled, "it comes back with its share"
         assert row not in self._evictions, "it leaves"
         num_blocks = self.blocks_needed(row, 0)
         if num_blocks > self.num_free:
@@ -179,16 +179,16 @@ class Packer:
 
     def withdraw(self, row: int) -> int:
         """Take this share back out of the plan; its tokens."""
-        share = self._shares.pop(row)
-        self.num_free += self.blocks_needed(row, share.num_tokens, is_hidden=share.is_hidden)
-        self.num_tokens_left += share.num_tokens
+        part = self._scheduled.pop(row)
+        self.num_free += self.blocks_needed(row, part.num_tokens, is_hidden=part.is_hidden)
+        self.num_tokens_left += part.num_tokens
         self.num_places_left += 1
         withdrawn = IterationWork()
-        self.note_work(withdrawn, row, share.num_tokens)
+        self.note_work(withdrawn, row, part.num_tokens)
         self.work.subtract(withdrawn)
         if 0 < withdrawn.max_decode_context_len == self.work.max_decode_context_len:
             self.work.max_decode_context_len = self._longest_decode()
-        return share.num_tokens
+        return part.num_tokens
 
     def predicted_s(self) -> float:
         """Seconds that the iteration would take as it is."""
@@ -196,20 +196,20 @@ class Packer:
 
     def plan(self) -> IterationPlan:
         """The finished plan."""
-        return IterationPlan(tuple(self._shares.values()), tuple(self._evictions.values()), tuple(self._uploads))
+        return IterationPlan(tuple(self._scheduled.values()), tuple(self._evictions.values()), tuple(self._uploads))
 
     def _copied(self, row: int, num_tokens: int) -> float:
         return self._memory.copy_tokens(num_tokens, is_hidden=self._is_hidden(row)) if num_tokens else 0
 
     def _longest_decode(self) -> int:
         others = IterationWork()
-        for share in self._shares.values():
-            self.note_work(others, share.row, share.num_tokens)
+        for part in self._scheduled.values():
+            self.note_work(others, part.row, part.num_tokens)
         return others.max_decode_context_len
 
     def _is_dropped(self, row: int) -> bool:
         evict = self._evictions.get(row)
-        return evict is not None and evict.how is Eviction.DROP
+        return evict is not None and evict.how is EvictionMode.DROP
 
 
 class ReservingPacker(Packer):
@@ -230,7 +230,7 @@ class ReservingPacker(Packer):
             return 0
         return super().blocks_needed(row, self._total_len[row] - self._num_cached(row), is_hidden=is_hidden)
 
-    def evict(self, row: int, how: Eviction, num_tokens: int | None = None) -> None:
+    def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:
         """With its cache the request loses its reservation."""
         super().evict(row, how, num_tokens)
         self.num_free += self._reserved.pop(row, 0)
@@ -251,7 +251,7 @@ def add_evicting(packer: Packer, row: int, num_tokens: int, victims: list[int]) 
     while not packer.add(row, num_tokens):
         if not victims or packer.num_places_left < 1 or num_tokens > packer.num_tokens_left:
             return False
-        packer.evict(victims.pop(), Eviction.DROP)
+        packer.evict(victims.pop(), EvictionMode.DROP)
     return True
 
 

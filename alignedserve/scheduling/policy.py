@@ -24,27 +24,27 @@ class Mechanism(enum.Enum):
     KNOWN_LENGTHS = "known_lengths"  # predicted lengths are the true ones: only a simulator can
 
 
-class Eviction(enum.Enum):
+class EvictionMode(enum.Enum):
     """How the cache of a request leaves the device."""
 
     DROP = "drop"  # to be recomputed
     SWAP = "swap"  # to host memory
 
 
-class Evict(NamedTuple):
+class PlannedEviction(NamedTuple):
     """Part of a plan: before the iteration, a request's cache leaves the device, and its blocks are free."""
 
     row: int
-    how: Eviction
+    how: EvictionMode
     num_tokens: int | None = None  # the last so many tokens only (SWAP); None: all
 
 
-class Share(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """Part of a plan: a request computes so many tokens in the iteration."""
 
     row: int
     num_tokens: int  # at most its num_remaining
-    is_hidden: bool = False  # begin a hidden cache (with no cache yet, or after an Evict of this plan)
+    is_hidden: bool = False  # begin a hidden cache (with no cache yet, or after a PlannedEviction of this plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class IterationPlan:
     happens.
     """
 
-    shares: tuple[Share, ...] = ()
-    evictions: tuple[Evict, ...] = ()
+    scheduled: tuple[ScheduledRequest, ...] = ()
+    evictions: tuple[PlannedEviction, ...] = ()
     uploads: tuple[int, ...] = ()  # rows, none of which is in shares or evictions; only beside shares
 
 
@@ -108,13 +108,13 @@ class DeviceMemory:
         whole: Ints = -(-slots // self.block_size)
         return np.where(is_real_time, whole, slots // self.block_size) if self.has_shared_blocks else whole
 
-    def blocks_needed(self, table: RequestTable, share: Share, *, is_evicted: bool = False) -> int:
+    def blocks_needed(self, table: RequestTable, part: ScheduledRequest, *, is_evicted: bool = False) -> int:
         """Free blocks that this share takes: for the tokens it computes and for what comes back from the host."""
-        row = share.row
+        row = part.row
         num_cached = 0 if is_evicted else int(table.num_cached[row])
-        is_hidden = share.is_hidden or (bool(table.is_hidden[row]) and not is_evicted)
+        is_hidden = part.is_hidden or (bool(table.is_hidden[row]) and not is_evicted)
         wanted = self.blocks_for(
-            num_cached + share.num_tokens, is_hidden=is_hidden, is_real_time=bool(table.is_real_time[row])
+            num_cached + part.num_tokens, is_hidden=is_hidden, is_real_time=bool(table.is_real_time[row])
         )
         held = 0 if is_evicted else int(table.num_blocks[row])
         return max(wanted - held, 0)

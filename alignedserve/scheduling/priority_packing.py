@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from alignedserve.scheduling.packer import Packer, by_arrival
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Floats, Ints
 
 
@@ -123,7 +123,7 @@ class PriorityPacking:
         num_blocks = self._view.table.num_blocks
         if missing > 0 and (not self._view.can_evict or int(num_blocks[candidates].sum()) < missing):
             return False
-        how = Eviction.SWAP if self._preemption is Preemption.SWAP else Eviction.DROP
+        how = EvictionMode.SWAP if self._preemption is Preemption.SWAP else EvictionMode.DROP
         while missing > 0:
             row = candidates.pop()
             self._packer.evict(row, how)
@@ -143,7 +143,7 @@ class PriorityPacking:
                 num_tokens = int(table.num_cached[row] - table.num_swapped[row])
                 if num_tokens > packer.num_free_host or not self._is_hidden_copy(row, num_tokens, compute_s):
                     break
-                packer.evict(row, Eviction.SWAP)
+                packer.evict(row, EvictionMode.SWAP)
                 self._evicted.add(row)
         if self._is_closed:
             return

@@ -16,7 +16,7 @@ _PROBED_LENGTHS = (128, 256, 512, 1024, 2048)
 _PROMPT_LENGTHS = (1, *_PROBED_LENGTHS, 4096)
 
 
-class RuntimeModel(NamedTuple):
+class RequestRuntimeModel(NamedTuple):
     """A prompt of s tokens takes `s T0`, each of its output tokens `alpha s + beta`; seconds."""
 
     prefill_token_s: float  # T0
@@ -36,19 +36,19 @@ class RuntimeModel(NamedTuple):
         return self.prefill_s(to_prefill) + num_left * (self.decode_context_s * table.context_len + self.decode_s)
 
 
-def probe_runtime(costs: CostModel) -> RuntimeModel:
+def fit_request_runtime(costs: CostModel) -> RequestRuntimeModel:
     """Least squares over prompts and decodes of one request alone; T0's line goes through the origin."""
     lengths = np.array(_PROBED_LENGTHS, np.float64)
     prefill_s = np.array([_alone_s(costs, length, is_prompt=True) for length in _PROBED_LENGTHS])
     decode_s = np.array([_alone_s(costs, length, is_prompt=False) for length in _PROBED_LENGTHS])
     from_mean = lengths - lengths.mean()
     slope = float(from_mean @ decode_s / (from_mean @ from_mean))
-    return RuntimeModel(
+    return RequestRuntimeModel(
         float(lengths @ prefill_s / (lengths @ lengths)), slope, float(decode_s.mean() - slope * lengths.mean())
     )
 
 
-class PromptTimes(NamedTuple):
+class PrefillTimes(NamedTuple):
     """How long prompts take alone, as probed: equation 4 is the line nearest to it, this bends where they do."""
 
     probed_s: tuple[float, ...]  # of _PROMPT_LENGTHS
@@ -59,9 +59,9 @@ class PromptTimes(NamedTuple):
         return between * np.maximum(num_tokens / _PROMPT_LENGTHS[-1], 1.0)
 
 
-def probe_prompts(costs: CostModel) -> PromptTimes:
+def measure_prefill_times(costs: CostModel) -> PrefillTimes:
     """Of this cost model."""
-    return PromptTimes(tuple(_alone_s(costs, length, is_prompt=True) for length in _PROMPT_LENGTHS))
+    return PrefillTimes(tuple(_alone_s(costs, length, is_prompt=True) for length in _PROMPT_LENGTHS))
 
 
 def _alone_s(costs: CostModel, length: int, *, is_prompt: bool) -> float:
@@ -73,7 +73,7 @@ def _alone_s(costs: CostModel, length: int, *, is_prompt: bool) -> float:
     return costs.iteration_s(work)
 
 
-def left_to_generate(table: RequestTable) -> tuple[Floats, Ints]:
+def remaining_output_len(table: RequestTable) -> tuple[Floats, Ints]:
     """Output tokens that every row still has to generate as predicted, and how often it has overrun its prediction.
 
     Each overrun doubles the prediction: after k of them it is 2^k as long, the least that exceeds what is generated,
@@ -85,7 +85,7 @@ def left_to_generate(table: RequestTable) -> tuple[Floats, Ints]:
     return np.maximum(np.minimum(doubled, table.max_tokens) - table.num_generated, 1.0), num_overruns
 
 
-class Probed(Generic[T]):
+class RefreshedEstimate(Generic[T]):
     """What a cost model comes to: given, or probed now and then, as a live worker's costs are learned."""
 
     def __init__(self, probe: Callable[[CostModel], T], given: T | None = None) -> None:

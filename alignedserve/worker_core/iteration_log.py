@@ -24,7 +24,7 @@ _NUM_RECORDS = 8192
 _REPORT_PAUSE_S = 1.0
 
 
-class Measured(Protocol):
+class IterationMember(Protocol):
     """What the ledger reads of a request in an iteration."""
 
     @property
@@ -68,7 +68,7 @@ class IterationRecord(NamedTuple):
         return waiting_s + self.turnaround_s + self.prepare_s + self.forward_s + self.sampling_s
 
 
-class Waits(NamedTuple):
+class WaitingTimes(NamedTuple):
     """Time between two iterations, by cause."""
 
     nothing_to_do_s: float
@@ -76,7 +76,7 @@ class Waits(NamedTuple):
     prefetch_not_ready_s: float
 
 
-_NO_WAITS = Waits(0.0, 0.0, 0.0)
+_NO_WAITS = WaitingTimes(0.0, 0.0, 0.0)
 
 
 class IterationLog:
@@ -94,7 +94,7 @@ class IterationLog:
         self._reported_s: float | None = None
 
     def iteration_started(
-        self, now: float, running: Collection[Measured], *, has_changed: bool, is_switching: bool = False
+        self, now: float, running: Collection[IterationMember], *, has_changed: bool, is_switching: bool = False
     ) -> None:
         """`running`: everyone in the batch of this iteration; `has_changed`: others than in the last one."""
         if self._completed_s is None:
@@ -166,7 +166,7 @@ class _BatchShape:
         self.size = self.sum = self.shortest = self.longest = 0
         self._has_all_grown = False
 
-    def update(self, running: Collection[Measured], *, has_changed: bool) -> None:
+    def update(self, running: Collection[IterationMember], *, has_changed: bool) -> None:
         """To the batch of the iteration that starts."""
         if self._has_all_grown and not has_changed and len(running) == self.size:
             self.sum += self.size
@@ -206,7 +206,7 @@ def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
     )
 
 
-def _split_wait(since: float, until: float, running: Collection[Measured]) -> Waits:
+def _split_wait(since: float, until: float, running: Collection[IterationMember]) -> WaitingTimes:
     """By what the first of the requests that end the wait was waiting for.
 
     All processes of a host share the clock. An arrival by another host's clock may lie anywhere; it is taken as no
@@ -214,4 +214,4 @@ def _split_wait(since: float, until: float, running: Collection[Measured]) -> Wa
     """
     granted = min(max(min(one.granted_s for one in running), since), until)
     arrived = min(max(min(one.request.arrival_s for one in running), since), granted)
-    return Waits(arrived - since, granted - arrived, until - granted)
+    return WaitingTimes(arrived - since, granted - arrived, until - granted)

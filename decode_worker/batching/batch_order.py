@@ -38,11 +38,13 @@ class WaitingBatch:
 class BatchOrder:
     """The running batch's number and the batches behind it."""
 
-    def __init__(self, limits: SwitchLimits, is_worth_mixing: Callable[[Collection[int]], bool] | None = None) -> None:
-        """`is_worth_mixing`: whether decodes of these contexts are better computed beside those that run than after
+    def __init__(
+        self, limits: SwitchLimits, is_mixing_cheaper: Callable[[Collection[int]], bool] | None = None
+    ) -> None:
+        """`is_mixing_cheaper`: whether decodes of these contexts are better computed beside those that run than after
         them; None: never, batches of different lengths are kept apart."""
         self._limits = limits
-        self._is_worth_mixing = is_worth_mixing
+        self._is_mixing_cheaper = is_mixing_cheaper
         self._waiting: dict[BatchId, WaitingBatch] = {}
         self.version = 0  # changes with which batches there are
         self.running_id = NO_BATCH
@@ -109,9 +111,9 @@ class BatchOrder:
         return not following.is_aligned or (num_running < limits.low_running and not fills_memory)
 
     def _should_mix(self, members: list[Candidate], num_running: int) -> bool:
-        if self._is_worth_mixing is None or num_running == 0 or self.running_id == NO_BATCH:
+        if self._is_mixing_cheaper is None or num_running == 0 or self.running_id == NO_BATCH:
             return False
-        return self._is_worth_mixing([candidate.context_len for candidate in members])
+        return self._is_mixing_cheaper([candidate.context_len for candidate in members])
 
     def _begin(self, following: WaitingBatch) -> None:
         del self._waiting[following.batch_id]

@@ -12,26 +12,26 @@ class BufferSpace:
 
     def __init__(self) -> None:
         self._allocators: dict[str, BlockAllocator] = {}
-        self._lives: dict[str, int] = {}
-        self._num_lives = 0
+        self._link_epochs: dict[str, int] = {}
+        self._num_link_epochs = 0
         self._generation = 0
         self.version = 0  # changes with the room that there is
 
     def opened(self, peer: str, num_blocks: int) -> None:
         """A prefill worker offers an empty buffer, in place of any it offered before."""
-        self._num_lives += 1
+        self._num_link_epochs += 1
         self.version += 1
         self._allocators[peer] = BlockAllocator(num_blocks)
-        self._lives[peer] = self._num_lives
+        self._link_epochs[peer] = self._num_link_epochs
 
     def lost(self, peer: str) -> None:
         """A prefill worker is gone, and its buffer with it."""
         self._allocators.pop(peer, None)
-        self._lives.pop(peer, None)
+        self._link_epochs.pop(peer, None)
 
     def holds(self, slot: BufferSlot) -> bool:
         """Whether the slot's buffer is still there."""
-        return self._lives.get(slot.peer) == slot.life
+        return self._link_epochs.get(slot.peer) == slot.link_epoch
 
     @property
     def num_used(self) -> int:
@@ -73,4 +73,4 @@ class BufferSpace:
         block_ids = allocator.allocate(num_blocks)
         assert block_ids is not None, "fewer blocks than were counted"
         self._generation += 1
-        return BufferSlot(peer, self._lives[peer], block_ids, self._generation)
+        return BufferSlot(peer, self._link_epochs[peer], block_ids, self._generation)

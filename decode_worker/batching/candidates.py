@@ -31,7 +31,7 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
 from decode_worker.batching.buffer_space import BufferSpace
-from decode_worker.state import BufferSlot, CachePlace, Candidate
+from decode_worker.state import BufferSlot, CacheLocation, Candidate
 
 
 class Candidates:
@@ -44,7 +44,7 @@ class Candidates:
         self._entries: dict[RequestId, Candidate] = {}
         self._prefetching: dict[int, BufferSlot] = {}  # by generation; written by somebody else now
         self._returning: dict[tuple[RequestId, int], Candidate] = {}  # read by somebody else now
-        self._given_back: dict[RequestId, Candidate] = {}  # the pool has them, and the router does not know it yet
+        self._returned: dict[RequestId, Candidate] = {}  # the pool has them, and the router does not know it yet
         self._reserved: dict[RequestId, tuple[int, BufferSlot]] = {}  # for requests straight from a prefill worker
 
     def __len__(self) -> int:
@@ -63,16 +63,16 @@ class Candidates:
         self._entries[candidate.request.request_id] = candidate
 
     def take(self, candidate: Candidate) -> None:
-        """It enters the running batch; its lease and buffer blocks stay its own until `let_go`."""
+        """It enters the running batch; its lease and buffer blocks stay its own until `release`."""
         self.version += 1
         del self._entries[candidate.request.request_id]
 
-    def let_go(self, candidate: Candidate) -> list[Send]:
+    def release(self, candidate: Candidate) -> list[Send]:
         """Give back all that a candidate which is here no more holds elsewhere."""
-        if candidate.slot is not None and candidate.place is not CachePlace.COMING:
+        if candidate.slot is not None and candidate.location is not CacheLocation.PREFETCHING:
             self.space.free(candidate.slot)
         commands: list[Send] = []
-        if candidate.place is CachePlace.COMING and candidate.slot is not None:
+        if candidate.location is CacheLocation.PREFETCHING and candidate.slot is not None:
             commands.append(_cancel(candidate, candidate.slot))
         return commands + self._release(candidate.lease_id)
 
@@ -80,10 +80,10 @@ class Candidates:
         """The request is over."""
         self.version += 1
         candidate = self._entries.pop(request_id)
-        if candidate.place is CachePlace.RETURNING:
+        if candidate.location is CacheLocation.RETURNING:
             candidate.is_aborted = True  # its blocks are being read
             return []
-        return self.let_go(candidate)
+        return self.release(candidate)
 
     def _release(self, lease_id: LeaseId | None) -> list[Send]:
         return [Send(self._pool_name, LeasesReleased((lease_id,)))] if lease_id is not None else []
@@ -92,12 +92,12 @@ class Candidates:
 
     def prefetch(self, candidate: Candidate) -> list[Send]:
         """Have it copied from the pool into a buffer, if there is room."""
-        if candidate.place is not CachePlace.POOL or candidate.pool_copy is None or not candidate.may_prefetch:
+        if candidate.location is not CacheLocation.POOL or candidate.pool_copy is None or not candidate.may_prefetch:
             return []
         slot = self.space.for_prefetch(candidate.num_copied_blocks)
         if slot is None:
             return []
-        candidate.place, candidate.slot = CachePlace.COMING, slot
+        candidate.location, candidate.slot = CacheLocation.PREFETCHING, slot
         self._prefetching[slot.generation] = slot
         request_id = candidate.request.request_id
         message = PrefetchBlocks(
@@ -115,55 +115,61 @@ class Candidates:
             self.space.free(slot)
             return None
         if message.copy is not None:
-            candidate.place, candidate.buffer_copy = CachePlace.BUFFER, message.copy
+            candidate.location, candidate.buffer_copy = CacheLocation.BUFFER, message.copy
             return None
         self.space.free(slot)
         self.version += 1
-        candidate.place, candidate.slot, candidate.may_prefetch = CachePlace.POOL, None, False
+        candidate.location, candidate.slot, candidate.may_prefetch = CacheLocation.POOL, None, False
         return candidate if message.is_refused else None
 
-    def make_room(self, num_blocks: int) -> BufferSlot | None:
+    def space_for_eviction(self, num_blocks: int) -> BufferSlot | None:
         """Room for an eviction; prefetched ones that still lie in the pool give way, the last to come first."""
         slot = self.space.for_eviction(num_blocks)
         for candidate in reversed(list(self._entries.values())):
             if slot is not None:
                 break
-            if candidate.place is CachePlace.BUFFER and candidate.lease_id is not None and candidate.slot is not None:
+            if (
+                candidate.location is CacheLocation.BUFFER
+                and candidate.lease_id is not None
+                and candidate.slot is not None
+            ):
                 self.version += 1
                 self.space.free(candidate.slot)
-                candidate.place, candidate.slot, candidate.buffer_copy = CachePlace.POOL, None, None
+                candidate.location, candidate.slot, candidate.buffer_copy = CacheLocation.POOL, None, None
                 slot = self.space.for_eviction(num_blocks)
         return slot
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
         """From whom to load its cache, and where it lies there."""
         source, copy = self._pool_name, candidate.pool_copy
-        if candidate.place is CachePlace.BUFFER and candidate.slot is not None:
+        if candidate.location is CacheLocation.BUFFER and candidate.slot is not None:
             source, copy = candidate.slot.peer, candidate.buffer_copy
         assert copy is not None, "a candidate without a copy"
         return source, copy
 
     # --- back to the pool
 
-    def relieve_buffers(self) -> list[Send]:
+    def drain_buffers(self) -> list[Send]:
         """Back to the pool with the longest of the evicted, when the next victim would find no room."""
         if not self.space.is_short:
             return []
-        able = [one for one in self if one.lease_id is None and one.place is CachePlace.BUFFER and not one.must_stay]
+        able = [
+            one for one in self if one.lease_id is None and one.location is CacheLocation.BUFFER and not one.must_stay
+        ]
         longest = max(able, key=lambda one: (one.context_len, one.request.request_id), default=None)
-        return self.give_back(longest) if longest is not None else []
+        return self.return_to_pool(longest) if longest is not None else []
 
-    def give_back(self, candidate: Candidate) -> list[Send]:
+    def return_to_pool(self, candidate: Candidate) -> list[Send]:
         """Back to the pool, to be put into another batch. One that lies only in a buffer is brought there."""
         self.version += 1
         if candidate.lease_id is not None:
             lease_id, candidate.lease_id = candidate.lease_id, None
             del self._entries[candidate.request.request_id]
-            self._given_back[candidate.request.request_id] = candidate
-            return [*self.let_go(candidate), Send(self._pool_name, LeasesReturned((lease_id,)))]
-        if candidate.place is not CachePlace.BUFFER or candidate.slot is None or candidate.buffer_copy is None:
+            self._returned[candidate.request.request_id] = candidate
+            return [*self.release(candidate), Send(self._pool_name, LeasesReturned((lease_id,)))]
+        if candidate.location is not CacheLocation.BUFFER or candidate.slot is None or candidate.buffer_copy is None:
             return []
-        candidate.place = CachePlace.RETURNING
+        candidate.location = CacheLocation.RETURNING
         request = candidate.request
         self._returning[request.request_id, candidate.attempt] = candidate
         generated, predicted = tuple(candidate.generated_token_ids), candidate.predicted_output_len
@@ -181,7 +187,7 @@ class Candidates:
             return None
         assert candidate.slot is not None, "returned from no buffer"
         if message.outcome is ReturnOutcome.STAYED and not candidate.is_aborted:
-            candidate.place, candidate.batch_id, candidate.must_stay = CachePlace.BUFFER, NO_BATCH, True
+            candidate.location, candidate.batch_id, candidate.must_stay = CacheLocation.BUFFER, NO_BATCH, True
             return None
         self.space.free(candidate.slot)
         if candidate.is_aborted:
@@ -189,14 +195,14 @@ class Candidates:
         del self._entries[message.request_id]
         if message.outcome is not ReturnOutcome.TAKEN or candidate.has_lost_pool:
             return candidate
-        self._given_back[message.request_id] = candidate
+        self._returned[message.request_id] = candidate
         return None
 
-    def forget_given_back(self, request_id: RequestId, attempt: int | None) -> None:
+    def forget_returned(self, request_id: RequestId, attempt: int | None) -> None:
         """The router knows where this attempt has gone, or that it is over."""
-        candidate = self._given_back.get(request_id)
+        candidate = self._returned.get(request_id)
         if candidate is not None and (attempt is None or candidate.attempt <= attempt):
-            del self._given_back[request_id]
+            del self._returned[request_id]
 
     # --- straight from a prefill worker
 
@@ -236,7 +242,7 @@ class Candidates:
             next_step(attempt),
             list(message.generated_token_ids),
             NO_BATCH,
-            CachePlace.BUFFER,
+            CacheLocation.BUFFER,
             slot=slot,
             buffer_copy=message.copy,
             granted_s=now,
@@ -246,7 +252,7 @@ class Candidates:
 
     # --- losses
 
-    def prefill_worker_lost(self, peer: str) -> list[Candidate]:
+    def prefill_worker_disconnected(self, peer: str) -> list[Candidate]:
         """What lay only in its memory, to be computed again; the others are still in the pool."""
         self.version += 1
         self.space.lost(peer)
@@ -257,27 +263,27 @@ class Candidates:
         lost = []
         for candidate in [candidate for candidate in self._entries.values() if _is_at(candidate, peer)]:
             if candidate.lease_id is not None:
-                candidate.place, candidate.slot, candidate.buffer_copy = CachePlace.POOL, None, None
+                candidate.location, candidate.slot, candidate.buffer_copy = CacheLocation.POOL, None, None
             else:
                 lost.append(self._entries.pop(candidate.request.request_id))
         return lost
 
-    def pool_lost(self) -> list[Candidate]:
+    def pool_disconnected(self) -> list[Candidate]:
         """What lay only in the pool, to be computed again; what was prefetched from it goes on."""
         self.version += 1
-        lost = list(self._given_back.values())
-        self._given_back.clear()
+        lost = list(self._returned.values())
+        self._returned.clear()
         for candidate in self._returning.values():
             candidate.has_lost_pool = True
         for candidate in list(self._entries.values()):
             candidate.lease_id = None
-            if candidate.place in (CachePlace.POOL, CachePlace.COMING):
+            if candidate.location in (CacheLocation.POOL, CacheLocation.PREFETCHING):
                 lost.append(self._entries.pop(candidate.request.request_id))
         return lost
 
     def clear(self) -> list[Send]:
         """Everything here is over."""
-        self._given_back.clear()
+        self._returned.clear()
         for request_id in list(self._reserved):
             self.space.free(self._reserved.pop(request_id)[1])
         return [command for request_id in list(self._entries) for command in self.abort(request_id)]

@@ -13,7 +13,7 @@ from alignedserve.messages.workers import RequestPreempted
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.state import CachePlace, Candidate, Evicting, RunningRequest
+from decode_worker.state import CacheLocation, Candidate, Evicting, RunningRequest
 
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 
@@ -51,7 +51,7 @@ class Evictions:
             commands += self._evict(running)
         return commands
 
-    def make_way(self, num_missing: int, *, num_stalled: int) -> list[EvictionCommand]:
+    def free_blocks(self, num_missing: int, *, num_stalled: int) -> list[EvictionCommand]:
         """Evict until enough blocks are on their way. Where an eviction finds no room, preempt for those who stall."""
         commands: list[EvictionCommand] = []
         num_freed = 0
@@ -68,7 +68,7 @@ class Evictions:
         entry = self._evicting.pop(event.command.request_id)
         candidate = entry.candidate
         assert candidate.slot is not None, "evicted to nowhere"
-        self._batch.copied_out(entry.block_ids)
+        self._batch.end_eviction(entry.block_ids)
         is_there = event.runs is not None and self._candidates.space.holds(candidate.slot)
         if candidate.is_aborted or event.runs is None or not is_there:
             self._candidates.space.free(candidate.slot)
@@ -90,17 +90,17 @@ class Evictions:
     def _evict(self, running: RunningRequest) -> list[OffloadBlocks]:
         """Into a prefill worker's memory; nothing when there is no room."""
         num_blocks = self._batch.blocks_for(running.num_computed)
-        slot = self._candidates.make_room(num_blocks)
+        slot = self._candidates.space_for_eviction(num_blocks)
         if slot is None:
             return []
         request_id = running.request.request_id
-        block_ids = self._batch.take_out(running)
+        block_ids = self._batch.begin_eviction(running)
         candidate = Candidate(
             running.request,
             running.attempt,
             running.generated_token_ids,
             running.batch_id,
-            CachePlace.BUFFER,
+            CacheLocation.BUFFER,
             slot=slot,
             granted_s=running.granted_s,
             predicted_output_len=running.predicted_output_len,

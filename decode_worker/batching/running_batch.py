@@ -6,7 +6,7 @@ from typing import NamedTuple
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.iterations import Addition
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from decode_worker.state import Candidate, Loading, RunningRequest
 
 # A request is admitted only if it and everybody beside it can go on for so many tokens without an eviction.
@@ -35,10 +35,15 @@ class RunningBatch:
     """Requests in the engine or about to enter it, and those whose cache is being copied in or out."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_running_requests: int, pacing: PolicyPacing | None = None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_running_requests: int,
+        scheduler: PolicyIterationScheduler | None = None,
     ) -> None:
         """`pacing`: who is in which iteration; None: everybody in every one."""
-        self._pacing = pacing
+        self._scheduler = scheduler
         self._allocator = BlockAllocator(num_blocks)
         self._block_size = block_size
         self._max_running_requests = max_running_requests
@@ -138,8 +143,8 @@ class RunningBatch:
 
     def enter(self, running: RunningRequest, now: float) -> None:
         """Its blocks hold the cache of `num_computed` tokens; it can be in the next iteration."""
-        if self._pacing is not None:
-            self._pacing.enter(
+        if self._scheduler is not None:
+            self._scheduler.enter(
                 running.request,
                 now,
                 num_cached=running.num_computed,
@@ -164,10 +169,10 @@ class RunningBatch:
         block_size = self._block_size
         self._foreseen = None
         for request_id, running in self._running.items():
-            room = len(running.block_ids) * block_size - running.context_len
-            if room > 0:
+            num_free_slots = len(running.block_ids) * block_size - running.context_len
+            if num_free_slots > 0:
                 continue
-            if room < 0:
+            if num_free_slots < 0:
                 block_ids = self._allocator.allocate(1)
                 running.is_stalled = block_ids is None
                 if block_ids is None:
@@ -194,8 +199,8 @@ class RunningBatch:
 
         The very tuple of the iteration before, where nothing but contexts has changed.
         """
-        if self._pacing is not None and self._running:
-            return self._paced(self._pacing, now)
+        if self._scheduler is not None and self._running:
+            return self._scheduled_slices(self._scheduler, now)
         if self._decodes_of == self.version and not self._has_stalled:
             return self._decodes
         slices = tuple((key, running.num_remaining) for key, running in self._running.items() if not running.is_stalled)
@@ -203,9 +208,9 @@ class RunningBatch:
             self._decodes, self._decodes_of = slices, self.version
         return slices
 
-    def _paced(self, pacing: PolicyPacing, now: float) -> Slices:
+    def _scheduled_slices(self, scheduler: PolicyIterationScheduler, now: float) -> Slices:
         stalled = [one.request.request_id for one in self._running.values() if one.is_stalled]
-        slices = pacing.choose(now, stalled=stalled)
+        slices = scheduler.choose(now, stalled=stalled)
         self._chunks = tuple(part for part in slices if self._running[part[0]].num_remaining > 1)
         return slices
 
@@ -228,13 +233,13 @@ class RunningBatch:
         """It ends here: its blocks are free."""
         self._allocator.free(self._take_out(running))
 
-    def take_out(self, running: RunningRequest) -> tuple[BlockId, ...]:
-        """It leaves the batch; its blocks are being copied out and stay taken until `copied_out`."""
+    def begin_eviction(self, running: RunningRequest) -> tuple[BlockId, ...]:
+        """It leaves the batch; its blocks are being copied out and stay taken until `end_eviction`."""
         block_ids = self._take_out(running)
         self._num_leaving_blocks += len(block_ids)
         return block_ids
 
-    def copied_out(self, block_ids: tuple[BlockId, ...]) -> None:
+    def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
         """The copy is done; the blocks are free."""
         self._num_leaving_blocks -= len(block_ids)
         self._allocator.free(block_ids)
@@ -246,8 +251,8 @@ class RunningBatch:
     def _take_out(self, running: RunningRequest) -> tuple[BlockId, ...]:
         request_id = running.request.request_id
         del self._running[request_id]
-        if self._pacing is not None:
-            self._pacing.leave(request_id)
+        if self._scheduler is not None:
+            self._scheduler.leave(request_id)
         self._foreseen = None
         self.version += 1
         self._extensions.pop(request_id, None)

@@ -78,7 +78,7 @@ def instance(rng: random.Random) -> Instance:
 def packed(one: Instance) -> frozenset[int]:
     plan = make_policy("bros", {"base_batch_size": one.batch_size}).plan(one.view)
     assert_sound(one.view, plan)
-    return frozenset(share.row for share in plan.shares)
+    return frozenset(share.row for share in plan.scheduled)
 
 
 def solvable(count: int) -> list[Instance]:

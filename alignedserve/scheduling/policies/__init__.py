@@ -43,7 +43,7 @@ class PolicyEntry:
     needed_by: str | None = None  # the parameter that, set to false, makes do without `needs`
     prefill_order: str = "fcfs"  # in the router (router/policies)
     batching: str = "fcfs"  # in the pool (kvpool/policies), disaggregated only
-    paces: bool = False  # disaggregated: it decides the iterations of prefill and decode workers too
+    schedules_iterations: bool = False  # disaggregated: it decides the iterations of prefill and decode workers too
     batching_settings: tuple[str, ...] = ()  # of its parameters, those that are the `batching` section's
     is_direct: bool = False  # disaggregated: a prefill goes straight to a decode worker, not through the pool
 
@@ -61,7 +61,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             Accelgen,
             BOTH,
             prefill_order="least_slack",
-            paces=True,
+            schedules_iterations=True,
         ),
         "aligned": PolicyEntry(
             "decode batches of similar context length, formed in a quad-tree (AlignedServe)",
@@ -79,7 +79,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             uses=frozenset({Mechanism.SWAP}),
             prefill_order="least_slack",
             batching="density_first",
-            paces=True,
+            schedules_iterations=True,
         ),
         "alise": PolicyEntry(
             "least predicted remaining time first, swapping as int8 (ALISE)",
@@ -108,7 +108,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             BOTH,
             uses=frozenset({Mechanism.SWAP, Mechanism.SHARED_BLOCKS}),
             prefill_order="least_slack",
-            paces=True,
+            schedules_iterations=True,
         ),
         "distserve": PolicyEntry(
             "prompts and decodes on workers of their own, first come, first served (DistServe)",
@@ -143,7 +143,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             RoundRobinConfig,
             RoundRobin,
             BOTH,
-            paces=True,
+            schedules_iterations=True,
         ),
         "sarathi": PolicyEntry("decodes first, then prompts in chunks up to a budget", SarathiConfig, Sarathi),
     }

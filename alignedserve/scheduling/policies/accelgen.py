@@ -5,7 +5,7 @@ import numpy as np
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.packer import Packer, add_earliest
 from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig, Pivot, Urgency, find_pivot, urgency_of
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Ints
 
 
@@ -30,7 +30,7 @@ class Accelgen:
             urgency = urgency._replace(remaining_s=view.table.arrival_s - view.now)
             is_urgent = np.zeros(len(view.table), np.bool_)
         plan = _Batch(view, self._config, self._pivot, urgency).fill(is_urgent)
-        for row, num_tokens, _ in plan.shares:
+        for row, num_tokens, _ in plan.scheduled:
             if 1 < num_tokens < view.table.context_len[row]:
                 self._chunk_len = 0.9 * self._chunk_len + 0.1 * num_tokens
         return plan
@@ -64,7 +64,7 @@ class _Batch:
         else:
             self._add_in_order(waiting)
         if not self._packer.rows and len(table):
-            add_earliest(self._packer, self._view, max(self._room(), 1))
+            add_earliest(self._packer, self._view, max(self._token_budget(), 1))
         return self._packer.plan()
 
     def _ordered(self, rows: Ints) -> Ints:
@@ -85,7 +85,7 @@ class _Batch:
 
     # --- the token budget
 
-    def _room(self, slo_s: float = np.inf) -> int:
+    def _token_budget(self, slo_s: float = np.inf) -> int:
         """Tokens that compute is left for with a request of this SLO in the batch (equation 6); one if it is empty."""
         left = self._packer.num_tokens_left
         if not self._config.dynamic_chunking:
@@ -95,11 +95,11 @@ class _Batch:
 
     def _demand(self, row: int, slo_s: float, kept: int = 0) -> int:
         """Tokens of a prompt for this iteration, `kept` of the budget being for others; 0: none."""
-        remaining, room = self._packer.remaining(row), self._room(slo_s) - kept
+        remaining, budget = self._packer.remaining(row), self._token_budget(slo_s) - kept
         if self._config.dynamic_chunking:
-            return max(min(remaining, room), 0)
+            return max(min(remaining, budget), 0)
         chunk = min(remaining, self._config.static_chunk_len, self._packer.num_tokens_left - kept)
-        return chunk if chunk <= room or not self._has_prompt else 0
+        return chunk if chunk <= budget or not self._has_prompt else 0
 
     def _try(self, row: int, num_tokens: int) -> bool:
         """Add as many of these tokens as there are blocks for (static chunks: all or none)."""
@@ -130,40 +130,40 @@ class _Batch:
         for row, is_decode, is_due, num_whole, slo_s in zip(*(column.tolist() for column in columns), strict=True):
             if only_decodes and not is_decode:
                 continue
-            if packer.num_places_left < 1 or self._room() < 1:
+            if packer.num_places_left < 1 or self._token_budget() < 1:
                 return
             decodes_left -= is_decode
             blocks_due -= is_due
-            only_decodes = self._room() <= decodes_left
+            only_decodes = self._token_budget() <= decodes_left
             if self._is_evicted[row] or (
                 num_whole > packer.num_free - blocks_due and not (self._has_victims and self._may_preempt[row])
             ):
                 continue
             num_tokens = 1 if is_decode else self._demand(row, slo_s, decodes_left)
-            if num_tokens and self._make_room(row, num_tokens, num_whole, blocks_due):
+            if num_tokens and self._evict_until(row, num_tokens, num_whole, blocks_due):
                 packer.num_free -= blocks_due
                 self._try(row, num_tokens)
                 packer.num_free += blocks_due
 
-    def _make_room(self, row: int, num_tokens: int, num_whole: int, blocks_due: int) -> bool:
+    def _evict_until(self, row: int, num_tokens: int, num_whole: int, blocks_due: int) -> bool:
         """While blocks lack, the one that can wait longest gives way, if it can wait longer than this one.
 
         False where even after all of them there would not be `num_whole` blocks.
         """
         packer = self._packer
-        spare = packer.num_free - blocks_due
+        num_spare_blocks = packer.num_free - blocks_due
         wanted = packer.blocks_needed(row, num_tokens)
-        if max(wanted, num_whole) <= spare:
+        if max(wanted, num_whole) <= num_spare_blocks:
             return True
         if not self._has_victims or not self._may_preempt[row]:
-            return num_whole <= spare
+            return num_whole <= num_spare_blocks
         victims = self._victims(row)
         self._has_victims = bool(victims)  # who comes after this one in the queue finds no more of them
-        if num_whole > spare + int(self._view.table.num_blocks[victims].sum()):
+        if num_whole > num_spare_blocks + int(self._view.table.num_blocks[victims].sum()):
             return False
         while victims and wanted > packer.num_free - blocks_due:
             victim = victims.pop()
-            packer.evict(victim, Eviction.DROP)
+            packer.evict(victim, EvictionMode.DROP)
             self._is_evicted[victim] = True
         return True
 
@@ -221,7 +221,7 @@ class _Batch:
             if not fits.any():
                 return
             size = self._view.memory.block_size
-            left_over = (self._room() - demands) ** 2 + ((self._free_blocks() - blocks) * size) ** 2
+            left_over = (self._token_budget() - demands) ** 2 + ((self._free_blocks() - blocks) * size) ** 2
             best = int(np.where(fits, left_over, np.iinfo(np.int64).max).argmin())
             added = self._try(int(rows[best]), int(demands[best]))
             assert added, "a request that fits is refused"
@@ -238,16 +238,16 @@ class _Batch:
         slots = (held + max(self._free_blocks(), 0)) * size - cached
         left = self._packer.num_tokens_left
         if self._config.dynamic_chunking:
-            room = np.minimum(
+            budget = np.minimum(
                 self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s[rows]), left + self._num_tokens
             )
-            room = np.maximum(room.astype(np.int64) - self._num_tokens, 0 if self._num_tokens else 1)
-            demands = np.where(can_cut, np.minimum(np.minimum(remaining, room), slots), remaining)
+            budget = np.maximum(budget.astype(np.int64) - self._num_tokens, 0 if self._num_tokens else 1)
+            demands = np.where(can_cut, np.minimum(np.minimum(remaining, budget), slots), remaining)
         else:
             demands = np.minimum(remaining, min(self._config.static_chunk_len, left))
-            room = np.full(len(rows), self._room() if self._has_prompt else left)
+            budget = np.full(len(rows), self._token_budget() if self._has_prompt else left)
         blocks = np.maximum(-(-(cached + demands) // size) - held, 0)
-        return demands, blocks, (demands > 0) & (demands <= room) & (demands <= slots)
+        return demands, blocks, (demands > 0) & (demands <= budget) & (demands <= slots)
 
     def _add_in_order(self, waiting: Ints) -> None:
         """Without multi-resource batching: until compute or memory ends."""

@@ -24,11 +24,16 @@ from alignedserve.scheduling.policies.slo_packing import (
     ON_TIME,
     STARVING,
     URGENT,
-    Outlook,
+    SloForecast,
     SloPacking,
 )
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.runtime_estimate import Probed, left_to_generate, probe_prompts, probe_runtime
+from alignedserve.scheduling.runtime_estimate import (
+    RefreshedEstimate,
+    fit_request_runtime,
+    measure_prefill_times,
+    remaining_output_len,
+)
 from alignedserve.scheduling.table import Bools, Floats, RequestTable
 
 
@@ -50,18 +55,18 @@ class AlignedSlo:
 
     def __init__(self, config: AlignedSloConfig) -> None:
         self._config = config
-        self._runtime = Probed(probe_runtime)
-        self._prompts = Probed(probe_prompts)
+        self._runtime = RefreshedEstimate(fit_request_runtime)
+        self._prompts = RefreshedEstimate(measure_prefill_times)
         self._tightest_s = np.inf  # first-token objective of late
         self._seen_s = -np.inf  # when there was a request with it
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
         cap_s = self._cap_s(view)
-        outlook = self._look(view, cap_s)
-        packing = SloPacking(view, outlook, growth_tokens=self._config.growth_tokens)
-        allowed_s = outlook.allowed_s
-        starving, served = outlook.rank == STARVING, (outlook.rank > STARVING) & (outlook.rank < BEST_EFFORT)
+        forecast = self._forecast(view, cap_s)
+        packing = SloPacking(view, forecast, growth_tokens=self._config.growth_tokens)
+        allowed_s = forecast.allowed_s
+        starving, served = forecast.rank == STARVING, (forecast.rank > STARVING) & (forecast.rank < BEST_EFFORT)
         starving_s = self._config.starving_share * max(min(allowed_s, cap_s), view.history.mean_s)
         packing.add_decodes(starving, starving_s, at_least=1)
         packing.add_decodes(served, np.inf)
@@ -94,30 +99,30 @@ class AlignedSlo:
             self._tightest_s, self._seen_s = tightest_s, view.now
         return share * self._tightest_s
 
-    def _look(self, view: WorkerView, cap_s: float) -> Outlook:
+    def _forecast(self, view: WorkerView, cap_s: float) -> SloForecast:
         table, now, config = view.table, view.now, self._config
         runtime = self._runtime.of(view.costs)
-        is_decoding, num_left = table.is_decoding, left_to_generate(table)[0]
+        is_decoding, num_left = table.is_decoding, remaining_output_len(table)[0]
         left_s = runtime.remaining_s(table, num_left)
         prompt_s = self._prompts.of(view.costs).of(table.num_remaining)
         alone_s = np.where(is_decoding, runtime.decode_s, np.maximum(prompt_s, runtime.decode_s))
         dues = _dues_of(table)
-        spare_s = table.arrival_s + table.deadline_s - left_s - now
+        eviction_slack_s = table.arrival_s + table.deadline_s - left_s - now
         is_late = np.where(dues.has_begun, table.first_token_s > dues.first_s, dues.next_s - alone_s < now)
-        is_late |= spare_s < 0
-        is_pressing = spare_s < left_s  # a deadline: with half of the time that is left it would still be met
+        is_late |= eviction_slack_s < 0
+        is_pressing = eviction_slack_s < left_s  # a deadline: with half of the time that is left it would still be met
         is_free = np.isinf(table.ttft_s) & np.isinf(table.tpot_s)
         has_objective = (table.is_real_time & ~is_free) | is_pressing
         rank = np.where(has_objective & ~is_late, ON_TIME, np.where(table.is_real_time, LATE, BEST_EFFORT))
         is_on_time = rank == ON_TIME
         slack_s = dues.next_s - now
         horizon_s = 2 * max(view.history.mean_s, cap_s if np.isfinite(cap_s) else 0.0)
-        claim = np.where(is_on_time & (np.minimum(slack_s - alone_s, spare_s) < horizon_s), URGENT, rank)
+        claim = np.where(is_on_time & (np.minimum(slack_s - alone_s, eviction_slack_s) < horizon_s), URGENT, rank)
         waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
         has_waited = waited_s > config.starvation_s + config.patience * left_s
         is_starving = has_waited & (~is_on_time | np.isinf(slack_s))  # the others are urgent once they are due
         return_s = runtime.prefill_s(table.context_len.astype(np.float64))
-        return Outlook(
+        return SloForecast(
             is_ready=is_decoding & (table.num_swapped == 0),
             left_s=left_s,
             rank=np.where(is_starving, STARVING, claim),
@@ -128,7 +133,7 @@ class AlignedSlo:
             stretched_s=self._stretched_s(view, dues, num_left, is_on_time),
             slack_s=slack_s,
             prefill_token_s=runtime.prefill_token_s,
-            spare_s=np.minimum(dues.schedule_s - now, spare_s) - return_s - 2 * horizon_s,
+            eviction_slack_s=np.minimum(dues.schedule_s - now, eviction_slack_s) - return_s - 2 * horizon_s,
         )
 
     def _stretched_s(self, view: WorkerView, dues: "_Dues", num_left: Floats, is_on_time: Bools) -> float:

@@ -8,7 +8,12 @@ from msgspec import Meta
 
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.priority_packing import Preemption, PriorityPacking
-from alignedserve.scheduling.runtime_estimate import Probed, RuntimeModel, left_to_generate, probe_runtime
+from alignedserve.scheduling.runtime_estimate import (
+    RefreshedEstimate,
+    RequestRuntimeModel,
+    fit_request_runtime,
+    remaining_output_len,
+)
 from alignedserve.scheduling.table import Floats, Ints
 
 
@@ -21,7 +26,7 @@ class AliseConfig:
     age_threshold_s: Annotated[float, Meta(gt=0)] = 60.0  # waiting that raises a request by one level (the paper's K)
     preemption: Preemption = Preemption.SWAP  # RECOMPUTE, DEFER: the paper's Figure 8
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that newcomers leave free
-    runtime: RuntimeModel | None = None  # T0, alpha, beta; None: probed from the worker's cost model
+    runtime: RequestRuntimeModel | None = None  # T0, alpha, beta; None: probed from the worker's cost model
 
 
 class Alise:
@@ -32,13 +37,13 @@ class Alise:
 
     def __init__(self, config: AliseConfig) -> None:
         self._config = config
-        self._runtime = Probed(probe_runtime, config.runtime)
+        self._runtime = RefreshedEstimate(fit_request_runtime, config.runtime)
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
         config, table = self._config, view.table
         runtime = self._runtime.of(view.costs)
-        num_left, num_overruns = left_to_generate(table)
+        num_left, num_overruns = remaining_output_len(table)
         remaining_s = runtime.remaining_s(table, num_left)
         level = self._base_level(remaining_s / (config.first_level_tokens * runtime.decode_s), num_overruns)
         waited_s = np.maximum(view.now - table.arrival_s - table.service_s, 0.0)

@@ -12,8 +12,8 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policies.apt_serve_selection import Candidates, Room, select
-from alignedserve.scheduling.policy import Evict, Eviction, IterationPlan, Share, WorkerView
+from alignedserve.scheduling.policies.apt_serve_selection import KnapsackItems, SelectionBudget, select
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
 _NEAR_ZERO_S = 1e-6  # what a request past its SLO is worth: only the order among those depends on it
@@ -52,11 +52,11 @@ class AptServe:
         """See IterationPolicy."""
         step = _Step(view, self._config)
         returning = step.returns_to_kv()
-        if returning.shares:
+        if returning.scheduled:
             return returning
         kinds = (step.decodes, step.prompts) if step.decodes_are_more_urgent() else (step.prompts, step.decodes)
         plan = kinds[0]()
-        return plan if plan.shares else kinds[1]()
+        return plan if plan.scheduled else kinds[1]()
 
 
 class AptServeChunked:
@@ -72,7 +72,7 @@ class AptServeChunked:
         # Whoever has just been preempted is not overtaken by somebody new in the same iteration.
         prompts = step.prompts(takes_new=not decodes.evictions)
         return IterationPlan(
-            returning.shares + decodes.shares + prompts.shares, returning.evictions + decodes.evictions
+            returning.scheduled + decodes.scheduled + prompts.scheduled, returning.evictions + decodes.evictions
         )
 
 
@@ -114,52 +114,54 @@ class _Step:
         )
         rows, more = rows[fits], more[fits]
         self._running = self._running[~np.isin(self._running, rows)]
-        shares = self._share(rows, self._context_len[rows], int(more.sum()))
-        return IterationPlan(shares, tuple(Evict(row, Eviction.DROP) for row in rows.tolist()))
+        scheduled = self._schedule(rows, self._context_len[rows], int(more.sum()))
+        return IterationPlan(scheduled, tuple(PlannedEviction(row, EvictionMode.DROP) for row in rows.tolist()))
 
     def decodes(self) -> IterationPlan:
         """A token of everybody who runs; where their caches no longer fit, of those that are worth most per block."""
-        rows, max_running_requests = self._worth_running(), self._view.limits.max_running_requests
+        rows, max_running_requests = self._rows_to_decode(), self._view.limits.max_running_requests
         more = int(self._more_blocks(rows).sum())
         if more <= self._num_free and len(rows) <= min(self._num_tokens_left, max_running_requests):
-            return IterationPlan(self._share(rows, np.ones_like(rows), more))
+            return IterationPlan(self._schedule(rows, np.ones_like(rows), more))
         rows = self._view.table.by_arrival(self._running)
         num_blocks, held = self._blocks(rows), self._view.table.num_blocks[rows]
         penalty = np.where(self._view.table.is_hidden[rows], self._penalty(rows), 0.0)
         value = np.maximum(self._value(rows) - penalty, _NEAR_ZERO_S)
-        of_one_kind = Candidates(value, num_blocks, np.ones_like(rows), np.zeros_like(value), num_blocks)
-        room = Room(self._num_free + int(held.sum()), self._num_tokens_left, max_running_requests)
-        chosen = select(of_one_kind, room).indices
+        of_one_kind = KnapsackItems(value, num_blocks, np.ones_like(rows), np.zeros_like(value), num_blocks)
+        budget = SelectionBudget(self._num_free + int(held.sum()), self._num_tokens_left, max_running_requests)
+        chosen = select(of_one_kind, budget).indices
         more = int((num_blocks - held)[chosen].sum())
         is_left = np.ones(len(rows), np.bool_)
         is_left[chosen] = False
         left = np.flatnonzero(is_left)[::-1]
-        least_worth_first = np.argsort((value / num_blocks)[left], kind="stable")
-        evictions = self._evict(rows[left[least_worth_first]], more)
-        return IterationPlan(self._share(rows[chosen], np.ones_like(chosen), more), evictions)
+        least_valuable_first = np.argsort((value / num_blocks)[left], kind="stable")
+        evictions = self._evict(rows[left[least_valuable_first]], more)
+        return IterationPlan(self._schedule(rows[chosen], np.ones_like(chosen), more), evictions)
 
     def prompts(self, *, takes_new: bool = True) -> IterationPlan:
         """Prompts that have begun go on; then those of the waiting that the selection takes, in the kind it says."""
-        begun = self._go_on()
+        begun = self._continue_prompts()
         table = self._view.table
         num_free, num_hidden = self._num_free - self._watermark(), int(self._context_len[table.is_hidden].sum())
-        room = Room(
+        budget = SelectionBudget(
             num_free,
             self._num_tokens_left,
             self._num_places_left,
             self._config.max_hidden_tokens - num_hidden,
             self._splits_prompts,
         )
-        if not (takes_new and len(self._waiting) and room.has_any):
+        if not (takes_new and len(self._waiting) and budget.is_left):
             return IterationPlan(begun)
         rows = table.by_arrival(self._waiting)
-        selected = select(self._candidates(rows), room)
-        shares = map(Share, rows[selected.indices].tolist(), selected.num_tokens.tolist(), selected.is_hidden.tolist())
-        return IterationPlan(begun + tuple(shares))
+        selected = select(self._candidates(rows), budget)
+        scheduled = map(
+            ScheduledRequest, rows[selected.indices].tolist(), selected.num_tokens.tolist(), selected.is_hidden.tolist()
+        )
+        return IterationPlan(begun + tuple(scheduled))
 
     # --- parts
 
-    def _worth_running(self) -> Ints:
+    def _rows_to_decode(self) -> Ints:
         """Who runs, without costly hidden caches: these pause until they pay.
 
         At the latest until they are past their SLO, and not if nobody else runs.
@@ -177,14 +179,14 @@ class _Step:
             is_costly = is_costly & (gain < pending_s / self._blocks(rows, is_hidden=False))
         return is_costly
 
-    def _go_on(self) -> tuple[Share, ...]:
+    def _continue_prompts(self) -> tuple[ScheduledRequest, ...]:
         remaining = self._view.table.num_remaining[self._begun]
         before = np.cumsum(remaining) - remaining
         num_tokens = np.minimum(remaining, self._num_tokens_left - before)
         goes_on = num_tokens > 0
-        return self._share(self._begun[goes_on], num_tokens[goes_on], 0)
+        return self._schedule(self._begun[goes_on], num_tokens[goes_on], 0)
 
-    def _candidates(self, rows: Ints) -> Candidates:
+    def _candidates(self, rows: Ints) -> KnapsackItems:
         num_tokens = self._context_len[rows]
         if not self._splits_prompts:  # then what is longer than an iteration goes alone, for as many as there are
             num_tokens = np.minimum(num_tokens, self._view.limits.max_tokens)
@@ -192,20 +194,20 @@ class _Step:
         value = self._value(rows)
         ratio = self._view.memory.hidden_ratio
         if not self._config.hybrid_cache or ratio is None or ratio >= 1:
-            return Candidates(value, num_blocks, num_tokens, np.zeros_like(value), num_blocks)
-        return Candidates(value, num_blocks, num_tokens, self._penalty(rows), self._blocks(rows, is_hidden=True))
+            return KnapsackItems(value, num_blocks, num_tokens, np.zeros_like(value), num_blocks)
+        return KnapsackItems(value, num_blocks, num_tokens, self._penalty(rows), self._blocks(rows, is_hidden=True))
 
-    def _evict(self, rows: Ints, num_blocks: int) -> tuple[Evict, ...]:
+    def _evict(self, rows: Ints, num_blocks: int) -> tuple[PlannedEviction, ...]:
         """Drop the caches of these, in this order, until so many blocks are free; the others only pause."""
         held = self._view.table.num_blocks[rows]
         count = int((np.cumsum(held) - held + self._num_free < num_blocks).sum())
         self._num_free += int(held[:count].sum())
-        return tuple(Evict(row, Eviction.DROP) for row in rows[:count].tolist())
+        return tuple(PlannedEviction(row, EvictionMode.DROP) for row in rows[:count].tolist())
 
-    def _share(self, rows: Ints, num_tokens: Ints, num_blocks: int) -> tuple[Share, ...]:
+    def _schedule(self, rows: Ints, num_tokens: Ints, num_blocks: int) -> tuple[ScheduledRequest, ...]:
         self._num_free -= num_blocks
         self._num_tokens_left -= int(num_tokens.sum())
-        return tuple(map(Share, rows.tolist(), num_tokens.tolist()))
+        return tuple(map(ScheduledRequest, rows.tolist(), num_tokens.tolist()))
 
     # --- figures
 

@@ -19,7 +19,7 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import Packer
-from alignedserve.scheduling.policy import Evict, Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, WorkerView
 from alignedserve.scheduling.table import Floats
 
 
@@ -202,7 +202,7 @@ class _Packing:
             return _Outcome.NO_TIME
         return _Outcome.JOINED
 
-    def _time_with(self, row: int, num_tokens: int, evictions: list[Evict]) -> float:
+    def _time_with(self, row: int, num_tokens: int, evictions: list[PlannedEviction]) -> float:
         work = self.packer.work.copy()
         self.packer.note_work(work, row, num_tokens)
         work.swap_out_tokens += self._view.memory.copy_tokens(sum(part.num_tokens or 0 for part in evictions))
@@ -210,14 +210,14 @@ class _Packing:
 
     # --- blocks: FindPreemptBlock and FindBlock (section 5.2)
 
-    def _find_blocks(self, row: int, num_tokens: int) -> list[Evict] | None:
+    def _find_blocks(self, row: int, num_tokens: int) -> list[PlannedEviction] | None:
         """What has to leave the device for this one; None: that would not do."""
         missing = self.packer.blocks_needed(row, num_tokens) - self.packer.num_free
         if missing <= 0:
             return []
         if self._is_short:
             return None
-        evictions: list[Evict] = []
+        evictions: list[PlannedEviction] = []
         for victim in self._victims(row):
             part, num_blocks = self._checkpoint(victim, missing, evictions)
             evictions.append(part)
@@ -247,7 +247,7 @@ class _Packing:
             if is_later or (is_real_time and not table.is_real_time[other]):
                 yield other
 
-    def _checkpoint(self, victim: int, missing: int, so_far: list[Evict]) -> tuple[Evict, int]:
+    def _checkpoint(self, victim: int, missing: int, so_far: list[PlannedEviction]) -> tuple[PlannedEviction, int]:
         """What leaves of this one for so many blocks, and the blocks that come free.
 
         Where blocks are shared, only the blocks of a best-effort request that will be overwritten (lazy checkpointing);
@@ -260,5 +260,5 @@ class _Packing:
             num_blocks = min(num_blocks, missing)
             num_tokens = num_blocks * memory.block_size
         if num_tokens > self.packer.num_free_host - sum(part.num_tokens or 0 for part in so_far):
-            return Evict(victim, Eviction.DROP), self._num_blocks[victim]
-        return Evict(victim, Eviction.SWAP, num_tokens), num_blocks
+            return PlannedEviction(victim, EvictionMode.DROP), self._num_blocks[victim]
+        return PlannedEviction(victim, EvictionMode.SWAP, num_tokens), num_blocks

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alignedserve.scheduling.packer import Packer, by_arrival
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,6 @@ class Fastgen:
         """Nobody fits: the memory is full of requests that each wait for more."""
         holders = by_arrival(view, np.flatnonzero(view.table.num_blocks > 0))
         for row in holders[1:]:
-            packer.evict(row, Eviction.DROP)
+            packer.evict(row, EvictionMode.DROP)
         if holders and (num_tokens := packer.chunk(holders[0])):
             packer.add(holders[0], num_tokens)

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.priority_packing import Preemption, PriorityPacking
-from alignedserve.scheduling.runtime_estimate import Probed, RuntimeModel, probe_runtime
+from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, RequestRuntimeModel, fit_request_runtime
 from alignedserve.scheduling.table import Floats, Ints
 
 
@@ -21,7 +21,7 @@ class FastServeConfig:
     starvation_s: Annotated[float, Meta(gt=0)] = 10.0  # waiting that pays for one more way through all queues
     preemption: Preemption = Preemption.SWAP
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks kept free for newcomers
-    runtime: RuntimeModel | None = None  # None: probed from the worker's cost model
+    runtime: RequestRuntimeModel | None = None  # None: probed from the worker's cost model
 
 
 class FastServe:
@@ -32,7 +32,7 @@ class FastServe:
 
     def __init__(self, config: FastServeConfig) -> None:
         self._config = config
-        self._runtime = Probed(probe_runtime, config.runtime)
+        self._runtime = RefreshedEstimate(fit_request_runtime, config.runtime)
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Meta
 
 from alignedserve.scheduling.packer import Packer, by_arrival
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class FcfsConfig:
     """vLLM's defaults."""
 
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that newcomers leave free
-    preemption: Eviction = Eviction.DROP  # vLLM recomputes a single sequence
+    preemption: EvictionMode = EvictionMode.DROP  # vLLM recomputes a single sequence
 
 
 class Fcfs:
@@ -86,7 +86,7 @@ class Fcfs:
                 continue
             while not packer.add(row, 1) and view.can_evict:
                 victim = holders.pop()
-                packer.evict(victim, self._config.preemption if is_decoding[victim] else Eviction.DROP)
+                packer.evict(victim, self._config.preemption if is_decoding[victim] else EvictionMode.DROP)
                 has_left.add(victim)
                 if victim == row:
                     break

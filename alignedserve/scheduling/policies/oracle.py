@@ -12,7 +12,7 @@ import numpy as np
 from alignedserve.costmodel.model import CostModel, chunk_within
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import Packer, add_earliest
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
 _TINY_S = 1e-9  # sums of floats
@@ -42,9 +42,9 @@ class Oracle:
             self._costs = view.costs
             self._prompt_s = np.array([_alone_s(view.costs, int(size), is_prompt=True) for size in _SIZES])
             self._decode_s = np.array([_alone_s(view.costs, int(size), is_prompt=False) for size in _SIZES])
-        return _Iteration(view, self._outlook(view)).fill()
+        return _Iteration(view, self._forecast(view)).fill()
 
-    def _outlook(self, view: WorkerView) -> "_Outlook":
+    def _forecast(self, view: WorkerView) -> "_OracleForecast":
         """What is known of each request; each served alone from now on."""
         table = view.table
         tokens_left = np.maximum(table.predicted_len - table.num_generated, 1.0)
@@ -59,11 +59,11 @@ class Oracle:
         due_s = np.minimum(end_s - (tokens_left - 1) * decode_s, np.where(is_first, ttft_due_s, np.inf))
         is_late = (view.now + next_s > due_s + _TINY_S) | (decode_s > np.where(is_first, tpot_s, np.inf))
         is_late |= ~is_first & (table.first_token_s > ttft_due_s + _TINY_S)
-        return _Outlook(tokens_left, next_s, due_s, end_s, is_late)
+        return _OracleForecast(tokens_left, next_s, due_s, end_s, is_late)
 
 
 @dataclass(frozen=True, slots=True)
-class _Outlook:
+class _OracleForecast:
     """By row."""
 
     tokens_left: Floats
@@ -76,9 +76,9 @@ class _Outlook:
 class _Iteration:
     """One iteration while it is filled."""
 
-    def __init__(self, view: WorkerView, outlook: _Outlook) -> None:
+    def __init__(self, view: WorkerView, forecast: _OracleForecast) -> None:
         self._view = view
-        self._outlook = outlook
+        self._forecast = forecast
         self._packer = Packer(view)
         self._decoding = IterationWork()  # the decodes that go on after this iteration
         self._until_s = np.inf  # when it has to end, for those in it whose next token comes with it
@@ -88,7 +88,7 @@ class _Iteration:
 
     def fill(self) -> IterationPlan:
         """Decodes and prompts that can be in time, then what is late."""
-        late = self._outlook.is_late
+        late = self._forecast.is_late
         self._add_decodes(np.flatnonzero(self._is_decode & ~late))
         prompts = np.flatnonzero(~self._is_decode & ~late)
         kept, given_up = self._feasible(prompts)
@@ -96,7 +96,7 @@ class _Iteration:
         self._add_decodes(np.flatnonzero(self._is_decode & late))
         rest = np.concatenate((np.array(given_up, np.int64), np.flatnonzero(~self._is_decode & late)))
         has_none = self._view.table.num_blocks[rest] == 0
-        shortest_first = rest[np.lexsort((self._view.table.order[rest], self._outlook.next_s[rest], has_none))]
+        shortest_first = rest[np.lexsort((self._view.table.order[rest], self._forecast.next_s[rest], has_none))]
         self._add_prompts(shortest_first.tolist(), is_late=True)
         if not self._packer.rows:
             add_earliest(self._packer, self._view, self._view.limits.max_tokens)
@@ -112,11 +112,11 @@ class _Iteration:
             self._packer.note_work(trial, row, 1)
             if self._packer.rows and self._ends_s(trial) > self._limit_s():
                 return
-            if self._packer.add(row, 1) and not self._outlook.is_late[row]:
+            if self._packer.add(row, 1) and not self._forecast.is_late[row]:
                 self._packer.note_work(self._decoding, row, 1)
 
     def _slack_s(self, rows: Ints) -> Floats:
-        return self._outlook.end_s[rows] - self._view.now
+        return self._forecast.end_s[rows] - self._view.now
 
     def _ends_s(self, work: IterationWork) -> float:
         return self._view.now + self._view.costs.iteration_s(work)
@@ -124,14 +124,14 @@ class _Iteration:
     def _limit_s(self, joining: int | None = None) -> float:
         """When this iteration has to end: then every decode in time still is, at the speed of decodes alone."""
         decoding = self._decoding
-        rows = [row for row in self._packer.rows if self._is_decode[row] and not self._outlook.is_late[row]]
+        rows = [row for row in self._packer.rows if self._is_decode[row] and not self._forecast.is_late[row]]
         if joining is not None:
             decoding = decoding.copy()
             decoding.add_decode(int(self._view.table.context_len[joining]))
         if not rows:
             return float(self._until_s)
         step_s = self._view.costs.iteration_s(decoding)
-        latest_s = self._outlook.end_s[rows] - (self._outlook.tokens_left[rows] - 1) * step_s
+        latest_s = self._forecast.end_s[rows] - (self._forecast.tokens_left[rows] - 1) * step_s
         return float(min(latest_s.min(), self._until_s))
 
     def _feasible(self, prompts: Ints) -> tuple[list[int], list[int]]:
@@ -139,12 +139,12 @@ class _Iteration:
 
         Moore and Hodgson: while the next one would be late, the longest of those kept so far is given up.
         """
-        due_s, order = self._outlook.due_s, self._view.table.order
+        due_s, order = self._forecast.due_s, self._view.table.order
         # In one iteration prompts share what it costs by itself.
         step_s = self._view.costs.iteration_s(self._decoding)
-        next_s = np.maximum(self._outlook.next_s - step_s, 0.0)
+        next_s = np.maximum(self._forecast.next_s - step_s, 0.0)
         # Of those due together the shortest output first: once begun, it is the sooner out of the way.
-        keys = (order[prompts], self._outlook.tokens_left[prompts], due_s[prompts])
+        keys = (order[prompts], self._forecast.tokens_left[prompts], due_s[prompts])
         ordered: list[int] = prompts[np.lexsort(keys)].tolist()
         share = self._prompt_share()
         kept: list[tuple[float, int]] = []  # the longest first
@@ -164,7 +164,7 @@ class _Iteration:
         if not rows:
             return 1.0
         step_s = self._view.costs.iteration_s(self._decoding)
-        paces_s = (self._outlook.end_s[rows] - self._view.now) / self._outlook.tokens_left[rows]
+        paces_s = (self._forecast.end_s[rows] - self._view.now) / self._forecast.tokens_left[rows]
         return float(max(1.0 - step_s / max(float(paces_s.min()), step_s), 0.05))
 
     def _add_prompts(self, rows: list[int], *, is_late: bool) -> None:
@@ -178,7 +178,7 @@ class _Iteration:
                 if is_late:
                     return
                 continue
-            if not self._add_prompt(row, np.inf if is_late else float(self._outlook.due_s[row])):
+            if not self._add_prompt(row, np.inf if is_late else float(self._forecast.due_s[row])):
                 return
 
     def _add_prompt(self, row: int, due_s: float) -> bool:
@@ -204,10 +204,10 @@ class _Iteration:
         table = self._view.table
         holders = [other for other in self._has_memory if not self._packer.is_evicted(other)]
         if not is_late and self._view.can_evict:
-            late = [other for other in holders if self._outlook.is_late[other] and other not in self._packer]
+            late = [other for other in holders if self._forecast.is_late[other] and other not in self._packer]
             late.sort(key=lambda other: (-table.arrival_s[other], -table.order[other]))
             while late and not self._never_exceeds([*holders, row]):
-                self._packer.evict(late[0], Eviction.DROP)
+                self._packer.evict(late[0], EvictionMode.DROP)
                 holders.remove(late.pop(0))
         return not holders or holders == [row] or self._never_exceeds([*holders, row])
 
@@ -215,7 +215,7 @@ class _Iteration:
         """If each of them gets a token per iteration from now on: the memory just before each one ends."""
         table, memory = self._view.table, self._view.memory
         chosen = np.unique(rows)
-        tokens_left = self._outlook.tokens_left[chosen]
+        tokens_left = self._forecast.tokens_left[chosen]
         longest_first = np.lexsort((chosen, -tokens_left))
         tokens_left = tokens_left[longest_first]
         slots = table.context_len[chosen][longest_first] + memory.block_size - 1  # the last block is rounded up

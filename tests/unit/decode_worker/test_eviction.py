@@ -21,9 +21,9 @@ from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, OffloadBlocks, UnmapArena
 from alignedserve.messages.workers import RequestPreempted
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.scheduler_state import Scheduler
 from decode_worker.logic import DecodeCommand
 from tests.harnesses.decode import (
     EOS,
@@ -344,11 +344,11 @@ def test_where_the_buffer_is_roomy_it_stays() -> None:
 
 
 def test_who_is_evicted_before_it_has_computed_what_its_copy_lacked_takes_along_what_it_has() -> None:
-    resting = PolicyPacing(Scheduler(Script(), EasyCosts(), IterationLimits(4, 10)))
-    made = DecodeHarness(buffer_blocks=16, pacing=resting)
+    resting = PolicyIterationScheduler(Scheduler(Script(), EasyCosts(), IterationLimits(4, 10)))
+    made = DecodeHarness(buffer_blocks=16, scheduler=resting)
     whole = long("r1", 7, 11)
     made.enter(msgspec.structs.replace(whole, copy=BlockCopy(11, 3, (BlockRun(0, 1, 0),))), long("r2", 2, 12))
-    (offload,) = made.logic._evictions.make_way(1, num_stalled=0)
+    (offload,) = made.logic._evictions.free_blocks(1, num_stalled=0)
     assert offload == OffloadBlocks(R1, 1, blocks(0), PREFILL, blocks(0), 1)
     (command,) = loads(made.offloaded(offload, (BlockRun(0, 1, 55),)))  # there is room for it again
     assert [part.copy for part in command.loads] == [BlockCopy(1, 3, (BlockRun(0, 1, 55),))]

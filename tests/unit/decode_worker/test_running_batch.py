@@ -2,9 +2,9 @@
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import SampledToken
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.scheduler_state import Scheduler
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.state import Candidate, Loading, RunningRequest
 from tests.harnesses.scheduling import EasyCosts, Script, Step
@@ -24,9 +24,17 @@ def append_token(running: RunningRequest) -> None:
 class RunningBatchHarness:
     """A running batch, here of at most three."""
 
-    def __init__(self, num_blocks: int, max_running_requests: int = 3, pacing: PolicyPacing | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        max_running_requests: int = 3,
+        scheduler: PolicyIterationScheduler | None = None,
+    ) -> None:
         self.batch = RunningBatch(
-            num_blocks=num_blocks, block_size=4, max_running_requests=max_running_requests, pacing=pacing
+            num_blocks=num_blocks,
+            block_size=4,
+            max_running_requests=max_running_requests,
+            scheduler=scheduler,
         )
 
     def enter(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
@@ -91,9 +99,9 @@ def test_what_is_being_copied_in_grows_too() -> None:
 
 def test_blocks_that_are_being_copied_out_are_not_free_yet() -> None:
     harness = RunningBatchHarness(4)
-    block_ids = harness.batch.take_out(harness.enter("r1", 9))
+    block_ids = harness.batch.begin_eviction(harness.enter("r1", 9))
     assert harness.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) is None
-    harness.batch.copied_out(block_ids)
+    harness.batch.end_eviction(block_ids)
     assert harness.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) is not None
 
 
@@ -161,7 +169,7 @@ def test_a_stalled_request_goes_on_when_there_is_a_block() -> None:
 def test_blocks_on_their_way_out_count_as_coming() -> None:
     harness = RunningBatchHarness(4)
     harness.enter_anyway("r1", 7)
-    harness.batch.take_out(harness.enter_anyway("r2", 5))
+    harness.batch.begin_eviction(harness.enter_anyway("r2", 5))
     harness.iterate()
     assert harness.batch.grow() == (1, -1)  # two blocks are coming for the one that is wanting
 
@@ -237,8 +245,8 @@ def paced(*steps: Step, num_blocks: int = 20) -> RunningBatchHarness:
     """As these steps say."""
     script = Script()
     script.steps.extend(steps)
-    pacing = PolicyPacing(Scheduler(script, EasyCosts(), IterationLimits(4, 10)))
-    return RunningBatchHarness(num_blocks, pacing=pacing)
+    scheduler = PolicyIterationScheduler(Scheduler(script, EasyCosts(), IterationLimits(4, 10)))
+    return RunningBatchHarness(num_blocks, scheduler=scheduler)
 
 
 def test_a_policy_computes_in_chunks_what_the_copy_lacked() -> None:

@@ -5,9 +5,9 @@ from alignedserve.core.request import RequestClass
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.workers import SetPredictedLength
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.scheduler_state import Scheduler
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import EOS, PrefillHarness, added, run, token
 from tests.harnesses.scheduling import EasyCosts, Script, Step
@@ -21,7 +21,9 @@ class Paced:
 
     def __init__(self, *steps: Step) -> None:
         self.script = Script()
-        self.worker = PrefillHarness(pacing=PolicyPacing(Scheduler(self.script, EasyCosts(), IterationLimits(3, 10))))
+        self.worker = PrefillHarness(
+            scheduler=PolicyIterationScheduler(Scheduler(self.script, EasyCosts(), IterationLimits(3, 10)))
+        )
         self.script.steps.extend(steps)
 
     def seen(self) -> list[tuple[RequestId, int]]:

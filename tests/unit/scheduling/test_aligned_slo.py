@@ -4,7 +4,7 @@ from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import WorkerView
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
 
 def example(tpot_s: float, **worker: Any) -> WorkerView:
@@ -26,7 +26,7 @@ def example(tpot_s: float, **worker: Any) -> WorkerView:
 def planned(view: WorkerView) -> dict[str, int]:
     plan = make_policy("aligned_slo").plan(view)
     assert_sound(view, plan)
-    return shares_of(view, plan)
+    return scheduled_of(view, plan)
 
 
 def test_the_example_of_the_page() -> None:
@@ -53,7 +53,7 @@ def test_best_effort_gives_its_blocks_to_a_question_that_cannot_wait() -> None:
     }
     view = view_of(rows, now=1.0, num_blocks=11)
     plan = make_policy("aligned_slo").plan(view)
-    assert shares_of(view, plan) == {"question": 60}
+    assert scheduled_of(view, plan) == {"question": 60}
     assert evicted_of(view, plan) == [("document", "drop")]
 
 
@@ -64,7 +64,7 @@ def test_equals_do_not_take_each_others_blocks() -> None:
     }
     view = view_of(rows, now=1.0, num_blocks=11)
     plan = make_policy("aligned_slo").plan(view)
-    assert shares_of(view, plan) == {"first": 1}
+    assert scheduled_of(view, plan) == {"first": 1}
     assert not plan.evictions
 
 
@@ -94,9 +94,9 @@ def test_decodes_of_who_has_waited_beyond_the_bound_take_no_more_than_their_shar
     }
     # An iteration may take 0.9 of its 200 ms: 18 ms are the share, 10 of them any iteration's, 1.15 for each decode.
     question = {"prompt_len": 175, "ttft_s": 1.0, "arrival_s": 0.2}
-    shares = planned(view_of(rows | {"question": question}, now=1.0))
-    assert shares.pop("question") == 175
-    assert len(shares) == 6
+    scheduled = planned(view_of(rows | {"question": question}, now=1.0))
+    assert scheduled.pop("question") == 175
+    assert len(scheduled) == 6
 
 
 def test_smaller_priority_goes_first_among_equals() -> None:

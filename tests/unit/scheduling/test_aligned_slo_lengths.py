@@ -3,7 +3,7 @@
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
 Rows = dict[str, dict[str, Any]]
 
@@ -12,7 +12,7 @@ def planned(rows: Rows, **worker: Any) -> tuple[dict[str, int], list[tuple[str, 
     view = view_of(rows, **worker)
     plan = make_policy("aligned_slo").plan(view)
     assert_sound(view, plan)
-    return shares_of(view, plan), evicted_of(view, plan)
+    return scheduled_of(view, plan), evicted_of(view, plan)
 
 
 def crowd(**short: Any) -> Rows:

@@ -97,7 +97,7 @@ class _NoRevenge:
     def plan(self, view: WorkerView) -> IterationPlan:
         plan = self._policy.plan(view)
         ids = view.table.request_ids
-        entered = {ids[share.row] for share in plan.shares if not view.table.num_blocks[share.row]}
+        entered = {ids[share.row] for share in plan.scheduled if not view.table.num_blocks[share.row]}
         displaced = {ids[part.row] for part in plan.evictions}
         assert not (displaced & self._entered and entered & self._displaced)
         self._entered, self._displaced = entered, displaced

@@ -57,7 +57,7 @@ class Inspected(LogicCluster):
         if isinstance(command, RunIteration) and isinstance(logic, DecodeLogic | ColocatedLogic):
             if isinstance(logic, ColocatedLogic):
                 lengths = [one.context_len for one in logic._members]
-            elif logic._pacing is not None:
+            elif logic._scheduler is not None:
                 lengths = [logic._batch[request_id].context_len for request_id, _ in command.slices]
             else:
                 following = logic._batch._additions  # who enters with the next iteration
