@@ -1,16 +1,16 @@
-"""What a decode worker decides, every iteration, by itself and without any remote call.
+"""Decisions of a decode worker, in every iteration and without any remote call.
 
 The life of a request on a decode worker:
 1. BatchGranted: it is a candidate; its cache waits in the pool under a lease, and is prefetched into a prefill worker's
-   memory unless it can run at once. An urgent one comes straight from a prefill worker. (candidates.py)
-2. When its turn has come (batches.py) and its blocks and those of its next iterations fit, its cache is copied into
-   blocks of ours beside the running iteration, verified, and it enters with the next one. What does not verify is a
-   miss: RequestPreempted sends it back to be recomputed.
+   memory unless it can run at once. An urgent one comes straight from a prefill worker. (batching/candidates.py)
+2. When its batch is due (batching/batch_order.py) and its blocks and those of its next iterations fit, its cache is
+   copied into this worker's blocks beside the running iteration, verified, and it enters with the next one. A copy that
+   does not verify is a miss: RequestPreempted sends the request back to be recomputed.
 3. Every iteration gives it one token, which goes straight to its gateway.
 4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
 5. When the next iteration would not fit, the longest request (while two batches mix, of the outgoing one) is evicted
-   into a prefill worker's memory, from where it comes back. When its batch has gone, it returns to the pool.
-   Where there is no room for it, it is preempted and recomputed later.
+   into a prefill worker's memory, from where it is loaded again. When its batch has ended, it returns to the pool.
+   If no buffer has space for it, it is preempted and recomputed later. (batching/eviction.py)
 """
 
 from collections.abc import Iterable
@@ -69,7 +69,7 @@ DecodeCommand = Send | SendTo | WorkCommand
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """What bounds the running batch."""
+    """Limits of the running batch."""
 
     max_running_requests: int
     switch: SwitchLimits = field(default_factory=SwitchLimits)
@@ -86,7 +86,7 @@ class DecodeLogic:
         eos_token_ids: frozenset[int],
         scheduler: PolicyIterationScheduler | None = None,
     ) -> None:
-        """`pacing`: who is in which iteration; None: everybody in every one."""
+        """`scheduler`: chooses the requests of each iteration; None: all are in every one."""
         self._scheduler = scheduler
         self._registered = registered
         self._limits = limits
@@ -99,9 +99,9 @@ class DecodeLogic:
         self._candidates = Candidates(registered.pool_name)
         self._order = BatchOrder(limits.switch, scheduler.is_mixing_cheaper if scheduler is not None else None)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
-        self._aborted: list[RunningRequest] = []  # to be dropped when the iteration is over
+        self._aborted: list[RunningRequest] = []  # dropped at the end of the iteration
         self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
-        self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last looked through
+        self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last examined
         self._num_iterations = 0
         self._num_verified = 0
         self._counted: LoadCounts | None = None  # as last reported
@@ -115,7 +115,7 @@ class DecodeLogic:
         )
 
     def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
-        """Same state, event and now always give the same commands. Touches nothing outside self."""
+        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         commands = self._handle(event, now)
         # The next iteration first: it computes while candidates are moved and the messages about the last one are sent.
         started = self._start_iteration(now)
@@ -209,7 +209,7 @@ class DecodeLogic:
         waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
         moving = self._batch.loading_candidate(request_id), self._evictions.get(request_id)
         known = [one.attempt for one in (waiting, running, *moving) if one is not None]
-        if max(known, default=0) > message.attempt:  # it has come another way since
+        if max(known, default=0) > message.attempt:  # a later attempt is here already
             return [Send(peer, ReservationRefused(request_id, message.attempt))]
         return [*self._candidates.reserve(peer, message)]
 
@@ -230,7 +230,7 @@ class DecodeLogic:
         return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DecodeCommand]:
-        """End what is here of a request; with an attempt, only of that one and earlier ones."""
+        """Abort a request; with an attempt, only that one and earlier ones."""
         commands: list[DecodeCommand] = []
         self._candidates.forget_returned(request_id, attempt)
         waiting = self._candidates.get(request_id)
@@ -248,10 +248,10 @@ class DecodeLogic:
                 self._aborted.append(running)
         return commands
 
-    # --- candidates: in, and back
+    # --- candidates: admitted, prefetched, returned
 
     def _move_candidates(self, now: float) -> list[DecodeCommand]:
-        """Admit who may enter, prefetch the others, give back who has missed its batch."""
+        """Admit candidates that may enter, prefetch the others, return those whose batch has ended to the pool."""
         if not self._candidates:
             return []
         commands: list[DecodeCommand] = []
@@ -271,13 +271,13 @@ class DecodeLogic:
         return [*commands, *self._candidates.drain_buffers()]
 
     def _admit(self, may_enter: Iterable[Candidate], now: float) -> list[DecodeCommand]:
-        """Candidates that fit, in order; nobody overtakes one that does not, but one that is still on its way waits."""
+        """Load the candidates that fit, in order, up to the first that does not; those being copied are skipped."""
         loads: dict[str, list[Load]] = {}
         for candidate in may_enter:
             if candidate.location in (CacheLocation.PREFETCHING, CacheLocation.RETURNING):
                 continue
             if self._evictions.get(candidate.request.request_id) is not None:
-                continue  # an earlier life of it is still on its way out
+                continue  # an earlier attempt of it is still being copied out
             block_ids = self._batch.blocks_if_fits(candidate)
             if block_ids is None:
                 break
@@ -329,7 +329,7 @@ class DecodeLogic:
         return [RunIteration(*changes, slices), *commands]
 
     def _fail_stuck(self) -> list[DecodeCommand]:
-        """One request alone that does not fit this worker: no block will ever come free for it."""
+        """Fail a request that is alone and does not fit this worker: no block will ever be freed for it."""
         stuck = self._batch.stuck()
         if stuck is None or self._evictions.candidates():
             return []
@@ -358,18 +358,18 @@ class DecodeLogic:
     # --- reports
 
     def _preempted(self, *candidates: Candidate, is_refused: bool = False) -> list[DecodeCommand]:
-        """Their only cache is gone. `is_refused`: what was granted did not verify, or went with the pool."""
+        """Report that their only cache is gone. `is_refused`: the granted copy did not verify, or the pool was lost."""
         return [send for one in candidates for send in self._router.send(one.preempted(is_refused=is_refused))]
 
     def _send_evictions(self, outcomes: list[EvictionCommand]) -> list[DecodeCommand]:
-        """Copies as they are; who was preempted goes to the router."""
+        """Return copies as they are, and reports of preempted requests addressed to the router."""
         commands: list[DecodeCommand] = []
         for one in outcomes:
             commands += [one] if isinstance(one, OffloadBlocks) else self._router.send(one)
         return commands
 
     def _report(self, *, is_tick: bool) -> list[DecodeCommand]:
-        """The load where it has changed. Free blocks alone can wait for the next tick."""
+        """Report the load if it has changed; free blocks alone wait for the next tick."""
         counts = self._load.counts(num_verified=self._num_verified, num_iterations=self._num_iterations)
         if counts == self._counted and not (self._router.is_load_awaited or is_tick):
             return []

@@ -1,13 +1,13 @@
 """The candidate buffers that decode workers have in this worker's memory (AlignedServe, sections 3.2 and 3.4).
 
-The decode worker says what lies where in its buffer. We open it, copy candidates into it from the pool ahead of need,
-and bring evicted requests back from it to the pool. One such copy is under way at a time, so that plans can change for
-all the others; what a prefill itself offloads does not wait for them.
+The decode worker allocates the blocks of its buffer. This worker opens it, copies candidates into it from the pool
+ahead of need, and returns evicted requests from it to the pool. One such copy runs at a time, so that plans can change
+for all others; offloads of computed prompts do not wait for them.
 
 A request on its way back to the pool:
-1. ReturnRequest: we ask the pool for room. 2. BlocksReserved: copied from the buffer into the arena, BlocksWritten.
+1. ReturnRequest: the pool is asked for blocks. 2. BlocksReserved: copied from the buffer to the arena, BlocksWritten.
 3. BlocksTaken: RequestReturned tells the decode worker, which frees the buffer's blocks.
-Whatever goes wrong before the pool was offered it leaves the request where it is, in the buffer.
+If this fails before the blocks were offered to the pool, the request stays in the buffer.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ from prefill_worker.state import ReturningRequest
 
 @dataclass(frozen=True, slots=True)
 class OpenBuffer:
-    """Command: make a buffer for this decode worker, in place of any earlier one. Answered by BufferOpened."""
+    """Command: allocate a buffer for this decode worker, in place of any earlier one. Answered by BufferOpened."""
 
     peer: str
     link_epoch: int
@@ -45,14 +45,14 @@ class OpenBuffer:
 
 @dataclass(frozen=True, slots=True)
 class CloseBuffer:
-    """Command: this decode worker is gone; give its buffer's memory back."""
+    """Command: free the buffer of a decode worker that is gone."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
 class BufferOpened:
-    """Event: the buffer is there; None: there is no memory for one, and the decode worker does without."""
+    """Event: the buffer is allocated; None: there is no memory for one, and the decode worker has none here."""
 
     peer: str
     link_epoch: int
@@ -63,7 +63,7 @@ BufferCommand = Send | RelayBlocks | OpenBuffer | CloseBuffer
 
 
 class CandidateBuffers:
-    """Relays between the pool and the buffers, and who they are for."""
+    """Copies between the pool and the buffers, and the decode workers that they are for."""
 
     def __init__(self, pool_name: str) -> None:
         self._pool_name = pool_name
@@ -76,19 +76,19 @@ class CandidateBuffers:
         self._returning: dict[RequestId, ReturningRequest] = {}
 
     def has_buffer(self, peer: str) -> bool:
-        """Whether this decode worker is linked and was offered a buffer."""
+        """Return whether this decode worker is connected and was offered a buffer."""
         return peer in self._offered
 
     # --- decode workers
 
     def connected(self, peer: str) -> list[BufferCommand]:
-        """A decode worker came, or came back with an empty buffer."""
+        """Open a buffer for a decode worker that is new or back."""
         self._num_link_epochs += 1
         self._link_epochs[peer] = self._num_link_epochs
         return [OpenBuffer(peer, self._num_link_epochs)]
 
     def disconnected(self, peer: str) -> list[BufferCommand]:
-        """A decode worker is gone, and what lay in its buffer with it."""
+        """Close the buffer of a decode worker that is gone."""
         del self._link_epochs[peer]
         self._offered.pop(peer, None)
         self._waiting = deque(entry for entry in self._waiting if entry[0] != peer)
@@ -99,7 +99,7 @@ class CandidateBuffers:
         return commands
 
     def opened(self, event: BufferOpened) -> list[BufferCommand]:
-        """Offer the buffer to the decode worker that it was made for, if that one is still there."""
+        """Offer the buffer to the decode worker that it was made for, if that one is still connected."""
         if self._link_epochs.get(event.peer) != event.link_epoch or event.offered is None:
             return []
         self._offered[event.peer] = None
@@ -122,7 +122,7 @@ class CandidateBuffers:
         return self._next()
 
     def cancel(self, peer: str, message: CancelPrefetch) -> list[BufferCommand]:
-        """Take a prefetch out of the queue; one under way goes on, and is answered as usual."""
+        """Remove a prefetch from the queue; one that has started continues and is answered as usual."""
         commands: list[BufferCommand] = []
         for entry in [entry for entry in self._waiting if entry[0] == peer and _is_of(entry[1], message)]:
             self._waiting.remove(entry)
@@ -130,7 +130,7 @@ class CandidateBuffers:
         return commands
 
     def return_to_pool(self, peer: str, message: ReturnRequest) -> list[BufferCommand]:
-        """Ask the pool for room for what this decode worker evicted."""
+        """Ask the pool for blocks for a request that this decode worker evicted."""
         request_id = message.request.request_id
         if not self._has_pool or request_id in self._returning:
             return [Send(peer, RequestReturned(request_id, message.attempt, ReturnOutcome.STAYED))]
@@ -141,11 +141,11 @@ class CandidateBuffers:
     # --- the pool
 
     def pool_connected(self) -> None:
-        """The pool is there."""
+        """Note that the pool is connected."""
         self._has_pool = True
 
     def pool_disconnected(self) -> list[BufferCommand]:
-        """Leases are void: nothing can be prefetched, and what was on its way back did not arrive."""
+        """Cancel all queued copies: leases are void, and requests on their way back did not arrive."""
         self._has_pool = False
         waiting, self._waiting = self._waiting, deque()
         commands: list[BufferCommand] = []
@@ -158,7 +158,7 @@ class CandidateBuffers:
         return commands
 
     def answered(self, message: BlocksReserved | BlocksTaken | ReservationRefused) -> list[BufferCommand]:
-        """The pool's word; nothing when it is of no request on its way back."""
+        """Handle the pool's answer; return nothing when it concerns no request on its way back."""
         match message:
             case BlocksReserved():
                 return self._reserved(message)
@@ -168,7 +168,7 @@ class CandidateBuffers:
                 return self._refused(message)
 
     def _reserved(self, message: BlocksReserved) -> list[BufferCommand]:
-        """Room for it."""
+        """Queue the copy to the reserved blocks."""
         entry = self._returning_at(message.request_id, message.attempt)
         if entry is None or entry.is_reserved:
             return []
@@ -183,11 +183,11 @@ class CandidateBuffers:
             message.generation,
             message.lease_id,
         )
-        self._waiting.appendleft((entry.peer, relay))  # before prefetches: it makes room
+        self._waiting.appendleft((entry.peer, relay))  # before prefetches: it frees buffer blocks
         return self._next()
 
     def _taken(self, message: BlocksTaken) -> list[BufferCommand]:
-        """The pool's answer to what came back."""
+        """Tell the decode worker whether the pool took its request."""
         entry = self._returning_at(message.request_id, message.attempt)
         if entry is None or not entry.is_written:
             return []
@@ -195,7 +195,7 @@ class CandidateBuffers:
         return self._answer(message.request_id, outcome)
 
     def _refused(self, message: ReservationRefused) -> list[BufferCommand]:
-        """The pool has no room for it now."""
+        """Tell the decode worker that its request stays: the pool has no free blocks for it now."""
         entry = self._returning_at(message.request_id, message.attempt)
         if entry is None or entry.is_reserved:
             return []
@@ -204,8 +204,8 @@ class CandidateBuffers:
     # --- copies
 
     def relayed(self, event: BlocksRelayed) -> list[BufferCommand]:
-        """A copy is done: tell whom it was for, and begin the next."""
-        assert self._relaying is not None, "a relay that nobody began"
+        """Report a finished copy and start the next."""
+        assert self._relaying is not None, "a copy ended that was not started"
         peer, link_epoch, relay = self._relaying
         self._relaying = None
         is_there = self._link_epochs.get(peer) == link_epoch
@@ -254,7 +254,7 @@ class CandidateBuffers:
         return entry if entry is not None and entry.message.attempt == attempt else None
 
     def _is_under_way(self, request_id: RequestId) -> bool:
-        """Whether this request is being copied to the pool right now: it is dealt with when that is done."""
+        """Return whether this request is being copied to the pool now; it is handled when that is done."""
         if self._relaying is None:
             return False
         relay = self._relaying[2]

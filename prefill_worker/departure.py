@@ -1,8 +1,8 @@
-"""How a computed request leaves a prefill worker: for the pool; or, when it is urgent, for a decode worker first.
+"""Departure of a computed request from a prefill worker: to the pool, or first to a decode worker if it is urgent.
 
-1. ReserveBlocks asks for room where it is to go. 2. BlocksReserved: its blocks are copied there, beside the running
-iteration. 3. BlocksWritten offers it. 4. BlocksTaken: it is its receiver's. What a decode worker took is then offered
-to the pool as a copy, which is given up where there is no room; what it refused goes to the pool like any other.
+1. ReserveBlocks asks the target for blocks. 2. BlocksReserved: the request's blocks are copied there, beside the
+running iteration. 3. BlocksWritten offers it. 4. BlocksTaken: the target owns it. A request that a decode worker took
+is then offered to the pool as a copy, which is dropped if the pool is full; one that it refused goes to the pool.
 """
 
 import enum
@@ -23,30 +23,30 @@ from prefill_worker.state import PrefillJob
 
 
 class JobEnd(enum.Enum):
-    """Why a job is over here."""
+    """Reason why a job has ended on this worker."""
 
-    GONE = "gone"  # it is somebody else's, and nobody holds anything for it
-    UNKNOWN = "unknown"  # it was offered to a receiver that is lost; only the router can know what became of it
-    DROPPED = "dropped"  # it was aborted, and room may be reserved for it
+    GONE = "gone"  # its receiver owns it, and no blocks are reserved for it
+    UNKNOWN = "unknown"  # it was offered to a receiver that is lost; only the router can know whether that took it
+    DROPPED = "dropped"  # it was aborted, and blocks may be reserved for it
     TOO_LARGE = "too large"  # for the pool, ever
 
 
 class DepartureStep(NamedTuple):
-    """What to do about a job next, and whether it ends here with that."""
+    """Commands for a departing job, and whether it ends on this worker with them."""
 
     commands: tuple[Send | OffloadBlocks, ...] = ()
     end: JobEnd | None = None
 
 
 class Departure:
-    """Decides where jobs go and what follows from each answer. Changes the jobs, and keeps none."""
+    """Decides where jobs go and what follows from each answer. Changes the jobs, and keeps none of them."""
 
     def __init__(self, buffers: CandidateBuffers) -> None:
         self.pool: str | None = None  # the pool that is linked
         self._buffers = buffers
 
     def begin(self, job: PrefillJob) -> DepartureStep:
-        """Ask for room where the job is to go; without anywhere to go it waits for the pool."""
+        """Ask the job's target for blocks; without a target it waits for the pool."""
         if job.bypass_to is not None and self._buffers.has_buffer(job.bypass_to):
             job.target = job.bypass_to
         else:
@@ -59,7 +59,7 @@ class Departure:
         return DepartureStep((Send(job.target, reserve),))
 
     def answered(self, job: PrefillJob, message: BlocksReserved | BlocksTaken | ReservationRefused) -> DepartureStep:
-        """The word that the job was waiting for."""
+        """Handle the answer that the job was waiting for."""
         match message:
             case BlocksReserved():
                 return self._reserved(job, message)
@@ -69,7 +69,7 @@ class Departure:
                 return self._refused(job)
 
     def offloaded(self, job: PrefillJob, event: BlocksOffloaded) -> DepartureStep:
-        """Its blocks are copied, well or not."""
+        """Offer the copied blocks, or begin again if the copy failed."""
         command = event.command
         job.is_copying = False
         if job.is_aborted:
@@ -85,9 +85,9 @@ class Departure:
         return DepartureStep((Send(command.target, written),))
 
     def target_lost(self, job: PrefillJob) -> DepartureStep:
-        """Whoever it was leaving for is gone."""
+        """Handle the loss of the job's target."""
         job.target = None
-        if job.is_taken:  # only the copy is lost, and nobody waits for it
+        if job.is_taken:  # only the pool's copy is lost, which is optional
             job.is_aborted = True
             return DepartureStep(end=None if job.is_copying else JobEnd.DROPPED)
         if job.is_written:
@@ -97,7 +97,7 @@ class Departure:
     # --- inside
 
     def _reserved(self, job: PrefillJob, reserved: BlocksReserved) -> DepartureStep:
-        assert job.target is not None, "room for a job that leaves for nowhere"
+        assert job.target is not None, "blocks reserved for a job without a target"
         job.is_copying = True
         offload = OffloadBlocks(
             reserved.request_id,

@@ -1,18 +1,18 @@
-"""What a prefill worker decides: which prompts are computed, in which chunks, and how their blocks leave.
+"""Decisions of a prefill worker: which prompts are computed, in which chunks, and where their blocks go.
 
 The life of a request on a prefill worker:
-1. PrefillRequest: it waits, in the router's order (real-time first where a policy paces), until blocks for its whole
-   context are free. One that comes again then asks the pool: a copy of an earlier attempt is loaded, and only what
-   came after it is computed.
+1. PrefillRequest: it waits, in the router's order (real-time first if a policy schedules iterations), until blocks for
+   its whole context are free. A retry then asks the pool: a copy of an earlier attempt is loaded, and only the tokens
+   after it are computed.
 2. Iterations compute it in chunks under the token budget; the last chunk samples the next token.
-3. The token goes to the gateway at once. If the answer is over with it, the blocks are freed: RequestFinished.
+3. The token goes to the gateway at once. If it completes the answer, the blocks are freed: RequestFinished.
 4. Otherwise PrefillCompleted goes to the router and ReserveBlocks to the pool; or, when it is urgent, to the decode
    worker that the router named (about its candidate buffer here), and then to the pool for a copy.
 5. BlocksReserved: the blocks are copied beside the running iteration. BlocksWritten offers the request;
    with BlocksTaken it is its receiver's, and the blocks here are freed.
-A lost router has forgotten or taken over whatever we had, so its return empties this worker. A lost pool or decode
-worker takes with it what was offered and not yet acknowledged (RequestPreempted: only the router can know); jobs that
-were leaving for a lost pool reserve again when it is back. Work for the decode workers' buffers is in buffers.py.
+A router that is back knows nothing of this worker's jobs, so its return aborts them. Jobs offered to a pool or decode
+worker that is lost before it acknowledged them are preempted (RequestPreempted: only the router can know); jobs that
+were departing to a lost pool reserve again when it is back. Candidate buffers are in candidate_buffers.py.
 """
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
@@ -81,9 +81,9 @@ class PrefillLogic:
         self._allocator = BlockAllocator(registered.num_blocks)
         self._jobs: dict[RequestId, PrefillJob] = {}
         self._buffers = CandidateBuffers(registered.pool_name)
-        self._additions: dict[RequestId, Addition] = {}  # loaded, to enter with the next iteration
+        self._additions: dict[RequestId, Addition] = {}  # entering with the next iteration
         self._removals: list[RequestId] = []
-        self._num_reused_tokens = self._num_recomputed_tokens = 0  # of requests given out before
+        self._num_reused_tokens = self._num_recomputed_tokens = 0  # of retried requests
         self._departure = Departure(self._buffers)
         self._pool: str | None = None
         self._router = RouterLink(registered)
@@ -92,7 +92,7 @@ class PrefillLogic:
         )
 
     def on_event(self, event: PrefillEvent, now: float) -> list[PrefillCommand]:
-        """Same state, event and now always give the same commands. Touches nothing outside self."""
+        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         commands = self._handle(event, now)
         # The next iteration first: it computes while the messages about the last one are sent.
         started = [] if self._iterations.is_running else self._start_iteration(now)
@@ -173,11 +173,11 @@ class PrefillLogic:
 
     def _begin(self, message: PrefillRequest) -> list[PrefillCommand]:
         request = message.request
-        # What an earlier attempt left here is stale: word from whoever took it is still on the way.
+        # What an earlier attempt left here is stale: its receiver's acknowledgement is still on the way.
         commands = self._abort(request.request_id, message.attempt - 1)
         job = PrefillJob.of(message)
         if self._num_blocks(job.context_len) > self._registered.num_blocks:
-            # It would wait for ever, and everybody behind it.
+            # It would wait for ever, and all jobs behind it.
             reason = "its context needs more cache blocks than a prefill worker has"
             return [*commands, *self._router.failed(message, FailureKind.UNSERVABLE, reason)]
         if (earlier := self._jobs.get(request.request_id)) is not None:
@@ -187,7 +187,7 @@ class PrefillLogic:
         return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[PrefillCommand]:
-        """End a job; with an attempt, only if it is of that attempt or an earlier one."""
+        """Abort a job; with an attempt, only if it is that attempt or an earlier one."""
         job = self._jobs.get(request_id)
         if job is None or not job.abort(attempt):
             return []
@@ -203,7 +203,7 @@ class PrefillLogic:
                 commands += self._departed(job, self._departure.begin(job))
         return commands
 
-    # --- beginning from a copy
+    # --- copies of earlier attempts
 
     def _copy_granted(self, message: CopyGranted, now: float) -> list[PrefillCommand]:
         handoff = message.handoff
@@ -255,9 +255,9 @@ class PrefillLogic:
         return [RunIteration(removals, additions, (), slices), *asked]
 
     def _admit(self, now: float) -> list[PrefillCommand]:
-        """Blocks for the next jobs, in order; nobody overtakes a job that does not fit yet.
+        """Allocate blocks for the next jobs, in order, up to the first that does not fit yet.
 
-        Only with blocks of its own a job asks for the pool's copy: one that is granted is not given up for room.
+        A job asks for the pool's copy only once it has blocks of its own, so that a granted copy can always be loaded.
         """
         asked: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
@@ -302,10 +302,10 @@ class PrefillLogic:
         self._scheduler.leave(job.request.request_id)
         return self._departed(job, self._departure.begin(job))
 
-    # --- leaving for the pool, or for a decode worker
+    # --- departing to the pool, or to a decode worker
 
     def _answered(self, peer: str, message: BlocksReserved | BlocksTaken | ReservationRefused) -> list[PrefillCommand]:
-        """Word of a job that leaves; or of a request on its way back from a buffer; or stale."""
+        """Handle an answer to a departing job, or to a request on its way back from a buffer; it may be stale."""
         job = self._jobs.get(message.request_id)
         if job is None or not job.is_departing_to(peer, message.attempt):
             return [*self._buffers.answered(message)]
@@ -328,7 +328,7 @@ class PrefillLogic:
     # --- ends
 
     def _end(self, job: PrefillJob) -> list[PrefillCommand]:
-        """Drop a job that nobody computes or copies any more."""
+        """Remove a job that is no longer computed or copied, and cancel what is reserved for it."""
         request_id = job.request.request_id
         commands = self._release(job.handoff.lease_id) if job.handoff is not None else []
         was_added = self._additions.pop(request_id, None) is None and job.stage is JobStage.COMPUTING

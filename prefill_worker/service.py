@@ -1,4 +1,4 @@
-"""The prefill worker at work: its logic, its links, its engine and the candidate buffers in its memory, joined."""
+"""The prefill worker's process: its logic, its links, its engine and the candidate buffers in its memory, joined."""
 
 import asyncio
 from functools import partial
@@ -38,13 +38,13 @@ class PrefillWorker:
         )
 
     async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:
-        """Accept decode workers and introduce ourselves to router and pool."""
+        """Accept decode workers and connect to pool and router."""
         await self._driver.links.listen(listen_at)
         self._driver.links.dial(pool_at)
         self._driver.links.dial(router_at)
 
     async def close(self) -> None:
-        """Drop the links, end the threads and give the buffers' memory back."""
+        """Close the links, stop the threads and free the buffers."""
         await self._driver.close()
         self._engine.close()
         self._memory.close()
@@ -76,5 +76,5 @@ class PrefillWorker:
         asyncio.get_running_loop().call_soon(self._driver.dispatch, event)
 
     def _buffer_of(self, command: RelayBlocks) -> str:
-        """The decode worker whose buffer is at one end; the pool is at the other."""
+        """Return the decode worker whose buffer is one end of the copy; the pool is the other."""
         return command.source if command.target == self._pool_name else command.target

@@ -1,13 +1,13 @@
-"""What a colocated worker decides: prompts and decodes on one device, iteration by iteration, as its policy says.
+"""Decisions of a colocated worker: prompts and decodes on one device, iteration by iteration, by its policy.
 
 The life of a request on a colocated worker:
 1. PrefillRequest: it waits here, in the policy's table. The router keeps no queue of its own for such workers.
-2. Before every iteration the policy says who computes how many tokens, and whose cache leaves the device for that:
-   dropped, to be computed again, or swapped to host memory. Who is not in the iteration pauses, its blocks kept.
+2. Before every iteration the policy chooses which requests compute how many tokens, and whose cache leaves the device:
+   dropped, to be computed again, or swapped to host memory. Requests not in the iteration pause and keep their blocks.
 3. A request that has computed its whole context samples a token, which goes straight to its gateway. With the first
    one PrefillCompleted tells the router that its prompt is done.
 4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
-Nobody is sent back to the router: what is preempted waits here and goes on from what it had generated.
+Requests are never sent back to the router: a preempted one waits here and resumes with the tokens it has generated.
 """
 
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ ColocatedCommand = Send | SendTo | RunIteration
 
 @dataclass(slots=True, eq=False)
 class ColocatedRequest(WorkerRequest):
-    """One request here; its progress is in the table."""
+    """One request on a colocated worker; its progress is in the table."""
 
     block_ids: list[BlockId] = field(default_factory=list)
     is_in_engine: bool = False
@@ -60,7 +60,7 @@ class ColocatedLogic:
         scheduler: Scheduler,
         eos_token_ids: frozenset[int],
     ) -> None:
-        """`memory`: with nothing in it, of as many blocks as the worker has registered."""
+        """`memory`: empty, with as many blocks as the worker has registered."""
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
         self._registered = registered
         self._scheduler = scheduler
@@ -81,7 +81,7 @@ class ColocatedLogic:
         )
 
     def on_event(self, event: ColocatedEvent, now: float) -> list[ColocatedCommand]:
-        """Same state, event and now always give the same commands. Touches nothing outside self."""
+        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         commands = self._handle(event, now)
         # The next iteration first: it computes while the messages about the last one are sent.
         return [*self._start_iteration(now), *commands, *self._report()]
@@ -105,7 +105,7 @@ class ColocatedLogic:
             case Ticked():
                 return [*self._router.totals(self.iteration_log, now)]
 
-    # --- coming and going
+    # --- peers and messages
 
     def _on_connected(self, role: Role, peer: str) -> list[ColocatedCommand]:
         if role is not Role.ROUTER:
@@ -145,14 +145,14 @@ class ColocatedLogic:
         return []
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[ColocatedCommand]:
-        """End what is here of a request; with an attempt, only of that one and earlier ones."""
+        """Abort a request; with an attempt, only that one and earlier ones."""
         tracked = self._requests.get(request_id)
         if tracked is not None and tracked.abort(attempt) and not self._iterations.is_running:
             self._drop(tracked)
         return []
 
     def _drop(self, tracked: ColocatedRequest) -> None:
-        """It is over here: its blocks are free."""
+        """Remove a request and free its blocks."""
         request_id = tracked.request.request_id
         del self._requests[request_id]
         self._allocator.free(tracked.block_ids)
@@ -169,7 +169,7 @@ class ColocatedLogic:
             return []
         plan = self._scheduler.plan(self._state, now)
         if not plan.scheduled:
-            assert not plan.evictions, "evicts for nobody"
+            assert not plan.evictions, "evictions without a scheduled request"
             return []
         request_ids = self._state.table.request_ids
         members = tuple(self._requests[request_ids[part.row]] for part in plan.scheduled)
@@ -180,7 +180,7 @@ class ColocatedLogic:
         return [iteration]
 
     def _perform(self, plan: IterationPlan, members: tuple[ColocatedRequest, ...], now: float) -> RunIteration:
-        """Give and take blocks as the plan says, and tell the engine."""
+        """Allocate and free blocks by the plan; return the command for the engine."""
         outs = [swap for part in plan.evictions if (swap := self._evict(part, now)) is not None]
         ins: list[Swap] = []
         additions: list[Addition] = []
@@ -208,7 +208,7 @@ class ColocatedLogic:
         return RunIteration(removals, tuple(additions), tuple(extensions), slices, swaps)
 
     def _bring_in(self, tracked: ColocatedRequest, entered: AllocationResult, ins: list[Swap]) -> tuple[BlockId, ...]:
-        """Give the request its new blocks; what it has on the host comes back with the iteration."""
+        """Allocate the request's new blocks; its cache on the host is swapped in with the iteration."""
         block_ids = self._allocator.allocate(entered.num_blocks)
         assert block_ids is not None, "a plan that does not fit"
         tracked.block_ids += block_ids
