@@ -1,6 +1,6 @@
-"""What plans do to a worker's requests and memory: the one place that writes the table's progress.
+"""Effects of plans on a worker's requests and memory: the one place that writes the table's progress.
 
-The worker's logic, which holds block ids and tokens, and every test that runs a policy without a worker share it.
+Shared by the worker's logic, which holds block ids and tokens, and tests that run a policy without a worker.
 """
 
 from dataclasses import dataclass, replace
@@ -27,24 +27,24 @@ from alignedserve.scheduling.table import Bools, Ints, RequestTable
 
 
 class EvictionResult(NamedTuple):
-    """What an eviction came to."""
+    """Blocks and tokens that an eviction moved."""
 
     num_blocks: int  # freed, the last ones of the request
     num_swapped: int  # tokens copied to the host
 
 
 class AllocationResult(NamedTuple):
-    """What a share or an upload took."""
+    """Blocks and tokens for a scheduled or uploaded request."""
 
-    num_blocks: int  # taken, after those the request has
-    num_swapped: int  # tokens that come back from the host
+    num_blocks: int  # allocated, after those that the request has
+    num_swapped: int  # tokens swapped in from the host
 
 
 class SchedulerState:
-    """The table of one worker, and its free blocks and host room as numbers."""
+    """The table of one worker, and its free blocks and free host memory as numbers."""
 
     def __init__(self, memory: DeviceMemory) -> None:
-        """`memory`: with nothing in it."""
+        """`memory`: empty."""
         self.table = RequestTable()
         self.history = IterationHistory()
         self._memory = memory
@@ -55,20 +55,20 @@ class SchedulerState:
         self._num_tokens: Ints = np.zeros(0, np.int64)
 
     def view(self, *, limits: IterationLimits, costs: CostModel, now: float) -> WorkerView:
-        """What the policy is to see."""
+        """Build the policy's view."""
         memory = replace(self._memory, num_free=self.num_free, num_free_host=self.num_free_host)
         return WorkerView(self.table, memory, limits, self.history, costs, now)
 
     def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> None:
-        """A request without any cache."""
+        """Add a request without any cache."""
         self.table.add(request, now, predicted_len=predicted_len, num_generated=num_generated)
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
-        """A later prediction of its output tokens in all."""
+        """Set a later prediction of all its output tokens."""
         self.table.predicted_len[self.table.row(request_id)] = max(predicted_len, 1.0)
 
     def remove(self, request_id: RequestId) -> int:
-        """The request is over; the blocks that are free with it."""
+        """Remove a request that has ended; return the blocks that it held."""
         row = self.table.row(request_id)
         num_blocks = int(self.table.num_blocks[row])
         self.num_free += num_blocks
@@ -77,7 +77,7 @@ class SchedulerState:
         return num_blocks
 
     def begin(self, plan: IterationPlan) -> None:
-        """Note the iteration that begins; to be called before any part of its plan is applied."""
+        """Note the iteration that begins; call it before any part of its plan is applied."""
         self._rows = np.array([part.row for part in plan.scheduled], np.int64)
         self._num_tokens = np.array([part.num_tokens for part in plan.scheduled], np.int64)
         self.work = work_of(self.table, plan, self._memory)
@@ -85,7 +85,7 @@ class SchedulerState:
     # --- a plan, part by part, evictions first
 
     def evict(self, part: PlannedEviction, now: float) -> EvictionResult:
-        """The cache of this request leaves the device, or its last tokens do."""
+        """Evict the cache of this request, or its last tokens, from the device."""
         table, row = self.table, part.row
         on_device = int(table.num_cached[row] - table.num_swapped[row])
         if part.how is EvictionMode.DROP:
@@ -97,7 +97,7 @@ class SchedulerState:
         else:
             leaving = on_device if part.num_tokens is None else part.num_tokens
             assert 0 < leaving <= on_device, "swaps out what is not on the device"
-            assert leaving <= self.num_free_host, "no room on the host"
+            assert leaving <= self.num_free_host, "no free host memory"
             kept = self._blocks_for(row, on_device - leaving) if leaving < on_device else 0
             left = EvictionResult(int(table.num_blocks[row]) - kept, leaving)
             table.num_swapped[row] += leaving
@@ -109,9 +109,9 @@ class SchedulerState:
         return left
 
     def enter(self, part: ScheduledRequest) -> AllocationResult:
-        """The request gets blocks for what it computes and for what comes back."""
+        """Allocate blocks for the tokens that the request computes and for its cache on the host."""
         table, row = self.table, part.row
-        assert 0 < part.num_tokens <= table.num_remaining[row], "computes tokens that nobody knows"
+        assert 0 < part.num_tokens <= table.num_remaining[row], "computes tokens that are not known yet"
         assert not part.is_hidden or not table.num_cached[row], "a cache changes its kind without being dropped"
         table.is_hidden[row] |= part.is_hidden
         wanted = self._blocks_for(row, int(table.num_cached[row]) + part.num_tokens)
@@ -119,12 +119,12 @@ class SchedulerState:
         return self._bring_in(row, num_blocks)
 
     def upload(self, row: int) -> AllocationResult:
-        """What the request has on the host comes back, though it computes nothing yet."""
+        """Allocate blocks for the request's cache on the host, though it computes nothing yet."""
         wanted = self._blocks_for(row, int(self.table.num_cached[row]))
         return self._bring_in(row, max(wanted - int(self.table.num_blocks[row]), 0))
 
     def completed(self, *, now: float, duration_s: float) -> Bools:
-        """Note its end; return which of its shares computed all that was left, and so sampled a token."""
+        """Note its end; return which of its requests computed all that was left, and so sampled a token."""
         table, rows = self.table, self._rows
         table.num_cached[rows] += self._num_tokens
         table.service_s[rows] += duration_s
@@ -157,7 +157,7 @@ class SchedulerState:
 
 @dataclass(frozen=True, slots=True)
 class Scheduler:
-    """What decides on one worker."""
+    """A policy with the costs and limits of its worker."""
 
     policy: IterationPolicy
     costs: CostModel
@@ -165,7 +165,7 @@ class Scheduler:
     learner: LearningCostModel | None = None  # `costs` again, where it is one that learns
 
     def plan(self, state: SchedulerState, now: float) -> IterationPlan:
-        """The next iteration."""
+        """Plan the next iteration."""
         return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
 
     def completed(self, state: SchedulerState, *, now: float, duration_s: float) -> None:
@@ -176,7 +176,7 @@ class Scheduler:
 
 
 def work_of(table: RequestTable, plan: IterationPlan, memory: DeviceMemory) -> IterationWork:
-    """What a plan computes and copies; asked before any part of it is applied."""
+    """Return the tokens that a plan computes and copies; call it before any part of the plan is applied."""
     work = IterationWork()
     dropped = {part.row for part in plan.evictions if part.how is EvictionMode.DROP}
     for part in plan.evictions:

@@ -46,7 +46,7 @@ class IterationCycle(Generic[RequestT, CommandT]):
 
     @property
     def is_running(self) -> bool:
-        """Whether an iteration is in flight."""
+        """True while an iteration is in flight."""
         return self._started_s is not None
 
     def start(

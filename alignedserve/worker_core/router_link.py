@@ -53,7 +53,7 @@ class RouterLink:
 
     @property
     def is_load_awaited(self) -> bool:
-        """Whether the load is reported next time even if it has not changed."""
+        """True if the load is reported next time even if it has not changed."""
         return self._reported is None
 
     def await_load(self) -> None:

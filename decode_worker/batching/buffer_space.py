@@ -40,7 +40,7 @@ class BufferSpace:
 
     @property
     def is_short(self) -> bool:
-        """Whether every buffer has fewer free blocks than are kept for evictions."""
+        """True if every buffer has fewer free blocks than are kept for evictions."""
         free = [allocator.num_free / max(allocator.num_blocks, 1) for allocator in self._allocators.values()]
         return bool(free) and max(free) < _EVICTION_SHARE
 

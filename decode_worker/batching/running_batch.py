@@ -89,7 +89,7 @@ class RunningBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request runs, is being loaded or is being evicted."""
+        """True if no request runs, is being loaded or is being evicted."""
         return not (self._running or self._loading or self._num_leaving_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:

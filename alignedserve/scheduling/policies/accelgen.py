@@ -10,7 +10,7 @@ from alignedserve.scheduling.table import Bools, Ints
 
 
 class Accelgen:
-    """One instance per worker. It keeps the pivot of its cost model and the average length of a chunk."""
+    """The policy; one instance per worker keeps the pivot of its cost model and the average length of a chunk."""
 
     def __init__(self, config: AccelgenConfig) -> None:
         self._config = config
@@ -37,7 +37,7 @@ class Accelgen:
 
 
 class _Batch:
-    """One iteration while it is filled (section 4.4)."""
+    """One iteration in construction (section 4.4)."""
 
     def __init__(self, view: WorkerView, config: AccelgenConfig, pivot: Pivot, urgency: Urgency) -> None:
         self._view = view
@@ -52,7 +52,7 @@ class _Batch:
         self._has_victims = view.can_evict
 
     def fill(self, is_urgent: Bools) -> IterationPlan:
-        """Algorithm 1: who is urgent and who decodes, then the others, then, if nobody fits, the earliest."""
+        """Run algorithm 1: urgent requests and decodes, then the others; if none fits, the earliest."""
         table = self._view.table
         decodes = table.is_decoding & (table.num_swapped == 0)
         self._least_slo_s = float(self._slo_s[decodes].min(initial=np.inf))
@@ -68,14 +68,14 @@ class _Batch:
         return self._packer.plan()
 
     def _ordered(self, rows: Ints) -> Ints:
-        """By remaining time."""
+        """Sort by remaining time."""
         table = self._view.table
         keys = (table.order[rows], table.arrival_s[rows], table.priority[rows], self._remaining_s[rows])
         ordered: Ints = rows[np.lexsort(keys)]
         return ordered
 
     def _most_pressing(self, rows: Ints) -> Ints:
-        """Not more of them than there are places (and ties), in any order: the others are not sorted in vain."""
+        """Return as many as there are places (and ties), in any order, so that the others need not be sorted."""
         places = self._view.limits.max_running_requests
         if len(rows) <= places:
             return rows
@@ -86,7 +86,7 @@ class _Batch:
     # --- the token budget
 
     def _token_budget(self, slo_s: float = np.inf) -> int:
-        """Tokens that compute is left for with a request of this SLO in the batch (equation 6); one if it is empty."""
+        """Return the tokens left with a request of this SLO in the batch (equation 6); at least one if it is empty."""
         left = self._packer.num_tokens_left
         if not self._config.dynamic_chunking:
             return min(max(self._pivot.num_tokens - self._num_tokens, 0), left)
@@ -94,7 +94,7 @@ class _Batch:
         return int(min(budget - self._num_tokens, left)) if budget > self._num_tokens else 0
 
     def _demand(self, row: int, slo_s: float, kept: int = 0) -> int:
-        """Tokens of a prompt for this iteration, `kept` of the budget being for others; 0: none."""
+        """Return the tokens of a prompt for this iteration, `kept` of the budget being for others; 0: none."""
         remaining, budget = self._packer.remaining(row), self._token_budget(slo_s) - kept
         if self._config.dynamic_chunking:
             return max(min(remaining, budget), 0)
@@ -116,10 +116,10 @@ class _Batch:
         self._least_slo_s = min(self._least_slo_s, float(self._slo_s[row]))
         self._has_prompt |= num_tokens > 1
 
-    # --- who must be in
+    # --- urgent requests and decodes
 
     def _add_pressing(self, rows: Ints) -> None:
-        """By remaining time. A prompt leaves a token, and a block if need be, to each decode that comes after it."""
+        """Add rows by remaining time; a prompt leaves each later decode a token, and a block if it needs one."""
         table, packer, size = self._view.table, self._packer, self._view.memory.block_size
         is_decoding = table.num_remaining[rows] == 1
         needs_block = is_decoding & (table.num_cached[rows] == table.num_blocks[rows] * size)
@@ -146,9 +146,9 @@ class _Batch:
                 packer.num_free += blocks_due
 
     def _evict_until(self, row: int, num_tokens: int, num_whole: int, blocks_due: int) -> bool:
-        """While blocks lack, the one that can wait longest gives way, if it can wait longer than this one.
+        """Evict requests that can wait longer than this one, the longest first, while it lacks blocks.
 
-        False where even after all of them there would not be `num_whole` blocks.
+        Return False if even all of them would not free `num_whole` blocks.
         """
         packer = self._packer
         num_spare_blocks = packer.num_free - blocks_due
@@ -158,7 +158,7 @@ class _Batch:
         if not self._has_victims or not self._may_preempt[row]:
             return num_whole <= num_spare_blocks
         victims = self._victims(row)
-        self._has_victims = bool(victims)  # who comes after this one in the queue finds no more of them
+        self._has_victims = bool(victims)  # requests behind this one in the queue find no more of them
         if num_whole > num_spare_blocks + int(self._view.table.num_blocks[victims].sum()):
             return False
         while victims and wanted > packer.num_free - blocks_due:
@@ -168,7 +168,7 @@ class _Batch:
         return True
 
     def _victims(self, row: int) -> list[int]:
-        """Who can wait longer than this one and has not given way too often; the last one can wait longest."""
+        """Return requests that can wait longer and were not evicted too often; the last one can wait longest."""
         table, packer = self._view.table, self._packer
         may_leave = (table.num_blocks > 0) & (table.num_preemptions < self._config.max_preemptions)
         ordered = self._ordered(np.union1d(np.flatnonzero(may_leave), [row])).tolist()
@@ -176,17 +176,17 @@ class _Batch:
             other for other in ordered[ordered.index(row) + 1 :] if other not in packer and not self._is_evicted[other]
         ]
 
-    # --- who may be in
+    # --- requests that can wait
 
     def _free_blocks(self) -> int:
-        """For prompts that can wait: the watermark is kept, unless the memory is empty."""
+        """Return the free blocks for prompts that can wait: without the watermark, unless the memory is empty."""
         memory, num_free = self._view.memory, self._packer.num_free
         if num_free == memory.num_blocks:
             return num_free
         return num_free - int(self._config.watermark * memory.num_blocks)
 
     def _may_start(self, rows: Ints) -> Bools:
-        """While a long prompt is being served, no other one begins (section 4.2)."""
+        """Return which rows may start: while a long prompt is being served, no other one begins (section 4.2)."""
         table = self._view.table
         is_long, has_begun = self._is_long(), table.num_cached > 0
         is_served = is_long & has_begun & (table.num_remaining > 1) & ~self._is_evicted
@@ -195,14 +195,14 @@ class _Batch:
         return ~is_long[rows] | has_begun[rows]
 
     def _is_long(self) -> Bools:
-        """By the paper's length, or because no iteration could take it whole."""
+        """Return which prompts are long, by the paper's length or because no iteration could take them whole."""
         budget = self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s)
         longest = np.minimum(np.minimum(budget, self._view.limits.max_tokens), self._config.long_prompt_len - 1)
         is_long: Bools = self._view.table.context_len > longest
         return is_long
 
     def _head_of(self, waiting: Ints) -> tuple[Ints, Bools]:
-        """Those that press about as much as the first of the queue, in order; which of them may be cut.
+        """Return, in order, requests about as urgent as the first of the queue, and which of them may be chunked.
 
         Long prompts may, and those that have begun.
         """
@@ -212,7 +212,7 @@ class _Batch:
         return rows, (self._is_long() | (self._view.table.num_cached > 0))[rows]
 
     def _select(self, waiting: Ints) -> None:
-        """Algorithm 2: of those that press about equally, again and again the one that leaves least unused."""
+        """Run algorithm 2: of the about equally urgent requests, repeatedly add the one that leaves least unused."""
         rows, can_cut = self._head_of(waiting)
         if len(rows) and not self._packer.rows:
             self._least_slo_s = float(self._slo_s[rows[0]])
@@ -232,7 +232,7 @@ class _Batch:
             rows, can_cut = rows[is_next], can_cut[is_next]
 
     def _demands(self, rows: Ints, can_cut: Bools) -> tuple[Ints, Ints, Bools]:
-        """D_c in tokens and D_m in blocks of these requests, and which of them there is room for."""
+        """Return D_c in tokens and D_m in blocks of these requests, and which of them fit."""
         table, size = self._view.table, self._view.memory.block_size
         held, cached, remaining = table.num_blocks[rows], table.num_cached[rows], table.num_remaining[rows]
         slots = (held + max(self._free_blocks(), 0)) * size - cached
@@ -250,7 +250,7 @@ class _Batch:
         return demands, blocks, (demands > 0) & (demands <= budget) & (demands <= slots)
 
     def _add_in_order(self, waiting: Ints) -> None:
-        """Without multi-resource batching: until compute or memory ends."""
+        """Add prompts in order until compute or memory ends (without multi-resource batching)."""
         packer = self._packer
         for row in self._ordered(self._most_pressing(waiting[self._may_start(waiting)])).tolist():
             watermark = packer.num_free - self._free_blocks()

@@ -19,7 +19,7 @@ from alignedserve.scheduling.table import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class AliseConfig:
-    """The paper names these parameters and gives no values: docs/policies/alise.md says how these were chosen."""
+    """Parameters of the paper, which gives no values: docs/policies/alise.md says how these were chosen."""
 
     num_levels: Annotated[int, Meta(ge=1)] = 8
     first_level_tokens: Annotated[int, Meta(ge=1)] = 16  # level 0 ends at the time of so many short decodes
@@ -30,7 +30,7 @@ class AliseConfig:
 
 
 class Alise:
-    """Every request is at the level of its predicted remaining time; better levels take memory from worse ones.
+    """The policy: levels of predicted remaining time, of which better ones take memory from worse ones.
 
     The page docs/policies/alise.md has the formulas and an example.
     """
@@ -52,12 +52,12 @@ class Alise:
         return PriorityPacking(view, level, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
 
     def _base_level(self, by_first: Floats, num_overruns: Ints) -> Ints:
-        """Level n: remaining times from 2^(n-1) to 2^n of the first level's; who overran n times is at n or worse."""
+        """Return the level: n for 2^(n-1) to 2^n times the first level's remaining time, or after n overruns."""
         by_time = np.frexp(by_first)[1].astype(np.int64)
         return np.clip(np.maximum(by_time, num_overruns), 0, self._config.num_levels - 1)
 
     def _estimated_wait_s(self, level: Ints, remaining_s: Floats, waited_s: Floats) -> Floats:
-        """Equation 7: until all better levels are done, or until ageing has raised the request to level 0."""
+        """Return the wait until all better levels are done, or ageing has raised it to level 0 (equation 7)."""
         by_level = np.bincount(level, weights=remaining_s, minlength=self._config.num_levels)
         better_s = np.cumsum(by_level) - by_level
         threshold_s = self._config.age_threshold_s

@@ -1,8 +1,8 @@
 """Apt-Serve (Gao et al., SIGMOD 2025): adaptive scheduling on a hybrid cache.
 
-Before every iteration each request is worth its pending time, and its cache may be of hidden vectors, which takes fewer
-blocks and makes every iteration slower for all. Who gets in is a knapsack (apt_serve_selection). The page
-docs/policies/apt_serve.md has the formula, what was read into the paper, and an example.
+Before every iteration the value of each request is its pending time, and its cache may be of hidden vectors, which take
+fewer blocks and make every iteration slower for all. Selection is a knapsack (apt_serve_selection). The page
+docs/policies/apt_serve.md has the formula, our interpretation of the paper, and an example.
 """
 
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from alignedserve.scheduling.policies.apt_serve_selection import KnapsackItems, 
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
-_NEAR_ZERO_S = 1e-6  # what a request past its SLO is worth: only the order among those depends on it
-_REFERENCE_TOKENS = 4096  # hidden tokens at which their cost is asked: enough to leave what overlaps with other work
+_NEAR_ZERO_S = 1e-6  # the value of a request past its SLO: only the order among those depends on it
+_REFERENCE_TOKENS = 4096  # hidden tokens at which their cost is evaluated: too many to overlap with other work
 
 
 @dataclass(frozen=True, slots=True)
 class AptServeConfig:
-    """The paper's values; where it names none, those of the released scheduler or of vLLM, on which it is built."""
+    """The paper's values, or else those of the released scheduler or of vLLM, on which it is built."""
 
     hybrid_cache: bool = True  # False: keys and values only (the paper's ablation, Table 4)
     max_hidden_tokens: int = 7200  # held in hidden caches at a time (released scheduler)
-    hidden_token_s: float | None = None  # rho, seconds per hidden token in an iteration; None: asked of the cost model
+    hidden_token_s: float | None = None  # rho, seconds per hidden token in an iteration; None: by the cost model
     expired_decay: float | None = None  # past its SLO, a value is multiplied by this (paper: 0.4); None: near zero
     watermark: float = 0.01  # share of the blocks that new caches leave free (vLLM)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError naming the parameter."""
+        """Raise ConfigError naming the parameter that is out of range."""
         for name, holds in (
             ("max_hidden_tokens", self.max_hidden_tokens >= 0),
             ("hidden_token_s", self.hidden_token_s is None or self.hidden_token_s >= 0),
@@ -43,7 +43,7 @@ class AptServeConfig:
 
 
 class AptServe:
-    """An iteration is either prompts or decodes, whichever have been pending for longer in all (section 5)."""
+    """The policy: each iteration is prompts or decodes, whichever have been pending longer in all (section 5)."""
 
     def __init__(self, config: AptServeConfig) -> None:
         self._config = config
@@ -60,7 +60,7 @@ class AptServe:
 
 
 class AptServeChunked:
-    """Apt-Serve-S (section 6.7): decodes first, prompts in chunks with the tokens that they leave."""
+    """The policy Apt-Serve-S (section 6.7): decodes first, then prompts in chunks with the tokens left."""
 
     def __init__(self, config: AptServeConfig) -> None:
         self._config = config
@@ -69,7 +69,7 @@ class AptServeChunked:
         """See IterationPolicy."""
         step = _Step(view, self._config, splits_prompts=True)
         returning, decodes = step.returns_to_kv(), step.decodes()
-        # Whoever has just been preempted is not overtaken by somebody new in the same iteration.
+        # A request just preempted is not overtaken by a new one in the same iteration.
         prompts = step.prompts(takes_new=not decodes.evictions)
         return IterationPlan(
             returning.scheduled + decodes.scheduled + prompts.scheduled, returning.evictions + decodes.evictions
@@ -77,7 +77,7 @@ class AptServeChunked:
 
 
 class _Step:
-    """One decision: what is left of blocks and tokens while its parts are put together."""
+    """One decision, with the blocks and tokens left while its parts are put together."""
 
     def __init__(self, view: WorkerView, config: AptServeConfig, *, splits_prompts: bool = False) -> None:
         self._view = view
@@ -94,17 +94,17 @@ class _Step:
         self._begun = table.by_arrival(np.flatnonzero(has_cache & ~is_decoding))  # prompts longer than an iteration
         self._waiting = np.flatnonzero(~has_cache)
         self._num_places_left = view.limits.max_running_requests - len(self._running) - len(self._begun)
-        # Prompts that have begun go on, so the blocks that they will need are nobody else's.
+        # Prompts that have begun continue, so the blocks that they will need are kept for them.
         self._num_free = view.memory.num_free - int(self._more_blocks(self._begun).sum())
         self._num_tokens_left = view.limits.max_tokens
 
     def decodes_are_more_urgent(self) -> bool:
-        """Whether those that run have been pending for longer in all than those that wait (section 5)."""
+        """Return whether running requests have a longer total pending time than waiting ones (section 5)."""
         running_s = float(self._pending_s[self._running].sum())
         return running_s > float(self._pending_s.sum()) - running_s
 
     def returns_to_kv(self) -> IterationPlan:
-        """Hidden caches that do not pay are computed again as keys and values, once there are blocks (section 5)."""
+        """Plan to recompute costly hidden caches as keys and values, as far as blocks are free (section 5)."""
         table = self._view.table
         rows = table.by_arrival(self._running[self._is_costly(self._running)])
         more = self._blocks(rows, is_hidden=False) - table.num_blocks[rows]
@@ -118,7 +118,7 @@ class _Step:
         return IterationPlan(scheduled, tuple(PlannedEviction(row, EvictionMode.DROP) for row in rows.tolist()))
 
     def decodes(self) -> IterationPlan:
-        """A token of everybody who runs; where their caches no longer fit, of those that are worth most per block."""
+        """Plan a token of each running request; if their caches no longer fit, of the most valuable per block."""
         rows, max_running_requests = self._rows_to_decode(), self._view.limits.max_running_requests
         more = int(self._more_blocks(rows).sum())
         if more <= self._num_free and len(rows) <= min(self._num_tokens_left, max_running_requests):
@@ -139,7 +139,7 @@ class _Step:
         return IterationPlan(self._schedule(rows[chosen], np.ones_like(chosen), more), evictions)
 
     def prompts(self, *, takes_new: bool = True) -> IterationPlan:
-        """Prompts that have begun go on; then those of the waiting that the selection takes, in the kind it says."""
+        """Plan prompts that have begun, then those of the waiting that the selection takes, with its kinds of cache."""
         begun = self._continue_prompts()
         table = self._view.table
         num_free, num_hidden = self._num_free - self._watermark(), int(self._context_len[table.is_hidden].sum())
@@ -162,16 +162,16 @@ class _Step:
     # --- parts
 
     def _rows_to_decode(self) -> Ints:
-        """Who runs, without costly hidden caches: these pause until they pay.
+        """Return running rows without those whose hidden cache is costly, which pause until it is not.
 
-        At the latest until they are past their SLO, and not if nobody else runs.
+        They pause until they are past their SLO at the latest, and not at all if no other request runs.
         """
         rows = self._running
         awake = rows[~self._is_costly(rows) | (self._pending_s[rows] > self._slo_s[rows])]
         return awake if len(awake) else rows
 
     def _is_costly(self, rows: Ints) -> Bools:
-        """Whose cache is hidden, and gains less per block than keys and values would: the selection's own rule."""
+        """Return rows whose hidden cache gains less per block than keys and values would, as the selection decides."""
         is_costly = self._view.table.is_hidden[rows]
         if is_costly.any():
             pending_s = self._pending_s[rows]
@@ -188,7 +188,7 @@ class _Step:
 
     def _candidates(self, rows: Ints) -> KnapsackItems:
         num_tokens = self._context_len[rows]
-        if not self._splits_prompts:  # then what is longer than an iteration goes alone, for as many as there are
+        if not self._splits_prompts:  # then a prompt longer than an iteration fills one alone
             num_tokens = np.minimum(num_tokens, self._view.limits.max_tokens)
         num_blocks = self._blocks(rows, is_hidden=False)
         value = self._value(rows)
@@ -198,7 +198,7 @@ class _Step:
         return KnapsackItems(value, num_blocks, num_tokens, self._penalty(rows), self._blocks(rows, is_hidden=True))
 
     def _evict(self, rows: Ints, num_blocks: int) -> tuple[PlannedEviction, ...]:
-        """Drop the caches of these, in this order, until so many blocks are free; the others only pause."""
+        """Drop caches in this order until this many blocks are free; the remaining requests only pause."""
         held = self._view.table.num_blocks[rows]
         count = int((np.cumsum(held) - held + self._num_free < num_blocks).sum())
         self._num_free += int(held[:count].sum())
@@ -212,20 +212,20 @@ class _Step:
     # --- figures
 
     def _value(self, rows: Ints) -> Floats:
-        """Pending time; of those past their SLO near zero, or a part of it (section 4.2 and 6.6)."""
+        """Return the pending time; past the SLO near zero, or a part of it (sections 4.2 and 6.6)."""
         pending_s, decay = self._pending_s[rows], self._config.expired_decay
         expired = np.full_like(pending_s, _NEAR_ZERO_S) if decay is None else decay * pending_s
         return np.where(pending_s > self._slo_s[rows], expired, pending_s)
 
     def _penalty(self, rows: Ints) -> Floats:
-        """What a hidden cache costs all requests in one iteration (equations 5 and 6)."""
+        """Return the time that a hidden cache costs all requests in one iteration (equations 5 and 6)."""
         token_s = self._config.hidden_token_s
         if token_s is None:
             token_s = hidden_token_s(self._view.costs)
         return self._context_len[rows].astype(np.float64) * (token_s * len(self._view.table))
 
     def _blocks(self, rows: Ints, *, is_hidden: bool | None = None) -> Ints:
-        """Blocks of the whole context; `is_hidden`: in this kind, else in the one that each has."""
+        """Return the blocks of the whole context. `is_hidden`: the kind of cache; None: the one that each row has."""
         table = self._view.table
         kinds = table.is_hidden[rows] if is_hidden is None else np.full(len(rows), is_hidden)
         return self._view.memory.blocks_for_each(
@@ -236,13 +236,13 @@ class _Step:
         return self._blocks(rows) - self._view.table.num_blocks[rows]
 
     def _watermark(self) -> int:
-        """Blocks that new caches leave free, but in an empty device."""
+        """Return the blocks that new caches leave free; 0 on an empty device."""
         memory = self._view.memory
         return 0 if memory.num_free == memory.num_blocks else int(self._config.watermark * memory.num_blocks)
 
 
 def hidden_token_s(costs: CostModel) -> float:
-    """Rho: seconds that each token of a hidden cache adds to an iteration (equation 6)."""
+    """Return rho: the seconds that each token of a hidden cache adds to an iteration (equation 6)."""
     plain, hidden = IterationWork(), IterationWork()
     plain.add_decodes(1, _REFERENCE_TOKENS, _REFERENCE_TOKENS)
     hidden.add_decodes(1, _REFERENCE_TOKENS, _REFERENCE_TOKENS, _REFERENCE_TOKENS)

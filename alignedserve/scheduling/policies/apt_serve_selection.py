@@ -1,4 +1,4 @@
-"""Apt-Serve's selection (section 5): who gets a cache, and of which kind, by marginal gain per block.
+"""Apt-Serve's selection (section 5): requests that get a cache, and its kind, by marginal gain per block.
 
 A knapsack in which every candidate may be left out, taken with a hidden cache, or taken with keys and values. Each
 candidate has one or two items: its first cache, and the step from a hidden cache to keys and values. Items are taken
@@ -19,14 +19,14 @@ class KnapsackItems:
     """Columns of equal length, in the order that breaks ties."""
 
     value: Floats  # of scheduling it with keys and values (seconds)
-    num_blocks: Ints  # that keys and values take; at least 1
+    num_blocks: Ints  # of keys and values; at least 1
     num_tokens: Ints  # to compute
-    penalty: Floats  # what a hidden cache takes from the value (seconds)
-    hidden_blocks: Ints  # that a hidden cache takes; no fewer than `num_blocks` where it is not to be had
+    penalty: Floats  # of a hidden cache, to be subtracted from the value (seconds)
+    hidden_blocks: Ints  # of a hidden cache; no fewer than `num_blocks` where there is none
 
 
 class SelectionBudget(NamedTuple):
-    """What is left for candidates."""
+    """Resources left for candidates."""
 
     num_blocks: int
     num_tokens: int
@@ -36,12 +36,12 @@ class SelectionBudget(NamedTuple):
 
     @property
     def is_left(self) -> bool:
-        """Whether there is room for anybody."""
+        """True if blocks, tokens and places are left."""
         return min(self.num_blocks, self.num_tokens, self.num_places) > 0
 
 
 class Selection(NamedTuple):
-    """Who is scheduled, densest first."""
+    """The scheduled candidates, densest first."""
 
     indices: Ints  # into the candidates
     is_hidden: Bools
@@ -51,7 +51,7 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    owner: Ints  # whose item: index into the candidates
+    owner: Ints  # index into the candidates
     is_first: Bools  # the cache itself; else the step from hidden vectors to keys and values
     num_blocks: Ints
     num_tokens: Ints
@@ -64,10 +64,10 @@ class _Items:
 
 
 def select(candidates: KnapsackItems, budget: SelectionBudget) -> Selection:
-    """The greedy selection, or one that contains the best single candidate where that alone is worth more.
+    """Select greedily, or around the best single candidate if that alone has a greater value.
 
-    Where only blocks are short its value is at least half of the best possible (Apt-Serve, section 5): all items before
-    the first that does not fit, and that one, are worth no less than the best, and that one alone no more than the
+    If only blocks are short, the value is at least half of the optimum (Apt-Serve, section 5): all items up to and
+    including the first that does not fit have at least the optimal value, and that one alone at most the value of the
     best single candidate. Places, tokens and the limit on hidden tokens have no such bound.
     """
     if not len(candidates.value) or not budget.is_left:
@@ -94,9 +94,9 @@ def select(candidates: KnapsackItems, budget: SelectionBudget) -> Selection:
 
 
 def _offered(candidates: KnapsackItems, budget: SelectionBudget) -> Bools:
-    """Whose first cache is a hidden one: where it pays, and gains more per block than keys and values at once.
+    """Return which candidates first get a hidden cache: if it gains more per block than keys and values at once.
 
-    (Or keys and values alone do not fit.) The limit on hidden tokens goes to the densest.
+    (Or if keys and values alone do not fit.) The limit on hidden tokens goes to the densest.
     """
     value = candidates.value - candidates.penalty
     density = value / np.maximum(candidates.hidden_blocks, 1)
@@ -114,7 +114,7 @@ def _offered(candidates: KnapsackItems, budget: SelectionBudget) -> Bools:
 
 
 def _items(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionBudget) -> _Items:
-    """First caches, then steps; without what cannot fit even alone."""
+    """Build the items, first caches and then steps, without those that cannot fit even alone."""
     fits = candidates.num_blocks <= budget.num_blocks
     first, second = np.flatnonzero(fits | is_hidden), np.flatnonzero(fits & is_hidden)
     num_blocks = np.where(is_hidden, candidates.hidden_blocks, candidates.num_blocks)
@@ -129,14 +129,14 @@ def _items(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionBudget)
 
 
 def _value_alone(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionBudget) -> Floats:
-    """The value of each candidate by itself; -inf where it does not fit."""
+    """Return the value of each candidate by itself; -inf where it does not fit."""
     value = np.where(is_hidden, candidates.value - candidates.penalty, -np.inf)
     value = np.where(candidates.num_blocks <= budget.num_blocks, candidates.value, value)
     return np.where((candidates.num_tokens <= budget.num_tokens) | budget.splits_last, value, -np.inf)
 
 
 def _take(items: _Items, budget: SelectionBudget) -> Bools:
-    """Which of these items are taken, in this order, passing over what no longer fits."""
+    """Return which items are taken, in this order, skipping those that no longer fit."""
     taken = np.zeros(len(items.owner), np.bool_)
     is_passed = np.zeros(int(items.owner.max(initial=-1)) + 1, np.bool_)  # by owner
     left, waiting = budget, np.arange(len(items.owner))
@@ -156,7 +156,7 @@ def _take(items: _Items, budget: SelectionBudget) -> Bools:
 
 
 def _num_fitting(items: _Items, waiting: Ints, left: SelectionBudget) -> int:
-    """How many of the first of these fit together."""
+    """Count how many of these, from the front, fit together."""
     num_tokens = items.num_tokens[waiting]
     tokens = np.cumsum(num_tokens)
     fits = tokens <= left.num_tokens
