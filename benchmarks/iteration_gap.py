@@ -42,7 +42,7 @@ from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.worker_core.iteration_log import IterationLog
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import make_colocated_logic, memory_of
 

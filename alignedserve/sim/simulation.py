@@ -18,7 +18,14 @@ from alignedserve.scheduling.factory import (
 )
 from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import Mechanism
-from alignedserve.sim.components import Logic, Network, SharedMemory, SimulatedComponent, SimulatedPool, SimulatedWorker
+from alignedserve.sim.components import (
+    AnyLogic,
+    Network,
+    SharedMemory,
+    SimulatedComponent,
+    SimulatedPool,
+    SimulatedWorker,
+)
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.copies import MemoryLinks, SimulatedCopier
 from alignedserve.sim.engine import EOS, SimulatedEngine
@@ -78,7 +85,7 @@ class Simulation:
         self._gateway.cut_off()
         return self._result(num_events)
 
-    def logics(self) -> dict[str, Logic]:
+    def logics(self) -> dict[str, AnyLogic]:
         """What decides in each room, by its name."""
         return {component.name: component.logic for component in self._components}
 
@@ -103,7 +110,7 @@ class Simulation:
                 [self._add_decode_worker(number, node) for number in decoders],
             )
 
-    def _add_component(self, name: str, role: Role, logic: Logic) -> SimulatedComponent:
+    def _add_component(self, name: str, role: Role, logic: AnyLogic) -> SimulatedComponent:
         component = SimulatedComponent(name, role, logic, self._event_queue, self._network)
         self._components.append(component)
         return component
@@ -147,7 +154,7 @@ class Simulation:
     def _add_decode_worker(self, number: int, node: int) -> str:
         config, layout = self._config.cluster.decode, self._config.layout
         num_blocks = layout.blocks_in(config.kv_cache_bytes)
-        logic: Logic
+        logic: AnyLogic
         cluster, costs = self._config.cluster, self._known(self._config.decode_costs)
         if self._config.is_colocated:
             logic = decode_factory.make_colocated_logic(
@@ -186,7 +193,7 @@ class Simulation:
         """What a worker's policy knows of its costs from the start."""
         return None if self._config.learns_costs else costs
 
-    def _add_worker(self, name: str, role: Role, logic: Logic, pool: str, costs: CostModel) -> str:
+    def _add_worker(self, name: str, role: Role, logic: AnyLogic, pool: str, costs: CostModel) -> str:
         keeps_timeline = name == self._config.timeline_of
         engine = SimulatedEngine(
             costs, self._gateway.output_lens, self._config.colocated_memory, keeps_timeline=keeps_timeline
@@ -216,7 +223,7 @@ class Simulation:
         self._event_queue.after(_PROGRESS_S, self._report, progress)
 
     def _result(self, num_events: int) -> SimulationResult:
-        gateway, status = self._gateway, self._gateway.status or ClusterStatus(*(0,) * 13)
+        gateway, status = self._gateway, self._gateway.status or ClusterStatus()
         ended_s = max((record.ended_s for record in gateway.records), default=_BEGIN_S)
         duration_s = ended_s - _BEGIN_S
         workers = self._workers.items()
@@ -233,7 +240,7 @@ class Simulation:
             num_recomputed_tokens=status.num_recomputed_tokens,
             num_pool_blocks_used=status.num_pool_blocks_used,
             num_worker_blocks_used=status.num_worker_blocks_used,
-            ledger=status.ledger,
+            iteration_log=status.iteration_log,
             lengths=status.lengths,
             num_decisions=sum(component.num_events for component in self._components),
             num_events=num_events,

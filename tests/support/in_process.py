@@ -225,7 +225,7 @@ class RoomCluster:
 
     def num_buffer_blocks_used(self) -> int:
         """Of all decode workers, in all prefill workers' memory."""
-        logics = [room._driver._logic for room in self.rooms.values() if isinstance(room, DecodeWorker)]
+        logics = [one._driver._logic for one in self.rooms.values() if isinstance(one, DecodeWorker)]
         return sum(logic._candidates.space.num_used for logic in logics if isinstance(logic, DecodeLogic))
 
     def files_in_memory(self) -> list[Path]:
