@@ -245,21 +245,21 @@ class PrefillLogic:
     # --- iterations
 
     def _start_iteration(self, now: float) -> list[PrefillCommand]:
-        asked = self._admit(now)
+        requests = self._admit(now)
         slices = self._scheduler.choose(now)
         if not slices:
-            return asked
+            return requests
         additions, self._additions = tuple(self._additions.values()), {}
         removals, self._removals = tuple(self._removals), []
         self._iterations.start(now, [self._jobs[request_id] for request_id, _ in slices], has_changed=True)
-        return [RunIteration(removals, additions, (), slices), *asked]
+        return [RunIteration(removals, additions, (), slices), *requests]
 
     def _admit(self, now: float) -> list[PrefillCommand]:
         """Allocate blocks for the next jobs, in order, up to the first that does not fit yet.
 
         A job asks for the pool's copy only once it has blocks of its own, so that a granted copy can always be loaded.
         """
-        asked: list[PrefillCommand] = []
+        requests: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in waiting_jobs(self._jobs.values(), real_time_first=self._scheduler.prioritizes_real_time):
             is_full = num_holding >= self._max_running_requests
@@ -270,10 +270,10 @@ class PrefillLogic:
             job.block_ids = block_ids
             if job.has_copy and self._pool is not None:
                 job.stage = JobStage.ASKING
-                asked.append(Send(self._pool, FetchCopy(job.request.request_id, job.attempt)))
+                requests.append(Send(self._pool, FetchCopy(job.request.request_id, job.attempt)))
             else:
                 self._enter(job, 0, now)
-        return asked
+        return requests
 
     def _num_blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self._registered.block_size)

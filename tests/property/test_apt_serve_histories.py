@@ -31,7 +31,7 @@ def _random_candidates(rng: np.random.Generator, count: int) -> KnapsackItems:
 
 
 def _best_value(candidates: KnapsackItems, num_blocks: int) -> float:
-    """Over everybody left out, with keys and values, or with a hidden cache."""
+    """Try every candidate left out, with keys and values, or with a hidden cache."""
     sizes = np.stack((np.zeros_like(candidates.num_blocks), candidates.num_blocks, candidates.hidden_blocks))
     gains = np.stack((np.zeros_like(candidates.value), candidates.value, candidates.value - candidates.penalty))
     choices = np.array(list(product(range(3), repeat=len(candidates.value))))
@@ -114,7 +114,7 @@ _MEMORY = DeviceMemory(40, 40, 16, hidden_ratio=0.5)
 
 
 @pytest.mark.parametrize("name", _NAMES)
-def test_everybody_ends_with_hidden_caches(name: str) -> None:
+def test_all_requests_end_with_hidden_caches(name: str) -> None:
     num_hidden = 0
     for seed in range(4):
         arrivals = random_arrivals(100 + seed, 60)
@@ -139,7 +139,7 @@ def test_every_change_of_a_cache_comes_with_a_token(name: str, seed: int) -> Non
 
 @pytest.mark.parametrize("name", _NAMES)
 @pytest.mark.parametrize("settings", [{"hybrid_cache": False}, {"expired_decay": 0.4}, {"watermark": 0.0}])
-def test_everybody_ends_with_other_parameters(name: str, settings: dict[str, object]) -> None:
+def test_all_requests_end_with_other_parameters(name: str, settings: dict[str, object]) -> None:
     arrivals = random_arrivals(7, 60)
     courses = PolicyRun(make_policy(name, settings), _MEMORY, costs=_HiddenCosts()).run(arrivals)
     assert all(len(courses[str(one.request.request_id)].token_times_s) == one.output_len for one in arrivals)
@@ -156,7 +156,7 @@ def _equals(count: int, output_len: int, *, arrive_every_s: float = 0.0, **field
 
 
 @pytest.mark.parametrize("name", _NAMES)
-def test_nobody_who_runs_gives_way_to_somebody_who_waits(name: str) -> None:
+def test_no_running_request_gives_way_to_a_waiting_one(name: str) -> None:
     """SelectionBudget for one: the others wait until it has ended, in the order of arrival."""
     memory = DeviceMemory(7, 7, 16)
     courses = PolicyRun(make_policy(name), memory).run(_equals(5, 40))
@@ -175,7 +175,7 @@ def test_equals_that_outgrow_memory_do_not_take_turns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _NAMES)
-def test_of_equals_within_their_slo_nobody_overtakes(name: str) -> None:
+def test_of_equals_within_their_slo_none_overtakes(name: str) -> None:
     memory = DeviceMemory(20, 20, 16)
     courses = PolicyRun(make_policy(name), memory).run(_equals(60, 10, arrive_every_s=0.02))
     firsts = [course.token_times_s[0] for course in courses.values()]

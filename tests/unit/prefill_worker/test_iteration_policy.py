@@ -27,7 +27,7 @@ class Paced:
         self.script.steps.extend(steps)
 
     def seen(self) -> list[tuple[RequestId, int]]:
-        """Tokens that everybody has left, as the policy saw it last."""
+        """Return the tokens that each request has left, as the policy saw them last."""
         assert self.script.view is not None, "it was never asked"
         table = self.script.view.table
         return [(name, int(table.num_remaining[table.row(name)])) for name in table.request_ids]
@@ -52,7 +52,7 @@ def test_where_the_policy_rests_nothing_runs_and_who_is_added_waits_with_its_blo
     assert runs(paced.worker.begin(SEVEN)) == [run(added(FOUR, 0), added(SEVEN, 1, 2), slices={"r1": 4})]
 
 
-def test_the_policy_sees_who_computes_and_nobody_else() -> None:
+def test_the_policy_sees_who_computes_and_no_other() -> None:
     paced = Paced(Step(r1=3))
     for of in (FOUR, SEVEN, request("r3"), request("r4")):  # the last one has no place
         paced.worker.begin(of)

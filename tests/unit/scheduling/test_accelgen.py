@@ -73,7 +73,7 @@ def test_a_deadline_is_spread_evenly_and_the_difference_carried(now: float, rema
     assert urgency.remaining_s.tolist() == [pytest.approx(remaining_s)]
 
 
-def test_everybody_has_an_slo() -> None:
+def test_every_request_has_an_slo() -> None:
     rows = {"prompt": {}, "decode": {"num_generated": 1}, "batch": {"be": True, "max_tokens": 3600}}
     urgency = urgency_of(view_of(rows), AccelgenConfig(), chunk_len=100.0, longest_s=0.1)
     assert urgency.slo_s.tolist() == [1.0, 0.1875, 1.0]
@@ -123,7 +123,7 @@ def test_who_is_late_preempts_only_when_it_starves(since_s: float, evictions: li
     assert outcome(HOLDERS | {"urgent": URGENT | {"waits_since_s": since_s}})[1] == evictions
 
 
-def test_nobody_gives_way_to_a_prompt_that_would_not_fit_anyhow() -> None:
+def test_no_request_gives_way_to_a_prompt_that_would_not_fit_anyhow() -> None:
     scheduled, evictions = outcome(HOLDERS | {"urgent": URGENT | {"prompt_len": 500}})
     assert (scheduled, evictions) == ({"pressing": 1, "loose": 1, "looser": 1}, [])
 

@@ -8,7 +8,7 @@ from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, v
 
 
 def example(tpot_s: float, **worker: Any) -> WorkerView:
-    """Somebody reads an answer, a question has just come, one document is being written and one has to be read."""
+    """An answer is being read, a question has just come, one document is being written and one has to be read."""
     answer = {"prompt_len": 90, "num_generated": 10, "ttft_s": 0.4, "tpot_s": tpot_s}
     return view_of(
         {
@@ -68,7 +68,7 @@ def test_equals_do_not_take_each_others_blocks() -> None:
     assert not plan.evictions
 
 
-def test_who_has_waited_beyond_the_bound_has_a_tenth_of_the_iteration_before_anybody_else() -> None:
+def test_who_has_waited_beyond_the_bound_has_a_tenth_of_the_iteration_before_all_others() -> None:
     """An iteration may take a fifth of 1 s, and 10 ms of it whatever it does; the question by itself takes 160 ms."""
     rows: dict[str, dict[str, Any]] = {
         "forgotten": {"be": True, "prompt_len": 300, "arrival_s": -100.0},
@@ -79,7 +79,7 @@ def test_who_has_waited_beyond_the_bound_has_a_tenth_of_the_iteration_before_any
     assert planned(view_of(rows, now=1.0)) == {"question": 300}
 
 
-def test_who_has_waited_beyond_the_bound_fills_what_nobody_else_needs() -> None:
+def test_who_has_waited_beyond_the_bound_fills_what_no_other_needs() -> None:
     rows: dict[str, dict[str, Any]] = {
         "forgotten": {"be": True, "prompt_len": 300, "arrival_s": -100.0},
         "question": {"prompt_len": 50, "ttft_s": 1.0, "arrival_s": 0.9},

@@ -17,7 +17,7 @@ _AHEAD = {
 
 
 def _tokens_of_question(answer: dict[str, Any], due_in_s: float) -> int:
-    """Of 120, which take 132 ms with the answer's next token."""
+    """Return tokens of 120, which take 132 ms with the answer's next token."""
     question = {"prompt_len": 120, "ttft_s": 0.4, "arrival_s": 0.6 + due_in_s}
     view = view_of({"answer": answer, "question": question}, now=1.0)
     plan = make_policy("aligned_slo").plan(view)
@@ -33,7 +33,7 @@ def test_a_prompt_that_would_be_late_in_parts_is_computed_in_one() -> None:
     assert _tokens_of_question(_AHEAD, due_in_s=0.14) == 120
 
 
-def test_a_gap_is_lengthened_of_who_can_make_up_for_it_and_of_nobody_else() -> None:
+def test_a_gap_is_lengthened_of_who_can_make_up_for_it_and_of_no_other() -> None:
     """On its schedule to the token; a twentieth of 0.1 s comes back with each later token, half of which count."""
     on_schedule = _AHEAD | {"first_token_s": 0.09}
     assert _tokens_of_question(on_schedule | {"max_tokens": 30}, due_in_s=0.14) == 120

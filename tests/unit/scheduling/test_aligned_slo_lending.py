@@ -23,20 +23,20 @@ def test_the_one_furthest_ahead_gives_way_to_an_urgent_prompt() -> None:
     assert scheduled == {"near": 1, "new": 64}
 
 
-def test_nobody_gives_way_to_a_prompt_that_has_time() -> None:
+def test_no_request_gives_way_to_a_prompt_that_has_time() -> None:
     scheduled, evicted = _decided(far=_AHEAD, near=_BEHIND, new=_URGENT | {"arrival_s": 9.99})
     assert evicted == []
     assert scheduled == {"near": 1, "far": 1}
 
 
-def test_whoever_is_not_ahead_keeps_its_cache() -> None:
+def test_a_request_not_ahead_keeps_its_cache() -> None:
     """Ten seconds for its 32 tokens, as a third of a second for each allows."""
     scheduled, evicted = _decided(late=_AHEAD | {"tpot_s": 1 / 3}, near=_BEHIND | {"tpot_s": 0.65}, new=_URGENT)
     assert evicted == []
     assert "new" not in scheduled
 
 
-def test_who_has_lent_its_memory_does_not_take_it_back_from_anybody_before_it_is_due() -> None:
+def test_who_has_lent_its_memory_does_not_take_it_back_before_it_is_due() -> None:
     lent = _AHEAD | {"num_cached": 0, "num_blocks": 0}
     scheduled, evicted = _decided(near=_BEHIND, other=_BEHIND, lent=lent)
     assert evicted == []

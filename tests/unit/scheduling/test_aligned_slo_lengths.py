@@ -31,7 +31,7 @@ def test_who_has_more_than_half_of_it_waits() -> None:
     assert planned(crowd(predicted_len=60), num_blocks=7, num_free_host=500) == ({"long": 1}, [])
 
 
-def test_nobody_leaves_where_that_is_not_enough() -> None:
+def test_no_request_leaves_where_that_is_not_enough() -> None:
     rows = crowd(prompt_len=60) | {"other": {"prompt_len": 20, "num_generated": 1, "predicted_len": 8}}
     # Nine blocks are held and one is free; four are wanted. The long one would do, but for one that may not leave.
     rows["long"] |= {"arrival_s": -2000.0}

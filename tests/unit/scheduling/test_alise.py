@@ -180,7 +180,7 @@ def test_without_given_coefficients_the_cost_model_is_asked() -> None:
     assert policy.plan(view) == policy.plan(replace(view))
 
 
-def test_nobody_takes_what_a_better_one_had_to_leave() -> None:
+def test_no_request_takes_what_a_better_one_had_to_leave() -> None:
     """`later` leaves two blocks to `first`, which needs one: the other is not for `worse`, which would fit."""
     equal = {"prompt_len": 30, "num_generated": 3, "predicted_len": 10}
     rows = {

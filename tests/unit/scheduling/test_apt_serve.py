@@ -145,7 +145,7 @@ def test_a_prompt_longer_than_an_iteration_goes_alone_and_goes_on() -> None:
     assert scheduled_of(fresh, _plan(fresh)) == {"a": 64}
 
 
-def test_the_blocks_that_a_begun_prompt_will_need_are_nobody_elses() -> None:
+def test_the_blocks_that_a_begun_prompt_will_need_are_kept_for_it() -> None:
     rows = {"a": _waiting(100, 0.01, num_cached=64), "r": _running(33, 3.0)}
     view = view_of(rows, now=_NOW, num_blocks=9, max_tokens=64)  # holds 4 and 2, needs 3 more and 1 more
     assert scheduled_of(view, _plan(view)) == {"a": 36}
@@ -220,7 +220,7 @@ def test_who_need_not_give_way_only_pauses() -> None:
     assert scheduled_of(view, plan) == {"a": 1, "b": 1, "d": 1}
 
 
-def test_the_chunked_form_takes_nobody_new_when_somebody_gave_way() -> None:
+def test_the_chunked_form_takes_no_new_request_when_one_gave_way() -> None:
     rows = {"a": _running(65), "b": _running(33), "new": _waiting(16, 1.0)}
     view = view_of(rows, now=_NOW, num_blocks=6)
     plan = _plan(view, "apt_serve_chunked")
@@ -265,7 +265,7 @@ def test_a_hidden_cache_does_not_pause_past_its_slo() -> None:
         assert ("h" in scheduled_of(view, _plan(view, hidden_token_s=0.1))) is runs
 
 
-def test_a_hidden_cache_does_not_pause_when_nobody_else_runs() -> None:
+def test_a_hidden_cache_does_not_pause_when_no_other_runs() -> None:
     view = view_of({"h": _one_hidden()["h"]}, now=_NOW, num_blocks=3, hidden_ratio=0.5)
     assert scheduled_of(view, _plan(view, hidden_token_s=0.1)) == {"h": 1}
 
@@ -311,7 +311,7 @@ def test_places_and_tokens_bind() -> None:
     assert select(candidates, SelectionBudget(9, 1, 9)).indices.tolist() == [0]
 
 
-def test_no_room_and_nobody() -> None:
+def test_no_budget_and_no_candidates() -> None:
     assert select(_candidates([1.0], [1]), SelectionBudget(0, 9, 9)).indices.tolist() == []
     assert select(_candidates([], []), SelectionBudget(9, 9, 9)).indices.tolist() == []
 

@@ -73,12 +73,12 @@ def test_the_example_with_a_token_that_comes_too_late_anyway() -> None:
     assert packed(view_of(rows, now=10.0, history=[0.02])) == ["B", "A", "d", "e", "f"]
 
 
-def test_nobody_more_joins_than_the_first_has_time_for() -> None:
+def test_no_more_join_than_the_first_has_time_for() -> None:
     rows = {"now": decode(100, 9.85), "prompt": prompt(40, 9.7), "after": decode(100, 9.95)}
     assert packed(view_of(rows, now=10.0)) == ["now"]  # 52 ms with the prompt; what comes after it is not tried
 
 
-def test_where_nobody_can_be_in_time_only_places_and_memory_count() -> None:
+def test_where_no_request_can_be_in_time_only_places_and_memory_count() -> None:
     rows = {"a": prompt(40, 9.0), "b": prompt(30, 8.0), "be": best_effort(prompt(50))}
     assert packed(view_of(rows, now=10.0)) == ["b", "a", "be"]
 
@@ -210,14 +210,14 @@ def test_after_best_effort_the_real_time_request_with_most_time_gives_its_blocks
     assert list(scheduled_of(view, plan)) == ["old", "least"]
 
 
-def test_nobody_takes_from_an_earlier_one_of_its_class() -> None:
+def test_no_request_takes_from_an_earlier_one_of_its_class() -> None:
     rows = {"old": decode(33, 9.95), "new": decode(33, 9.85, arrival_s=1.0)}
     view = view_of(rows, now=10.0, num_blocks=4, num_free_host=1000)
     plan = planned(view)
     assert (list(scheduled_of(view, plan)), evicted_of(view, plan)) == (["old"], [("new", "swap")])
 
 
-def test_a_best_effort_prompt_takes_from_nobody() -> None:
+def test_a_best_effort_prompt_takes_from_none() -> None:
     rows = {"decode": best_effort(decode(60, arrival_s=5.0)), "prompt": best_effort(prompt(30, 1.0))}
     view = view_of(rows, num_blocks=5, num_free_host=1000, now=10.0)
     plan = planned(view)

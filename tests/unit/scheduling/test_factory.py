@@ -1,4 +1,4 @@
-"""What decides on a worker, put together from the configuration."""
+"""Schedulers built from the configuration."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_what_a_policy_implies_is_set() -> None:
     assert resolved.batching.policy == "fcfs"
 
 
-def test_what_somebody_has_set_stays() -> None:
+def test_what_is_set_explicitly_stays() -> None:
     config = ClusterConfig(
         scheduling=SchedulingConfig(policy="distserve"),
         router=RouterConfig(prefill_order="least_slack", direct_handoff=False),

@@ -48,7 +48,7 @@ def test_decodes_go_together_and_no_prompt_beside_them() -> None:
     assert scheduled_of(view, plan) == {"a": 1, "b": 1}
 
 
-def test_nobody_overtakes_the_prompt_that_does_not_fit() -> None:
+def test_none_overtakes_the_prompt_that_does_not_fit() -> None:
     rows = {"a": {"arrival_s": 1.0, "prompt_len": 40}, "b": {"prompt_len": 30, "arrival_s": 2.0},
             "c": {"arrival_s": 3.0, "prompt_len": 5}}  # fmt: skip
     view, plan = _decide(rows, max_tokens=60)
@@ -123,7 +123,7 @@ def test_who_is_swapped_out_comes_back_before_any_prompt_begins() -> None:
     assert scheduled_of(*_decide(rows, num_free_host=100)) == {"A": 1, "swapped": 1}
 
 
-def test_nobody_comes_back_while_somebody_leaves_or_into_the_watermark() -> None:
+def test_no_request_comes_back_while_one_leaves_or_into_the_watermark() -> None:
     swapped = {"arrival_s": 9.0, "prompt_len": 10, "num_generated": 3, "num_swapped": 12}
     rows = {"A": _EXAMPLE["A"], "B": _EXAMPLE["B"], "swapped": swapped}
     assert scheduled_of(*_decide(rows, num_blocks=5, num_free_host=100)) == {"A": 1}
@@ -140,6 +140,6 @@ def test_on_a_prefill_worker_prompts_hold_their_blocks() -> None:
     assert scheduled_of(*_decide(rows, num_blocks=20, can_evict=False)) == {"a": 160, "b": 160}
 
 
-def test_on_a_decode_worker_nobody_leaves() -> None:
+def test_on_a_decode_worker_no_request_leaves() -> None:
     rows = {"A": _EXAMPLE["A"], "B": {"arrival_s": 2.0, "prompt_len": 40, "num_generated": 3}}
     assert scheduled_of(*_decide(rows, num_blocks=5, can_evict=False)) == {"B": 1}

@@ -31,7 +31,7 @@ def planned(
     [
         ("sarathi", {"token_budget": 256}, {"one": 1, "two": 1, "begun": 200, "long": 54}),
         ("fastgen", {"token_budget": 256}, {"one": 1, "two": 1, "begun": 200, "long": 54}),
-        ("orca", {}, {"one": 1, "two": 1, "begun": 200}),  # the long one is not cut, and nobody overtakes it
+        ("orca", {}, {"one": 1, "two": 1, "begun": 200}),  # the long one is not cut, and none overtakes it
     ],
 )
 def test_with_plenty_of_memory(name: str, settings: dict[str, Any], scheduled: dict[str, int]) -> None:
@@ -39,7 +39,7 @@ def test_with_plenty_of_memory(name: str, settings: dict[str, Any], scheduled: d
 
 
 @pytest.mark.parametrize("name", ["sarathi", "fastgen"])
-def test_nobody_overtakes_a_prompt_that_waits_for_memory(name: str) -> None:
+def test_none_overtakes_a_prompt_that_waits_for_memory(name: str) -> None:
     # Of 40 blocks 13 are held and 12 more are wanted for the begun prompt; the long one would need 25.
     assert planned(name, WORKER, {"token_budget": 256}, num_blocks=40)[0] == {"one": 1, "two": 1, "begun": 200}
 
@@ -64,7 +64,7 @@ def test_fastgen_lets_a_decode_without_a_block_pause() -> None:
     assert planned("fastgen", FULL, {}, num_blocks=5) == ({"early": 1}, [])
 
 
-def test_fastgen_drops_all_but_the_earliest_when_nobody_can_go_on() -> None:
+def test_fastgen_drops_all_but_the_earliest_when_no_request_can_go_on() -> None:
     rows = FULL | {"latest": {"prompt_len": 30, "num_generated": 3, "arrival_s": 2.0}}
     assert planned("fastgen", rows, {}, num_blocks=6) == ({"early": 1}, ["late", "latest"])
 

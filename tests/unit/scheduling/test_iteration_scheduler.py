@@ -1,4 +1,4 @@
-"""Who computes how much where nobody can be evicted: in order of coming, or as a policy says."""
+"""Scheduling without evictions: in order of arrival, or by a policy."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_in_order_passes_over_who_is_stalled_or_has_left() -> None:
 # --- as a policy says
 
 
-def test_a_policy_chooses_and_sees_that_nobody_can_be_evicted() -> None:
+def test_a_policy_chooses_and_sees_that_no_request_can_be_evicted() -> None:
     scheduler, script = scripted(Step(r2=3))
     enter(scheduler, "r1", 4)
     enter(scheduler, "r2", 9, num_cached=2)
@@ -122,7 +122,7 @@ def test_a_policy_that_evicts_here_breaks_an_invariant() -> None:
     scheduler, _ = scripted(Step(r1=1, drop=["r2"]))
     enter(scheduler, "r1", 4)
     enter(scheduler, "r2", 4)
-    with pytest.raises(AssertionError, match="evicts where nobody can be"):
+    with pytest.raises(AssertionError, match="evictions on a worker that cannot evict"):
         scheduler.choose(0.0)
 
 

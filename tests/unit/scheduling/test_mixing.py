@@ -1,4 +1,4 @@
-"""Which contexts are worth computing beside those that run: what the kernel's costs say, and nothing else."""
+"""Contexts that are cheaper beside those that run, decided by the kernel's costs alone."""
 
 import pytest
 

@@ -237,7 +237,7 @@ def test_our_own_mistakes_are_caught() -> None:
     packer.add(2, 5)
     with pytest.raises(AssertionError, match="packed twice"):
         packer.add(2, 5)
-    with pytest.raises(AssertionError, match="that nobody knows"):
+    with pytest.raises(AssertionError, match="that are not known yet"):
         packer.add(0, 2)
     with pytest.raises(AssertionError, match="nothing of it is on the device"):
         packer.evict(1, EvictionMode.SWAP)
@@ -248,9 +248,9 @@ def test_our_own_mistakes_are_caught() -> None:
         packer.add(0, 1)
 
 
-def test_nobody_is_evicted_where_nobody_can_be() -> None:
+def test_none_is_evicted_where_none_can_be() -> None:
     _, packer = _packer({"a": _FULL}, can_evict=False)
-    with pytest.raises(AssertionError, match="nobody can be evicted"):
+    with pytest.raises(AssertionError, match="on a worker that cannot evict"):
         packer.evict(0, EvictionMode.DROP)
 
 

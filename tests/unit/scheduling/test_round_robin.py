@@ -43,7 +43,7 @@ def test_a_class_that_can_go_on_is_in_every_second_iteration() -> None:
     assert [sorted(turn) == ["rt", "waits"] for turn in served] == [True, False] * 3
 
 
-def test_a_class_with_nobody_passes_its_turn() -> None:
+def test_an_empty_class_passes_its_turn() -> None:
     policy = make_policy("round_robin")
     alone = view_of({"be": decode(20, be=True)})
     both = view_of({"be": decode(20, be=True), "rt": decode(20)})
@@ -60,7 +60,7 @@ def test_running_requests_keep_their_places_and_the_rest_goes_by_arrival() -> No
     assert turns(make_policy("round_robin", {"batch_size": 2}), view_of(rows), 1) == [{"runs": 1, "early": 8}]
 
 
-def test_nobody_overtakes_a_prompt_that_does_not_fit() -> None:
+def test_none_overtakes_a_prompt_that_does_not_fit() -> None:
     rows: dict[str, dict[str, Any]] = {
         "long": {"prompt_len": 100},
         "short": {"prompt_len": 8, "arrival_s": 1.0},
@@ -91,7 +91,7 @@ def test_a_class_that_lacks_blocks_passes_its_turn() -> None:
     assert turns(make_policy("round_robin"), view_of(rows, num_blocks=4), 2) == [{"be": 1}, {"be": 1}]
 
 
-def test_where_nobody_can_go_on_the_earliest_takes_from_the_latest() -> None:
+def test_where_no_request_can_go_on_the_earliest_takes_from_the_latest() -> None:
     rows = {"rt": decode(33, arrival_s=2.0), "be": decode(33, arrival_s=1.0, be=True)}
     view = view_of(rows, num_blocks=4)
     plan = make_policy("round_robin").plan(view)

@@ -1,4 +1,4 @@
-"""How long a request will run: three coefficients, read off a cost model, and predictions that double."""
+"""Running time of a request: three coefficients, fitted to a cost model, and predictions that double."""
 
 import numpy as np
 import pytest
@@ -38,6 +38,6 @@ def test_an_overrun_doubles_the_prediction_up_to_the_limit(num_generated: int, l
     assert [values.tolist() for values in remaining_output_len(table)] == [[left], [num_overruns]]
 
 
-def test_nobody_overruns_without_a_prediction() -> None:
+def test_no_request_overruns_without_a_prediction() -> None:
     table = table_of({"a": {"max_tokens": 50, "num_generated": 49}})
     assert [values.tolist() for values in remaining_output_len(table)] == [[1], [0]]
