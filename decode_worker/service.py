@@ -1,4 +1,4 @@
-"""The decode worker at work: its logic, its links and its engine, joined."""
+"""The decode worker's process: its logic, its links and its engine, joined."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -41,12 +41,12 @@ class DecodeWorker:
         )
 
     async def start(self, *, router_at: str, pool_at: str, prefillers_at: Sequence[str]) -> None:
-        """Introduce ourselves to the router, the pool and every prefill worker."""
+        """Connect to the pool, every prefill worker and the router."""
         for address in (pool_at, *prefillers_at, router_at):
             self._driver.links.dial(address)
 
     async def close(self) -> None:
-        """Drop the links, end the threads and write the iteration log."""
+        """Close the links, stop the threads and write the iteration log."""
         await self._driver.close()
         self._engine.close()
         try_write_iterations(self._iteration_log_path, self.iteration_log.records())

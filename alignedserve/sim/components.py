@@ -192,7 +192,7 @@ class SimulatedWorker:
         offered = self._memory.make_buffer(f"{self.component.name}-for-{command.peer}")
         if offered is not None:
             self._copier.arenas[command.peer] = self._memory.arenas[offered.path]
-        self._event_queue.after(0.0, self.component.dispatch, BufferOpened(command.peer, command.life, offered))
+        self._event_queue.after(0.0, self.component.dispatch, BufferOpened(command.peer, command.link_epoch, offered))
 
 
 class SharedMemory:

@@ -1,4 +1,4 @@
-"""The colocated worker at work: its logic, its link to the router and its engine, joined."""
+"""The colocated worker's process: its logic, its link to the router and its engine, joined."""
 
 from functools import partial
 
@@ -26,11 +26,11 @@ class ColocatedWorker:
         )
 
     async def start(self, *, router_at: str) -> None:
-        """Introduce ourselves to the router."""
+        """Connect to the router."""
         self._driver.links.dial(router_at)
 
     async def close(self) -> None:
-        """Drop the link, end the threads and write the iteration log."""
+        """Close the link, stop the threads and write the iteration log."""
         await self._driver.close()
         self._engine.close()
         try_write_iterations(self._iteration_log_path, self.iteration_log.records())

@@ -134,7 +134,9 @@ class Shape:
     scheduling: str = "fcfs"  # policy of colocated workers
     settings: tuple[tuple[str, str], ...] = ()  # of that policy
     host_tokens: int = 0
-    scheduled_by: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))  # disaggregated
+    disaggregated_scheduling: SchedulingConfig = field(
+        default_factory=lambda: SchedulingConfig(policy="aligned")
+    )  # disaggregated
     refuse: float = 0.0
 
     @property
@@ -298,7 +300,7 @@ class LogicCluster:
         return prefill_factory.make_logic(
             registered=self._registered(self.shape.max_running_requests, can_prefill=True, can_decode=False),
             config=config,
-            scheduling=self.shape.scheduled_by,
+            scheduling=self.shape.disaggregated_scheduling,
             eos_token_ids=frozenset({EOS}),
             costs=EasyCosts(),
         )
@@ -309,7 +311,7 @@ class LogicCluster:
             registered=self._registered(config.max_running_requests, can_prefill=False, can_decode=True),
             config=config,
             batching=self.shape.batching,
-            scheduling=self.shape.scheduled_by,
+            scheduling=self.shape.disaggregated_scheduling,
             eos_token_ids=frozenset({EOS}),
             costs=EasyCosts(),
         )
@@ -388,11 +390,11 @@ class LogicCluster:
                 engine.arenas[peer] = self.offered[offered.path]
             case UnmapArena(peer) | CloseBuffer(peer):
                 engine.arenas.pop(peer, None)
-            case OpenBuffer(peer, life):
+            case OpenBuffer(peer, link_epoch):
                 engine.arenas[peer] = arena = FakeArena(is_buffer=True)
                 num_blocks = self.shape.buffer_blocks
                 made = self._offer(arena, num_blocks) if num_blocks else None
-                self.pending.append((name, lambda: BufferOpened(peer, life, made)))
+                self.pending.append((name, lambda: BufferOpened(peer, link_epoch, made)))
             case SetBlockGeneration(block_ids, generation):
                 self.pool_arena.stamps.update(dict.fromkeys(block_ids, generation))
             case _:
