@@ -124,7 +124,7 @@ def run(
         task = bar.add_task("simulating", total=len(cases))
 
         def report(progress: CaseProgress) -> None:
-            bar.advance(task, 1 if progress.is_over else 0)
+            bar.advance(task, 1 if progress.is_done else 0)
 
         results = run_cases([case for _, case in cases], processes=processes, progress=report)
     return [

@@ -1,4 +1,4 @@
-"""Simulated rooms: each feeds a live logic with what happens, and turns its commands into what will happen."""
+"""Simulated components: each passes events to a live logic and turns its commands into later events."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -33,50 +33,50 @@ _TICK = Ticked()
 AnyLogic = Logic[Any, Any]
 
 
-def _to_nobody(message: Message) -> None:
+def _no_gateway(message: Message) -> None:
     raise AssertionError("there is no gateway")
 
 
 class Listener(Protocol):
-    """Whoever messages can be sent to."""
+    """A receiver of messages."""
 
     role: Role
 
     def dispatch(self, event: Any) -> None:
-        """Something happened."""
+        """Take an event."""
 
 
 class Network:
-    """Carries messages from room to room, each after the same time, so in order."""
+    """Carries messages between components, each with the same latency, so in order."""
 
     def __init__(self, event_queue: EventQueue, message_s: float) -> None:
         self._event_queue = event_queue
         self._message_s = message_s
         self._dispatch_of: dict[str, Callable[[Any], None]] = {}
         self._roles: dict[str, Role] = {}
-        self.to_gateway: Callable[[Any], None] = _to_nobody  # what workers send to the address of a gateway
+        self.to_gateway: Callable[[Any], None] = _no_gateway  # takes what workers send to the address of a gateway
 
     def add(self, name: str, listener: Listener) -> None:
-        """Somebody new; nobody is linked to it yet."""
+        """Add a component, linked to no other."""
         self._dispatch_of[name] = listener.dispatch
         self._roles[name] = listener.role
 
     def link(self, one: str, other: str) -> None:
-        """These two can send to each other from now on, and hear of it now."""
+        """Link two components, which get PeerConnected now."""
         self._event_queue.after(0.0, self._dispatch_of[one], PeerConnected(self._roles[other], other))
         self._event_queue.after(0.0, self._dispatch_of[other], PeerConnected(self._roles[one], one))
 
     def send(self, source: str, target: str, message: Message) -> None:
-        """It will be there soon."""
-        self.tell(target, Received(source, message))
+        """Deliver a message after the network's latency."""
+        self.deliver(target, Received(source, message))
 
-    def tell(self, target: str, event: Any) -> None:
-        """An event that is no message: it comes as a message sent now would, and after those sent before."""
+    def deliver(self, target: str, event: Any) -> None:
+        """Deliver an event as if it were a message sent now: after those sent before."""
         self._event_queue.after(self._message_s, self._dispatch_of[target], event)
 
 
 class SimulatedComponent:
-    """One logic on the network. `performers`: what is done about commands that are not messages, by their class."""
+    """One logic on the network. `performers`: functions that perform commands other than messages, by class."""
 
     def __init__(self, name: str, role: Role, logic: AnyLogic, event_queue: EventQueue, network: Network) -> None:
         self.name = name
@@ -89,7 +89,7 @@ class SimulatedComponent:
         network.add(name, self)
 
     def dispatch(self, event: Any) -> None:
-        """Tell the logic and perform its commands."""
+        """Pass an event to the logic and perform its commands."""
         self.num_events += 1
         commands: Sequence[Any] = self.logic.on_event(event, self._event_queue.now)
         for command in commands:
@@ -103,7 +103,7 @@ class SimulatedComponent:
                 self.performers[kind](command)
 
     def tick_from(self, time_s: float) -> None:
-        """Tick at this time, and then as often as live rooms do."""
+        """Tick at this time, then as often as live components do."""
         self._event_queue.at(time_s, self._tick, _TICK)
 
     def _tick(self, tick: Ticked) -> None:
@@ -112,7 +112,7 @@ class SimulatedComponent:
 
 
 class SimulatedPool:
-    """What a pool does beside sending messages."""
+    """Performs a pool's commands other than messages."""
 
     def __init__(self, component: SimulatedComponent, arena: SimulatedArena) -> None:
         self._arena = arena
@@ -123,7 +123,7 @@ class SimulatedPool:
 
 
 class SimulatedWorker:
-    """What a worker does beside sending messages: iterations and, beside them, copies."""
+    """Performs a worker's commands other than messages: iterations and, concurrently, copies."""
 
     def __init__(
         self,
@@ -196,22 +196,22 @@ class SimulatedWorker:
 
 
 class SharedMemory:
-    """What the workers of a node share: every arena by its path, and perhaps the cores."""
+    """Resources shared by the workers of a node: every arena by its path, and perhaps the cores."""
 
     def __init__(self, *, block_bytes: int, buffer_blocks: int, cores: SharedCores | None = None) -> None:
-        """`cores`: None where nobody's iterations hold up another's."""
+        """`cores`: None if iterations do not slow each other down."""
         self.cores = cores
         self.arenas: dict[str, SimulatedArena] = {}
         self._block_bytes = block_bytes
         self._buffer_blocks = buffer_blocks
 
     def make_pool(self, path: str, num_blocks: int, layout_digest: str) -> ArenaOffered:
-        """A pool's arena."""
+        """Create a pool's arena."""
         self.arenas[path] = SimulatedArena(num_blocks, stamps_on_write=False)
         return ArenaOffered(path, num_blocks, self._block_bytes, layout_digest)
 
     def make_buffer(self, path: str) -> ArenaOffered | None:
-        """A candidate buffer; None when there are none."""
+        """Create a candidate buffer; return None if there are none."""
         if not self._buffer_blocks:
             return None
         self.arenas[path] = SimulatedArena(self._buffer_blocks, stamps_on_write=True)

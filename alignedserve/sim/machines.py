@@ -1,4 +1,4 @@
-"""A simulated cluster from names: which model on which accelerators, and what that leaves for caches."""
+"""The hardware of a simulated cluster: a model on named accelerators, and the memory left for caches."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from alignedserve.sim.config import SimConfig, SimLinks
 
 @dataclass(frozen=True, slots=True)
 class ClusterHardware:
-    """What the workers are made of. Both kinds serve one model."""
+    """Hardware of the workers. Both kinds serve one model."""
 
     decode: WorkerSpec  # colocated workers too
     prefill: WorkerSpec | None = None  # None: as `decode`
@@ -27,7 +27,7 @@ class ClusterHardware:
 
 
 def simulated_on(machines: ClusterHardware, cluster: ClusterConfig) -> SimConfig:
-    """This cluster on these machines: `kv_cache_bytes` of its workers are replaced by what the model leaves there.
+    """Configure this cluster on this hardware: workers' `kv_cache_bytes` become what the model leaves free.
 
     Each accelerator of a worker has links of its own. Raises ConfigError for unknown names, for a model that does not
     fit, and where prefill and decode workers differ in their model.
@@ -57,7 +57,7 @@ def simulated_on(machines: ClusterHardware, cluster: ClusterConfig) -> SimConfig
 
 
 def simulated_as_profiled(profile: MachineProfile, cluster: ClusterConfig) -> SimConfig:
-    """This cluster on the machine of a profile (`alignedserve profile`), where all caches lie in host memory.
+    """Configure this cluster on a profiled machine (`alignedserve profile`), with all caches in host memory.
 
     Workers have the `kv_cache_bytes` of the configuration. They share no cores: each is as fast as the one profiled.
     """

@@ -1,7 +1,7 @@
-"""A whole cluster, simulated: the live rooms' own logics on one agenda.
+"""A whole simulated cluster: the live components' own logics on one event queue.
 
-Links come up first, then requests are sent. When the last one has ended time goes on for a little, so that the last
-words between the rooms arrive and the counts are final.
+Links come up first, then requests are sent. After the last one has ended time continues for a little, so that the last
+messages arrive and the counts are final.
 """
 
 import random
@@ -42,9 +42,9 @@ from kvpool import factory as pool_factory
 from prefill_worker import factory as prefill_factory
 from router import factory as router_factory
 
-Progress = Callable[[float, int], None]  # simulated seconds since the first sending, requests that have ended
+Progress = Callable[[float, int], None]  # simulated seconds since the first request, number of ended requests
 
-_BEGIN_S = 1.0  # when requests are sent: rooms know each other by then
+_BEGIN_S = 1.0  # start of sending: components are linked by then
 _SETTLE_S = 2.5  # after the last end; the router's counts come every second
 _EOS_TOKEN_IDS = frozenset({EOS})
 _MAX_FIRST_LEASE = 1 << 39  # as in a live pool
@@ -52,7 +52,7 @@ _PROGRESS_S = 5.0
 
 
 class Simulation:
-    """One run. Raises ConfigError when the configuration or a request of the workload can never work."""
+    """One run. Raises ConfigError if the configuration or a request of the workload can never work."""
 
     def __init__(self, config: SimConfig, workload: Workload) -> None:
         self._config = config = replace(config, cluster=resolve_policy(config.cluster))
@@ -75,7 +75,7 @@ class Simulation:
         self._build()
 
     def run(self, progress: Progress | None = None) -> SimulationResult:
-        """From the first request to the last. To be called once."""
+        """Simulate from the first request to the last; may be called once."""
         if self._config.duration_s is not None:
             self._event_queue.end_s = _BEGIN_S + self._config.duration_s
         for number, component in enumerate(self._components):
@@ -88,7 +88,7 @@ class Simulation:
         return self._result(num_events)
 
     def logics(self) -> dict[str, AnyLogic]:
-        """What decides in each room, by its name."""
+        """Return each component's logic by its name."""
         return {component.name: component.logic for component in self._components}
 
     # --- building
@@ -173,7 +173,7 @@ class Simulation:
         return self._add_worker(name, Role.DECODE_WORKER, logic, _pool(node), self._config.decode_costs)
 
     def _known(self, costs: CostModel) -> CostModel | None:
-        """What a worker's policy knows of its costs from the start."""
+        """Return the costs that a worker's policy knows from the start."""
         return None if self._config.learns_costs else costs
 
     def _add_worker(self, name: str, role: Role, logic: AnyLogic, pool: str, costs: CostModel) -> str:
@@ -187,7 +187,7 @@ class Simulation:
         return name
 
     def _add_node(self, node: int, prefillers: list[str], decoders: list[str]) -> None:
-        """Link the rooms of one node as live ones link."""
+        """Link the components of one node as live ones are linked."""
         for prefiller in prefillers:
             self._network.link(prefiller, _pool(node))
         for decoder in decoders:
@@ -232,7 +232,7 @@ class Simulation:
 
 
 def _check_fit(config: SimConfig, workload: Workload) -> None:
-    """A request that no decode worker can ever hold is a mistake; the live router would refuse it."""
+    """Raise ConfigError for a request that no decode worker can ever hold; the live router would fail it."""
     num_tokens = config.layout.blocks_in(config.cluster.decode.kv_cache_bytes) * config.layout.block_size
     for number, timed in enumerate(workload.requests):
         if timed.prompt_len + timed.max_tokens > num_tokens:
@@ -243,7 +243,7 @@ def _check_fit(config: SimConfig, workload: Workload) -> None:
 
 
 def _check_policy(config: SimConfig, workload: Workload) -> None:
-    """An oracle needs predictions that are true; of closed loops they are taken to be."""
+    """Raise ConfigError for a policy that needs true predictions without them; those of closed loops count as true."""
     are_known = all(timed.predicted_len == timed.output_len for timed in workload.requests)
     known = frozenset({Mechanism.KNOWN_LENGTHS}) if are_known else frozenset()
     require_policy(config.cluster.scheduling, config.cluster.topology, config.available | known)

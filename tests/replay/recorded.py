@@ -19,7 +19,7 @@ from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.replay.components import ComponentReplay, recordings_in
+from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.simulation import Simulation

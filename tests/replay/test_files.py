@@ -12,7 +12,7 @@ from alignedserve.config.sections import BatchingConfig, RecordingConfig, Router
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.messages.events import Ticked
 from alignedserve.messages.recording import FULL, RecordEncoder, RecordReader
-from alignedserve.replay.components import CUT, ENDS_BETWEEN, ComponentReplay, recordings_in
+from alignedserve.replay.component_replay import CUT, ENDS_BETWEEN, ComponentReplay, recordings_in
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from router.factory import make_logic
 from tests.replay.recorded import Recorded
@@ -72,7 +72,7 @@ def test_another_version_is_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[7] = 9
     path.write_bytes(content)
-    with pytest.raises(RecordingError, match="has version 9 of the format; this is version 1"):
+    with pytest.raises(RecordingError, match="has version 9 of the format; this is version 2"):
         ComponentReplay(path)
 
 
@@ -101,7 +101,7 @@ def test_an_unknown_event_is_refused_by_name(tmp_path: Path) -> None:
     path = ticking(tmp_path, num_ticks=0)
     opening = ENCODER.opening("router", "router.factory.make_logic", MAKE.keywords)
     path.write_bytes(opening + ENCODER.decision(Unknown(), 0.0, []))
-    with pytest.raises(RecordingError, match=f"byte {len(opening)}: no event of this room is called 'Unknown'"):
+    with pytest.raises(RecordingError, match=f"byte {len(opening)}: no event of this component is called 'Unknown'"):
         replayed(path)
 
 
@@ -109,7 +109,7 @@ def test_an_unknown_event_is_refused_by_name(tmp_path: Path) -> None:
 def test_no_other_function_is_looked_up(tmp_path: Path, made_by: str) -> None:
     path = tmp_path / "x.recording"
     path.write_bytes(ENCODER.opening("router", made_by, MAKE.keywords))
-    with pytest.raises(RecordingError, match=f"no room is made by '{made_by}'"):
+    with pytest.raises(RecordingError, match=f"no component is made by '{made_by}'"):
         ComponentReplay(path)
 
 
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"recording\.folder .*file/x cannot be written: Not a directory"):
         open_recorder(RecordingConfig(folder=str(tmp_path / "file" / "x")), "router", MAKE)
-    with pytest.raises(RecordingError, match="holds no recording of a room"):
+    with pytest.raises(RecordingError, match="holds no recording of a component"):
         recordings_in(tmp_path)
     with pytest.raises(RecordingError, match="cannot be read: No such file"):
         recordings_in(tmp_path / "missing")

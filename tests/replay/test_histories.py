@@ -8,7 +8,7 @@ import pytest
 from alignedserve.config.sections import RecordingConfig, Topology
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.recording import RecordReader
-from alignedserve.replay.components import ComponentReplay, recordings_in
+from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from decode_worker.logic import DecodeLogic
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
 from tests.replay.recorded import PROMPT_TOKEN, random_run, recorded_simulation, replays
