@@ -116,7 +116,7 @@ def test_no_other_function_is_looked_up(tmp_path: Path, made_by: str) -> None:
 def test_arguments_of_another_program_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.recording"
     path.write_bytes(ENCODER.opening("router", "router.factory.make_logic", {"config": RouterConfig()}))
-    with pytest.raises(RecordingError, match=r"its logic cannot be made again: .*batching"):
+    with pytest.raises(RecordingError, match=r"its logic cannot be built: .*batching"):
         ComponentReplay(path)
 
 
