@@ -110,7 +110,7 @@ class SimulatedGateway:
     # --- sending
 
     def _plan_next(self) -> None:
-        """Only one of the timed ones is on the agenda: a short agenda is a fast one."""
+        """Schedule the next timed request; only one at a time, as a short queue is a fast one."""
         timed = next(self._timed, None)
         if timed is not None:
             self._num_to_come += 1

@@ -31,10 +31,10 @@ def ticking(folder: Path, num_ticks: int = 10, **changes: Any) -> Path:
 
 
 def replayed(path: Path) -> ComponentReplay:
-    room = ComponentReplay(path)
-    for _ in room.decided():
+    replay = ComponentReplay(path)
+    for _ in replay.decided():
         pass
-    return room
+    return replay
 
 
 def frame_offsets(path: Path) -> list[int]:
@@ -44,15 +44,15 @@ def frame_offsets(path: Path) -> list[int]:
 def test_a_file_that_ends_in_the_middle_of_a_decision_is_replayed_up_to_it(tmp_path: Path) -> None:
     path = ticking(tmp_path)
     path.write_bytes(path.read_bytes()[: frame_offsets(path)[6] + 20])
-    room = replayed(path)
-    assert (room.num_equal, room.ending, room.difference) == (6, CUT, None)
+    replay = replayed(path)
+    assert (replay.num_equal, replay.ending, replay.difference) == (6, CUT, None)
 
 
 def test_a_file_that_ends_between_two_decisions_says_so(tmp_path: Path) -> None:
     path = ticking(tmp_path)
     path.write_bytes(path.read_bytes()[: frame_offsets(path)[6]])
-    room = replayed(path)
-    assert (room.num_equal, room.ending) == (6, ENDS_BETWEEN)
+    replay = replayed(path)
+    assert (replay.num_equal, replay.ending) == (6, ENDS_BETWEEN)
 
 
 @pytest.mark.parametrize("place", [0, 4, 8, 14])
@@ -92,7 +92,7 @@ def test_a_header_that_is_cut(tmp_path: Path) -> None:
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """An event that no room has."""
+    """An event that no component has."""
 
     path: str = "os.system"
 
@@ -122,9 +122,9 @@ def test_arguments_of_another_program_are_refused(tmp_path: Path) -> None:
 
 def test_the_limit_ends_a_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = ticking(tmp_path, num_ticks=100, max_bytes=2000)
-    room = replayed(path)
-    assert room.ending == FULL
-    assert 20 < room.num_equal < 60
+    replay = replayed(path)
+    assert replay.ending == FULL
+    assert 20 < replay.num_equal < 60
     assert path.stat().st_size <= 2100
     assert [record.message.split("recording ")[-1] for record in caplog.records] == [
         "has reached recording.max_bytes and ends here"

@@ -62,7 +62,7 @@ if (document.querySelector('input[name=rate]')) show();
 
 
 def report_page(report: Report) -> str:
-    """The whole document. It loads nothing, and its policy forbids that it ever could."""
+    """Render the whole document; it loads nothing, and its content security policy forbids loading."""
     style = _styled()
     title = escape(report.title)
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(_SCRIPT)}; base-uri 'none'"
@@ -132,7 +132,7 @@ def _at_each_rate(report: Report) -> str:
 
 
 def _selector(report: Report) -> str:
-    """One of the middle rates is chosen to begin with."""
+    """Render the choice of a rate, with a middle one preselected."""
     rates = report.rates
     chosen = rates[len(rates) // 2] if rates else None
     choices = []

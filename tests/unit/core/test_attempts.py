@@ -1,4 +1,4 @@
-"""Attempt numbers: lives, and steps within one."""
+"""Attempt numbers: epochs, and steps within one."""
 
 from alignedserve.core.attempts import STEPS_PER_EPOCH, epoch_end, is_same_epoch, next_epoch, next_step
 

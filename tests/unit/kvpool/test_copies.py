@@ -1,4 +1,4 @@
-"""The KV pool's copies of what workers have: kept while there is room, found again, dropped at the end."""
+"""The KV pool's copies of what workers have: kept while blocks are free, found again, dropped at the end."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def document(name: str, arrival_s: float = 0.0) -> Request:
     return chat(name, arrival_s, request_class=RequestClass.BEST_EFFORT)
 
 
-# --- kept for as long as there is room
+# --- kept for as long as blocks are free
 
 
 def test_a_copy_is_given_up_for_room_and_no_more_than_that() -> None:

@@ -74,7 +74,7 @@ def test_reservations_are_served_in_order_and_never_overtaken() -> None:
     made = PoolHarness()
     made.reserve("r1", 6)
     assert made.reserve("r2", 4) == []
-    assert made.reserve("r3", 1) == []  # there would be room, but r2 came first
+    assert made.reserve("r3", 1) == []  # a block is free, but r2 came first
     assert made.hear(PREFILL, CancelReservation(R1, L1)) == [
         freed(0, 1, 2, 3, 4, 5),
         *leased("r2", 2, 0, 1, 2, 3),

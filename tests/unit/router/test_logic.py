@@ -1,4 +1,4 @@
-"""The router, decision by decision. At time 0 lives are numbered 1, 2, 3 in the order of giving out."""
+"""The router, decision by decision. At time 0 epochs are numbered 1, 2, 3 in the order of dispatch."""
 
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import RequestClass

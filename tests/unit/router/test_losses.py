@@ -42,7 +42,7 @@ from tests.harnesses.router import (
 )
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
-# --- stale attempts: r1 was interrupted and given out again, so that its first life is over and the second goes on
+# --- stale attempts: r1 was interrupted and dispatched again, so that its first epoch has ended and the second goes on
 
 
 @pytest.fixture

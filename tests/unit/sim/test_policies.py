@@ -1,4 +1,4 @@
-"""What is simulated when a policy is named."""
+"""The simulated cluster of a named policy."""
 
 import pytest
 
