@@ -60,7 +60,7 @@ class Watchdog:
             elif not watched.is_up or watched.num_checks <= self._max_checks:
                 return
             else:
-                logger.error("%s has answered nothing for %d looks and is started again", name, self._max_checks)
+                logger.error("%s has not answered for %d checks and is restarted", name, self._max_checks)
                 ray.kill(watched.actor, no_restart=False)
                 watched.is_up = False
             watched.ping, watched.num_checks = watched.actor.failure.remote(), 0

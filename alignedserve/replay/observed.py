@@ -37,7 +37,6 @@ class ObservedRequest:
     """One request as seen by the components."""
 
     request: Request  # without its tokens
-    submitted_s: float  # received by the router
     token_times_s: dict[int, float] = field(default_factory=dict)  # by index in the answer, when first sent
     finished_s: float | None = None
     is_refused: bool = False  # rejected or failed
@@ -118,7 +117,7 @@ class ObservedRun:
     def record_received(self, message: object, now: float) -> None:
         """Record a message that a component receives."""
         if isinstance(message, SubmitRequest):
-            self.requests[message.request.request_id] = ObservedRequest(message.request, now)
+            self.requests[message.request.request_id] = ObservedRequest(message.request)
         elif isinstance(message, _MATCHED):
             self._received.setdefault(_key(message), now)
 

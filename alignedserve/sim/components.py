@@ -23,7 +23,6 @@ from alignedserve.sim.copies import SimulatedArena, SimulatedCopier
 from alignedserve.sim.engine import SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.shared_cores import SharedCores
-from kvpool.logic import SetBlockGeneration
 from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 
 Performers = Mapping[type, Callable[[Any], None]]
@@ -109,17 +108,6 @@ class SimulatedComponent:
     def _tick(self, tick: Ticked) -> None:
         self._event_queue.after(TICK_S, self._tick, tick)
         self.dispatch(tick)
-
-
-class SimulatedPool:
-    """Performs a pool's commands other than messages."""
-
-    def __init__(self, component: SimulatedComponent, arena: SimulatedArena) -> None:
-        self._arena = arena
-        component.performers = {SetBlockGeneration: self._stamp}
-
-    def _stamp(self, command: SetBlockGeneration) -> None:
-        self._arena.stamp(command.block_ids, command.generation)
 
 
 class SimulatedWorker:

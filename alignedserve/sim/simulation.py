@@ -23,7 +23,6 @@ from alignedserve.sim.components import (
     Network,
     SharedMemory,
     SimulatedComponent,
-    SimulatedPool,
     SimulatedWorker,
 )
 from alignedserve.sim.config import SimConfig
@@ -37,6 +36,7 @@ from alignedserve.worker_core.registration import registration_of
 from alignedserve.workload.requests import Workload
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
+from kvpool.logic import SetBlockGeneration
 from prefill_worker import factory as prefill_factory
 from router import factory as router_factory
 
@@ -129,7 +129,8 @@ class Simulation:
             first_lease=self._random.randrange(1, _MAX_FIRST_LEASE),
         )
         component = self._add_component(_pool(node), Role.KV_POOL, logic)
-        SimulatedPool(component, self._memory.arenas[arena.path])
+        stamp = self._memory.arenas[arena.path].stamp
+        component.performers = {SetBlockGeneration: lambda command: stamp(command.block_ids, command.generation)}
 
     def _add_prefill_worker(self, number: int, node: int) -> str:
         config = self._config.cluster.prefill

@@ -168,7 +168,9 @@ class RoomCluster:
             pool_name="pool-0",
             process_spec=process_spec,
         )
-        await worker.start(listen_at=self.addresses.of(name), router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0"))
+        await worker.start(
+            listen_at=self.addresses.of(name), router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0")
+        )
         self.components[name] = worker
 
     async def start_decode(self, name: str) -> None:
@@ -195,7 +197,9 @@ class RoomCluster:
             transport=self.config.engine.kv_transport,
         )
         prefillers = [self.addresses.of(f"prefill-{index}") for index in range(self.config.prefill.count)]
-        await worker.start(router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0"), prefillers_at=prefillers)
+        await worker.start(
+            router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0"), prefillers_at=prefillers
+        )
         self.components[name] = worker
 
     async def _start_colocated(self, name: str) -> None:

@@ -17,7 +17,7 @@ _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
 def element(name: str, /, *children: str, **attributes: object) -> str:
-    """Render an element. Children are markup; attributes are escaped (`class_` is class, `x_y` x-y)."""
+    """Render an element. Children are markup; attributes are escaped (`class_` is class, `a_b` a-b)."""
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_written(value))}"' for key, value in attributes.items()
     )
