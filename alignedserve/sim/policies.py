@@ -11,8 +11,8 @@ from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
+from alignedserve.sim.cluster_hardware import ClusterHardware, simulated_as_profiled, simulated_on
 from alignedserve.sim.config import SimConfig, SimMechanisms
-from alignedserve.sim.machines import ClusterHardware, simulated_as_profiled, simulated_on
 from alignedserve.workload.requests import RequestStream, TimedRequest, Workload
 
 
@@ -30,16 +30,16 @@ def with_policy(
     return resolve_policy(msgspec.structs.replace(cluster, topology=chosen, scheduling=scheduling))
 
 
-def simulated_policy(machines: ClusterHardware | MachineProfile, cluster: ClusterConfig) -> SimConfig:
+def simulated_policy(cluster_hardware: ClusterHardware | MachineProfile, cluster: ClusterConfig) -> SimConfig:
     """Configure this cluster on this hardware, with all mechanisms that its policy wants, at their true costs.
 
     Raises ConfigError for unknown names, for a model that does not fit, and for a policy that needs what this model
     cannot have (a hidden cache where it is larger than keys and values).
     """
-    if isinstance(machines, MachineProfile):
-        shape, config = machines.shape, simulated_as_profiled(machines, cluster)
+    if isinstance(cluster_hardware, MachineProfile):
+        shape, config = cluster_hardware.shape, simulated_as_profiled(cluster_hardware, cluster)
     else:
-        shape, config = machines.decode.shape, simulated_on(machines, cluster)
+        shape, config = cluster_hardware.decode.shape, simulated_on(cluster_hardware, cluster)
     scheduling, changed = cluster.scheduling, msgspec.structs.replace
     wanted = wanted_mechanisms(scheduling)
     decode = changed(

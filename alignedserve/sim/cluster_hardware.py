@@ -26,19 +26,19 @@ class ClusterHardware:
     buffer_share: float = 0.5  # of a prefill worker's memory for caches, for the decode workers' candidate buffers
 
 
-def simulated_on(machines: ClusterHardware, cluster: ClusterConfig) -> SimConfig:
+def simulated_on(cluster_hardware: ClusterHardware, cluster: ClusterConfig) -> SimConfig:
     """Configure this cluster on this hardware: workers' `kv_cache_bytes` become what the model leaves free.
 
     Each accelerator of a worker has links of its own. Raises ConfigError for unknown names, for a model that does not
     fit, and where prefill and decode workers differ in their model.
     """
-    decode, prefill = machines.decode, machines.prefill or machines.decode
+    decode, prefill = cluster_hardware.decode, cluster_hardware.prefill or cluster_hardware.decode
     if decode.shape != prefill.shape:
         raise ConfigError(f"prefill workers serve {prefill.shape.name!r}, decode workers {decode.shape.name!r}")
     layout = _layout(decode.shape, cluster)
     on_prefill = _cache_bytes(prefill, layout)
     replace = msgspec.structs.replace
-    candidate_buffer_bytes = int(on_prefill * machines.buffer_share)
+    candidate_buffer_bytes = int(on_prefill * cluster_hardware.buffer_share)
     sections = {
         "decode": replace(cluster.decode, kv_cache_bytes=_cache_bytes(decode, layout)),
         "prefill": replace(
@@ -51,8 +51,8 @@ def simulated_on(machines: ClusterHardware, cluster: ClusterConfig) -> SimConfig
         cluster=replace(cluster, **sections),
         layout=layout,
         links=_links(decode),
-        decode_costs=make_cost_model(machines.source, decode),
-        prefill_costs=make_cost_model(machines.source, prefill),
+        decode_costs=make_cost_model(cluster_hardware.source, decode),
+        prefill_costs=make_cost_model(cluster_hardware.source, prefill),
     )
 
 
