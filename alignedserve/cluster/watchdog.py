@@ -1,8 +1,4 @@
-"""Kills actors that do not answer for too long, so that Ray restarts them.
-
-A stopped process holds its locks, sockets and requests until it is killed. Ray itself restarts processes that end; one
-that is starting may take as long as it needs.
-"""
+"""Kills actors that do not answer for too long, so that Ray restarts them: a stopped process holds its requests."""
 
 import logging
 import threading

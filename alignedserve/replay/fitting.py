@@ -91,10 +91,7 @@ class _WorkerIterations:
     shares: npt.NDArray[np.float64]
 
     def alone(self, slowdown: float) -> list[Sample]:
-        """Return the samples with the time each would have taken alone under this slowdown.
-
-        With more than one other worker, as if either all of them were busy or none.
-        """
+        """Return the samples with their times alone under this slowdown, as if either all others were busy or none."""
         factors = 1.0 - self.shares + self.shares / (1.0 + slowdown * self.num_others)
         seconds = [one.ended_s - one.started_s for one in self.iterations]
         return [

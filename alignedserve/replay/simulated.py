@@ -85,11 +85,7 @@ def requests_of(run: ObservedRun) -> list[ReplayedRequest]:
 
 
 def workload_of(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int]) -> Workload:
-    """Build a workload of the same requests.
-
-    Classes in `outstanding` become closed loops with so many requests at a time, instead of their arrival times: a
-    client that waits for answers sends later if they come later.
-    """
+    """Build a workload of the same requests; classes in `outstanding` become closed loops of so many at a time."""
     present = {one.timed.class_name for one in requests}
     loops = tuple(_loop(name, size, requests) for name, size in sorted(outstanding.items()) if name in present)
     return Workload(
@@ -103,9 +99,9 @@ def workload_of(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, i
 def compare(
     requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int], machine: SimulatedMachine
 ) -> list[Comparison]:
-    """Simulate the run and compare the measures of each class.
+    """Simulate the run NUM_RUNS times, with different jitter, and compare the means of each class's measures.
 
-    The simulated ones are means of NUM_RUNS runs that differ in their jitter. Raises ConfigError if it cannot work.
+    Raises ConfigError if the configuration cannot work.
     """
     workload = workload_of(requests, outstanding)
     real = _measures(real_classes(requests))

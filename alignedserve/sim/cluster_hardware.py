@@ -38,13 +38,11 @@ def simulated_on(cluster_hardware: ClusterHardware, cluster: ClusterConfig) -> S
     layout = _layout(decode.shape, cluster)
     on_prefill = _cache_bytes(prefill, layout)
     replace = msgspec.structs.replace
-    candidate_buffer_bytes = int(on_prefill * cluster_hardware.buffer_share)
+    buffer_bytes = int(on_prefill * cluster_hardware.buffer_share)
     sections = {
         "decode": replace(cluster.decode, kv_cache_bytes=_cache_bytes(decode, layout)),
         "prefill": replace(
-            cluster.prefill,
-            kv_cache_bytes=on_prefill - candidate_buffer_bytes,
-            candidate_buffer_bytes=candidate_buffer_bytes,
+            cluster.prefill, kv_cache_bytes=on_prefill - buffer_bytes, candidate_buffer_bytes=buffer_bytes
         ),
     }
     return SimConfig(

@@ -1,7 +1,7 @@
 """Simulated components: each passes events to a live logic and turns its commands into later events."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import ArenaOffered
@@ -36,29 +36,20 @@ def _no_gateway(message: Message) -> None:
     raise AssertionError("there is no gateway")
 
 
-class Listener(Protocol):
-    """A receiver of messages."""
-
-    role: Role
-
-    def dispatch(self, event: Any) -> None:
-        """Take an event."""
-
-
 class Network:
     """Carries messages between components, each with the same latency, so in order."""
 
     def __init__(self, event_queue: EventQueue, message_s: float) -> None:
         self._event_queue = event_queue
-        self._message_s = message_s
+        self.message_s = message_s
         self._dispatch_of: dict[str, Callable[[Any], None]] = {}
         self._roles: dict[str, Role] = {}
         self.to_gateway: Callable[[Any], None] = _no_gateway  # takes what workers send to the address of a gateway
 
-    def add(self, name: str, listener: Listener) -> None:
-        """Add a component, linked to no other."""
-        self._dispatch_of[name] = listener.dispatch
-        self._roles[name] = listener.role
+    def add(self, name: str, role: Role, dispatch: Callable[[Any], None]) -> None:
+        """Add a component, linked to no other. `dispatch` takes its events."""
+        self._dispatch_of[name] = dispatch
+        self._roles[name] = role
 
     def link(self, one: str, other: str) -> None:
         """Link two components, which get PeerConnected now."""
@@ -71,7 +62,7 @@ class Network:
 
     def deliver(self, target: str, event: Any) -> None:
         """Deliver an event as if it were a message sent now: after those sent before."""
-        self._event_queue.after(self._message_s, self._dispatch_of[target], event)
+        self._event_queue.after(self.message_s, self._dispatch_of[target], event)
 
 
 class SimulatedComponent:
@@ -85,7 +76,7 @@ class SimulatedComponent:
         self.logic = logic
         self._event_queue = event_queue
         self._network = network
-        network.add(name, self)
+        network.add(name, role, self.dispatch)
 
     def dispatch(self, event: Any) -> None:
         """Pass an event to the logic and perform its commands."""

@@ -41,20 +41,11 @@ class _Prompts:
 class SimulatedGateway:
     """Sends requests and receives tokens. `on_idle` is called when all requests are sent and have ended."""
 
-    role = Role.GATEWAY
-
     def __init__(
-        self,
-        workload: Workload,
-        event_queue: EventQueue,
-        network: Network,
-        *,
-        message_s: float,
-        on_idle: Callable[[], None],
+        self, workload: Workload, event_queue: EventQueue, network: Network, *, on_idle: Callable[[], None]
     ) -> None:
         self._event_queue = event_queue
         self._network = network
-        self._message_s = message_s
         self._on_idle = on_idle
         self._timed = iter(workload.requests)
         self._loops = ClosedLoopRun(workload)
@@ -67,7 +58,7 @@ class SimulatedGateway:
         self.gaps: dict[str, GapSample] = {}  # by class
         self.records: list[RequestRecord] = []
         self.status: ClusterStatus | None = None
-        network.add(GATEWAY, self)
+        network.add(GATEWAY, Role.GATEWAY, self.dispatch)
 
     def start(self, time_s: float) -> None:
         """Begin at this time, from which arrivals count."""
@@ -93,7 +84,7 @@ class SimulatedGateway:
 
     def emitted(self, message: TokensEmitted) -> None:
         """Record tokens that a worker sends now, with the time at which they will arrive."""
-        time_s = self._event_queue.now + self._message_s
+        time_s = self._event_queue.now + self._network.message_s
         under_way = self._open
         for delta in message.deltas:
             times = under_way[delta.request_id].token_times_s

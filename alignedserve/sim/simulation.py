@@ -13,18 +13,10 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.events import TICK_S
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.handshake import Role
-from alignedserve.scheduling.factory import (
-    resolve_policy,
-)
+from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import Mechanism
-from alignedserve.sim.components import (
-    AnyLogic,
-    Network,
-    SharedMemory,
-    SimulatedComponent,
-    SimulatedWorker,
-)
+from alignedserve.sim.components import AnyLogic, Network, SharedMemory, SimulatedComponent, SimulatedWorker
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.copies import MemoryLinks, SimulatedCopier
 from alignedserve.sim.engine import EOS, SimulatedEngine
@@ -59,9 +51,7 @@ class Simulation:
         _check_policy(config, workload)
         self._event_queue = EventQueue()
         self._network = Network(self._event_queue, config.links.message_s)
-        self._gateway = SimulatedGateway(
-            workload, self._event_queue, self._network, message_s=config.links.message_s, on_idle=self._settle
-        )
+        self._gateway = SimulatedGateway(workload, self._event_queue, self._network, on_idle=self._settle)
         self._network.to_gateway = self._gateway.emitted
         self._components: list[SimulatedComponent] = []
         self._workers: dict[str, SimulatedWorker] = {}
@@ -93,9 +83,8 @@ class Simulation:
 
     def _build(self) -> None:
         cluster = self._config.cluster
-        self._add_component(
-            ROUTER, Role.ROUTER, router_factory.make_logic(config=cluster.router, batching=cluster.batching)
-        )
+        router = router_factory.make_logic(config=cluster.router, batching=cluster.batching)
+        self._add_component(ROUTER, Role.ROUTER, router)
         self._network.link(GATEWAY, ROUTER)
         for node in range(self._config.num_pools):
             decoders = range(node, cluster.decode.count, self._config.num_pools)

@@ -1,7 +1,7 @@
 """FormBatch on behalf of decode workers: batches that are worth a switch, and requests to join."""
 
 from alignedserve.messages.workers import WorkerLoad
-from router.state import BatchRequestKind
+from router.state import BatchKind
 from tests.harnesses.placement import OTHER_POOL, RUNNING, busy, decoding, form, placement, pool_requests, refuse
 from tests.support.samples import DECODE
 
@@ -213,6 +213,6 @@ def test_a_join_is_no_batch_of_its_own() -> None:
     where = busy(1, running=RUNNING)
     where.batches_to_form(1.0)
     record = where.workers[DECODE]
-    assert record.requested_kind is BatchRequestKind.JOIN
+    assert record.requested_kind is BatchKind.JOIN
     where.close_batch_request(record, is_empty=False, now=1.5)
     assert (record.last_batch_s, record.is_load_stale) == (0.0, True)
