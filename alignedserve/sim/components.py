@@ -1,6 +1,7 @@
 """Simulated components: each passes events to a live logic and turns its commands into later events."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from alignedserve.core.request import SampledToken
@@ -119,9 +120,9 @@ class SimulatedWorker:
         self._event_queue = event_queue
         component.performers = {
             RunIteration: self._run_iteration,
-            LoadBlocks: self._load,
-            OffloadBlocks: self._offload,
-            RelayBlocks: self._relay,
+            LoadBlocks: partial(self._copy, copier.load_ends_s, copier.loaded),
+            OffloadBlocks: partial(self._copy, copier.offload_ends_s, copier.offloaded),
+            RelayBlocks: partial(self._copy, copier.relay_ends_s, copier.relayed),
             MapArena: self._map_arena,
             UnmapArena: self._unmap_arena,
             OpenBuffer: self._open_buffer,
@@ -143,23 +144,9 @@ class SimulatedWorker:
         times = IterationTimes(started_s, now, 0.0, now - started_s, 0.0)
         self.component.dispatch(IterationCompleted(sampled, times=times))
 
-    def _load(self, command: LoadBlocks) -> None:
-        self._event_queue.at(self._copier.load_ends_s(command), self._loaded, command)
-
-    def _loaded(self, command: LoadBlocks) -> None:
-        self.component.dispatch(self._copier.loaded(command))
-
-    def _offload(self, command: OffloadBlocks) -> None:
-        self._event_queue.at(self._copier.offload_ends_s(command), self._offloaded, command)
-
-    def _offloaded(self, command: OffloadBlocks) -> None:
-        self.component.dispatch(self._copier.offloaded(command))
-
-    def _relay(self, command: RelayBlocks) -> None:
-        self._event_queue.at(self._copier.relay_ends_s(command), self._relayed, command)
-
-    def _relayed(self, command: RelayBlocks) -> None:
-        self.component.dispatch(self._copier.relayed(command))
+    def _copy(self, ends_s: Callable[[Any], float], outcome: Callable[[Any], Any], command: object) -> None:
+        """Schedule the outcome of a copy for the time when it ends."""
+        self._event_queue.at(ends_s(command), lambda _: self.component.dispatch(outcome(command)), None)
 
     def _map_arena(self, command: MapArena) -> None:
         self._copier.arenas[command.peer] = self._memory.arenas[command.offered.path]
