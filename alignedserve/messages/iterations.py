@@ -90,7 +90,7 @@ class IterationCompleted:
         return self.times.finished_s - self.times.started_s if self.times is not None else now - started_s
 
 
-# --- copies, beside whatever iterations run; an arena goes by the peer that offered it, or that it is offered to ---
+# --- copies, concurrent with iterations; an arena is named by the peer that offered it, or that it is offered to ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,9 +108,9 @@ class RecordEncoder:
         """Encode the next frame."""
         encoded = self._digester.encode(commands)
         redacted = event if self._redactor is None else self._redactor(event)
-        told = (redacted.peer, redacted.message) if type(redacted) is Received else redacted
+        payload = (redacted.peer, redacted.message) if type(redacted) is Received else redacted
         kept = msgspec.Raw(encoded) if self._keeps_commands else None
-        fields = (type(event).__name__, now, told, self._digester.digest(encoded), kept)
+        fields = (type(event).__name__, now, payload, self._digester.digest(encoded), kept)
         return _framed(_ENCODER.encode(fields))
 
     @staticmethod

@@ -26,7 +26,7 @@ _MAX_TOKEN = (1 << 31) - 1
 class RedactionPolicy(Protocol):
     """Replaces token ids."""
 
-    def note(self, request: Request) -> None:
+    def observe(self, request: Request) -> None:
         """Take note of a request whose tokens may follow."""
 
     def generated(self, token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class RedactionPolicy(Protocol):
 class KeepLengths:
     """Keeps the number of tokens and nothing else."""
 
-    def note(self, request: Request) -> None:
+    def observe(self, request: Request) -> None:
         """See RedactionPolicy."""
 
     def generated(self, token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class KeepDecisions:
         self._secret = secret
         self._other = -1  # in place of every other token: an id that no model has
 
-    def note(self, request: Request) -> None:
+    def observe(self, request: Request) -> None:
         """See RedactionPolicy. Tokens that end one answer are kept in all."""
         stops = request.sampling.stop_token_ids
         if stops:
@@ -128,7 +128,7 @@ class Redactor:
         return tuple([copy(value) for value in values])
 
     def _request(self, request: Request) -> Request:
-        self._policy.note(request)
+        self._policy.observe(request)
         sampling = request.sampling
         if sampling.logit_bias:
             sampling = dataclasses.replace(sampling, logit_bias=())

@@ -50,8 +50,8 @@ class ComponentSchema:
         decoder = self._decoders.get(decision.kind)
         if decoder is None:
             raise msgspec.ValidationError(f"no event of this component is called {decision.kind[:64]!r}")
-        told = decoder.decode(decision.event)
-        return Received(*told) if decision.kind == Received.__name__ else told
+        event = decoder.decode(decision.event)
+        return Received(*event) if decision.kind == Received.__name__ else event
 
 
 _SCHEMAS: dict[str, ComponentSchema] = {

@@ -107,7 +107,7 @@ def _rates(report: Report) -> str:
     sections = []
     for name in report.classes:
         charts = (
-            plots.against_rate(report, name, "requests that held their objectives", lambda one: one.attainment,
+            plots.against_rate(report, name, "requests that met their objectives", lambda one: one.attainment,
                                is_share=True),
             plots.against_rate(report, name, "goodput, requests per second", lambda one: one.goodput_per_s,
                                is_share=False),
@@ -116,7 +116,7 @@ def _rates(report: Report) -> str:
         )  # fmt: skip
         heading = element("h3", f"class {escape(name)}") if name != ALL else ""
         sections.append(heading + element("div", *map(_figure, charts), class_="plots"))
-    intro = "Whatever does not end with a whole answer has missed its objectives; goodput counts those that held them."
+    intro = "A request without a complete answer misses its objectives; goodput counts the requests that met theirs."
     return (
         element("h2", "Against the rate")
         + element("p", intro, class_="soft")
