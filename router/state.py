@@ -28,7 +28,7 @@ class TrackedRequest:
     attempt: int = 0  # the latest known (core/attempts.py); messages with a smaller one are stale
     copy_at: tuple[str, int] | None = None  # the pool that may keep a copy, and that pool's epoch
     pooled_s: float = 0.0  # when it entered the pool
-    num_requeues: int = 0
+    num_retries: int = 0  # after lost holders and refused handoffs
 
     def move(self, stage: Stage, holder: str | None = None) -> None:
         """Take a legal step of the lifecycle; raise AssertionError for any other."""
