@@ -28,7 +28,7 @@ BATCH, ASKED = BatchId(1), WorkerName(DECODE)
 FORM_FIRST = Send(POOL, FormBatch(BATCH, ASKED, max_blocks=20, max_requests=1))
 INTERRUPTED = Send(GATEWAY, RequestInterrupted(R1))
 # r1's first epoch, step by step.
-GIVEN_OUT, POOLED, GRANTED, END = epoch(1), epoch(1, 1), epoch(1, 2), epoch_end(epoch(1))
+DISPATCHED, POOLED, GRANTED, END = epoch(1), epoch(1, 1), epoch(1, 2), epoch_end(epoch(1))
 
 
 class RouterHarness:
@@ -95,7 +95,7 @@ def prefilling(**config: Any) -> RouterHarness:
 def pooled(**config: Any) -> RouterHarness:
     """r1 lies in the pool, which was asked for a batch."""
     made = prefilling(**config)
-    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
+    made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
     made.hear(POOL, RequestPooled(R1, POOLED, 4, 1))
     return made
 

@@ -166,7 +166,7 @@ def test_a_full_disk_ends_a_recording_with_one_line(caplog: pytest.LogCaptureFix
     assert len(disk.written) > 80
 
 
-def test_lives_of_a_room_have_files_of_their_own_in_order(tmp_path: Path) -> None:
+def test_restarts_of_a_component_have_files_of_their_own_in_order(tmp_path: Path) -> None:
     for _ in range(11):
         ticking(tmp_path, num_ticks=1)
     assert [path.name for path in recordings_in(tmp_path)] == [f"router.{life}.recording" for life in range(11)]

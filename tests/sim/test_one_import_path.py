@@ -61,7 +61,7 @@ def test_both_use_that_file() -> None:
     assert assemblies == [router.factory, kvpool.factory, prefill_worker.factory, decode_worker.factory]
 
 
-def test_the_simulated_rooms_hold_them() -> None:
+def test_the_simulated_components_hold_them() -> None:
     separate = Simulation(disaggregated(), workload_of()).logics()
     assert [type(logic) for logic in separate.values()] == [RouterLogic, PoolLogic, PrefillLogic, DecodeLogic]
     together = Simulation(colocated(), workload_of()).logics()
