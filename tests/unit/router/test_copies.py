@@ -28,8 +28,8 @@ from alignedserve.messages.workers import (
 from tests.harnesses.router import (
     ASKED,
     BATCH,
-    END,
     DISPATCHED,
+    END,
     GRANTED,
     INTERRUPTED,
     POOLED,

@@ -18,8 +18,8 @@ from router.policies.prefill_order import FcfsOrder
 from tests.harnesses.router import (
     ASKED,
     BATCH,
-    FORM_FIRST,
     DISPATCHED,
+    FORM_FIRST,
     GRANTED,
     POOLED,
     RouterHarness,

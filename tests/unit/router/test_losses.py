@@ -24,9 +24,9 @@ from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, Reque
 from tests.harnesses.router import (
     ASKED,
     BATCH,
+    DISPATCHED,
     END,
     FORM_FIRST,
-    DISPATCHED,
     GRANTED,
     INTERRUPTED,
     POOLED,
