@@ -1,4 +1,4 @@
-"""A gateway without HTTP, for tests of the rooms behind one."""
+"""A gateway without HTTP, for tests of the components behind one."""
 
 import asyncio
 import itertools

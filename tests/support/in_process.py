@@ -1,4 +1,4 @@
-"""All rooms of a cluster on one event loop, over real sockets, with a small model of random weights."""
+"""All components of a cluster on one event loop, over real sockets, with a small model of random weights."""
 
 import contextlib
 import itertools
@@ -105,14 +105,14 @@ class RoomCluster:
     def __init__(self, config: ClusterConfig, folder: Path) -> None:
         self.config = config
         self.served: ServedModel = resolve_model(config.model)
-        self.book = AddressBook(folder)
+        self.addresses = AddressBook(folder)
         self.folder = folder
         self.cluster_id = f"test-{os.getpid()}-{next(_CLUSTERS)}"
         self.arena_path = folder / "test.arena"
         self.gateway = ClientGateway(
-            self.book.of("gateway-0"), self.book.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
+            self.addresses.of("gateway-0"), self.addresses.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
         )
-        self.rooms: dict[str, Router | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
+        self.components: dict[str, Router | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
         self.engines: dict[str, CountingEngine] = {}
 
     async def start(self) -> None:
@@ -132,8 +132,8 @@ class RoomCluster:
             served=self.served,
             process_spec=self._process_spec(Role.ROUTER, ROUTER),
         )
-        await router.start(listen_at=self.book.of(ROUTER))
-        self.rooms[ROUTER] = router
+        await router.start(listen_at=self.addresses.of(ROUTER))
+        self.components[ROUTER] = router
 
     async def start_pool(self) -> None:
         pool = KvPool(
@@ -143,8 +143,8 @@ class RoomCluster:
             arena_path=self.arena_path,
             process_spec=self._process_spec(Role.KV_POOL, "pool-0"),
         )
-        await pool.start(listen_at=self.book.of("pool-0"), router_at=self.book.of(ROUTER))
-        self.rooms["pool-0"] = pool
+        await pool.start(listen_at=self.addresses.of("pool-0"), router_at=self.addresses.of(ROUTER))
+        self.components["pool-0"] = pool
 
     async def start_prefill(self, name: str) -> None:
         section = self.config.prefill
@@ -168,8 +168,10 @@ class RoomCluster:
             pool_name="pool-0",
             process_spec=process_spec,
         )
-        await worker.start(listen_at=self.book.of(name), router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"))
-        self.rooms[name] = worker
+        await worker.start(
+            listen_at=self.addresses.of(name), router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0")
+        )
+        self.components[name] = worker
 
     async def start_decode(self, name: str) -> None:
         section = self.config.decode
@@ -194,9 +196,11 @@ class RoomCluster:
             process_spec=self._process_spec(Role.DECODE_WORKER, name),
             transport=self.config.engine.kv_transport,
         )
-        prefillers = [self.book.of(f"prefill-{index}") for index in range(self.config.prefill.count)]
-        await worker.start(router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"), prefillers_at=prefillers)
-        self.rooms[name] = worker
+        prefillers = [self.addresses.of(f"prefill-{index}") for index in range(self.config.prefill.count)]
+        await worker.start(
+            router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0"), prefillers_at=prefillers
+        )
+        self.components[name] = worker
 
     async def _start_colocated(self, name: str) -> None:
         section = self.config.decode
@@ -217,15 +221,15 @@ class RoomCluster:
             measured=engine.measure_iterations(0.02),
         )
         worker = ColocatedWorker(make=make, engine=engine, process_spec=self._process_spec(Role.DECODE_WORKER, name))
-        await worker.start(router_at=self.book.of(ROUTER))
-        self.rooms[name] = worker
+        await worker.start(router_at=self.addresses.of(ROUTER))
+        self.components[name] = worker
 
     def iteration_log_path(self, name: str) -> Path:
         return self.arena_path.with_name(f"{name}.iterations.jsonl")
 
     def num_buffer_blocks_used(self) -> int:
-        """Of all decode workers, in all prefill workers' memory."""
-        logics = [one._driver._logic for one in self.rooms.values() if isinstance(one, DecodeWorker)]
+        """Count the blocks of all decode workers in all prefill workers' memory."""
+        logics = [one._driver._logic for one in self.components.values() if isinstance(one, DecodeWorker)]
         return sum(logic._candidates.space.num_used for logic in logics if isinstance(logic, DecodeLogic))
 
     def files_in_memory(self) -> list[Path]:
@@ -233,11 +237,11 @@ class RoomCluster:
         return list(arena_folder().glob(f"*{self.cluster_id}*"))
 
     async def stop(self, name: str) -> None:
-        await self.rooms.pop(name).close()
+        await self.components.pop(name).close()
 
     async def close(self) -> None:
         await self.gateway.close()
-        for name in list(self.rooms):
+        for name in list(self.components):
             await self.stop(name)
 
     def reference(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -278,7 +282,7 @@ class RoomCluster:
 
     def _process_spec(self, role: Role, name: str) -> ProcessSpec:
         timeout_s, recording = self.config.links.peer_timeout_s, self.config.recording
-        return ProcessSpec(role, name, self.cluster_id, b"t" * 32, timeout_s, self.book, self.folder, recording)
+        return ProcessSpec(role, name, self.cluster_id, b"t" * 32, timeout_s, self.addresses, self.folder, recording)
 
     def _identity(self, role: Role, name: str) -> Identity:
         return Identity(role, name, b"t" * 32, self.config.links.peer_timeout_s)

@@ -84,8 +84,8 @@ class _Bar:
         """A simulation has come so far."""
         ends_s = self._ends_s[word.name]
         so_far = int(100 * min(word.simulated_s / ends_s, 1.0)) if ends_s > 0 else 0
-        self._steps[word.name] = 100 if word.is_over else so_far
-        if word.is_over:
+        self._steps[word.name] = 100 if word.is_done else so_far
+        if word.is_done:
             self._over.add(word.name)
         status = f"{len(self._over)} of {len(self._ends_s)} simulations"
         self._bar.update(self._task, completed=sum(self._steps.values()), status=status)

@@ -78,7 +78,7 @@ def test_kept_blocks_are_used_and_counted_apart() -> None:
     assert counts(table) == (0, 0)
 
 
-def test_room_is_what_is_free_or_kept() -> None:
+def test_free_and_kept_blocks_can_be_allocated() -> None:
     table = LeaseTable(8, first_lease=1)
     opened(table, "r1", 3)
     kept(table, "r2", 2)
@@ -151,7 +151,7 @@ def test_a_copy_that_was_passed_over_is_found_when_it_is_kept_again() -> None:
     assert evict(table, 2) == [1]
 
 
-def test_copies_that_ended_take_no_memory_while_there_is_room() -> None:
+def test_copies_that_ended_take_no_memory_while_blocks_are_free() -> None:
     table = LeaseTable(1, first_lease=1)
     tracemalloc.start()
     try:
