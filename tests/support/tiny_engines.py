@@ -108,15 +108,9 @@ class TinyEngine:
     def tokens(self, name: str) -> list[int]:
         return list(self.engine.token_ids(RequestId(name)))
 
-    def num_known(self, name: str) -> int:
-        return int(self.engine._table.num_tokens[self.engine._table.row(RequestId(name))])
-
-    def num_computed(self, name: str) -> int:
-        return int(self.engine._table.num_computed[self.engine._table.row(RequestId(name))])
-
     def generate(self, name: str, num_tokens: int, *companions: str) -> list[SampledToken]:
         """Compute what is known, then decode; companions decode along. The tokens of `name`."""
-        known = self.num_known(name) - self.num_computed(name)
+        known = self.engine.num_tokens(RequestId(name)) - self.engine.num_computed(RequestId(name))
         outputs = [self.step(**{name: known}, **dict.fromkeys(companions, 1))]
         outputs += [self.step(**dict.fromkeys((*companions, name), 1)) for _ in range(num_tokens - 1)]
         return [token for output in outputs for token in output.sampled if token.request_id == name]

@@ -177,6 +177,14 @@ class Engine:
         row = self._table.row(request_id)
         return tuple(self._table.tokens[row, : self._table.num_tokens[row]].tolist())
 
+    def num_computed(self, request_id: RequestId) -> int:
+        """Return the number of leading tokens whose keys and values lie in the blocks."""
+        return int(self._table.num_computed[self._table.row(request_id)])
+
+    def num_tokens(self, request_id: RequestId) -> int:
+        """Return the number of tokens known so far."""
+        return int(self._table.num_tokens[self._table.row(request_id)])
+
     @torch.inference_mode()
     def record_graphs(self) -> None:
         """Record CUDA graphs for every batch size, if there are any, and compile the sampling kernels: no step has to

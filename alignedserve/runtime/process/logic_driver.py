@@ -1,4 +1,4 @@
-"""A room at work: one logic, its links, and whatever performs the commands that are not messages."""
+"""The driver of a logic: feeds it events, sends its messages and performs its other commands."""
 
 import asyncio
 import logging
@@ -30,14 +30,14 @@ DecidedT = TypeVar("DecidedT", covariant=True)
 
 
 class Logic(Protocol[EventT, DecidedT]):
-    """Decides. Same state, event and now always give the same commands; touches nothing outside itself."""
+    """Decides. The same state, event and now always give the same commands; touches nothing outside itself."""
 
     def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | DecidedT]:
-        """What to do about this event at this time (seconds, monotonic)."""
+        """Return the commands for this event at this time (seconds, monotonic)."""
 
 
 class LogicDriver(Generic[EventT, CommandT]):
-    """Feeds the logic with what happens and performs what it answers. Runs on one event loop."""
+    """Feeds a logic with events and performs its commands. Runs on one event loop."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class LogicDriver(Generic[EventT, CommandT]):
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def dispatch(self, event: CommonEvent | EventT) -> None:
-        """Tell the logic and perform its commands. The clock is read here and nowhere below."""
+        """Pass the event to the logic and perform its commands. The clock is read here and nowhere below."""
         now = time.monotonic()
         commands = self._logic.on_event(event, now)
         if self._recorder is not None:
-            self._recorder.note(event, now, commands)
+            self._recorder.add(event, now, commands)
         for command in commands:
             if isinstance(command, Send):
                 self.links.send(command.peer, command.message)
@@ -93,6 +93,6 @@ class LogicDriver(Generic[EventT, CommandT]):
             self._recorder.close()
 
     def _tick(self) -> None:
-        """By timer, not in a task: what breaks here is then the loop's to report, and ends a hosted process."""
+        """Dispatch a tick, from a timer instead of a task: the loop then reports errors, which end a hosted process."""
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self.dispatch(Ticked())

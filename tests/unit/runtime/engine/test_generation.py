@@ -95,7 +95,7 @@ def test_blocks_copied_to_another_engine_continue_alike(decoder: Decoder, num_ge
     later_blocks = source.take_blocks(50)
     source.engine.append_blocks(A, later_blocks)
     source.generate("a", num_generated)
-    num_cached = source.num_computed("a")
+    num_cached = source.engine.num_computed(A)
     assert num_cached == 10 + num_generated - 1
     copied = np.zeros((blocks_for(num_cached, BLOCK_SIZE), source.storage.layout.block_bytes), np.uint8)
     source.storage.read_blocks((source.blocks["a"] + later_blocks)[: len(copied)], copied)
@@ -182,7 +182,7 @@ def test_accessors(decoder: Decoder) -> None:
     tiny.add("a", [5, 6, 7], prompt_len=2)
     output = tiny.step(a=2)
     assert output.sampled == []
-    assert (tiny.num_computed("a"), tiny.num_known("a")) == (2, 3)
+    assert (tiny.engine.num_computed(A), tiny.engine.num_tokens(A)) == (2, 3)
     new = tiny.step(a=1).sampled[0].token_id
     assert tiny.tokens("a") == [5, 6, 7, new]
     assert len(tiny.engine._table) == 1
