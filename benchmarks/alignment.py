@@ -1,7 +1,7 @@
 """Aligned batches against first come, first served: the demo, with both, in turn.
 
     python -m benchmarks.alignment                   # the mixed trace with more load than the decode worker holds
-    python -m benchmarks.alignment --rate 2 --max-running 64 --trace
+    python -m benchmarks.alignment --rate 2 --max-running-requests 64 --trace
 
 Targets on the mixed trace: the spread of running batches (p90 of longest over mean context) at most half of that of
 fcfs; at most 12 % of the iterations in batch switch; throughput no lower.
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 POLICIES = ("fcfs", "density_first")
 
@@ -28,7 +28,7 @@ def run_demo(policy: str, options: argparse.Namespace, seed: int) -> dict[str, A
     alignedserve = Path(sys.executable).with_name("alignedserve")
     command = [str(alignedserve), "demo", "--json", "--batching", policy]
     command += ["--duration", str(options.duration), "--rate", str(options.rate), "--seed", str(seed)]
-    command += ["--set", f"decode.max_running={options.max_running}"]
+    command += ["--set", f"decode.max_running_requests={options.max_running_requests}"]
     command += [] if options.trace else ["--mixed"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", type=float, default=14.0)
     parser.add_argument("--duration", type=float, default=40.0)
-    parser.add_argument("--max-running", type=int, default=8)
+    parser.add_argument("--max-running-requests", type=int, default=8)
     parser.add_argument("--trace", action="store_true", help="the trace's own prompt lengths")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()

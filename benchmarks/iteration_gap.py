@@ -41,7 +41,7 @@ from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
 from alignedserve.runtime.process.process_spec import ProcessSpec
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 from decode_worker.colocated.service import ColocatedWorker
 from decode_worker.factory import make_live_colocated_logic, memory_of
 from decode_worker.iteration_log.iteration_log import IterationLog
@@ -149,7 +149,7 @@ async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]
     engine = ModelExecutor(served, EngineSizes(1 << 30, NUM_REQUESTS, 16))
     stamps = _stamp_forward_passes(engine)
     registered = WorkerRegistered(engine.num_blocks, 16, NUM_REQUESTS, "", can_prefill=True, can_decode=True)
-    config = DecodeWorkerConfig(max_running=NUM_REQUESTS, max_tokens_per_iteration=2048, swap_bytes=0)
+    config = DecodeWorkerConfig(max_running_requests=NUM_REQUESTS, max_num_batched_tokens=2048, swap_space_bytes=0)
     book = AddressBook(folder)
     process_spec = ProcessSpec(Role.DECODE_WORKER, "decode-0", "bench", SECRET, 60.0, book, folder)
     make = partial(

@@ -21,7 +21,7 @@ from alignedserve.core.request import Request, SampledToken, SamplingParams
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
 from alignedserve.runtime.attention.torch_plan import CALL_BYTES
 from benchmarks.iteration_gap import NUM_REQUESTS, serve_peer
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 from decode_worker.iteration_log.iteration_log import IterationLog
 from decode_worker.state import RunningRequest
 from kernels.attention import GatherBuffers, attend_decode

@@ -33,14 +33,14 @@ from alignedserve.cli.commands.replay import replay_folder
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
 from alignedserve.replay.fitting import MachineFit, fit_machine
-from alignedserve.replay.run_file import read_run_facts
+from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import SimulatedMachine, fitted_machine, simulate
 from alignedserve.sim.policies import with_policy
 from alignedserve.sim.result import ALL, ClassResult
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
-from benchmarks.recording import write_result
 from benchmarks.startup import free_port, wait_ready
+from benchmarks.support.recording import write_result
 
 ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
 POLICIES = ("fcfs", "round_robin", "bros", "accelgen", "aligned_slo")
@@ -68,11 +68,11 @@ SHAPE: dict[str, Any] = {
 SETTINGS = (
     "model.random_weights=true",
     "model.dtype=bfloat16",
-    "decode.memory_bytes=4GiB",
-    "decode.max_running=128",
-    "decode.max_tokens_per_iteration=2048",
-    "prefill.memory_bytes=1GiB",
-    "prefill.max_tokens_per_iteration=2048",
+    "decode.kv_cache_bytes=4GiB",
+    "decode.max_running_requests=128",
+    "decode.max_num_batched_tokens=2048",
+    "prefill.kv_cache_bytes=1GiB",
+    "prefill.max_num_batched_tokens=2048",
     "pool.memory_bytes=4GiB",
     "router.max_prefill_tokens_per_worker=4096",
 )
@@ -153,7 +153,7 @@ def measure(folder: Path, topology: str, policies: list[str], duration_s: float)
         load(port, folder, [REAL_TIME], 10.0)  # so that the workers have learned what iterations cost
         alone = {"rt": load(port, folder, [REAL_TIME], duration_s), "be": load(port, folder, [BEST_EFFORT], duration_s)}
     print(topology, "alone:", {kind: short(report) for kind, report in alone.items()}, flush=True)
-    machine = fitted_machine(read_run_facts(recording), fit_to(recording))
+    machine = fitted_machine(read_run_metadata(recording), fit_to(recording))
     both: dict[str, Any] = {}
     simulated: dict[str, Any] = {}
     for policy in policies:
@@ -168,7 +168,7 @@ def measure(folder: Path, topology: str, policies: list[str], duration_s: float)
 
 def fit_to(recording: Path) -> MachineFit:
     """What iterations and copies of this run cost."""
-    return fit_machine(replay_folder(recording)[1], read_run_facts(recording).layout.block_bytes)
+    return fit_machine(replay_folder(recording)[1], read_run_metadata(recording).layout.block_bytes)
 
 
 def predicted(machine: SimulatedMachine, policy: str, topology: str, duration_s: float) -> dict[str, Any]:

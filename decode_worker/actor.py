@@ -39,7 +39,7 @@ class DecodeWorkerActor(ActorHost):
     ) -> None:
         """`prefillers`: names of the prefill workers."""
         layout = served.block_layout(engine_config.block_size)
-        sizes = engine_sizes(engine_config, config.memory_bytes, config.max_running)
+        sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
 
         async def build() -> DecodeWorker:
             engine = ModelExecutor(served, sizes)
@@ -87,7 +87,7 @@ class ColocatedWorkerActor(ActorHost):
         block_tokens = hidden_block_tokens(served, scheduling, engine_config.block_size)
         sizes = engine_sizes(
             engine_config,
-            config.memory_bytes,
+            config.kv_cache_bytes,
             max_held(config),
             has_int8_swaps=config.has_int8_swaps,
             hidden_block_tokens=block_tokens,

@@ -20,7 +20,7 @@ def registration_of(
     return WorkerRegistered(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        max_running=config.max_running,
+        max_running_requests=config.max_running_requests,
         pool_name=pool_name,
         can_prefill=False,
         can_decode=True,
@@ -34,10 +34,10 @@ def limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num_block
     `min_requests` saturate any worker, however many places it has; and so do fewer that fill its memory.
     """
     share = batching.low_running_share
-    low_running = max(min(int(share * config.max_running), batching.min_requests), 1)
-    enough = batching.enough_requests(config.max_running)
+    low_running = max(min(int(share * config.max_running_requests), batching.min_requests), 1)
+    enough = batching.enough_requests(config.max_running_requests)
     switch = SwitchLimits(enough, low_running, batching.starvation_s, int(share * num_blocks))
-    return DecodeLimits(config.max_running, switch)
+    return DecodeLimits(config.max_running_requests, switch)
 
 
 def make_logic(
@@ -71,7 +71,7 @@ def make_live_logic(
 
 def max_held(config: DecodeWorkerConfig) -> int:
     """Requests that a colocated worker holds at most; who pauses keeps its place in the engine."""
-    return config.max_running + config.max_waiting
+    return config.max_running_requests + config.max_waiting_requests
 
 
 def colocated_registration_of(config: DecodeWorkerConfig, layout: BlockLayout, *, num_blocks: int) -> WorkerRegistered:
@@ -79,7 +79,7 @@ def colocated_registration_of(config: DecodeWorkerConfig, layout: BlockLayout, *
     return WorkerRegistered(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        max_running=max_held(config),
+        max_running_requests=max_held(config),
         pool_name="",
         can_prefill=True,
         can_decode=True,
@@ -93,7 +93,7 @@ def memory_of(
     """What a live colocated worker's policy has to work with, nothing in it yet; whole caches can be swapped.
     `hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches."""
     copy_bytes = layout.int8_block_bytes if config.has_int8_swaps else layout.block_bytes
-    host_tokens = config.swap_bytes // copy_bytes * layout.block_size
+    host_tokens = config.swap_space_bytes // copy_bytes * layout.block_size
     return DeviceMemory(
         num_blocks,
         num_blocks,
@@ -106,7 +106,7 @@ def memory_of(
 
 def iteration_limits(config: DecodeWorkerConfig) -> IterationLimits:
     """What bounds an iteration."""
-    return IterationLimits(config.max_running, config.max_tokens_per_iteration)
+    return IterationLimits(config.max_running_requests, config.max_num_batched_tokens)
 
 
 def make_colocated_logic(

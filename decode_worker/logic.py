@@ -73,7 +73,7 @@ DecodeCommand = Send | SendTo | WorkCommand
 class DecodeLimits:
     """What bounds the running batch."""
 
-    max_running: int
+    max_running_requests: int
     switch: SwitchLimits = field(default_factory=SwitchLimits)
 
 
@@ -96,7 +96,7 @@ class DecodeLogic:
         self._batch = RunningBatch(
             num_blocks=registered.num_blocks,
             block_size=registered.block_size,
-            max_running=limits.max_running,
+            max_running_requests=limits.max_running_requests,
             pacing=pacing,
         )
         self._candidates = Candidates(registered.pool_name)
@@ -254,7 +254,7 @@ class DecodeLogic:
         if not self._candidates:
             return []
         commands: list[DecodeCommand] = []
-        if self._batch.num_holding < self._limits.max_running or self._order.is_overdue(now):
+        if self._batch.num_holding < self._limits.max_running_requests or self._order.is_overdue(now):
             num_taken = self._registered.num_blocks - self._batch.num_free
             may_enter = self._order.choose(self._candidates, self._batch.num_holding, now, num_blocks=num_taken)
             commands += self._admit(may_enter, now)

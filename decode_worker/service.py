@@ -36,29 +36,29 @@ class DecodeWorker:
         identity = process_spec.identity()
         self._copier: BlockCopier = engine.copier(identity, transport=transport)
         self.ledger = logic.ledger
-        self._room: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
+        self._driver: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
             logic, identity, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, router_at: str, pool_at: str, prefillers_at: Sequence[str]) -> None:
         """Introduce ourselves to the router, the pool and every prefill worker."""
         for address in (pool_at, *prefillers_at, router_at):
-            self._room.links.dial(address)
+            self._driver.links.dial(address)
 
     async def close(self) -> None:
         """Drop the links, end the threads and leave the ledger behind."""
-        await self._room.close()
+        await self._driver.close()
         self._engine.close()
         leave_ledger(self._ledger_path, self.ledger.records())
 
     def _perform(self, command: WorkCommand) -> None:
         match command:
             case RunIteration():
-                self._engine.start_iteration(command, self._room.dispatch)
+                self._engine.start_iteration(command, self._driver.dispatch)
             case LoadBlocks():
-                self._copier.start_load(command, self._room.dispatch)
+                self._copier.start_load(command, self._driver.dispatch)
             case OffloadBlocks():
-                self._copier.start_offload(command, self._room.dispatch)
+                self._copier.start_offload(command, self._driver.dispatch)
             case MapArena(peer, offered):
                 self._copier.map_arena(peer, offered, stamps=peer != self._pool_name)
             case UnmapArena(peer):

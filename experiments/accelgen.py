@@ -18,7 +18,7 @@ from alignedserve.costmodel.work import IterationWork
 from alignedserve.sim.config import SimConfig
 from alignedserve.workload.distributions import parse_distribution
 from alignedserve.workload.objectives import with_ttft_from_prefill
-from benchmarks.recording import commit
+from benchmarks.support.recording import commit
 from experiments.common import (
     GIB,
     ColocatedWorker,
@@ -123,7 +123,7 @@ def _settings(policy: str, setting: Setting) -> dict[str, Any]:
 def _with_cache(config: SimConfig, setting: Setting) -> SimConfig:
     change = msgspec.structs.replace
     cluster = config.cluster
-    decode = change(cluster.decode, memory_bytes=int(setting.cache_gib * GIB))
+    decode = change(cluster.decode, kv_cache_bytes=int(setting.cache_gib * GIB))
     engine = change(cluster.engine, block_size=setting.block_size)
     layout = replace(config.layout, block_size=setting.block_size)
     return replace(

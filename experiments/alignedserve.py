@@ -24,7 +24,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import Machines
+from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from alignedserve.sim.result import SimulationResult
 from experiments.common import (
@@ -154,17 +154,17 @@ class Cell:
                 max_queued_requests=MANY,
                 max_queued_tokens=MANY,
                 max_prefill_tokens_per_worker=32768,
-                candidate_requests=64,
+                max_candidate_requests=64,
             ),
             batching=BatchingConfig(starvation_s=STARVATION_S),
             pool=PoolConfig(memory_bytes=400 * GIB),
-            prefill=PrefillWorkerConfig(count=self.num_prefill, max_running=64, max_tokens_per_iteration=8192),
+            prefill=PrefillWorkerConfig(count=self.num_prefill, max_running_requests=64, max_num_batched_tokens=8192),
             decode=DecodeWorkerConfig(
                 count=self.num_decode + (self.num_prefill if is_colocated else 0),
-                max_running=256,
-                max_tokens_per_iteration=2048,
-                max_waiting=MANY,
-                swap_bytes=64 * GIB,
+                max_running_requests=256,
+                max_num_batched_tokens=2048,
+                max_waiting_requests=MANY,
+                swap_space_bytes=64 * GIB,
             ),
         )
 
@@ -212,7 +212,7 @@ class Load:
             "num_requests": self.num_requests,
         }
         worker = WorkerSpec(self.model, "h100", DEGREE[self.model], self.kernel)
-        machines = Machines(worker, buffer_share=buffer_share)
+        machines = ClusterHardware(worker, buffer_share=buffer_share)
         workload = line(self.line, seed, num_requests=self.num_requests)
         labelled = cluster_case(labels, machines, cluster, workload)
         config = replace(labelled.case.config, timeline_of="decode-0")
@@ -222,7 +222,7 @@ class Load:
 def further_figures(result: SimulationResult) -> Row:
     """Of the iterations of one decode worker, and of the ledger of all."""
     durations_s = [one.ended_s - one.started_s for one in result.timeline]
-    ledger, num = result.ledger, max(result.ledger.num_iterations, 1)
+    ledger, num = result.iteration_log, max(result.iteration_log.num_iterations, 1)
     return {
         "iteration.within_30ms": sum(one <= 0.03 for one in durations_s) / max(len(durations_s), 1),
         "ledger.batch": ledger.num_requests / num,

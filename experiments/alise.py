@@ -140,7 +140,7 @@ class Load:
         """Under the system of this name."""
         system = SYSTEMS[name]
         spec = WorkerSpec(self.model, "v100-32g", kernel=self.kernel)
-        worker = ColocatedWorker(spec, swap_bytes=512 * GIB)  # half of the machine's memory: it has two of these
+        worker = ColocatedWorker(spec, swap_space_bytes=512 * GIB)  # half of the machine's memory: it has two of these
         labels: dict[str, str | float] = {"part": part, "policy": name, "model": self.model, "lengths": self.lengths}
         labels |= {"rate": self.rate, "kernel": self.kernel.value}
         duration_s = self.duration_s or DURATION_S[self.model, self.lengths]

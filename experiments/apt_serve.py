@@ -129,10 +129,10 @@ class Load:
 
 def _with_memory_of(smaller: LabelledCase, larger: LabelledCase) -> LabelledCase:
     """Published costs are of A100-80GB: its times with the memory of the smaller one."""
-    memory_bytes = smaller.case.config.cluster.decode.memory_bytes
+    kv_cache_bytes = smaller.case.config.cluster.decode.kv_cache_bytes
     cluster = larger.case.config.cluster
     cluster = msgspec.structs.replace(
-        cluster, decode=msgspec.structs.replace(cluster.decode, memory_bytes=memory_bytes)
+        cluster, decode=msgspec.structs.replace(cluster.decode, kv_cache_bytes=kv_cache_bytes)
     )
     return larger._replace(case=replace(larger.case, config=replace(larger.case.config, cluster=cluster)))
 

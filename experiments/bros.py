@@ -119,7 +119,9 @@ class Load:
         workload = line(self.line(), seed, duration_s=duration_s)
         if policy != RECOMPUTING:
             return colocated_case(labels, policy, self.worker(), workload)
-        labelled = colocated_case({**labels, "policy": policy}, "bros", replace(self.worker(), swap_bytes=0), workload)
+        labelled = colocated_case(
+            {**labels, "policy": policy}, "bros", replace(self.worker(), swap_space_bytes=0), workload
+        )
         config = replace(labelled.case.config, mechanisms=SimMechanisms())
         return labelled._replace(case=replace(labelled.case, config=config))
 

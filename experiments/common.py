@@ -25,12 +25,12 @@ from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, RouterConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import Machines
+from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ClassResult, Measure, SimulationResult
 from alignedserve.sim.sweep import Case, CaseProgress, CaseResult, WorkloadLine, run_cases
 from alignedserve.workload.catalogue import Library
-from benchmarks.recording import commit, write_result
+from benchmarks.support.recording import commit, write_result
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30
@@ -59,9 +59,9 @@ class ColocatedWorker:
 
     worker: WorkerSpec
     source: str = "roofline"  # of the cost model
-    max_running: int = 256
+    max_running_requests: int = 256
     max_tokens: int = 2048  # of an iteration
-    swap_bytes: int = 64 * GIB  # host memory for caches, where the policy swaps
+    swap_space_bytes: int = 64 * GIB  # host memory for caches, where the policy swaps
 
 
 def colocated_case(
@@ -71,17 +71,19 @@ def colocated_case(
     cluster = ClusterConfig(
         router=RouterConfig(max_queued_requests=MANY, max_queued_tokens=MANY),
         decode=DecodeWorkerConfig(
-            max_running=on.max_running,
-            max_tokens_per_iteration=on.max_tokens,
-            max_waiting=MANY,
-            swap_bytes=on.swap_bytes,
+            max_running_requests=on.max_running_requests,
+            max_num_batched_tokens=on.max_tokens,
+            max_waiting_requests=MANY,
+            swap_space_bytes=on.swap_space_bytes,
         ),
     )
     under_policy = with_policy(cluster, policy, settings, topology=Topology.COLOCATED)
-    return cluster_case(labels, Machines(on.worker, source=on.source), under_policy, workload)
+    return cluster_case(labels, ClusterHardware(on.worker, source=on.source), under_policy, workload)
 
 
-def cluster_case(labels: Labels, machines: Machines, cluster: ClusterConfig, workload: WorkloadLine) -> LabelledCase:
+def cluster_case(
+    labels: Labels, machines: ClusterHardware, cluster: ClusterConfig, workload: WorkloadLine
+) -> LabelledCase:
     """Any cluster (sim.policies.with_policy makes one for a policy). `policy` and `seed` join the labels."""
     labelled = {"policy": cluster.scheduling.policy, **labels, "seed": workload.seed}
     name = " ".join(f"{key}={value}" for key, value in labelled.items())

@@ -29,7 +29,7 @@ class PrefillWorkerActor(ActorHost):
         served: ServedModel,
         process_spec: ProcessSpec,
     ) -> None:
-        sizes = engine_sizes(engine_config, config.memory_bytes, config.max_running)
+        sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
         layout = served.block_layout(engine_config.block_size)
         buffer_blocks = buffer_blocks_of(config, layout, num_decode_workers)
 

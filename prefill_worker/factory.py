@@ -17,7 +17,7 @@ def registration_of(
     return WorkerRegistered(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        max_running=config.max_running,
+        max_running_requests=config.max_running_requests,
         pool_name=pool_name,
         can_prefill=True,
         can_decode=False,
@@ -27,12 +27,12 @@ def registration_of(
 
 def buffer_blocks_of(config: PrefillWorkerConfig, layout: BlockLayout, num_decode_workers: int) -> int:
     """Blocks of the candidate buffer that each decode worker has in a prefill worker's memory."""
-    return layout.blocks_in(config.buffer_bytes) // num_decode_workers
+    return layout.blocks_in(config.candidate_buffer_bytes) // num_decode_workers
 
 
 def iteration_limits(config: PrefillWorkerConfig) -> IterationLimits:
     """What bounds an iteration."""
-    return IterationLimits(config.max_running, config.max_tokens_per_iteration)
+    return IterationLimits(config.max_running_requests, config.max_num_batched_tokens)
 
 
 def make_logic(
@@ -40,7 +40,10 @@ def make_logic(
 ) -> PrefillLogic:
     """The logic of one prefill worker. `pacing`: from `alignedserve.scheduling.factory.make_iteration_scheduler`."""
     return PrefillLogic(
-        registered=registered, max_running=config.max_running, pacing=pacing, eos_token_ids=eos_token_ids
+        registered=registered,
+        max_running_requests=config.max_running_requests,
+        pacing=pacing,
+        eos_token_ids=eos_token_ids,
     )
 
 

@@ -76,11 +76,11 @@ class PrefillLogic:
     """Jobs, this worker's blocks, and the one iteration that is in flight at a time."""
 
     def __init__(
-        self, *, registered: WorkerRegistered, max_running: int, pacing: Pacing, eos_token_ids: frozenset[int]
+        self, *, registered: WorkerRegistered, max_running_requests: int, pacing: Pacing, eos_token_ids: frozenset[int]
     ) -> None:
-        """`max_running`: jobs that hold blocks. `pacing`: which of them compute how much in an iteration."""
+        """`max_running_requests`: jobs that hold blocks. `pacing`: which of them compute how much in an iteration."""
         self._registered = registered
-        self._max_running = max_running
+        self._max_running_requests = max_running_requests
         self._pacing = pacing
         self._eos_token_ids = eos_token_ids
         self._allocator = BlockAllocator(registered.num_blocks)
@@ -275,7 +275,7 @@ class PrefillLogic:
         asked: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in waiting_jobs(self._jobs.values(), real_time_first=self._pacing.lets_real_time_by):
-            is_full = num_holding >= self._max_running
+            is_full = num_holding >= self._max_running_requests
             block_ids = None if is_full else self._allocator.allocate(self._num_blocks(job.num_tokens))
             if block_ids is None:
                 break

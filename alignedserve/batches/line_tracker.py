@@ -12,7 +12,12 @@ class LineTracker:
     """Lines by number from 0. A line is leased at most once at a time, and settled exactly once."""
 
     def __init__(
-        self, num_lines: int, settled: Iterable[int] = (), num_tries: Mapping[int, int] | None = None, *, max_tries: int
+        self,
+        num_lines: int,
+        settled: Iterable[int] = (),
+        num_tries: Mapping[int, int] | None = None,
+        *,
+        max_attempts: int,
     ) -> None:
         self._num_lines = num_lines
         self._is_settled = bytearray(num_lines)
@@ -23,7 +28,7 @@ class LineTracker:
         self._leases: set[int] = set()
         self._later: list[tuple[float, int]] = []  # (when, line) of lines that are to be tried again
         self._num_tries = dict(num_tries or {})  # of lines that broke before
-        self._max_tries = max_tries
+        self._max_attempts = max_attempts
 
     @property
     def num_leased(self) -> int:
@@ -66,7 +71,7 @@ class LineTracker:
         """It was taken and did not come to an end. True: it is tried again, after a pause that doubles; False: it was
         the last try, and the line stays leased until its record is written."""
         tries = self._num_tries[line] = self._num_tries.get(line, 0) + 1
-        if tries >= self._max_tries:
+        if tries >= self._max_attempts:
             return False
         self.postpone(line, now, min(_FIRST_PAUSE_S * 2 ** (tries - 1), _LONGEST_PAUSE_S))
         return True

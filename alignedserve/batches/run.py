@@ -56,7 +56,7 @@ class Limits:
     models: tuple[str, ...]
     max_lines: int
     max_line_bytes: int
-    max_tries: int
+    max_attempts: int
     assumed_tokens_per_s: float
     file_lifetime_s: float
 
@@ -255,7 +255,7 @@ class BatchRun:
             logger.error("%s: %d damaged records were dropped", self.record.batch_id, recovered.num_dropped)
         self._totals, self._log_bytes = recovered.totals, self._log.num_bytes
         known = (self.record.num_lines, recovered.settled, recovered.num_tries)
-        self.lines = LineTracker(*known, max_tries=self._limits.max_tries)
+        self.lines = LineTracker(*known, max_attempts=self._limits.max_attempts)
         self._is_dirty = True
         self.note_pause(None)
         self.on_change()

@@ -48,7 +48,7 @@ def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
         raise ConfigError(
             f"policy {config.scheduling.policy!r} keeps layer inputs where keys and values take more room, but this "
             "model's take no less; choose another policy, a model whose query heads all have keys of their own, or "
-            "scheduling.settings.hybrid_cache=false"
+            "scheduling.policy_params.hybrid_cache=false"
         )
     if block_tokens is not None and config.decode.has_int8_swaps:
         raise ConfigError(
@@ -79,13 +79,16 @@ def _check_ports(config: ClusterConfig) -> None:
 def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int | None) -> None:
     """A request of the longest context must fit every memory that it passes through."""
     needed = served.config.kv_token_bytes(served.dtype) * (served.max_context_len + config.engine.block_size)
-    decode_bytes = config.decode.memory_bytes
+    decode_bytes = config.decode.kv_cache_bytes
     if block_tokens is not None:
         layout = served.block_layout(config.engine.block_size)
         decode_bytes = layout.block_bytes * storage_blocks(layout, decode_bytes, block_tokens)
-    sizes = {"decode.memory_bytes": decode_bytes}
+    sizes = {"decode.kv_cache_bytes": decode_bytes}
     if config.topology is Topology.DISAGGREGATED:
-        sizes |= {"pool.memory_bytes": config.pool.memory_bytes, "prefill.memory_bytes": config.prefill.memory_bytes}
+        sizes |= {
+            "pool.memory_bytes": config.pool.memory_bytes,
+            "prefill.kv_cache_bytes": config.prefill.kv_cache_bytes,
+        }
     for name, size in sizes.items():
         if size < needed:
             raise ConfigError(
@@ -100,8 +103,8 @@ def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
     pool = config.pool.memory_bytes if is_disaggregated else 0
     workers = 0
     if not config.engine.device.startswith(CUDA):  # there each looks at its GPU's memory
-        workers = config.decode.count * (weights + config.decode.memory_bytes)
-        workers += config.prefill.count * (weights + config.prefill.memory_bytes) if is_disaggregated else 0
+        workers = config.decode.count * (weights + config.decode.kv_cache_bytes)
+        workers += config.prefill.count * (weights + config.prefill.kv_cache_bytes) if is_disaggregated else 0
     if is_disaggregated:
         folder = arena_folder()
         stats = os.statvfs(folder)
@@ -115,6 +118,6 @@ def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
     if workers + pool > available:
         raise NotEnoughMemory(
             f"{(workers + pool) // _MIB} MiB are needed (workers {workers // _MIB}, KV pool {pool // _MIB}), "
-            f"{available // _MIB} MiB are available; set pool.memory_bytes, prefill.memory_bytes and "
-            "decode.memory_bytes lower, or use topology=colocated"
+            f"{available // _MIB} MiB are available; set pool.memory_bytes, prefill.kv_cache_bytes and "
+            "decode.kv_cache_bytes lower, or use topology=colocated"
         )

@@ -1,5 +1,6 @@
-"""Reading the configuration: one YAML file, then `--set section.field=value` on top."""
+"""Load the configuration: one YAML file, then `--set section.field=value` on top."""
 
+import logging
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -12,6 +13,26 @@ from alignedserve.config.sections import ClusterConfig, from_mapping
 from alignedserve.core.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1024 * 1024
+# Renamed fields: section and old name to the new name. Old names are accepted for one version.
+_RENAMED_FIELDS = {
+    ("model", "served_name"): "served_model_name",
+    ("router", "max_requeues"): "max_retries",
+    ("router", "candidate_requests"): "max_candidate_requests",
+    ("scheduling", "settings"): "policy_params",
+    ("prefill", "memory_bytes"): "kv_cache_bytes",
+    ("prefill", "buffer_bytes"): "candidate_buffer_bytes",
+    ("prefill", "max_running"): "max_running_requests",
+    ("prefill", "max_tokens_per_iteration"): "max_num_batched_tokens",
+    ("decode", "memory_bytes"): "kv_cache_bytes",
+    ("decode", "max_running"): "max_running_requests",
+    ("decode", "max_tokens_per_iteration"): "max_num_batched_tokens",
+    ("decode", "max_waiting"): "max_waiting_requests",
+    ("decode", "swap_bytes"): "swap_space_bytes",
+    ("engine", "attention"): "attention_backend",
+    ("links", "silence_s"): "hang_timeout_s",
+    ("batches", "max_tries"): "max_attempts",
+}
+logger = logging.getLogger(__name__)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmg]i?)?b?\s*$", re.IGNORECASE)
 # What PyYAML raises on text that is not YAML: for a date such as 2024-13-45 it is a ValueError.
@@ -20,7 +41,7 @@ _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
     """Parse the file (none: all defaults) and apply `a.b=c` overrides. Raises ConfigError naming the field."""
-    values = _read_yaml(path) if path is not None else {}
+    values = _with_current_names(_read_yaml(path)) if path is not None else {}
     for override in overrides:
         _apply_override(values, override)
     try:
@@ -30,11 +51,44 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConf
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a size such as 256MiB or 1.5G. Raises ConfigError."""
+    """Return the bytes in a size such as 256MiB or 1.5G. Raises ConfigError."""
     match = _SIZE.match(text)
     if match is None:
         raise ConfigError(f"not a size: {text[:40]!r} (write for example 256MiB)")
     return int(Fraction(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def current_field_name(name: str) -> str:
+    """Return the name that `section.field` has today, with whatever follows the field."""
+    return ".".join(_current_keys(name.split(".")))
+
+
+def _current_keys(keys: list[str]) -> list[str]:
+    renamed = _RENAMED_FIELDS.get((keys[0], keys[1])) if len(keys) > 1 else None
+    return keys if renamed is None else [keys[0], renamed, *keys[2:]]
+
+
+def _with_current_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Rename the fields of a mapping of sections that are given under an old name."""
+    return {name: _with_current_fields(name, value) for name, value in values.items()}
+
+
+def _with_current_fields(section: str, fields: Any) -> Any:
+    if not isinstance(fields, dict):
+        return fields
+    renamed: dict[str, Any] = {}
+    for name, value in fields.items():
+        current = _RENAMED_FIELDS.get((section, name)) or name
+        if current in renamed:
+            raise ConfigError(f"{section}.{current} is given twice: by this name and by the old one")
+        if current != name:
+            _warn_of_old_name(f"{section}.{name}", f"{section}.{current}")
+        renamed[current] = value
+    return renamed
+
+
+def _warn_of_old_name(old: str, new: str) -> None:
+    logger.warning("%s is now called %s; the next version will refuse the old name", old, new)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -61,16 +115,22 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except _YAML_ERRORS as error:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML") from error
-    section = values
+    current = _current_keys(keys)
+    if current != keys:
+        _warn_of_old_name(".".join(keys), ".".join(current))
+    section, keys = values, current
     for key in keys[:-1]:
         section = section.setdefault(key, {})
         if not isinstance(section, dict):
             raise ConfigError(f"--set {override!r}: {key} is not a section")
-    section[keys[-1]] = value
+    section[keys[-1]] = value if len(keys) > 1 else _with_current_fields(keys[0], value)
 
 
 def _with_parsed_sizes(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """The same mapping with `x_bytes: 256MiB` as integers. `section`: its name and a dot, for messages."""
+    """Return the mapping with sizes such as `x_bytes: 256MiB` as integers.
+
+    `section`: its name and a dot, for messages.
+    """
     parsed: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

@@ -42,7 +42,7 @@ class ModelSectionConfig(Section, frozen=True):
     """Which model, and in which form."""
 
     path: str = "pocket"  # a Hugging Face folder, or "pocket" for the model that ships with the package
-    served_name: str | None = None  # the name clients use; the folder's name when unset
+    served_model_name: str | None = None  # the name clients use; the folder's name when unset
     dtype: str = "auto"  # float32 on CPU unless named: float32, bfloat16, float16
     quantization: str | None = None  # int8: linear layers with weights of 8 bits, less exact
     max_context_len: int | None = None  # tokens; the model's own limit when unset
@@ -94,15 +94,15 @@ class RouterConfig(Section, frozen=True):
     prefill_order: str | None = None  # name of an order in router/policies; the policy's own when unset
     direct_handoff: bool | None = None  # prefills go straight to decode workers; as the policy has it when unset
     max_prefill_tokens_per_worker: int = 8192  # handed to one worker and not yet computed; the rest waits in the router
-    candidate_requests: int = 16  # granted to a decode worker ahead of need, at most
-    max_requeues: int = 3  # after that a request fails
+    max_candidate_requests: int = 16  # granted to a decode worker ahead of need, at most
+    max_retries: int = 3  # after that a request fails
     length_predictor: str = "hashed_ngrams"  # a name in router/prediction
     sentence_encoder: str | None = None  # folder of a BERT-like encoder, for the length predictor of that name
 
     def __post_init__(self) -> None:
         self._require_positive("max_queued_requests", "max_queued_tokens", "max_prefill_tokens_per_worker")
-        self._require_positive("candidate_requests")
-        self._require(self.max_requeues >= 0, "max_requeues", "must be at least 0")
+        self._require_positive("max_candidate_requests")
+        self._require(self.max_retries >= 0, "max_retries", "must be at least 0")
 
 
 class PoolConfig(Section, frozen=True):
@@ -119,7 +119,7 @@ class SchedulingConfig(Section, frozen=True):
     """Which policy decides, from the queue to the iteration."""
 
     policy: str = "aligned_slo"  # name of a policy in alignedserve/scheduling/policies
-    settings: dict[str, Any] = msgspec.field(default_factory=dict)  # parameters of that policy, by name
+    policy_params: dict[str, Any] = msgspec.field(default_factory=dict)  # parameters of that policy, by name
 
     def __post_init__(self) -> None:
         self._require(bool(self.policy), "policy", "must name a policy")
@@ -144,42 +144,44 @@ class BatchingConfig(Section, frozen=True):
         """Whether batches are of similar length; otherwise none is worth keeping apart from others."""
         return self.policy != "fcfs"
 
-    def enough_requests(self, max_running: int) -> int:
-        """Requests that make a batch worth a switch, for a worker that runs at most `max_running`: not above half."""
-        return min(self.min_requests, max(max_running // 2, 1)) if self.is_aligned else 1
+    def enough_requests(self, max_running_requests: int) -> int:
+        """Return the fewest requests worth a switch of batches: at most half of `max_running_requests`."""
+        return min(self.min_requests, max(max_running_requests // 2, 1)) if self.is_aligned else 1
 
 
 class PrefillWorkerConfig(Section, frozen=True):
     """Workers that compute prompts."""
 
     count: int = 1
-    memory_bytes: int = 128 * MIB  # block storage
-    buffer_bytes: int = 64 * MIB  # candidate buffers of the decode workers, shared out evenly; 0: none
-    max_running: int = 16  # requests in work at a time
-    max_tokens_per_iteration: int = 512  # chunk budget
+    kv_cache_bytes: int = 128 * MIB  # block storage
+    candidate_buffer_bytes: int = 64 * MIB  # candidate buffers of the decode workers, shared out evenly; 0: none
+    max_running_requests: int = 16  # requests in work at a time
+    max_num_batched_tokens: int = 512  # chunk budget
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")
-        self._require_positive("memory_bytes", "max_running", "max_tokens_per_iteration")
-        self._require(self.buffer_bytes >= 0, "buffer_bytes", "must be at least 0")
+        self._require_positive("kv_cache_bytes", "max_running_requests", "max_num_batched_tokens")
+        self._require(self.candidate_buffer_bytes >= 0, "candidate_buffer_bytes", "must be at least 0")
 
 
 class DecodeWorkerConfig(Section, frozen=True):
     """Workers that generate; under the colocated topology they compute prompts as well."""
 
     count: int = 1
-    memory_bytes: int = 256 * MIB  # block storage
-    max_running: int = 64  # largest batch
-    max_tokens_per_iteration: int = 512  # colocated only: decodes and prefill chunks of one iteration
-    max_waiting: int = 1024  # colocated only: requests beyond those in an iteration, for the policy to choose from
-    swap_bytes: int = 128 * MIB  # colocated only: host memory for caches that a policy swaps out; 0: none
+    kv_cache_bytes: int = 256 * MIB  # block storage
+    max_running_requests: int = 64  # largest batch
+    max_num_batched_tokens: int = 512  # colocated only: decodes and prefill chunks of one iteration
+    max_waiting_requests: int = (
+        1024  # colocated only: requests beyond those in an iteration, for the policy to choose from
+    )
+    swap_space_bytes: int = 128 * MIB  # colocated only: host memory for caches that a policy swaps out; 0: none
     swap_format: str = "exact"  # colocated only: those caches as they are, or int8: keys and values rounded per channel
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")
-        self._require_positive("memory_bytes", "max_running", "max_tokens_per_iteration")
-        self._require(self.max_waiting >= 0, "max_waiting", "must be at least 0")
-        self._require(self.swap_bytes >= 0, "swap_bytes", "must be at least 0")
+        self._require_positive("kv_cache_bytes", "max_running_requests", "max_num_batched_tokens")
+        self._require(self.max_waiting_requests >= 0, "max_waiting_requests", "must be at least 0")
+        self._require(self.swap_space_bytes >= 0, "swap_space_bytes", "must be at least 0")
         self._require(self.swap_format in ("exact", "int8"), "swap_format", "must be exact or int8")
 
     @property
@@ -194,7 +196,9 @@ class EngineConfig(Section, frozen=True):
     block_size: int = 16  # token slots per block
     threads_per_worker: int | None = None  # CPU threads; when unset the workers of a machine share its cores
     device: str = "auto"  # auto (the CPU so far), cpu, cuda (a GPU per worker, shared where they are fewer), cuda:N
-    attention: str = "auto"  # native kernels (avx512bf16, avx2, plain), triton on a GPU, or torch; auto: the best here
+    attention_backend: str = (
+        "auto"  # native kernels (avx512bf16, avx2, plain), triton on a GPU, or torch; auto: the best here
+    )
     calibration_s: float = 2.0  # of measuring what iterations cost, at a worker's start; 0: it learns while it serves
     kv_transport: str = "auto"  # how blocks travel between prefill and decode workers: auto, shm or gloo
 
@@ -204,7 +208,7 @@ class EngineConfig(Section, frozen=True):
             self.threads_per_worker is None or self.threads_per_worker > 0, "threads_per_worker", "must be above 0"
         )
         levels = ("auto", "avx512bf16", "avx2", "plain", "triton", "torch")
-        self._require(self.attention in levels, "attention", f"must be one of {', '.join(levels)}")
+        self._require(self.attention_backend in levels, "attention_backend", f"must be one of {', '.join(levels)}")
         self._require(0.0 <= self.calibration_s <= 600.0, "calibration_s", "must be between 0 and 600")
         self._require(
             self.kv_transport not in ("cuda_ipc", "nccl"),
@@ -220,12 +224,12 @@ class LinksConfig(Section, frozen=True):
     """Sockets between processes."""
 
     peer_timeout_s: float = 5.0  # a peer silent for this long is lost
-    silence_s: float = 20.0  # a process that has answered nothing for this long is ended and started again
+    hang_timeout_s: float = 20.0  # a process that has answered nothing for this long is ended and started again
     transport: str = "unix"  # sockets of one host
 
     def __post_init__(self) -> None:
         self._require(0.5 <= self.peer_timeout_s <= 3600.0, "peer_timeout_s", "must be between 0.5 and 3600")
-        self._require(self.silence_s >= 2.0, "silence_s", "must be at least 2")
+        self._require(self.hang_timeout_s >= 2.0, "hang_timeout_s", "must be at least 2")
         self._require(self.transport == "unix", "transport", "must be unix: links between hosts are not built yet")
 
 
@@ -257,14 +261,14 @@ class BatchesConfig(Section, frozen=True):
     max_active: int = 100  # batches of one key that are not over
     max_in_flight: int | None = None  # lines in the cluster at a time; when unset twice what decode workers run
     assumed_tokens_per_s: float = 500.0  # for quotes, until lines have run and their rate is known
-    max_tries: int = 8  # of a line that was taken and did not come to an end
+    max_attempts: int = 8  # of a line that was taken and did not come to an end
     file_lifetime_s: float = 30 * 24 * 3600.0  # of a file without `expires_after`
 
     def __post_init__(self) -> None:
         self._require(self.folder is None or bool(self.folder), "folder", "must name a folder")
         self._require(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace)), "namespace", "must be a plain word")
         self._require_positive("max_file_bytes", "max_files_bytes", "max_files", "max_lines", "max_line_bytes")
-        self._require_positive("max_active", "max_tries", "file_lifetime_s", "assumed_tokens_per_s")
+        self._require_positive("max_active", "max_attempts", "file_lifetime_s", "assumed_tokens_per_s")
         self._require(self.max_in_flight is None or self.max_in_flight > 0, "max_in_flight", "must be above 0")
 
 

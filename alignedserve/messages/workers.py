@@ -14,7 +14,7 @@ class WorkerRegistered(Message, frozen=True):
 
     num_blocks: Count  # block storage of this worker
     block_size: Count  # token slots per block
-    max_running: Count
+    max_running_requests: Count
     pool_name: Text  # the pool of this worker's node
     can_prefill: bool
     can_decode: bool

@@ -26,7 +26,7 @@ def make_scheduler(
 
     Raises ConfigError naming what is unknown.
     """
-    policy = make_policy(scheduling.policy, scheduling.settings)
+    policy = make_policy(scheduling.policy, scheduling.policy_params)
     if costs is not None:
         return Scheduler(policy, costs, limits)
     learned = learned_from(measured)
@@ -69,14 +69,16 @@ def resolve_policy(config: ClusterConfig) -> ClusterConfig:
     """
     scheduling = config.scheduling
     entry = policy_entry(scheduling.policy)
-    policy_config(scheduling.policy, scheduling.settings)
+    policy_config(scheduling.policy, scheduling.policy_params)
     router: dict[str, Any] = {}
     if config.router.prefill_order is None:
         router["prefill_order"] = entry.prefill_order
     if config.router.direct_handoff is None:
         router["direct_handoff"] = entry.is_direct
     replace = msgspec.structs.replace
-    batching = {name: scheduling.settings[name] for name in entry.batching_settings if name in scheduling.settings}
+    batching = {
+        name: scheduling.policy_params[name] for name in entry.batching_settings if name in scheduling.policy_params
+    }
     if config.batching.policy is None:
         batching["policy"] = entry.batching
     return replace(config, router=replace(config.router, **router), batching=replace(config.batching, **batching))

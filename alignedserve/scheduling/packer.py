@@ -33,7 +33,7 @@ class Packer:
         self.num_free = view.memory.num_free  # blocks
         self.num_free_host = view.memory.num_free_host  # tokens
         self.num_tokens_left = view.limits.max_tokens
-        self.num_places_left = view.limits.max_running
+        self.num_places_left = view.limits.max_running_requests
         self.work = IterationWork()
 
     def __contains__(self, row: int) -> bool:

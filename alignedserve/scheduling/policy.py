@@ -124,7 +124,7 @@ class DeviceMemory:
 class IterationLimits:
     """What the engine bounds."""
 
-    max_running: int  # requests in one iteration
+    max_running_requests: int  # requests in one iteration
     max_tokens: int  # tokens in one iteration; a decode is one
 
 

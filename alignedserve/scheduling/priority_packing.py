@@ -68,7 +68,7 @@ class PriorityPacking:
         is_holder = table.num_blocks > 0
         newcomers = np.flatnonzero(~is_holder & (table.context_len <= memory.slots_in(memory.num_blocks)))
         rows = np.flatnonzero(is_holder).tolist()
-        num_places = 2 * self._view.limits.max_running
+        num_places = 2 * self._view.limits.max_running_requests
         levels = level[newcomers]
         for one_level in np.flatnonzero(np.bincount(levels)):
             chosen = by_arrival(self._view, newcomers[levels == one_level], num_places)

@@ -55,7 +55,7 @@ class SimConfig:
     def colocated_memory(self) -> DeviceMemory:
         """Of one colocated worker, with nothing in it: a live one's, and what the mechanisms add."""
         decode, mechanisms = self.cluster.decode, self.mechanisms
-        live = memory_of(decode, self.layout, num_blocks=self.layout.blocks_in(decode.memory_bytes))
+        live = memory_of(decode, self.layout, num_blocks=self.layout.blocks_in(decode.kv_cache_bytes))
         return replace(
             live,
             hidden_ratio=mechanisms.hidden_ratio,
@@ -66,7 +66,7 @@ class SimConfig:
     def available(self) -> frozenset[Mechanism]:
         """What the simulated engine has for policies; whether lengths are known is the workload's to say."""
         has = {
-            Mechanism.SWAP: self.cluster.decode.swap_bytes > 0,
+            Mechanism.SWAP: self.cluster.decode.swap_space_bytes > 0,
             Mechanism.INT8_SWAP: self.cluster.decode.has_int8_swaps,
             Mechanism.HIDDEN_CACHE: self.mechanisms.hidden_ratio is not None,
             Mechanism.SHARED_BLOCKS: self.mechanisms.has_shared_blocks,

@@ -17,7 +17,7 @@ from alignedserve.sim.config import SimConfig, SimLinks
 
 
 @dataclass(frozen=True, slots=True)
-class Machines:
+class ClusterHardware:
     """What the workers are made of. Both kinds serve one model."""
 
     decode: WorkerSpec  # colocated workers too
@@ -26,8 +26,8 @@ class Machines:
     buffer_share: float = 0.5  # of a prefill worker's memory for caches, for the decode workers' candidate buffers
 
 
-def simulated_on(machines: Machines, cluster: ClusterConfig) -> SimConfig:
-    """This cluster on these machines: `memory_bytes` of its workers are replaced by what the model leaves there.
+def simulated_on(machines: ClusterHardware, cluster: ClusterConfig) -> SimConfig:
+    """This cluster on these machines: `kv_cache_bytes` of its workers are replaced by what the model leaves there.
 
     Each accelerator of a worker has links of its own. Raises ConfigError for unknown names, for a model that does not
     fit, and where prefill and decode workers differ in their model.
@@ -38,10 +38,14 @@ def simulated_on(machines: Machines, cluster: ClusterConfig) -> SimConfig:
     layout = _layout(decode.shape, cluster)
     on_prefill = _cache_bytes(prefill, layout)
     replace = msgspec.structs.replace
-    buffer_bytes = int(on_prefill * machines.buffer_share)
+    candidate_buffer_bytes = int(on_prefill * machines.buffer_share)
     sections = {
-        "decode": replace(cluster.decode, memory_bytes=_cache_bytes(decode, layout)),
-        "prefill": replace(cluster.prefill, memory_bytes=on_prefill - buffer_bytes, buffer_bytes=buffer_bytes),
+        "decode": replace(cluster.decode, kv_cache_bytes=_cache_bytes(decode, layout)),
+        "prefill": replace(
+            cluster.prefill,
+            kv_cache_bytes=on_prefill - candidate_buffer_bytes,
+            candidate_buffer_bytes=candidate_buffer_bytes,
+        ),
     }
     return SimConfig(
         cluster=replace(cluster, **sections),
@@ -55,7 +59,7 @@ def simulated_on(machines: Machines, cluster: ClusterConfig) -> SimConfig:
 def simulated_as_profiled(profile: MachineProfile, cluster: ClusterConfig) -> SimConfig:
     """This cluster on the machine of a profile (`alignedserve profile`), where all caches lie in host memory.
 
-    Workers have the `memory_bytes` of the configuration. They do not share cores: each is as fast as the one profiled.
+    Workers have the `kv_cache_bytes` of the configuration. They share no cores: each is as fast as the one profiled.
     """
     costs, link = profile.cost_model(), profile.memory_link
     return SimConfig(cluster, _layout(profile.shape, cluster), SimLinks(link, link), costs)

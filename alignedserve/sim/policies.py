@@ -12,7 +12,7 @@ from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.config import SimConfig, SimMechanisms
-from alignedserve.sim.machines import Machines, simulated_as_profiled, simulated_on
+from alignedserve.sim.machines import ClusterHardware, simulated_as_profiled, simulated_on
 from alignedserve.workload.requests import RequestStream, TimedRequest, Workload
 
 
@@ -24,13 +24,13 @@ def with_policy(
     Whatever it implies elsewhere and the cluster does not set itself becomes the policy's own. Raises ConfigError for
     an unknown name, parameter or value, and where the policy does not run in that topology.
     """
-    scheduling = SchedulingConfig(policy=name, settings=dict(settings or {}))
+    scheduling = SchedulingConfig(policy=name, policy_params=dict(settings or {}))
     chosen = topology or policy_entry(name).topologies[0]
     require_policy(scheduling, chosen, frozenset(Mechanism))  # the simulated engine can have all of them
     return resolve_policy(msgspec.structs.replace(cluster, topology=chosen, scheduling=scheduling))
 
 
-def simulated_policy(machines: Machines | MachineProfile, cluster: ClusterConfig) -> SimConfig:
+def simulated_policy(machines: ClusterHardware | MachineProfile, cluster: ClusterConfig) -> SimConfig:
     """This cluster on these machines, whose engines have whatever mechanisms its policy wants, at their true costs.
 
     Raises ConfigError for unknown names, for a model that does not fit, and for a policy that needs what this model
@@ -44,7 +44,7 @@ def simulated_policy(machines: Machines | MachineProfile, cluster: ClusterConfig
     wanted = wanted_mechanisms(scheduling)
     decode = changed(
         config.cluster.decode,
-        swap_bytes=cluster.decode.swap_bytes if Mechanism.SWAP in wanted else 0,
+        swap_space_bytes=cluster.decode.swap_space_bytes if Mechanism.SWAP in wanted else 0,
         swap_format="int8" if Mechanism.INT8_SWAP in wanted else cluster.decode.swap_format,
     )
     config = replace(

@@ -35,13 +35,13 @@ class RunningBatch:
     """Requests in the engine or about to enter it, and those whose cache is being copied in or out."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_running: int, pacing: PolicyPacing | None = None
+        self, *, num_blocks: int, block_size: int, max_running_requests: int, pacing: PolicyPacing | None = None
     ) -> None:
         """`pacing`: who is in which iteration; None: everybody in every one."""
         self._pacing = pacing
         self._allocator = BlockAllocator(num_blocks)
         self._block_size = block_size
-        self._max_running = max_running
+        self._max_running_requests = max_running_requests
         self._running: dict[RequestId, RunningRequest] = {}
         self._loading: dict[RequestId, Loading] = {}
         self._num_leaving_blocks = 0  # of requests that are being copied out
@@ -96,7 +96,7 @@ class RunningBatch:
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
         """Blocks for this candidate's context, if a place is free and the next iterations of all will fit as well."""
         request_id = candidate.request.request_id
-        if self.num_holding >= self._max_running or request_id in self._running or request_id in self._loading:
+        if self.num_holding >= self._max_running_requests or request_id in self._running or request_id in self._loading:
             return None
         num_blocks = blocks_for(candidate.context_len, self._block_size)
         if self.is_empty:

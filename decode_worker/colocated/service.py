@@ -21,19 +21,19 @@ class ColocatedWorker:
         self._engine = engine
         self._ledger_path = process_spec.log_folder / f"{process_spec.name}.ledger.jsonl"
         self.ledger = logic.ledger
-        self._room: LogicDriver[ColocatedEvent, RunIteration] = LogicDriver(
+        self._driver: LogicDriver[ColocatedEvent, RunIteration] = LogicDriver(
             logic, process_spec.identity(), Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, router_at: str) -> None:
         """Introduce ourselves to the router."""
-        self._room.links.dial(router_at)
+        self._driver.links.dial(router_at)
 
     async def close(self) -> None:
         """Drop the link, end the threads and leave the ledger behind."""
-        await self._room.close()
+        await self._driver.close()
         self._engine.close()
         leave_ledger(self._ledger_path, self.ledger.records())
 
     def _perform(self, command: RunIteration) -> None:
-        self._engine.start_iteration(command, self._room.dispatch)
+        self._engine.start_iteration(command, self._driver.dispatch)

@@ -110,7 +110,7 @@ def test_model_folders(model: Path, tmp_path: Path, change: Callable[[Path], obj
         ("batching.policy=best", CONFIG_ERROR, "unknown batch former 'best'; known: density_first, fcfs"),
         ("router.prefill_order=best", CONFIG_ERROR, "unknown order 'best'; known: fcfs, least_slack"),
         ("pool.memory_bytes=4000GiB", FAILURE, "set pool.memory_bytes lower"),
-        ("decode.memory_bytes=4000GiB", FAILURE, "decode.memory_bytes lower"),
+        ("decode.kv_cache_bytes=4000GiB", FAILURE, "decode.kv_cache_bytes lower"),
         ("gateway.port=0", CONFIG_ERROR, "gateway.port must be a TCP port"),
         ("gateway.port=70000", CONFIG_ERROR, "gateway.port must be a TCP port"),
         ("gateway.host=203.0.113.7", FAILURE, "cannot listen on 203.0.113.7"),

@@ -47,7 +47,7 @@ async def test_evicted_requests_come_back_unchanged(tmp_path: Path, random_model
         roomy.wait_ready()
         undisturbed = await stream_all(roomy.url, PROMPTS, MAX_TOKENS)
     num_tokens = sum(len(prompt) + MAX_TOKENS for prompt in PROMPTS)
-    small = f"decode.memory_bytes={num_tokens // 2 // 16 * BLOCK_BYTES}"
+    small = f"decode.kv_cache_bytes={num_tokens // 2 // 16 * BLOCK_BYTES}"
     with serving(tmp_path / "tight", *options, "--set", small) as tight:
         tight.wait_ready()
         streams = await stream_all(tight.url, PROMPTS, MAX_TOKENS)

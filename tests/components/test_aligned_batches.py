@@ -43,7 +43,7 @@ def config_of(policy: str, folder: Path, *, decode_blocks: int = 256, num_worker
         config,
         prefill=replace(config.prefill, count=num_workers),
         decode=replace(config.decode, count=num_workers),
-        router=replace(config.router, max_requeues=20),
+        router=replace(config.router, max_retries=20),
     )
 
 
@@ -82,7 +82,7 @@ async def test_requests_that_are_evicted_come_back_and_go_on(policy: str, num_wo
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_without_buffers_whoever_gives_way_is_computed_again(policy: str, tmp_path: Path) -> None:
     config = config_of(policy, tmp_path / "model", decode_blocks=40)
-    config = replace(config, prefill=replace(config.prefill, buffer_bytes=0))
+    config = replace(config, prefill=replace(config.prefill, candidate_buffer_bytes=0))
     async with running(config, tmp_path) as cluster:
         work = prompts(12)
         answers = [cluster.gateway.submit(prompt, SAMPLING) for prompt in work]

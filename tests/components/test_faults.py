@@ -116,7 +116,7 @@ async def test_another_worker_goes_on(name: str, tmp_path: Path) -> None:
 
 
 async def test_everything_goes_one_after_another(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "model", router=RouterConfig(max_requeues=20))
+    config = small_config(tmp_path / "model", router=RouterConfig(max_retries=20))
     async with running(config, tmp_path) as cluster:
         load = Load(cluster, count=4)
         for number, name in enumerate(("decode-0", "pool-0", "prefill-0", "router", "decode-0"), 1):

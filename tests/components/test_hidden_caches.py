@@ -15,7 +15,7 @@ _SETTINGS = {"hidden_token_s": 1e-7}
 
 
 def apt_config(folder: Path, policy: str) -> ClusterConfig:
-    scheduling = SchedulingConfig(policy=policy, settings=dict(_SETTINGS))
+    scheduling = SchedulingConfig(policy=policy, policy_params=dict(_SETTINGS))
     config = small_config(folder, topology=Topology.COLOCATED, scheduling=scheduling, decode_blocks=60)
     of_own = {**TINY_LLAMA, "num_key_value_heads": TINY_LLAMA["num_attention_heads"]}
     (folder / "config.json").write_text(json.dumps(of_own))

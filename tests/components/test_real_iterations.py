@@ -47,14 +47,16 @@ async def test_the_gateway_hears_of_it_and_a_clean_stop_leaves_a_file(tmp_path: 
         await serve(cluster)
         status = await cluster.gateway.idle()
         async with asyncio.timeout(10):
-            while status.ledger.num_requests < NUM_REQUESTS * (NUM_TOKENS - 1):  # the first is the prefill worker's
+            while status.iteration_log.num_requests < NUM_REQUESTS * (
+                NUM_TOKENS - 1
+            ):  # the first is the prefill worker's
                 await asyncio.sleep(0.05)
                 status = await cluster.gateway.idle()
         path = cluster.ledger_path("decode-0")
         assert not path.exists()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == status.ledger.num_iterations
-    assert sum(line["batch_size"] for line in lines) == status.ledger.num_requests
+    assert len(lines) == status.iteration_log.num_iterations
+    assert sum(line["batch_size"] for line in lines) == status.iteration_log.num_requests
 
 
 async def test_a_ledger_that_cannot_be_written_is_not_in_the_way(

@@ -15,7 +15,7 @@ def some_prompts() -> list[list[int]]:
 
 
 def swapping_config(folder: Path, **decode: object) -> ClusterConfig:
-    scheduling = SchedulingConfig(policy="fcfs", settings={"preemption": "swap"})
+    scheduling = SchedulingConfig(policy="fcfs", policy_params={"preemption": "swap"})
     config = small_config(folder, topology=Topology.COLOCATED, scheduling=scheduling, decode_blocks=24)
     return msgspec.structs.replace(config, decode=msgspec.structs.replace(config.decode, **decode))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
@@ -129,7 +129,7 @@ def test_runs_say_which_blocks_in_order(setup: Setup) -> None:
     [((), []), ((4,), [(4, 1)]), ((4, 5, 6, 2, 3, 9), [(4, 3), (2, 2), (9, 1)]), ((3, 2, 1), [(3, 1), (2, 1), (1, 1)])],
 )
 def test_neighbours(numbers: tuple[int, ...], expected: list[tuple[int, int]]) -> None:
-    assert neighbours(blocks(*numbers)) == expected
+    assert contiguous_runs(blocks(*numbers)) == expected
 
 
 # --- several requests at once

@@ -1,4 +1,4 @@
-"""What holds for every test of the gateway."""
+"""Fixtures for every test of the gateway."""
 
 import pytest
 

@@ -42,21 +42,23 @@ EOS = 2
 BUFFER_RUNS = (BlockRun(0, 1, 55),)
 
 
-class Desk:
+class DecodeHarness:
     """A decode worker with a router and a pool. Its load reports are left out."""
 
     def __init__(
         self,
         *,
         num_blocks: int = 20,
-        max_running: int = 4,
+        max_running_requests: int = 4,
         min_requests: int = 36,
         buffer_blocks: int = 0,
         pacing: PolicyPacing | None = None,
     ) -> None:
         self.now = 0.0
-        self.registered = worker(num_blocks=num_blocks, max_running=max_running)
-        limits = DecodeLimits(max_running, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0))
+        self.registered = worker(num_blocks=num_blocks, max_running_requests=max_running_requests)
+        limits = DecodeLimits(
+            max_running_requests, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0)
+        )
         self.logic = DecodeLogic(
             registered=self.registered, limits=limits, eos_token_ids=frozenset({EOS}), pacing=pacing
         )
@@ -180,8 +182,8 @@ H2 = handoff(request("r2", prompt_len=7), 12)  # the same with seven tokens
 H3 = handoff(request("r3"), 13)
 
 
-def running(**sizes: Any) -> Desk:
+def running(**sizes: Any) -> DecodeHarness:
     """r1 is in its first iteration here, in blocks 0 and 1."""
-    made = Desk(**sizes)
+    made = DecodeHarness(**sizes)
     made.enter(H1)
     return made

@@ -40,7 +40,7 @@ class PolicyRun:
 
     policy: IterationPolicy
     memory: DeviceMemory = field(default_factory=lambda: DeviceMemory(200, 200, 16))  # with nothing in it
-    limits: IterationLimits = field(default_factory=lambda: IterationLimits(max_running=32, max_tokens=512))
+    limits: IterationLimits = field(default_factory=lambda: IterationLimits(max_running_requests=32, max_tokens=512))
     costs: CostModel = field(default_factory=EasyCosts)
     courses: dict[str, Course] = field(default_factory=dict)
     now: float = 0.0

@@ -118,7 +118,7 @@ def view_of(
     now: float = 0.0,
     num_blocks: int = 1000,
     block_size: int = 16,
-    max_running: int = 64,
+    max_running_requests: int = 64,
     max_tokens: int = 512,
     costs: CostModel | None = None,
     history: Iterable[float] = (),
@@ -134,7 +134,7 @@ def view_of(
     return WorkerView(
         table,
         DeviceMemory(num_blocks, num_free, block_size, **memory),
-        IterationLimits(max_running, max_tokens),
+        IterationLimits(max_running_requests, max_tokens),
         past,
         costs or EasyCosts(),
         now,
@@ -157,7 +157,7 @@ def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = T
     table, memory = view.table, view.memory
     rows: Sequence[int] = [share.row for share in plan.shares]
     assert len(set(rows)) == len(rows)
-    assert len(rows) <= view.limits.max_running
+    assert len(rows) <= view.limits.max_running_requests
     assert sum(share.num_tokens for share in plan.shares) <= view.limits.max_tokens
     evicted = {part.row: part for part in plan.evictions}
     assert len(evicted) == len(plan.evictions)

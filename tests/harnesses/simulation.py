@@ -34,7 +34,7 @@ def disaggregated(
     worker_blocks: int = 400,
     pool_blocks: int = 2000,
     buffer_blocks: int = 100,
-    max_running: int = 32,
+    max_running_requests: int = 32,
     policy: str = "density_first",
     **changes: Any,
 ) -> SimConfig:
@@ -46,22 +46,31 @@ def disaggregated(
         pool=PoolConfig(memory_bytes=pool_blocks * BLOCK_BYTES),
         prefill=PrefillWorkerConfig(
             count=num_prefill,
-            memory_bytes=400 * BLOCK_BYTES,
-            buffer_bytes=buffer_blocks * num_decode * BLOCK_BYTES,
+            kv_cache_bytes=400 * BLOCK_BYTES,
+            candidate_buffer_bytes=buffer_blocks * num_decode * BLOCK_BYTES,
         ),
-        decode=DecodeWorkerConfig(count=num_decode, memory_bytes=worker_blocks * BLOCK_BYTES, max_running=max_running),
+        decode=DecodeWorkerConfig(
+            count=num_decode, kv_cache_bytes=worker_blocks * BLOCK_BYTES, max_running_requests=max_running_requests
+        ),
     )
     return SimConfig(cluster, LAYOUT, LINKS, EasyCosts(), **changes)
 
 
 def colocated(
-    num_workers: int = 1, *, worker_blocks: int = 400, max_running: int = 32, policy: str = "fcfs", **changes: Any
+    num_workers: int = 1,
+    *,
+    worker_blocks: int = 400,
+    max_running_requests: int = 32,
+    policy: str = "fcfs",
+    **changes: Any,
 ) -> SimConfig:
     """Colocated workers of so many blocks each."""
     cluster = ClusterConfig(
         topology=Topology.COLOCATED,
         scheduling=SchedulingConfig(policy=policy),
-        decode=DecodeWorkerConfig(count=num_workers, memory_bytes=worker_blocks * BLOCK_BYTES, max_running=max_running),
+        decode=DecodeWorkerConfig(
+            count=num_workers, kv_cache_bytes=worker_blocks * BLOCK_BYTES, max_running_requests=max_running_requests
+        ),
     )
     return SimConfig(cluster, LAYOUT, LINKS, EasyCosts(), **changes)
 

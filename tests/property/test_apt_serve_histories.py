@@ -186,7 +186,7 @@ def _wait_of_the_latecomer(name: str, decay: float | None, num_others: int) -> f
     """One that is past its SLO as soon as it is seen, among equals that arrive faster than they are served."""
     others = _equals(num_others, 10, arrive_every_s=0.02, ttft_s=1.0)
     late = replace(others[0], request=request_of("late", {"arrival_s": 1.0, "prompt_len": 64, "ttft_s": 0.0}))
-    limits = IterationLimits(max_running=2, max_tokens=512)
+    limits = IterationLimits(max_running_requests=2, max_tokens=512)
     policy = make_policy(name, {"expired_decay": decay})
     courses = PolicyRun(policy, DeviceMemory(20, 20, 16), limits).run([*others, late])
     return courses["late"].token_times_s[0] - 1.0

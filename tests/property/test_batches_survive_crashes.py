@@ -86,7 +86,7 @@ class World:
         assert await self.rooms.book.add_batch(BatchSnapshot(record, Progress()), source, again=None, again_s=0.0)
 
     def start(self) -> None:
-        limits = Limits(("tiny",), 1000, 1 << 20, max_tries=10_000, assumed_tokens_per_s=500.0, file_lifetime_s=1e6)
+        limits = Limits(("tiny",), 1000, 1 << 20, max_attempts=10_000, assumed_tokens_per_s=500.0, file_lifetime_s=1e6)
         lock_path = self.folder / "driver.lock"
         one = BatchDriver(rooms=self.rooms, limits=limits, max_in_flight=6, lock_path=lock_path)
         self._driving = asyncio.create_task(one.run())

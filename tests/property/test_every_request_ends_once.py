@@ -23,7 +23,7 @@ SHAPES = (
     Shape(num_prefill=2, worker_blocks=24, paced_by=SchedulingConfig(policy="round_robin")),
     Shape(num_decode=2, refuse=0.3),
     # Many small requests against few places: batches replace each other, requests are evicted and come back.
-    Shape(pool_blocks=120, worker_blocks=24, buffer_blocks=40, max_running=5, min_requests=2),
+    Shape(pool_blocks=120, worker_blocks=24, buffer_blocks=40, max_running_requests=5, min_requests=2),
     Shape(num_prefill=2, num_decode=2, pool_blocks=100, worker_blocks=20, buffer_blocks=12, min_requests=2),
     Shape(policy="fcfs", buffer_blocks=0, worker_blocks=20),
 )

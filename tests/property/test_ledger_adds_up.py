@@ -81,4 +81,4 @@ def test_the_shape_is_that_of_the_running_requests_whatever_happens(shape: objec
             cluster.abort(asked.request_id)
     cluster.run()
     assert cluster.num_inspected > 50
-    assert cluster.status().ledger.num_iterations > 50
+    assert cluster.status().iteration_log.num_iterations > 50

@@ -61,7 +61,7 @@ def test_every_request_without_objectives_ends_exactly_once(name: str, seed: int
 
 @pytest.mark.parametrize("name", COLOCATED)
 def test_few_places_and_tokens(name: str) -> None:
-    limits = IterationLimits(max_running=2, max_tokens=48)
+    limits = IterationLimits(max_running_requests=2, max_tokens=48)
     courses = PolicyRun(make_policy(name), _memory(name, _SCARCE), limits).run(_arrivals(name, 7, 20))
     assert all(course.token_times_s for course in courses.values())
 

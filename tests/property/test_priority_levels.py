@@ -35,7 +35,7 @@ _VARIANTS: list[tuple[str, Mapping[str, Any]]] = [
 def test_every_variant_ends_every_request(
     name: str, config: Mapping[str, Any], host: int, limits: IterationLimits
 ) -> None:
-    arrivals = random_arrivals(host + limits.max_running, 30)
+    arrivals = random_arrivals(host + limits.max_running_requests, 30)
     memory = replace(_SCARCE, num_free_host=host, swap_width=0.625)
     courses = PolicyRun(make_policy(name, config), memory, limits).run(arrivals)
     assert [len(courses[str(one.request.request_id)].token_times_s) for one in arrivals] == [

@@ -39,9 +39,9 @@ _EOS_IDS = frozenset({EOS})
 class Recorded:
     """A logic whose decisions go into a file."""
 
-    def __init__(self, config: RecordingConfig, room: str, make: "partial[Any]") -> None:
+    def __init__(self, config: RecordingConfig, component: str, make: "partial[Any]") -> None:
         self._logic = make()
-        recorder = open_recorder(config, room, make)
+        recorder = open_recorder(config, component, make)
         assert recorder is not None
         self.recorder: Recorder = recorder
 
@@ -74,7 +74,7 @@ class RecordedCluster(LogicCluster):
         shape = self.shape
         batching = BatchingConfig(policy=shape.policy, min_requests=shape.min_requests, starvation_s=0.3)
         if name == ROUTER:
-            config = RouterConfig(max_queued_requests=200, max_requeues=50, candidate_requests=4)
+            config = RouterConfig(max_queued_requests=200, max_retries=50, max_candidate_requests=4)
             return partial(router_factory.make_logic, config=config, batching=batching)
         if name == POOL:
             return partial(
@@ -87,7 +87,7 @@ class RecordedCluster(LogicCluster):
             )
         is_prefill = role is Role.PREFILL_WORKER
         registered = WorkerRegistered(
-            shape.worker_blocks, BLOCK_SIZE, shape.max_running, POOL, is_prefill, not is_prefill
+            shape.worker_blocks, BLOCK_SIZE, shape.max_running_requests, POOL, is_prefill, not is_prefill
         )
         common: dict[str, Any] = {
             "registered": registered,
@@ -95,9 +95,9 @@ class RecordedCluster(LogicCluster):
             "eos_token_ids": _EOS_IDS,
         }
         if is_prefill:
-            prefill = PrefillWorkerConfig(max_running=4, max_tokens_per_iteration=10)
+            prefill = PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10)
             return partial(prefill_factory.make_live_logic, config=prefill, **common)
-        decode = DecodeWorkerConfig(max_running=shape.max_running, max_tokens_per_iteration=12)
+        decode = DecodeWorkerConfig(max_running_requests=shape.max_running_requests, max_num_batched_tokens=12)
         return partial(decode_factory.make_live_logic, config=decode, batching=batching, **common)
 
 
@@ -126,11 +126,11 @@ def recorded_simulation(folder: Path, config: SimConfig, workload: Workload) -> 
     """A simulation whose workers are made as live ones are, and recorded."""
     simulation = Simulation(config, workload)
     recorders = []
-    for room in simulation._rooms:
-        make = _worker_maker(config, room.logic, room.role)
+    for component in simulation._components:
+        make = _worker_maker(config, component.logic, component.role)
         if make is not None:
-            recorded = Recorded(RecordingConfig(folder=str(folder)), room.name, make)
-            room.logic = recorded
+            recorded = Recorded(RecordingConfig(folder=str(folder)), component.name, make)
+            component.logic = recorded
             recorders.append(recorded.recorder)
     simulation.run()
     for recorder in recorders:
@@ -159,7 +159,7 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
 def replays(folder: Path) -> list[ComponentReplay]:
     """Every file of the folder, replayed to its end."""
     rooms = [ComponentReplay(path) for path in recordings_in(folder)]
-    for room in rooms:
-        for _ in room.decided():
+    for component in rooms:
+        for _ in component.decided():
             pass
     return rooms

@@ -75,9 +75,11 @@ def small_config(
         engine=EngineConfig(block_size=8, threads_per_worker=1),
         pool=PoolConfig(memory_bytes=pool_blocks * block_bytes),
         prefill=PrefillWorkerConfig(
-            memory_bytes=256 * block_bytes, buffer_bytes=buffer_blocks * block_bytes, max_tokens_per_iteration=64
+            kv_cache_bytes=256 * block_bytes,
+            candidate_buffer_bytes=buffer_blocks * block_bytes,
+            max_num_batched_tokens=64,
         ),
-        decode=DecodeWorkerConfig(memory_bytes=decode_blocks * block_bytes, max_running=16),
+        decode=DecodeWorkerConfig(kv_cache_bytes=decode_blocks * block_bytes, max_running_requests=16),
         **changes,  # type: ignore[arg-type]
     )
 
@@ -146,14 +148,14 @@ class RoomCluster:
 
     async def start_prefill(self, name: str) -> None:
         section = self.config.prefill
-        engine = self._engine(section.memory_bytes, section.max_running)
+        engine = self._engine(section.kv_cache_bytes, section.max_running_requests)
         layout = self.served.block_layout(self.config.engine.block_size)
-        num_blocks = section.buffer_bytes // layout.block_bytes // self.config.decode.count
+        num_blocks = section.candidate_buffer_bytes // layout.block_bytes // self.config.decode.count
         process_spec = self._process_spec(Role.PREFILL_WORKER, name)
         self.engines[name] = engine
         make = partial(
             prefill_factory.make_live_logic,
-            registered=self._registered(engine, section.max_running, can_prefill=True, can_decode=False),
+            registered=self._registered(engine, section.max_running_requests, can_prefill=True, can_decode=False),
             config=section,
             scheduling=self.config.scheduling,
             eos_token_ids=engine.eos_token_ids,
@@ -174,11 +176,11 @@ class RoomCluster:
         if self.config.topology is Topology.COLOCATED:
             await self._start_colocated(name)
             return
-        engine = self._engine(section.memory_bytes, section.max_running)
+        engine = self._engine(section.kv_cache_bytes, section.max_running_requests)
         self.engines[name] = engine
         make = partial(
             decode_factory.make_live_logic,
-            registered=self._registered(engine, section.max_running, can_prefill=False, can_decode=True),
+            registered=self._registered(engine, section.max_running_requests, can_prefill=False, can_decode=True),
             config=section,
             batching=self.config.batching,
             scheduling=self.config.scheduling,
@@ -200,7 +202,7 @@ class RoomCluster:
         section = self.config.decode
         block_tokens = hidden_block_tokens(self.served, self.config.scheduling, self.config.engine.block_size)
         self.engines[name] = engine = self._engine(
-            section.memory_bytes,
+            section.kv_cache_bytes,
             max_held(section),
             has_int8_swaps=section.has_int8_swaps,
             hidden_block_tokens=block_tokens,
@@ -223,7 +225,7 @@ class RoomCluster:
 
     def num_buffer_blocks_used(self) -> int:
         """Of all decode workers, in all prefill workers' memory."""
-        logics = [room._room._logic for room in self.rooms.values() if isinstance(room, DecodeWorker)]
+        logics = [one._driver._logic for one in self.rooms.values() if isinstance(one, DecodeWorker)]
         return sum(logic._candidates.space.num_used for logic in logics if isinstance(logic, DecodeLogic))
 
     def files_in_memory(self) -> list[Path]:
@@ -257,17 +259,17 @@ class RoomCluster:
         worker.close()
         return tokens
 
-    def _engine(self, memory_bytes: int, max_sequences: int, **options: Any) -> CountingEngine:
-        sizes = EngineSizes(memory_bytes, max_sequences, self.config.engine.block_size, 1, **options)
+    def _engine(self, kv_cache_bytes: int, max_sequences: int, **options: Any) -> CountingEngine:
+        sizes = EngineSizes(kv_cache_bytes, max_sequences, self.config.engine.block_size, 1, **options)
         return CountingEngine(self.served, sizes)
 
     def _registered(
-        self, engine: ModelExecutor, max_running: int, *, can_prefill: bool, can_decode: bool
+        self, engine: ModelExecutor, max_running_requests: int, *, can_prefill: bool, can_decode: bool
     ) -> WorkerRegistered:
         return WorkerRegistered(
             num_blocks=engine.num_blocks,
             block_size=self.config.engine.block_size,
-            max_running=max_running,
+            max_running_requests=max_running_requests,
             pool_name="pool-0",
             can_prefill=can_prefill,
             can_decode=can_decode,

@@ -51,7 +51,7 @@ from decode_worker import factory as decode_factory
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 from kvpool import factory as pool_factory
-from kvpool.logic import PoolLogic, StampBlocks
+from kvpool.logic import PoolLogic, SetBlockGeneration
 from prefill_worker import factory as prefill_factory
 from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 from prefill_worker.logic import PrefillLogic
@@ -129,7 +129,7 @@ class Shape:
     pool_blocks: int = 40
     worker_blocks: int = 30
     buffer_blocks: int = 16
-    max_running: int = 6
+    max_running_requests: int = 6
     min_requests: int = 3
     policy: str = "density_first"
     scheduling: str = "fcfs"  # policy of colocated workers
@@ -141,7 +141,7 @@ class Shape:
     @property
     def router(self) -> RouterConfig:
         """The router's section."""
-        return RouterConfig(max_queued_requests=200, max_requeues=50, candidate_requests=4)
+        return RouterConfig(max_queued_requests=200, max_retries=50, max_candidate_requests=4)
 
     @property
     def batching(self) -> BatchingConfig:
@@ -152,7 +152,9 @@ class Shape:
     def decode(self) -> DecodeWorkerConfig:
         """Of decode and colocated workers; the latter hold four times as many requests as are in an iteration."""
         return DecodeWorkerConfig(
-            max_running=self.max_running, max_tokens_per_iteration=12, max_waiting=3 * self.max_running
+            max_running_requests=self.max_running_requests,
+            max_num_batched_tokens=12,
+            max_waiting_requests=3 * self.max_running_requests,
         )
 
 
@@ -293,10 +295,10 @@ class LogicCluster:
         )
 
     def _make_prefill(self) -> PrefillLogic:
-        config = PrefillWorkerConfig(max_running=4, max_tokens_per_iteration=10)
+        config = PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10)
         limits = prefill_factory.iteration_limits(config)
         return prefill_factory.make_logic(
-            registered=self._registered(self.shape.max_running, can_prefill=True, can_decode=False),
+            registered=self._registered(self.shape.max_running_requests, can_prefill=True, can_decode=False),
             config=config,
             pacing=make_iteration_scheduler(self.shape.paced_by, limits, EasyCosts()),
             eos_token_ids=frozenset({EOS}),
@@ -305,7 +307,7 @@ class LogicCluster:
     def _make_decode(self) -> DecodeLogic:
         config = self.shape.decode
         return decode_factory.make_logic(
-            registered=self._registered(config.max_running, can_prefill=False, can_decode=True),
+            registered=self._registered(config.max_running_requests, can_prefill=False, can_decode=True),
             limits=decode_factory.limits_of(config, self.shape.batching, num_blocks=self.shape.worker_blocks),
             pacing=make_decode_iteration_scheduler(
                 self.shape.paced_by, decode_factory.iteration_limits(config), EasyCosts()
@@ -315,7 +317,7 @@ class LogicCluster:
 
     def _make_colocated(self) -> ColocatedLogic:
         shape, config = self.shape, self.shape.decode
-        scheduling = SchedulingConfig(policy=shape.scheduling, settings=dict(shape.settings))
+        scheduling = SchedulingConfig(policy=shape.scheduling, policy_params=dict(shape.settings))
         return decode_factory.make_colocated_logic(
             registered=self._registered(decode_factory.max_held(config), can_prefill=True, can_decode=True),
             memory=DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens),
@@ -323,11 +325,11 @@ class LogicCluster:
             eos_token_ids=frozenset({EOS}),
         )
 
-    def _registered(self, max_running: int, *, can_prefill: bool, can_decode: bool) -> WorkerRegistered:
+    def _registered(self, max_running_requests: int, *, can_prefill: bool, can_decode: bool) -> WorkerRegistered:
         return WorkerRegistered(
             num_blocks=self.shape.worker_blocks,
             block_size=BLOCK_SIZE,
-            max_running=max_running,
+            max_running_requests=max_running_requests,
             pool_name=POOL,
             can_prefill=can_prefill,
             can_decode=can_decode,
@@ -390,7 +392,7 @@ class LogicCluster:
                 num_blocks = self.shape.buffer_blocks
                 made = self._offer(arena, num_blocks) if num_blocks else None
                 self.pending.append((name, lambda: BufferOpened(peer, life, made)))
-            case StampBlocks(block_ids, generation):
+            case SetBlockGeneration(block_ids, generation):
                 self.pool_arena.stamps.update(dict.fromkeys(block_ids, generation))
             case _:
                 raise AssertionError(f"unknown command {command}")

@@ -103,7 +103,7 @@ def request(name: str = "r1", prompt_len: int = 4, max_tokens: int = 8, **change
     )
 
 
-def life(number: int, step: int = 0) -> int:
+def epoch(number: int, step: int = 0) -> int:
     """The attempt number of a request's n-th life, so many steps along."""
     return number * STEPS_PER_EPOCH + step
 
@@ -121,7 +121,7 @@ def handoff(of: Request, lease: int, *, attempt: int = 1, generated: tuple[int, 
 
 def worker(**changes: Any) -> WorkerRegistered:
     """A decode worker of 20 blocks of four tokens that runs at most four requests."""
-    facts: dict[str, Any] = {"num_blocks": 20, "block_size": 4, "max_running": 4, "pool_name": POOL}
+    facts: dict[str, Any] = {"num_blocks": 20, "block_size": 4, "max_running_requests": 4, "pool_name": POOL}
     return WorkerRegistered(**{**facts, "can_prefill": False, "can_decode": True, **changes})
 
 

@@ -111,7 +111,7 @@ def _attention() -> str:
     best, *others = (*supported_levels(), TORCH)
     if not others:
         return "plain PyTorch: the native kernels are not built (needs a C++ compiler, then install again)"
-    return f"native, straight from blocks: {best}; engine.attention also takes {', '.join(others)}"
+    return f"native, straight from blocks: {best}; engine.attention_backend also takes {', '.join(others)}"
 
 
 def _threads() -> str:

@@ -1,7 +1,7 @@
 """From the options of `alignedserve simulate` to the simulations that they ask for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
+from alignedserve.cli.commands.options import SimulateOptions
 from alignedserve.config.environment import data_dir
-from alignedserve.config.loading import load_config
+from alignedserve.config.loading import current_field_name, load_config
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.sim.config import SimConfig
-from alignedserve.sim.machines import Machines
+from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.sweep import Case, WorkloadLine
 from alignedserve.workload.feasibility import Capacity, require_fit
@@ -31,44 +32,24 @@ DEFAULT_MODEL, DEFAULT_HARDWARE = "llama-2-13b", "a100-80g"
 # What a server of such accelerators has, where no configuration file says otherwise.
 _SERVER = (
     "pool.memory_bytes=64GiB",
-    "prefill.max_tokens_per_iteration=2048",
-    "prefill.max_running=64",
-    "decode.max_running=256",
-    "decode.max_tokens_per_iteration=2048",
-    "decode.swap_bytes=16GiB",
+    "prefill.max_num_batched_tokens=2048",
+    "prefill.max_running_requests=64",
+    "decode.max_running_requests=256",
+    "decode.max_num_batched_tokens=2048",
+    "decode.swap_space_bytes=16GiB",
 )
 _TIMELINE_OF = "decode-0"
 _SAID_ELSEWHERE = {
     "scheduling.policy": "--policy",
-    "scheduling.settings": "--policy",
+    "scheduling.policy_params": "--policy",
     "prefill.count": "--prefill",
     "decode.count": "--decode or --colocated",
 }
-_FOLLOWS = ("decode.memory_bytes", "prefill.memory_bytes", "prefill.buffer_bytes")  # from model and hardware
-
-
-@dataclass(frozen=True, slots=True)
-class SimulateOptions:
-    """What the command line says; None: not said."""
-
-    policies: tuple[str, ...] = ()
-    workload: str | None = None
-    rates: tuple[str, ...] = ()
-    model: str | None = None
-    hardware: str | None = None
-    tensor_parallel: int | None = None
-    costs: str = "roofline"
-    num_prefill: int | None = None
-    num_decode: int | None = None
-    num_colocated: int | None = None
-    num_pools: int = 1
-    duration_s: float | None = None
-    seed: int = 0
-    processes: int = 1
-    config_path: Path | None = None
-    overrides: tuple[str, ...] = ()
-    output: Path = Path("simulation")
-    json_output: bool = False
+_FOLLOWS = (
+    "decode.kv_cache_bytes",
+    "prefill.kv_cache_bytes",
+    "prefill.candidate_buffer_bytes",
+)  # from model and hardware
 
 
 class Variant(NamedTuple):
@@ -125,22 +106,22 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
     Raises ConfigError for overrides that would change nothing.
     """
     for override in options.overrides:
-        field = override.partition("=")[0].strip()
+        field = current_field_name(override.partition("=")[0].strip())
         for name, place in _SAID_ELSEWHERE.items():
             if field == name or field.startswith(f"{name}."):
                 raise ConfigError(f"--set {field}: here {place} says that")
         if field in _FOLLOWS and not options.costs.startswith(FITTED):
             raise ConfigError(f"--set {field}: memory follows from --model, --hardware and --tensor-parallel")
-    sizes = () if options.config_path is not None else _SERVER
-    return load_config(options.config_path, (*sizes, *options.overrides))
+    sizes = () if options.config is not None else _SERVER
+    return load_config(options.config, (*sizes, *options.overrides))
 
 
 def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[Variant]:
     """A configuration file names the policy that it would be served with."""
-    if options.config_path is None:
+    if options.config is None:
         return [_variant(name) for name in DEFAULT_POLICIES]
     scheduling = cluster.scheduling
-    return [Variant(scheduling.policy, scheduling.policy, scheduling.settings)]
+    return [Variant(scheduling.policy, scheduling.policy, scheduling.policy_params)]
 
 
 def _variant(text: str) -> Variant:
@@ -159,7 +140,7 @@ def _variant(text: str) -> Variant:
 
 
 def _configured(
-    options: SimulateOptions, cluster: ClusterConfig, machines: Machines | MachineProfile, variant: Variant
+    options: SimulateOptions, cluster: ClusterConfig, machines: ClusterHardware | MachineProfile, variant: Variant
 ) -> SimConfig:
     """One policy's cluster on its machines."""
     chosen = with_policy(cluster, variant.name, variant.settings, topology=_topology(options, cluster))
@@ -173,7 +154,7 @@ def _topology(options: SimulateOptions, cluster: ClusterConfig) -> Topology | No
     if options.num_colocated is not None and options.num_prefill is None and options.num_decode is None:
         return Topology.COLOCATED
     is_named = any(text.partition("=")[0].strip() == "topology" for text in options.overrides)
-    is_served = options.config_path is not None and not options.policies
+    is_served = options.config is not None and not options.policies
     return cluster.topology if is_named or is_served else None
 
 
@@ -192,7 +173,7 @@ def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology) ->
     )
 
 
-def _machines(options: SimulateOptions) -> Machines | MachineProfile:
+def _machines(options: SimulateOptions) -> ClusterHardware | MachineProfile:
     if options.costs.startswith(FITTED):
         if (options.model, options.hardware, options.tensor_parallel) != (None, None, None):
             raise ConfigError(f"--costs {options.costs} says itself which model on which machine")
@@ -200,15 +181,15 @@ def _machines(options: SimulateOptions) -> Machines | MachineProfile:
     worker = WorkerSpec(
         options.model or DEFAULT_MODEL, options.hardware or DEFAULT_HARDWARE, options.tensor_parallel or 1
     )
-    return Machines(worker, source=options.costs)
+    return ClusterHardware(worker, source=options.costs)
 
 
-def _capacity(config: SimConfig, machines: Machines | MachineProfile) -> Capacity:
+def _capacity(config: SimConfig, machines: ClusterHardware | MachineProfile) -> Capacity:
     decode, layout = config.cluster.decode, config.layout
     shape = machines.shape if isinstance(machines, MachineProfile) else machines.decode.shape
     return Capacity(
         max_context_len=config.cluster.model.max_context_len or shape.num_positions or None,
-        memory_tokens=layout.blocks_in(decode.memory_bytes) * layout.block_size,
+        memory_tokens=layout.blocks_in(decode.kv_cache_bytes) * layout.block_size,
     )
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.openai.schemas import Schema
+from alignedserve.gateway.schema import Schema
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from alignedserve.batches.interfaces import BlobStore, BlobWriter
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, WrongContentType
+from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 
 _MAX_FIELD_BYTES = 4096
 _MAX_PARTS = 16
@@ -64,7 +64,7 @@ async def _read(http: Request, form: "_Form") -> None:
     except TimeoutError as error:
         raise BodyTooSlow("The body did not arrive in time.") from error
     except ClientDisconnect as error:
-        raise ClientGone("The client went away before its file was complete.") from error
+        raise ClientDisconnected("The client went away before its file was complete.") from error
     except FormParserError as error:
         raise InvalidRequest("The body is not valid multipart/form-data.", code="invalid_multipart") from error
 

@@ -10,13 +10,13 @@ from starlette.responses import Response, StreamingResponse
 
 from alignedserve.batches.records import FileRecord
 from alignedserve.core.errors import StorageDamaged
-from alignedserve.gateway.errors import JSON_TYPE, RangeNotThere
+from alignedserve.gateway.errors import JSON_TYPE, RangeNotSatisfiable
 from alignedserve.gateway.files.files_api import FilesApi, new_file_id
 from alignedserve.gateway.files.uploads import receive_upload
 from alignedserve.gateway.files.views import file_view, list_view
 from alignedserve.gateway.routes.byte_ranges import first_byte
+from alignedserve.gateway.routes.dependencies import files_api_of
 from alignedserve.gateway.routes.query_parameters import one_of, positive
-from alignedserve.gateway.services import desk_of
 
 router = APIRouter()
 
@@ -26,7 +26,7 @@ _MAX_LIMIT = 10_000
 @router.post("/v1/files", response_model=None)
 async def create_file(http: Request) -> Response:
     """Keep a file."""
-    desk, owner = desk_of(http)
+    desk, owner = files_api_of(http)
     file_id = new_file_id()
     upload = await receive_upload(http, desk.stores.blobs, file_id, desk.config.max_file_bytes)
     try:
@@ -39,7 +39,7 @@ async def create_file(http: Request) -> Response:
 @router.get("/v1/files", response_model=None)
 async def list_files(http: Request) -> Response:
     """A page of one's files."""
-    desk, owner = desk_of(http)
+    desk, owner = files_api_of(http)
     records, has_more = await desk.files(
         owner,
         after=http.query_params.get("after"),
@@ -55,20 +55,20 @@ async def list_files(http: Request) -> Response:
 @router.get("/v1/files/{file_id}", response_model=None)
 async def get_file(http: Request, file_id: str) -> Response:
     """What is known of a file."""
-    desk, owner = desk_of(http)
+    desk, owner = files_api_of(http)
     return _json(await _shown(desk, await desk.file(owner, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content", response_model=None)
 async def get_content(http: Request, file_id: str) -> Response:
     """Its bytes, or those from `Range: bytes=N-` on. Of a batch that runs: the results so far."""
-    desk, owner = desk_of(http)
+    desk, owner = files_api_of(http)
     record = await desk.file(owner, file_id)
     content = await desk.content(record)
     offset = first_byte(http)
     headers = {"content-disposition": f'attachment; filename="{_ascii(record.name)}"', "accept-ranges": "bytes"}
     if offset is not None and offset >= content.num_bytes:
-        raise RangeNotThere(content.num_bytes)
+        raise RangeNotSatisfiable(content.num_bytes)
     if offset is not None:
         headers["content-range"] = f"bytes {offset}-{content.num_bytes - 1}/{content.num_bytes}"
     start = offset or 0
@@ -84,7 +84,7 @@ async def get_content(http: Request, file_id: str) -> Response:
 @router.delete("/v1/files/{file_id}", response_model=None)
 async def delete_file(http: Request, file_id: str) -> Response:
     """Forget a file."""
-    desk, owner = desk_of(http)
+    desk, owner = files_api_of(http)
     record = await desk.remove(owner, file_id)
     return _json({"id": record.file_id, "object": "file", "deleted": True})
 

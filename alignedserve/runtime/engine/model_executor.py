@@ -50,11 +50,11 @@ _MIB = 1024 * 1024
 class EngineSizes:
     """The resources of one worker's engine, and its options."""
 
-    memory_bytes: int  # block storage
+    kv_cache_bytes: int  # block storage
     max_sequences: int
     block_size: int
     num_threads: int | None = None  # CPU threads of one forward pass; all cores when None
-    attention: str = AUTO  # one of CHOICES of runtime.attention
+    attention_backend: str = AUTO  # one of CHOICES of runtime.attention
     device: str = CPU  # as torch spells it
     has_int8_swaps: bool = False  # caches in host memory are rounded to 8 bits per channel
     hidden_block_tokens: int | None = None  # tokens whose layer inputs a block may hold; None: only keys and values
@@ -62,7 +62,7 @@ class EngineSizes:
 
 def engine_sizes(
     config: EngineConfig,
-    memory_bytes: int,
+    kv_cache_bytes: int,
     max_sequences: int,
     *,
     has_int8_swaps: bool = False,
@@ -70,11 +70,11 @@ def engine_sizes(
 ) -> EngineSizes:
     """Combine the engine's configuration, whose device and threads are decided, with one worker's sizes."""
     return EngineSizes(
-        memory_bytes,
+        kv_cache_bytes,
         max_sequences,
         config.block_size,
         config.threads_per_worker,
-        config.attention,
+        config.attention_backend,
         config.device,
         has_int8_swaps,
         hidden_block_tokens,
@@ -94,13 +94,13 @@ def hidden_block_tokens(served: ServedModel, scheduling: SchedulingConfig, block
     return served.config.hidden_block_tokens(block_size) if wants else None
 
 
-def storage_blocks(layout: BlockLayout, memory_bytes: int, hidden_block_tokens: int | None) -> int:
+def storage_blocks(layout: BlockLayout, kv_cache_bytes: int, hidden_block_tokens: int | None) -> int:
     """Return the blocks of an engine with so much memory, of which hidden caches need a part to recompute keys and
     values, one layer at a time."""
     if hidden_block_tokens is None:
-        return layout.blocks_in(memory_bytes)
+        return layout.blocks_in(kv_cache_bytes)
     one_layer = recomputed_blocks(hidden_block_tokens, layout.block_size) * layout.block_bytes // layout.num_layers
-    return memory_bytes // (layout.block_bytes + one_layer)
+    return kv_cache_bytes // (layout.block_bytes + one_layer)
 
 
 class ModelExecutor:
@@ -115,9 +115,11 @@ class ModelExecutor:
         _check_memory(served, sizes, device)
         use_device(device)
         layout = served.block_layout(sizes.block_size)
-        self.num_blocks = storage_blocks(layout, sizes.memory_bytes, sizes.hidden_block_tokens)
+        self.num_blocks = storage_blocks(layout, sizes.kv_cache_bytes, sizes.hidden_block_tokens)
         if self.num_blocks < 1:
-            raise NotEnoughMemory(f"memory_bytes is {sizes.memory_bytes}, less than one block of {layout.block_bytes}")
+            raise NotEnoughMemory(
+                f"kv_cache_bytes is {sizes.kv_cache_bytes}, less than one block of {layout.block_bytes}"
+            )
         self.layout = layout
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
         self._storage = BlockStorage(layout, self.num_blocks, device)
@@ -128,7 +130,7 @@ class ModelExecutor:
             storage=self._storage,
             max_sequences=sizes.max_sequences,
             max_context_len=served.max_context_len,
-            attention=sizes.attention,
+            attention=sizes.attention_backend,
             streams=streams,
             hidden_block_tokens=sizes.hidden_block_tokens,
         )
@@ -220,17 +222,17 @@ def _check_memory(served: ServedModel, sizes: EngineSizes, device: torch.device)
     available = free_bytes(device)
     if device.type == "cuda":  # for intermediate results, graphs and libraries
         available -= max(available // 10, 256 * _MIB)
-    if served.weight_bytes + sizes.memory_bytes <= available:
+    if served.weight_bytes + sizes.kv_cache_bytes <= available:
         return
     left = available - served.weight_bytes
     fits = (
-        f"at most {left // _MIB} MiB of blocks would fit: set prefill.memory_bytes and decode.memory_bytes lower, or "
-        "choose a smaller model"
+        f"at most {left // _MIB} MiB of blocks would fit: set prefill.kv_cache_bytes and decode.kv_cache_bytes lower, "
+        "or choose a smaller model"
         if left > 0
         else "the weights alone do not fit: choose a smaller model"
     )
     raise NotEnoughMemory(
-        f"a worker on {device} needs {(served.weight_bytes + sizes.memory_bytes) // _MIB} MiB (packed weights "
-        f"{served.weight_bytes // _MIB}, blocks {sizes.memory_bytes // _MIB}), {max(available, 0) // _MIB} MiB are "
+        f"a worker on {device} needs {(served.weight_bytes + sizes.kv_cache_bytes) // _MIB} MiB (packed weights "
+        f"{served.weight_bytes // _MIB}, blocks {sizes.kv_cache_bytes // _MIB}), {max(available, 0) // _MIB} MiB are "
         f"available; {fits}"
     )

@@ -58,7 +58,11 @@ class CandidateMemory:
         path = arena_path(self._process_spec.cluster_id, name)
         try:
             arena = Arena.create(
-                path, self._layout, self._sizes.num_blocks, purpose="a candidate buffer", setting="prefill.buffer_bytes"
+                path,
+                self._layout,
+                self._sizes.num_blocks,
+                purpose="a candidate buffer",
+                setting="prefill.candidate_buffer_bytes",
             )
         except NotEnoughMemory as error:
             logger.warning("no candidate buffer for %s: %s", peer, error)

@@ -44,7 +44,9 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedMod
     if section.max_context_len is not None and section.max_context_len > longest:
         raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
     return ServedModel(
-        name=section.served_name or folder.resolve().name if section.path != POCKET else section.served_name or POCKET,
+        name=section.served_model_name or folder.resolve().name
+        if section.path != POCKET
+        else section.served_model_name or POCKET,
         folder=folder,
         config=config,
         dtype=_default_dtype(device) if section.dtype == "auto" else section.dtype,

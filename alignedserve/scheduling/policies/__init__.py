@@ -178,13 +178,13 @@ def make_policy(name: str, settings: Mapping[str, Any] | None = None) -> Iterati
 def wanted_mechanisms(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
     """What the policy needs or would use. Raises ConfigError as `policy_config` does."""
     entry = policy_entry(scheduling.policy)
-    return entry.needs_with(policy_config(scheduling.policy, scheduling.settings)) | entry.uses
+    return entry.needs_with(policy_config(scheduling.policy, scheduling.policy_params)) | entry.uses
 
 
 def require_policy(scheduling: SchedulingConfig, topology: Topology, available: frozenset[Mechanism]) -> None:
     """Raises ConfigError when the policy or a parameter is unknown, or cannot work with these workers."""
     name = scheduling.policy
-    entry, parameters = policy_entry(name), policy_config(name, scheduling.settings)
+    entry, parameters = policy_entry(name), policy_config(name, scheduling.policy_params)
     if topology not in entry.topologies:
         able = " or ".join(one.value for one in entry.topologies)
         raise ConfigError(f"policy {name!r} is for {able} workers; set topology={entry.topologies[0].value}")

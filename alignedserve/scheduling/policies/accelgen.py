@@ -76,7 +76,7 @@ class _Batch:
 
     def _most_pressing(self, rows: Ints) -> Ints:
         """Not more of them than there are places (and ties), in any order: the others are not sorted in vain."""
-        places = self._view.limits.max_running
+        places = self._view.limits.max_running_requests
         if len(rows) <= places:
             return rows
         last_s = np.partition(self._remaining_s[rows], places - 1)[places - 1]

@@ -93,7 +93,7 @@ class _Step:
         self._running = np.flatnonzero(is_decoding)
         self._begun = table.by_arrival(np.flatnonzero(has_cache & ~is_decoding))  # prompts longer than an iteration
         self._waiting = np.flatnonzero(~has_cache)
-        self._num_places_left = view.limits.max_running - len(self._running) - len(self._begun)
+        self._num_places_left = view.limits.max_running_requests - len(self._running) - len(self._begun)
         # Prompts that have begun go on, so the blocks that they will need are nobody else's.
         self._num_free = view.memory.num_free - int(self._more_blocks(self._begun).sum())
         self._num_tokens_left = view.limits.max_tokens
@@ -119,16 +119,16 @@ class _Step:
 
     def decodes(self) -> IterationPlan:
         """A token of everybody who runs; where their caches no longer fit, of those that are worth most per block."""
-        rows, max_running = self._worth_running(), self._view.limits.max_running
+        rows, max_running_requests = self._worth_running(), self._view.limits.max_running_requests
         more = int(self._more_blocks(rows).sum())
-        if more <= self._num_free and len(rows) <= min(self._num_tokens_left, max_running):
+        if more <= self._num_free and len(rows) <= min(self._num_tokens_left, max_running_requests):
             return IterationPlan(self._share(rows, np.ones_like(rows), more))
         rows = self._view.table.by_arrival(self._running)
         num_blocks, held = self._blocks(rows), self._view.table.num_blocks[rows]
         penalty = np.where(self._view.table.is_hidden[rows], self._penalty(rows), 0.0)
         value = np.maximum(self._value(rows) - penalty, _NEAR_ZERO_S)
         of_one_kind = Candidates(value, num_blocks, np.ones_like(rows), np.zeros_like(value), num_blocks)
-        room = Room(self._num_free + int(held.sum()), self._num_tokens_left, max_running)
+        room = Room(self._num_free + int(held.sum()), self._num_tokens_left, max_running_requests)
         chosen = select(of_one_kind, room).indices
         more = int((num_blocks - held)[chosen].sum())
         is_left = np.ones(len(rows), np.bool_)

@@ -51,13 +51,15 @@ class Bros:
         if not packing.packer.rows:
             packing.pack_earliest()
         self._batch_size = (
-            self._next_batch_size(view.limits.max_running) if is_in_time else self._config.base_batch_size
+            self._next_batch_size(view.limits.max_running_requests) if is_in_time else self._config.base_batch_size
         )
         return packing.packer.plan()
 
-    def _next_batch_size(self, max_running: int) -> int:
+    def _next_batch_size(self, max_running_requests: int) -> int:
         """Without end it would only delay the way back."""
-        return min(self._batch_size * self._config.batch_growth, max(max_running, self._config.base_batch_size))
+        return min(
+            self._batch_size * self._config.batch_growth, max(max_running_requests, self._config.base_batch_size)
+        )
 
 
 def residual_s(view: WorkerView) -> Floats:

@@ -63,7 +63,7 @@ class Fcfs:
             return admitted
         fits_alone = table.context_len <= memory.num_blocks * memory.block_size
         new = np.flatnonzero(is_prompt & ~has_blocks & fits_alone)
-        return admitted + by_arrival(view, new, view.limits.max_running)
+        return admitted + by_arrival(view, new, view.limits.max_running_requests)
 
     def _is_admitted(self, packer: Packer, view: WorkerView, row: int) -> bool:
         """Whether memory holds the whole prompt and the watermark stays free; alone it may have all."""

@@ -87,27 +87,31 @@ def test_a_host_that_is_not_ours(unused_tcp_port: int) -> None:
 # --- blocks
 
 
-@pytest.mark.parametrize("section", ["pool", "prefill", "decode"])
-def test_each_memory_must_hold_one_request(section: str, unused_tcp_port: int) -> None:
-    preflight.check(config(unused_tcp_port, **{section: {"memory_bytes": one_context()}}), POCKET)
-    short = config(unused_tcp_port, **{section: {"memory_bytes": one_context() - 1}})
+@pytest.mark.parametrize(
+    ("section", "field"), [("pool", "memory_bytes"), ("prefill", "kv_cache_bytes"), ("decode", "kv_cache_bytes")]
+)
+def test_each_memory_must_hold_one_request(section: str, field: str, unused_tcp_port: int) -> None:
+    preflight.check(config(unused_tcp_port, **{section: {field: one_context()}}), POCKET)
+    short = config(unused_tcp_port, **{section: {field: one_context() - 1}})
     message = (
-        rf"{section}\.memory_bytes is \d+ MiB, but one request of {POCKET.max_context_len} tokens needs \d+ MiB"
+        rf"{section}\.{field} is \d+ MiB, but one request of {POCKET.max_context_len} tokens needs \d+ MiB"
         r".*; set it higher, or model\.max_context_len lower"
     )
     with pytest.raises(ConfigError, match=message):
         preflight.check(short, POCKET)
 
 
-@pytest.mark.parametrize("section", ["pool", "prefill"])
-def test_a_colocated_cluster_has_neither_pool_nor_prefill_workers(section: str, unused_tcp_port: int) -> None:
-    small = replace(config(unused_tcp_port, **{section: {"memory_bytes": 1}}), topology=Topology.COLOCATED)
+@pytest.mark.parametrize(("section", "field"), [("pool", "memory_bytes"), ("prefill", "kv_cache_bytes")])
+def test_a_colocated_cluster_has_neither_pool_nor_prefill_workers(
+    section: str, field: str, unused_tcp_port: int
+) -> None:
+    small = replace(config(unused_tcp_port, **{section: {field: 1}}), topology=Topology.COLOCATED)
     preflight.check(small, POCKET)
 
 
 def test_a_shorter_context_needs_less(unused_tcp_port: int) -> None:
     shorter = resolve_model(ModelSectionConfig(max_context_len=64))
-    preflight.check(config(unused_tcp_port, decode={"memory_bytes": one_context(shorter)}), shorter)
+    preflight.check(config(unused_tcp_port, decode={"kv_cache_bytes": one_context(shorter)}), shorter)
 
 
 # --- memory
@@ -117,7 +121,7 @@ def test_a_machine_without_the_memory(monkeypatch: pytest.MonkeyPatch, unused_tc
     available(monkeypatch, 100 * MIB)
     message = (
         r"\d+ MiB are needed \(workers \d+, KV pool 256\), 100 MiB are available; set pool\.memory_bytes, "
-        r"prefill\.memory_bytes and decode\.memory_bytes lower, or use topology=colocated"
+        r"prefill\.kv_cache_bytes and decode\.kv_cache_bytes lower, or use topology=colocated"
     )
     with pytest.raises(NotEnoughMemory, match=message):
         preflight.check(config(unused_tcp_port), POCKET)
@@ -126,7 +130,7 @@ def test_a_machine_without_the_memory(monkeypatch: pytest.MonkeyPatch, unused_tc
 def test_every_worker_counts_with_its_weights(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
     three = config(unused_tcp_port, decode={"count": 2})
     weights = POCKET.weight_bytes
-    needed = 3 * weights + 2 * three.decode.memory_bytes + three.prefill.memory_bytes + three.pool.memory_bytes
+    needed = 3 * weights + 2 * three.decode.kv_cache_bytes + three.prefill.kv_cache_bytes + three.pool.memory_bytes
     available(monkeypatch, needed)
     preflight.check(three, POCKET)
     available(monkeypatch, needed - 1)
@@ -159,7 +163,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, unused_tcp_port: int) -> No
 
 
 def apt_serve(port: int, **settings: Any) -> ClusterConfig:
-    made = config(port, scheduling={"policy": "apt_serve", "settings": settings})
+    made = config(port, scheduling={"policy": "apt_serve", "policy_params": settings})
     return replace(made, topology=Topology.COLOCATED)
 
 
@@ -175,11 +179,11 @@ def test_what_is_made_anew_of_hidden_caches_needs_room_as_well(unused_tcp_port: 
     (tmp_path / "config.json").write_text(json.dumps(of_own))
     (tmp_path / "tokenizer.json").write_bytes((POCKET.folder / "tokenizer.json").read_bytes())
     served = resolve_model(replace(small.model, random_weights=True))
-    memory = {"memory_bytes": one_context(served)}
+    memory = {"kv_cache_bytes": one_context(served)}
     made = replace(apt_serve(unused_tcp_port), decode=replace(ClusterConfig().decode, **memory))
-    with pytest.raises(ConfigError, match=r"decode\.memory_bytes is .* one request of 512 tokens needs"):
+    with pytest.raises(ConfigError, match=r"decode\.kv_cache_bytes is .* one request of 512 tokens needs"):
         preflight.check(made, served)
-    memory["memory_bytes"] *= 2  # layers: 2, and a block of both is made anew in two blocks of one
+    memory["kv_cache_bytes"] *= 2  # layers: 2, and a block of both is made anew in two blocks of one
     made = replace(made, decode=replace(made.decode, **memory))
     preflight.check(made, served)
     with pytest.raises(ConfigError, match=r"swap_format=int8 is for keys and values, and policy 'apt_serve'"):

@@ -1,5 +1,6 @@
 """The configuration: file, overrides, sizes; every refusal is a ConfigError that names what is wrong."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,22 +47,22 @@ def test_only_first_come_first_served_cares_for_no_lengths(policy: str, is_align
 
 
 def test_there_may_be_no_candidate_buffers() -> None:
-    assert load_config(None, ["prefill.buffer_bytes=0"]).prefill.buffer_bytes == 0
+    assert load_config(None, ["prefill.candidate_buffer_bytes=0"]).prefill.candidate_buffer_bytes == 0
 
 
 def test_overrides_go_on_top_of_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
     path = written(tmp_path, "gateway: {port: 9000, host: 0.0.0.0}\n")
-    config = load_config(path, ["gateway.port=9001", "gateway.port=9002", "decode.memory_bytes=1GiB"])
+    config = load_config(path, ["gateway.port=9001", "gateway.port=9002", "decode.kv_cache_bytes=1GiB"])
     assert (config.gateway.port, config.gateway.host) == (9002, "0.0.0.0")
-    assert config.decode.memory_bytes == 1024 * MIB
+    assert config.decode.kv_cache_bytes == 1024 * MIB
 
 
 def test_an_override_may_hold_an_equals_sign() -> None:
-    assert load_config(None, ["model.served_name=a=b"]).model.served_name == "a=b"
+    assert load_config(None, ["model.served_model_name=a=b"]).model.served_model_name == "a=b"
 
 
 def test_an_override_may_set_null() -> None:
-    assert load_config(None, ["model.served_name=null"]).model.served_name is None
+    assert load_config(None, ["model.served_model_name=null"]).model.served_model_name is None
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_what_is_not_a_size(text: str) -> None:
         ("model: {path: ''}", r"model\.path"),
         ("model: {dtype: int4}", r"model\.dtype"),
         ("model: {max_context_len: 1}", r"model\.max_context_len"),
-        ("model: {served_name: 7}", r"model\.served_name"),
+        ("model: {served_model_name: 7}", r"model\.served_model_name"),
         ("gateway: {port: 0}", r"gateway\.port"),
         ("gateway: {port: 65536}", r"gateway\.port"),
         ("gateway: {port: true}", r"gateway\.port"),
@@ -112,21 +113,21 @@ def test_what_is_not_a_size(text: str) -> None:
         ("gateway: {max_body_bytes: 0}", r"gateway\.max_body_bytes"),
         ("gateway: {requests_per_minute: 0}", r"gateway\.requests_per_minute"),
         ("router: {max_queued_requests: 0}", r"router\.max_queued_requests"),
-        ("router: {max_requeues: -1}", r"router\.max_requeues"),
-        ("router: {candidate_requests: 0}", r"router\.candidate_requests"),
+        ("router: {max_retries: -1}", r"router\.max_retries"),
+        ("router: {max_candidate_requests: 0}", r"router\.max_candidate_requests"),
         ("batching: {min_requests: 0}", r"batching\.min_requests"),
         ("batching: {starvation_s: 0}", r"batching\.starvation_s"),
         ("batching: {max_block_share: 0}", r"batching\.max_block_share"),
         ("batching: {max_block_share: 1.01}", r"batching\.max_block_share"),
         ("batching: {max_blocks: 3}", "max_blocks"),
-        ("prefill: {buffer_bytes: -1}", r"prefill\.buffer_bytes"),
+        ("prefill: {candidate_buffer_bytes: -1}", r"prefill\.candidate_buffer_bytes"),
         ("prefill: {count: 0}", r"prefill\.count"),
-        ("prefill: {max_tokens_per_iteration: 0}", r"prefill\.max_tokens_per_iteration"),
-        ("decode: {max_running: 0}", r"decode\.max_running"),
+        ("prefill: {max_num_batched_tokens: 0}", r"prefill\.max_num_batched_tokens"),
+        ("decode: {max_running_requests: 0}", r"decode\.max_running_requests"),
         ("engine: {block_size: 17}", r"engine\.block_size"),
         ("engine: {threads_per_worker: 0}", r"engine\.threads_per_worker"),
         ("engine: {device: tpu}", r"engine\.device"),
-        ("engine: {attention: avx9000}", r"engine\.attention"),
+        ("engine: {attention_backend: avx9000}", r"engine\.attention_backend"),
         ("engine: {kv_transport: pigeon}", r"engine\.kv_transport"),
         ("engine: {kv_transport: cuda_ipc}", r"engine\.kv_transport .*cuda_ipc is not served yet"),
         ("engine: {kv_transport: nccl}", r"engine\.kv_transport .*nccl is not served yet"),
@@ -150,7 +151,7 @@ def test_every_refusal_names_the_field(tmp_path: Path, text: str, named: str) ->
         "{",
         "\t",
         "!!python/object/apply:os.system [true]",
-        "model: {served_name: 2024-13-45}",
+        "model: {served_model_name: 2024-13-45}",
         "[" * 600,
         "pool: &pool {again: *pool}",
         "1: 2",
@@ -222,3 +223,63 @@ def test_the_run_folder_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALIGNEDSERVE_RUN_DIR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert run_root() == Path("/run/user/7/alignedserve")
+
+
+# --- renamed fields
+
+RENAMED = [
+    ("model", "served_name", "served_model_name", "mine"),
+    ("router", "max_requeues", "max_retries", 5),
+    ("router", "candidate_requests", "max_candidate_requests", 5),
+    ("scheduling", "settings", "policy_params", {"hybrid_cache": False}),
+    ("prefill", "memory_bytes", "kv_cache_bytes", "64MiB"),
+    ("prefill", "buffer_bytes", "candidate_buffer_bytes", "3MiB"),
+    ("prefill", "max_running", "max_running_requests", 5),
+    ("prefill", "max_tokens_per_iteration", "max_num_batched_tokens", 100),
+    ("decode", "memory_bytes", "kv_cache_bytes", "64MiB"),
+    ("decode", "max_running", "max_running_requests", 5),
+    ("decode", "max_tokens_per_iteration", "max_num_batched_tokens", 100),
+    ("decode", "max_waiting", "max_waiting_requests", 5),
+    ("decode", "swap_bytes", "swap_space_bytes", "1MiB"),
+    ("engine", "attention", "attention_backend", "torch"),
+    ("links", "silence_s", "hang_timeout_s", 5.0),
+    ("batches", "max_tries", "max_attempts", 5),
+]
+
+
+@pytest.mark.parametrize(("section", "old", "new", "value"), RENAMED)
+def test_old_names_are_accepted_with_a_warning(
+    section: str, old: str, new: str, value: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = load_config(None, [f"{section}.{new}={json.dumps(value)}"])
+    assert caplog.text == ""
+    assert expected != ClusterConfig()
+    path = written(tmp_path, json.dumps({section: {old: value}}))
+    overrides = f"{section}.{old}={json.dumps(value)}", f"{section}={json.dumps({old: value})}"
+    for file, override in ((path, ()), (None, overrides[:1]), (None, overrides[1:])):
+        assert load_config(file, override) == expected
+        assert f"{section}.{old} is now called {section}.{new}" in caplog.text
+        caplog.clear()
+
+
+def test_an_old_name_may_go_deeper() -> None:
+    config = load_config(None, ["scheduling.settings.hybrid_cache=false"])
+    assert config.scheduling.policy_params == {"hybrid_cache": False}
+
+
+@pytest.mark.parametrize(
+    "text", ["{max_running: 1, max_running_requests: 1}", "{max_running_requests: 1, max_running: 1}"]
+)
+def test_one_field_under_both_names_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"decode\.max_running_requests is given twice"):
+        load_config(written(tmp_path, f"decode: {text}"))
+
+
+@pytest.mark.parametrize(
+    ("below", "above"), [("max_running", "max_running_requests"), ("max_running_requests", "max_running")]
+)
+def test_an_override_by_either_name_replaces_what_the_file_says_by_the_other(
+    below: str, above: str, tmp_path: Path
+) -> None:
+    config = load_config(written(tmp_path, f"decode: {{{below}: 1}}"), [f"decode.{above}=2"])
+    assert config.decode.max_running_requests == 2

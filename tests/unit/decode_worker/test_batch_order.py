@@ -73,9 +73,9 @@ def test_a_small_batch_that_fills_the_memory_is_not_replaced(num_blocks: int, ex
     assert names(made.choose(members(2), 2, 0.5, num_blocks=num_blocks)) == expected
 
 
-@pytest.mark.parametrize(("max_running", "low_running"), [(16, 12), (48, 36), (64, 36), (256, 36)])
-def test_enough_requests_saturate_a_worker_of_any_number_of_places(max_running: int, low_running: int) -> None:
-    limits = limits_of(DecodeWorkerConfig(max_running=max_running), BatchingConfig(), num_blocks=100)
+@pytest.mark.parametrize(("max_running_requests", "low_running"), [(16, 12), (48, 36), (64, 36), (256, 36)])
+def test_enough_requests_saturate_a_worker_of_any_number_of_places(max_running_requests: int, low_running: int) -> None:
+    limits = limits_of(DecodeWorkerConfig(max_running_requests=max_running_requests), BatchingConfig(), num_blocks=100)
     assert (limits.switch.low_running, limits.switch.low_blocks) == (low_running, 75)
 
 

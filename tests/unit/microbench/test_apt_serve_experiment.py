@@ -67,7 +67,7 @@ def test_the_ablation_has_no_hidden_caches_and_measured_costs_the_smaller_memory
     )
     assert (with_hidden.mechanisms.hidden_ratio, without.mechanisms.hidden_ratio) == (0.5, None)
     measured = Load("sharegpt", 3.0, 4, costs="vllm").case("", "apt_serve", 1).case.config
-    assert measured.cluster.decode.memory_bytes == with_hidden.cluster.decode.memory_bytes
+    assert measured.cluster.decode.kv_cache_bytes == with_hidden.cluster.decode.kv_cache_bytes
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_ceilings import SIZES, TOY_SIZES
 from alignedserve.microbench.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
+from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, Traffic, lists_at_the_end
 from alignedserve.microbench.shapes import SHAPES
-from alignedserve.microbench.transfer.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, Traffic, lists_at_the_end
 from alignedserve.runtime.device.streams import CheckedStreams, HostStreams
 from alignedserve.runtime.kv.block_storage import BlockStorage
 

@@ -23,7 +23,7 @@ from experiments.common import (
     with_recorded,
 )
 
-WORKER = ColocatedWorker(WorkerSpec("opt-13b", "a100-80g"), max_running=64)
+WORKER = ColocatedWorker(WorkerSpec("opt-13b", "a100-80g"), max_running_requests=64)
 
 
 def _case(policy: str, seed: int = 1) -> LabelledCase:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from alignedserve.microbench import device_choice
-from benchmarks import gpu
-from benchmarks.gpu_parts import count_tests
-from benchmarks.gpu_targets import MET, MISSED, NOT_MEASURED, outcomes
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.parts import count_tests
+from benchmarks.gpu.targets import MET, MISSED, NOT_MEASURED, outcomes
 
 
 def decode(case: str, by: str, gb_per_s: float, against: float | None = None) -> dict[str, Any]:

@@ -60,6 +60,6 @@ def test_the_part_beside_transformers_runs(part: str, tmp_path: Path) -> None:
 
 
 def run_part(absent: tuple[str, ...], part: str, folder: Path) -> None:
-    program = "import benchmarks.gpu\nfrom benchmarks.gpu_parts import main\nmain()"
+    program = "import benchmarks.gpu.__main__\nfrom benchmarks.gpu.parts import main\nmain()"
     run_without(absent, program, "gpu_parts", part, "--device", "cpu", "--toy", "--output", str(folder))
     assert (folder / f"gpu_{part}.json").exists()

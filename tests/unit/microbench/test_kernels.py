@@ -11,8 +11,8 @@ from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ceilings
 from alignedserve.microbench.device_choice import chosen_device
-from alignedserve.microbench.device_results import DeviceCeilings, KernelReport, KernelRow
 from alignedserve.microbench.kernels.benchmark import KernelBenchmarkSpec, run_kernel_benchmark
+from alignedserve.microbench.results import DeviceCeilings, KernelReport, KernelRow
 from alignedserve.runtime.device.devices import cuda_obstacle
 from alignedserve.runtime.device.timing import DeviceTimer, clocked_by_turns
 

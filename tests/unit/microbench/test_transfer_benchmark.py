@@ -9,13 +9,13 @@ import torch
 
 from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError, HandoffRejected, PeerLost
+from alignedserve.microbench.results import TransferReport, TransferResult
 from alignedserve.microbench.transfer import benchmark as transfer
 from alignedserve.microbench.transfer.benchmark import measure_device_transfers, measure_host_transfers
 from alignedserve.microbench.transfer.device_transfers import pinned_rows
 from alignedserve.microbench.transfer.host_transfers import host_rows
-from alignedserve.microbench.transfer.other_process import other_process
+from alignedserve.microbench.transfer.peer_process import peer_process
 from alignedserve.microbench.transfer.peer_transfers import PeerWay, peer_rows
-from alignedserve.microbench.transfer.results import TransferReport, TransferResult
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
 
 SMALL = TransferBenchmarkSpec(("pocket",), (1,), num_rounds=1)
@@ -65,7 +65,7 @@ def ends_at_once(told: Any) -> None:
 
 @pytest.mark.slow
 def test_another_process_that_does_not_begin() -> None:
-    with pytest.raises(PeerLost, match="ended as it began"), other_process(ends_at_once):
+    with pytest.raises(PeerLost, match="ended as it began"), peer_process(ends_at_once):
         pass
 
 

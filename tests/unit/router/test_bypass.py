@@ -98,7 +98,7 @@ def test_one_that_has_not_reported_yet_may_be_chosen() -> None:
 
 
 def test_one_without_a_place_is_passed_over() -> None:
-    near, far = decoder("decode-0", 880, 912, max_running=2), decoder("decode-1", 100, 200)
+    near, far = decoder("decode-0", 880, 912, max_running_requests=2), decoder("decode-1", 100, 200)
     near.decoding.add(R1)
     assert chosen(chat(), near, far) == "decode-0"
     near.decoding.add(R2)
@@ -145,6 +145,9 @@ def test_among_equals_by_name() -> None:
 
 
 def test_nobody_is_handed_to_a_full_worker_or_to_one_that_does_not_only_decode() -> None:
-    full, prefill = holding("decode-0", 2, max_running=2), holding("prefill-0", 0, can_decode=False, can_prefill=True)
+    full, prefill = (
+        holding("decode-0", 2, max_running_requests=2),
+        holding("prefill-0", 0, can_decode=False, can_prefill=True),
+    )
     assert handed_to(full, prefill, holding("decode-1", 0, can_prefill=True)) is None
-    assert handed_to(full, prefill, holding("decode-2", 1, max_running=2)) == "decode-2"
+    assert handed_to(full, prefill, holding("decode-2", 1, max_running_requests=2)) == "decode-2"

@@ -136,5 +136,5 @@ def test_among_equals_the_later_one_gives_way() -> None:
 
 
 def test_on_a_decode_worker_it_only_pauses() -> None:
-    view = view_of(HOLDERS, max_running=2, can_evict=False)
+    view = view_of(HOLDERS, max_running_requests=2, can_evict=False)
     assert planned(view) == {"pressing": 1, "loose": 1}

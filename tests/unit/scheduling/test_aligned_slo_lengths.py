@@ -39,7 +39,7 @@ def test_nobody_leaves_where_that_is_not_enough() -> None:
 
 
 def test_a_place_is_taken_and_the_cache_stays() -> None:
-    assert planned(crowd(), max_running=1) == ({"short": 30}, [])
+    assert planned(crowd(), max_running_requests=1) == ({"short": 30}, [])
 
 
 def test_who_has_an_objective_is_not_overtaken() -> None:
@@ -52,4 +52,4 @@ def test_whose_caches_cost_more_than_the_other_gains_stay() -> None:
     rows = crowd(predicted_len=35)
     rows["long"] |= {"prompt_len": 1000}
     # 1.9 s against 0.4 s, but without host memory 1 009 tokens are computed anew, for 1.0 s.
-    assert planned(rows, num_blocks=64, max_running=8)[1] == []
+    assert planned(rows, num_blocks=64, max_running_requests=8)[1] == []

@@ -74,7 +74,7 @@ def test_an_overrun_demotes() -> None:
         "overran": {"arrival_s": 0.0, "prompt_len": 20, "num_generated": 2, "predicted_len": 2},
         "as predicted": {"arrival_s": 1.0, "prompt_len": 20, "num_generated": 2, "predicted_len": 10},
     }
-    view, plan = _decide(rows, {"now": 2.0, "max_running": 1})
+    view, plan = _decide(rows, {"now": 2.0, "max_running_requests": 1})
     assert shares_of(view, plan) == {"as predicted": 1}
 
 
@@ -105,7 +105,7 @@ def test_being_served_does_not_undo_ageing() -> None:
         "short": {"arrival_s": 499.0, "prompt_len": 20, "predicted_len": 5},
     }
     rows["aged"] |= {"waits_since_s": 500.0}
-    view, plan = _decide(rows, {"now": 500.0, "max_running": 1})
+    view, plan = _decide(rows, {"now": 500.0, "max_running_requests": 1})
     assert shares_of(view, plan) == {"aged": 1}
 
 
@@ -149,7 +149,7 @@ def test_what_the_pass_hides_comes_back_ahead_of_its_turn() -> None:
         "new": {"arrival_s": 0.0, "prompt_len": 16, "predicted_len": 5},
         "next": {"arrival_s": 0.0, "prompt_len": 30, "num_generated": 1, "num_swapped": 30, "predicted_len": 100},
     }
-    view, plan = _decide(rows, {"now": 1.0, "max_running": 1, "num_free_host": 1000})
+    view, plan = _decide(rows, {"now": 1.0, "max_running_requests": 1, "num_free_host": 1000})
     assert (shares_of(view, plan), [view.table.request_ids[row] for row in plan.uploads]) == ({"new": 16}, ["next"])
 
 
@@ -158,7 +158,7 @@ def test_a_copy_that_would_lengthen_the_pass_waits() -> None:
         "new": {"arrival_s": 0.0, "prompt_len": 16, "predicted_len": 5},
         "next": {"arrival_s": 0.0, "prompt_len": 300, "num_generated": 1, "num_swapped": 300, "predicted_len": 100},
     }
-    settings = {"now": 1.0, "max_running": 1, "num_free_host": 1000}
+    settings = {"now": 1.0, "max_running_requests": 1, "num_free_host": 1000}
     assert _decide(rows, settings)[1].uploads == ()
     assert _decide(rows, {**settings, "swap_width": 0.625})[1].uploads == (1,)
 

@@ -151,7 +151,7 @@ def test_the_batch_size_doubles_and_falls_back_at_once() -> None:
 
 def test_the_batch_size_never_passes_what_the_engine_runs() -> None:
     policy = make_policy("bros", {"base_batch_size": 2})
-    calm = view_of({"a": best_effort(decode(20))}, max_running=3)
+    calm = view_of({"a": best_effort(decode(20))}, max_running_requests=3)
     busy = view_of({name: decode(20, 9.9) for name in "abcdef"}, now=10.0)
     for _ in range(5):
         policy.plan(calm)

@@ -8,7 +8,7 @@ from tests.support.samples import request, worker
 
 
 def test_the_example_of_its_page() -> None:
-    workers = [WorkerRecord(f"decode-{number}", worker(max_running=2)) for number in range(2)]
+    workers = [WorkerRecord(f"decode-{number}", worker(max_running_requests=2)) for number in range(2)]
     workers[0].decoding.add(RequestId("before"))
     went_to = []
     for name in "ABCD":

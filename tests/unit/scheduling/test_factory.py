@@ -16,7 +16,7 @@ from alignedserve.scheduling.policies.round_robin import RoundRobin
 from alignedserve.scheduling.policy import IterationLimits
 from tests.harnesses.scheduling import EasyCosts
 
-LIMITS = IterationLimits(max_running=4, max_tokens=10)
+LIMITS = IterationLimits(max_running_requests=4, max_tokens=10)
 
 
 def test_known_costs_are_not_learned() -> None:
@@ -42,7 +42,7 @@ def test_workers_share_neither_policy_nor_costs() -> None:
     ("scheduling", "message"),
     [
         (SchedulingConfig(policy="lifo"), "lifo"),
-        (SchedulingConfig(policy="fcfs", settings={"colour": "red"}), "colour"),
+        (SchedulingConfig(policy="fcfs", policy_params={"colour": "red"}), "colour"),
     ],
 )
 def test_what_does_not_exist_is_named(scheduling: SchedulingConfig, message: str) -> None:
@@ -80,7 +80,7 @@ def test_what_somebody_has_set_stays() -> None:
 
 
 def test_settings_of_the_batching_section_go_there() -> None:
-    config = ClusterConfig(scheduling=SchedulingConfig(policy="aligned", settings={"min_requests": 7}))
+    config = ClusterConfig(scheduling=SchedulingConfig(policy="aligned", policy_params={"min_requests": 7}))
     resolved = resolve_policy(config)
     assert (resolved.batching.policy, resolved.batching.min_requests) == ("density_first", 7)
     assert resolved.batching.starvation_s == config.batching.starvation_s

@@ -86,7 +86,7 @@ def test_a_paused_cache_leaves_ahead_of_need_where_the_pass_hides_it() -> None:
         "new": {"arrival_s": 5.0, "prompt_len": 10},
         "paused": {"arrival_s": 0.0, "service_s": 0.5, "prompt_len": 92, "num_generated": 3},
     }
-    settings = {"now": 5.0, "num_blocks": 8, "num_free_host": 1000, "max_running": 1}
+    settings = {"now": 5.0, "num_blocks": 8, "num_free_host": 1000, "max_running_requests": 1}
     view, plan = _decide(rows, settings, watermark=0.25)
     assert shares_of(view, plan) == {"new": 10}
     assert evicted_of(view, plan) == [("paused", "swap")]

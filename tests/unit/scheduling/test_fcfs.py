@@ -56,7 +56,7 @@ def test_nobody_overtakes_the_prompt_that_does_not_fit() -> None:
 
 
 def test_running_requests_take_places_from_prompts() -> None:
-    view, plan = _decide(_EXAMPLE, max_running=3)
+    view, plan = _decide(_EXAMPLE, max_running_requests=3)
     assert shares_of(view, plan) == {"C": 20}
 
 

@@ -13,7 +13,7 @@ from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import request
 
 R1, R2 = RequestId("r1"), RequestId("r2")
-LIMITS = IterationLimits(max_running=4, max_tokens=10)
+LIMITS = IterationLimits(max_running_requests=4, max_tokens=10)
 
 
 def enter(pacing: Pacing, name: str, prompt_len: int, num_cached: int = 0, num_generated: int = 0) -> None:

@@ -20,7 +20,9 @@ def _packer(rows: dict[str, dict[str, Any]], **settings: Any) -> tuple[WorkerVie
 
 
 def test_what_is_packed_is_taken_off_every_account() -> None:
-    view, packer = _packer({"prompt": {"prompt_len": 40}, "decode": _FULL}, num_blocks=10, max_running=8, max_tokens=64)
+    view, packer = _packer(
+        {"prompt": {"prompt_len": 40}, "decode": _FULL}, num_blocks=10, max_running_requests=8, max_tokens=64
+    )
     assert packer.add(0, 40)
     assert packer.add(1, 1)
     assert (packer.num_free, packer.num_tokens_left, packer.num_places_left) == (8 - 3 - 1, 64 - 41, 6)
@@ -38,7 +40,7 @@ def test_what_is_packed_is_taken_off_every_account() -> None:
     assert_sound(view, packer.plan())
 
 
-@pytest.mark.parametrize("limit", [{"num_blocks": 4}, {"max_running": 1}, {"max_tokens": 41}])
+@pytest.mark.parametrize("limit", [{"num_blocks": 4}, {"max_running_requests": 1}, {"max_tokens": 41}])
 def test_what_is_refused_changes_nothing(limit: dict[str, int]) -> None:
     _, packer = _packer({"a": {"prompt_len": 40}, "b": {"prompt_len": 20}}, **limit)
     assert packer.add(0, 40)
@@ -54,7 +56,7 @@ def test_a_decode_takes_a_block_only_at_the_edge_of_one() -> None:
 
 
 def test_what_is_withdrawn_comes_back_to_every_account() -> None:
-    _, packer = _packer({"a": {"prompt_len": 40}, "b": _FULL}, num_blocks=10, max_running=8, max_tokens=64)
+    _, packer = _packer({"a": {"prompt_len": 40}, "b": _FULL}, num_blocks=10, max_running_requests=8, max_tokens=64)
     packer.add(1, 1)
     alone = (packer.num_free, packer.num_tokens_left, packer.num_places_left, packer.work.copy())
     packer.add(0, 40)
@@ -87,7 +89,7 @@ def test_a_prompt_is_whole_unless_it_is_longer_than_an_iteration() -> None:
         ({"max_tokens": 30}, 30),
         ({"num_blocks": 4}, 64),
         ({"num_blocks": 4, "max_tokens": 63}, 63),
-        ({"max_running": 0}, 0),
+        ({"max_running_requests": 0}, 0),
         ({"num_blocks": 0}, 0),
     ],
 )

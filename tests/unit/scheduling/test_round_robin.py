@@ -39,7 +39,7 @@ def test_a_class_that_can_go_on_is_in_every_second_iteration() -> None:
     rows = {"rt": decode(20), "waits": {"prompt_len": 9}} | {
         f"be{number}": decode(20, be=True) for number in range(200)
     }
-    served = turns(make_policy("round_robin"), view_of(rows, max_running=256), 6)
+    served = turns(make_policy("round_robin"), view_of(rows, max_running_requests=256), 6)
     assert [sorted(turn) == ["rt", "waits"] for turn in served] == [True, False] * 3
 
 

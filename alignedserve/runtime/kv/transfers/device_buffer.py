@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.core.ids import BlockId
@@ -127,7 +127,7 @@ class DeviceBuffer:
         if not source.is_stamped(sources, copy.generation):
             raise HandoffRejected("the lease is no longer valid")
         self.stamp(block_ids, generation)
-        runs = neighbours(block_ids)
+        runs = contiguous_runs(block_ids)
         old = RunChecksums(place_runs(run.num_blocks for run in copy.runs), layout.block_bytes)
         new = self._pieces.checksums(place_runs(count for _, count in runs))
         size = max(1, _STAGED_BYTES // layout.block_bytes)

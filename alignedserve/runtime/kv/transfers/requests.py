@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost, ProtocolError
 from alignedserve.core.ids import BlockId
@@ -53,7 +53,7 @@ def plan_offload(requests: Sequence[OffloadRequest], num_blocks: int) -> list[Pl
         except HandoffRejected as error:
             logger.warning("offload under generation %d refused: %s", one.generation, error)
             continue
-        named = NamedBlocks(one.generation, tuple(neighbours(one.target_block_ids)))
+        named = NamedBlocks(one.generation, tuple(contiguous_runs(one.target_block_ids)))
         planned.append(PlannedRequest(index, one.storage_block_ids, named))
     return planned
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
@@ -60,7 +60,7 @@ class ShmTransfer:
         except HandoffRejected as error:
             logger.warning("offload under generation %d refused: %s", generation, error)
             return None
-        runs = neighbours(target)
+        runs = contiguous_runs(target)
         checksums = RunChecksums(place_runs(count for _, count in runs), self.arena.layout.block_bytes)
         source = self._storage.rows_to_read(request.storage_block_ids)
         copy_rows(source, self.arena.rows_to_write(target), checksums, from_target=False)
@@ -126,7 +126,7 @@ def _relay(
     )
     _check_lease(source, source_ids, copy.generation)
     _check_lease(target, target_block_ids, generation)
-    runs = neighbours(target_block_ids)
+    runs = contiguous_runs(target_block_ids)
     sent, own = place_runs(run.num_blocks for run in copy.runs), place_runs(count for _, count in runs)
     old = RunChecksums(sent, layout.block_bytes)
     new = old if own == sent else RunChecksums(own, layout.block_bytes)

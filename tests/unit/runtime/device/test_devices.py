@@ -94,7 +94,7 @@ def test_too_little_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) 
     said = refused(monkeypatch, "cuda:0", 1024 * MIB)
     assert "a worker on cuda:0 needs" in said
     assert "768 MiB are available; at most 7" in said  # 256 are left for what a pass works with
-    assert "MiB of blocks would fit: set prefill.memory_bytes and decode.memory_bytes lower" in said
+    assert "MiB of blocks would fit: set prefill.kv_cache_bytes and decode.kv_cache_bytes lower" in said
     assert "the weights alone do not fit: choose a smaller model" in refused(monkeypatch, "cuda:0", 260 * MIB)
     assert "1024 MiB are available; at most 1" in refused(monkeypatch, "cpu", 1024 * MIB)
 

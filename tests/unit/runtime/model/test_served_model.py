@@ -29,12 +29,12 @@ def test_the_pocket_model_ships_with_the_package() -> None:
     pocket = resolve_model(ModelSectionConfig())
     assert (pocket.name, pocket.folder, pocket.dtype) == (POCKET, pocket_folder(), "float32")
     assert pocket.max_context_len == pocket.config.max_position_embeddings
-    assert resolve_model(ModelSectionConfig(served_name="mine")).name == "mine"
+    assert resolve_model(ModelSectionConfig(served_model_name="mine")).name == "mine"
 
 
 def test_a_folder_gives_its_name_to_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served(folder).name == "tiny"
-    assert served(folder, served_name="mine").name == "mine"
+    assert served(folder, served_model_name="mine").name == "mine"
     monkeypatch.chdir(folder)
     assert served(Path(".")).name == "tiny"
 

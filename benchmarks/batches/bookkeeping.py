@@ -61,7 +61,7 @@ async def _measure(folder: Path, address: str, num_lines: int, content: bytes) -
     records = RedisRecords(address, namespace="bench")
     rooms = Rooms(BatchRepository(records), DiskBlobs(folder / "files"), DiskLogs(folder / "results"), _AtOnce())
     await _submit(rooms, num_lines, content)
-    limits = Limits(("pocket",), num_lines, 1 << 22, max_tries=8, assumed_tokens_per_s=500.0, file_lifetime_s=1e6)
+    limits = Limits(("pocket",), num_lines, 1 << 22, max_attempts=8, assumed_tokens_per_s=500.0, file_lifetime_s=1e6)
     driver = BatchDriver(rooms=rooms, limits=limits, max_in_flight=64, lock_path=folder / "driver.lock")
     redis = psutil.Process(int((folder / "redis" / "redis.pid").read_text()))
     driving = asyncio.create_task(driver.run())

@@ -17,7 +17,7 @@ _BEGINS_WITHIN_S = 120.0  # with PyTorch to be loaded, on a device that is slow 
 
 
 @contextmanager
-def other_process(serve: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+def peer_process(serve: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     """Runs `serve(connection, *arguments)`, which says that it is ready, and returns when it is told END. Raises
     PeerLost when it does not begin."""
     context = multiprocessing.get_context("spawn")

@@ -27,13 +27,13 @@ from typing import Any
 
 import psutil
 
-from benchmarks.batch_bookkeeping import measure_bookkeeping
-from benchmarks.batch_client import BatchClient, chat_file
 from benchmarks.batch_kills import kill_cluster, make_tasks
-from benchmarks.kill_cluster import KillCluster
-from benchmarks.kill_schedules import Target
+from benchmarks.batches.bookkeeping import measure_bookkeeping
 from benchmarks.live_policies import SETTINGS, make_model
-from benchmarks.recording import RESULTS, write_result
+from benchmarks.support.batch_client import BatchClient, chat_file
+from benchmarks.support.kill_cluster import KillCluster
+from benchmarks.support.kill_schedules import Target
+from benchmarks.support.recording import RESULTS, write_result
 
 _NAME = "batches"
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -1,6 +1,6 @@
 """The contenders of `benchmarks.compare` that run in this environment, one per process.
 
-    python -m benchmarks.compare_contenders alignedserve|transformers SHAPE DTYPE WORKLOAD
+    python -m benchmarks.compare.contenders alignedserve|transformers SHAPE DTYPE WORKLOAD
 
 Plays the workload once for every line on stdin, and answers each with a line of JSON.
 """
@@ -22,7 +22,7 @@ from alignedserve.microbench.engine.throughput import (
     make_engine,
 )
 from alignedserve.runtime.device.dtypes import torch_dtype
-from benchmarks.compare_shapes import TRANSFORMERS_CONFIGS
+from benchmarks.compare.shapes import TRANSFORMERS_CONFIGS
 
 Lengths = list[tuple[int, int]]
 

@@ -1,6 +1,6 @@
 """One part of benchmarks.gpu in a process of its own, which may end in any way without costing the others.
 
-    python -m benchmarks.gpu_parts kernels --device cuda
+    python -m benchmarks.gpu.parts kernels --device cuda
 
 Writes gpu_<part>.json again whenever something more was measured, so that a crash leaves what came before it.
 """
@@ -20,24 +20,23 @@ from typing import Any, TextIO
 import torch
 
 from alignedserve.microbench.device_choice import chosen_device
-from alignedserve.microbench.device_results import IterationReport, KernelReport
 from alignedserve.microbench.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
 from alignedserve.microbench.kernels.benchmark import KernelBenchmarkSpec, run_kernel_benchmark
+from alignedserve.microbench.results import IterationReport, KernelReport, TransferReport
 from alignedserve.microbench.transfer.benchmark import measure_device_transfers
 from alignedserve.microbench.transfer.device_transfers import pinned_rows
-from alignedserve.microbench.transfer.results import TransferReport
 from alignedserve.microbench.transfer.spec import DEVICE_SPEC, TransferBenchmarkSpec
 from alignedserve.runtime.device.devices import CUDA
-from benchmarks.gpu_generation import compare_generation
-from benchmarks.gpu_logits import compare_logits
-from benchmarks.recording import RESULTS, write_result
+from benchmarks.gpu.generation import compare_generation
+from benchmarks.gpu.logits import compare_logits
+from benchmarks.support.recording import RESULTS, write_result
 from kernels.gpu_dispatch import launch_failures
 
 TESTS, LOGITS, KERNELS = "tests", "logits", "kernels"
 ITERATIONS, TRANSFERS, GENERATION = "iterations", "transfers", "generation"
 
 _TESTS_FOLDER = "tests/gpu_kernels"
-_REPOSITORY = Path(__file__).parent.parent
+_REPOSITORY = Path(__file__).parent.parent.parent
 _TOY_TRANSFERS = TransferBenchmarkSpec(("toy",), (1,), num_rounds=1)
 _NOTHING_COLLECTED = 5  # an exit code of pytest
 _OUT_OF_TIME = "was not through when its time was over"
@@ -61,7 +60,7 @@ class Part:
     def record(self, figures: dict[str, Any]) -> None:
         """Write them."""
         options = f"{' --toy' if self.is_toy else ''}{' --compiled' if self.is_compiled else ''}"
-        command = f"python -m benchmarks.gpu_parts {self.name} --device {self.device.type}{options}"
+        command = f"python -m benchmarks.gpu.parts {self.name} --device {self.device.type}{options}"
         write_result(f"gpu_{self.name}", figures, folder=self.folder, command=command)
 
     def record_some(self, known: dict[str, Any]) -> None:

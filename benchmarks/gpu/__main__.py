@@ -28,11 +28,11 @@ from rich.table import Table
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_choice import chosen_device
 from alignedserve.runtime.device.devices import CPU, cuda_obstacle
-from benchmarks.gpu_targets import Outcome, outcomes
-from benchmarks.recording import RESULTS, write_result
+from benchmarks.gpu.targets import Outcome, outcomes
+from benchmarks.support.recording import RESULTS, write_result
 
 TOTAL_S = 540.0
-PART_COMMAND = (sys.executable, "-m", "benchmarks.gpu_parts")
+PART_COMMAND = (sys.executable, "-m", "benchmarks.gpu.parts")
 _WIDTH = 160  # of the table where there is no terminal
 _SHOWN_LINES = 30  # of what a part printed that did not end well
 

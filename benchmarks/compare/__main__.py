@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
 from alignedserve.microbench.engine.workloads import W4, parse_workload
-from benchmarks.compare_shapes import TRANSFORMERS_CONFIGS
-from benchmarks.recording import write_result
+from benchmarks.compare.shapes import TRANSFORMERS_CONFIGS
+from benchmarks.support.recording import write_result
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENT = ROOT / ".venv-compare"
 PACKAGES = ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
 DTYPES = ("float32", "bfloat16")
@@ -131,7 +131,7 @@ def command_of(name: str, case: Case, environment: Path) -> list[str]:
     """What starts this contender."""
     workload = json.dumps(case.lengths)
     if name not in OPENVINO:
-        module = ["-m", "benchmarks.compare_contenders", name]
+        module = ["-m", "benchmarks.compare.contenders", name]
         return [sys.executable, *module, case.shape, case.dtype, workload]
     folder = environment / "models"
     folder.mkdir(exist_ok=True)

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from alignedserve.loadgen.machine import describe_machine
+from alignedserve.cli.machine import describe_machine
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 def write_result(name: str, figures: Any, *, folder: Path = RESULTS, command: str | None = None) -> Path:

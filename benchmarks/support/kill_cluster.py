@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.kill_schedules import Fault, Hit, Target
 from benchmarks.startup import free_port, wait_ready
+from benchmarks.support.kill_schedules import Fault, Hit, Target
 
 _COMMAND = Path(sys.executable).with_name("alignedserve")
 _ENDS_BY_ITSELF_S = 15.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from alignedserve.microbench.engine.iterations import BESIDE_COPIES, DECODE, ENDED_EARLIER, PREFILL
-from alignedserve.microbench.transfer.pinned_copies import OFFLOAD, PREFETCH
+from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH
 
 MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
 Figures = Mapping[str, Any]  # of one part, as it recorded them
