@@ -45,7 +45,7 @@ def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _gate_rows(activation: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor] | None:
-    """What does so in one pass here."""
+    """Return the one-pass kernel here; None: there is none."""
     fused = fused_kernels("gating", device, dtype)
     if fused is not None:
         on_gpu: Callable[[Tensor], Tensor] = fused.Gates(activation)

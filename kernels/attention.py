@@ -20,7 +20,7 @@ _MIN_GROUP_16_BIT = 4
 
 
 class GatherBuffers:
-    """Buffers that grow to the largest gather and are reused: fresh memory would cost a page fault per 4 KB."""
+    """Buffers that grow to the largest gather and are reused: new memory would cost a page fault per 4 KB."""
 
     __slots__ = ("_device", "_tensors")
 
@@ -29,7 +29,7 @@ class GatherBuffers:
         self._tensors: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """A contiguous [rows, width] buffer with arbitrary content, valid until the next call with this name."""
+        """Return a contiguous [rows, width] buffer of arbitrary content, valid until the next call with this name."""
         size = rows * width
         tensor = self._tensors.get((name, dtype))
         if tensor is None or tensor.numel() < size:
@@ -90,7 +90,7 @@ def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 def gather_context(
     runs: Tensor, run_ids: Tensor, shape: tuple[int, int, int], name: str, buffers: GatherBuffers
 ) -> Tensor:
-    """The first slots of the runs `run_ids`, as `shape` = (context_len, kv_heads, head_dim); `name` of the buffer."""
+    """Gather the first slots of the runs `run_ids` as `shape` = (context_len, kv_heads, head_dim); `name`: the buffer."""
     context_len, kv_heads, head_dim = shape
     return _gather(runs, run_ids, name, buffers).view(-1, kv_heads, head_dim)[:context_len]
 

@@ -24,7 +24,7 @@ SMALLEST, LARGEST = 2.0**-24, 65504.0  # that float16 has
 
 
 def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
-    """Round listed blocks on their way out.
+    """Round listed blocks into rows.
 
     blocks      [num_blocks, runs, block_size, width] float, contiguous: runs are keys and values of every layer,
                 width is kv_heads * head_dim, block_size is even
@@ -43,7 +43,7 @@ def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
 
 
 def dequantise_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
-    """Write listed blocks on their way in; as `quantise_blocks`, and no block twice."""
+    """Write rows to listed blocks, under the terms of `quantise_blocks`; no block twice."""
     kernels = fused_kernels("int8_blocks", blocks.device, blocks.dtype)
     if kernels is not None:
         with on_device(blocks.device):
@@ -78,7 +78,7 @@ def parts_of(rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(count: int, blocks: Tensor) -> Iterator[slice]:
-    """Of a list of blocks: so many at once that what lies between stays in a processor's caches."""
+    """Split a list of blocks so that the intermediate results of each part stay in a processor's caches."""
     step = max(1, _NUMBERS_AT_ONCE // blocks[0].numel())
     return (slice(first, first + step) for first in range(0, count, step))
 

@@ -22,7 +22,7 @@ ONEDNN = "onednn"
 
 
 class _PostOp(NamedTuple):
-    """A nonlinearity as oneDNN names it."""
+    """A nonlinearity under oneDNN's name."""
 
     name: str
     algorithm: str
@@ -38,7 +38,7 @@ _POST_OPS = {
 
 
 class Projection(Protocol):
-    """Whatever computes x [rows, in_width] -> [rows, out_width]: `Linear`, `Int8Linear`, or one that is measured."""
+    """A product x [rows, in_width] -> [rows, out_width]: `Linear`, `Int8Linear`, or one that is measured."""
 
     in_width: int
     out_width: int
@@ -88,7 +88,7 @@ class Linear:
 
 
 def packing(dtype: torch.dtype, device: torch.device) -> str | None:
-    """How weights of this dtype are packed here: a level of the native kernels, ONEDNN, or not at all."""
+    """Return the packing of weights of this dtype here: a level of the native kernels, ONEDNN, or none."""
     levels = packed_levels(dtype, device)
     if levels:
         return levels[0]

@@ -28,7 +28,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 class HeadNorms(NamedTuple):
-    """Of the root mean square norm that some families give every query and key head."""
+    """Parameters of the root mean square norm that some families apply to every query and key head."""
 
     queries: Tensor  # [head_dim]
     keys: Tensor  # [head_dim]
@@ -36,7 +36,7 @@ class HeadNorms(NamedTuple):
 
 
 class HeadPlacement:
-    """Brings queries and keys to their positions, and keys and values into the cache."""
+    """Rotates queries and keys by their positions, and writes keys and values to the cache."""
 
     __slots__ = ("_fused", "_head_dim", "_kv_heads", "_num_heads", "_rows", "angle_dtype")
 

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, row by row independent: what shares the batch never changes a row's result."""
+"""Token sampling from logits. Rows are independent: the rest of the batch never changes a row's result."""
 
 from typing import NamedTuple
 

@@ -26,7 +26,7 @@ LEVELS = ("avx512bf16", "avx2", "plain")
 
 
 class PagedPlan(Protocol):
-    """How the contexts of one batch are divided over cores; good for every layer of one step."""
+    """A division of one batch's contexts over cores, valid for every layer of one step."""
 
     num_rows: int
 
@@ -38,12 +38,12 @@ _native = load_native("Cache")
 
 
 def supported_levels() -> tuple[str, ...]:
-    """The levels that this processor runs, best first; none where the extension was not built."""
+    """Return the levels that this processor runs, best first; none where the extension was not built."""
     return () if _native is None else tuple(_native.supported_levels())
 
 
 class PagedAttention:
-    """Attention over the blocks of one storage. Holds the tensor that it reads; writes none of it."""
+    """Attention over the blocks of one storage, which it only reads."""
 
     def __init__(self, blocks: Tensor, *, group: int, level: str) -> None:
         """`blocks` [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], contiguous, on the CPU,
@@ -64,7 +64,7 @@ class PagedAttention:
         self, block_tables: Int64Array, rows: Int64Array, lengths: Int64Array, window: int | None, num_threads: int
     ) -> PagedPlan:
         """Divide the work of one step: sequence i reads the first lengths[i] tokens of row rows[i] of `block_tables`
-        (the last `window` of them in windowed layers), which must stay as they are until the step is over."""
+        (the last `window` of them in windowed layers), which must stay unchanged until the step ends."""
         plan: PagedPlan = _native.DecodePlan(self._cache, block_tables, rows, lengths, window or 0, num_threads)
         return plan
 
@@ -77,8 +77,8 @@ class PagedAttention:
         window: int | None,
         num_threads: int,
     ) -> PagedPlan:
-        """The same for chunks: of sequence i, the last counts[i] of the first lengths[i] tokens read up to
-        themselves. The token rows of a chunk follow those of the one before."""
+        """Divide the work of chunks likewise: the last counts[i] of the first lengths[i] tokens of sequence i each read
+        up to themselves. The token rows of a chunk follow those of the one before."""
         args = (block_tables, rows, lengths, counts, window or 0, num_threads)
         plan: PagedPlan = _native.ChunkPlan(self._cache, *args)
         return plan

@@ -1,7 +1,7 @@
-"""What every KVTransfer must do: bring exactly the bytes that were sent, or refuse.
+"""The contract of every KVTransfer: deliver exactly the bytes that were sent, or refuse.
 
-Sender and receiver have storages of their own; blocks are scattered on both sides and in between. Checksums, bounds,
-order and generation are the receiver's to check: it is told nothing that it may believe.
+Sender and receiver have separate storages; blocks are scattered on both sides and in between. The receiver checks
+checksums, bounds, order and generation, and trusts no message.
 """
 
 from collections.abc import Callable, Iterator
@@ -366,7 +366,7 @@ class InterferingStorage(BlockStorage):
 
 
 def fetched_while(sent: Sent, interfere: Callable[[], None]) -> bool:
-    """Whether the copy was refused; what was not is right."""
+    """Return whether the copy was refused; assert that it is right otherwise."""
     storage = InterferingStorage(sent.setup.layout, NUM_STORAGE_BLOCKS, sent.setup.medium.device)
     storage.interfere = interfere
     transfer = sent.setup.medium.transfer(storage)

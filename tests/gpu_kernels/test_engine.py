@@ -88,7 +88,7 @@ def test_sequences_that_come_and_go_get_what_they_get_alone(decoder: Decoder, nu
             name = f"r{step}"
             prompt = random_tokens(step, rng.randrange(1, 12))
             for tiny in (crowd, others):
-                tiny.add(name, prompt, kinds[step % 3], room=40)
+                tiny.add(name, prompt, kinds[step % 3], spare_tokens=40)
             running[name] = len(prompt)
         if not running:
             continue

@@ -31,7 +31,7 @@ from tests.support.samples import blocks
 NUM_POOL_BLOCKS, NUM_STORAGE_BLOCKS, BLOCK_SIZE = 24, 16, 8
 SECRET = b"t" * 32
 OWNER = Identity(Role.PREFILL_WORKER, "prefill-0", SECRET, peer_timeout_s=3.0)
-ASKING = Identity(Role.DECODE_WORKER, "decode-0", SECRET, peer_timeout_s=3.0)
+CLIENT = Identity(Role.DECODE_WORKER, "decode-0", SECRET, peer_timeout_s=3.0)
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -89,7 +89,7 @@ class ServedMedium(ShmMedium):
         self._transfers: list[GroupTransfer] = []
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:
-        identity = replace(ASKING, name=f"decode-{len(self._transfers)}")
+        identity = replace(CLIENT, name=f"decode-{len(self._transfers)}")
         transfer = GroupTransfer(storage, self.server.address, identity=identity, transport=self._transport)
         self._transfers.append(transfer)
         return transfer
@@ -115,7 +115,7 @@ class DeviceMedium:
         self._transfers: list[KVTransfer] = []
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:
-        identity = replace(ASKING, name=f"decode-{len(self._transfers)}")
+        identity = replace(CLIENT, name=f"decode-{len(self._transfers)}")
         transfer: KVTransfer
         if self._transport == "cuda_ipc":
             blocks_here = self._buffer.blocks

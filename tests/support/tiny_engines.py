@@ -93,11 +93,11 @@ class TinyEngine:
         sampling: SamplingParams = GREEDY,
         *,
         prompt_len: int | None = None,
-        room: int = 60,
+        spare_tokens: int = 60,
         block_tokens: int | None = None,
     ) -> None:
         """`block_tokens`: layer inputs that a block of the sequence holds; None: keys and values."""
-        count = blocks_for(len(tokens) + room, block_tokens or BLOCK_SIZE)
+        count = blocks_for(len(tokens) + spare_tokens, block_tokens or BLOCK_SIZE)
         blocks = self.blocks[name] = tuple(self.free_blocks.pop() for _ in range(count))
         own_len, is_hidden = prompt_len or len(tokens), block_tokens is not None
         self.engine.add_sequence(NewSequence(RequestId(name), tuple(tokens), own_len, 0, blocks, sampling, is_hidden))
@@ -152,7 +152,7 @@ def random_tokens(seed: int, count: int, vocab_size: int = 199) -> list[int]:
 
 
 def reference_generation(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """What transformers generates greedily after the prompt."""
+    """Return the tokens that transformers generates greedily after the prompt."""
     generated = reference.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -65,7 +65,7 @@ def test_sequences_that_join_and_leave_change_nothing(decoder: Decoder, referenc
     tiny.step(a=21)
     for round_ in range(13):
         name = f"other-{round_}"
-        tiny.add(name, random_tokens(round_, 3 + 5 * round_ % 17), room=20)
+        tiny.add(name, random_tokens(round_, 3 + 5 * round_ % 17), spare_tokens=20)
         tiny.step(**{"a": 1, name: 3 + 5 * round_ % 17})
         tiny.step(a=1, **{name: 1})
         tiny.step(**{name: 1, "a": 1})
@@ -91,7 +91,7 @@ def test_recompute_after_preemption_continues_alike(decoder: Decoder) -> None:
 @pytest.mark.parametrize("num_generated", [1, 2, 3, 4, 5])
 def test_blocks_copied_to_another_engine_continue_alike(decoder: Decoder, num_generated: int) -> None:
     source, target = TinyEngine(decoder), TinyEngine(decoder, seed=3)
-    source.add("a", random_tokens(2, 10), SEEDED, room=0)
+    source.add("a", random_tokens(2, 10), SEEDED, spare_tokens=0)
     later_blocks = source.take_blocks(50)
     source.engine.append_blocks(A, later_blocks)
     source.generate("a", num_generated)
@@ -172,7 +172,7 @@ def test_rows_that_are_not_numbers_fail_alone(folder: Path, reference: Any) -> N
 
 def test_a_prompt_fills_the_context_to_its_end(decoder: Decoder) -> None:
     tiny = TinyEngine(decoder)
-    tiny.add("a", random_tokens(1, MAX_CONTEXT_LEN - 1), room=1)
+    tiny.add("a", random_tokens(1, MAX_CONTEXT_LEN - 1), spare_tokens=1)
     tiny.generate("a", 2)
     assert len(tiny.tokens("a")) == MAX_CONTEXT_LEN + 1
 
@@ -196,7 +196,7 @@ def test_bad_calls_are_broken_invariants(decoder: Decoder) -> None:
     tiny = TinyEngine(decoder, max_sequences=1)
     with pytest.raises(AssertionError, match="unknown request"):
         tiny.step(a=1)
-    tiny.add("a", [4, 5], room=0)
+    tiny.add("a", [4, 5], spare_tokens=0)
     with pytest.raises(AssertionError, match="more sequences"):
         tiny.add("b", [4, 5])
     with pytest.raises(AssertionError, match="twice"):

@@ -1,4 +1,4 @@
-"""A room in a process of its own: known errors are kept for whoever asks, anything else ends the process."""
+"""A service in its own process: known errors are kept for its creator, any other error ends the process."""
 
 import subprocess
 import sys
