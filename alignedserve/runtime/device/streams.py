@@ -132,7 +132,8 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream. Its first work comes after earlier work on the device's current stream, such as loading weights."""
+    """A CUDA stream. Its first work comes after earlier work on the device's current stream, such as loading
+    weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = _CUDA.Stream(device)

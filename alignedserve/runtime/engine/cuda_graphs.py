@@ -75,7 +75,8 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[FixedArrays, Callable[[], Tensor]]] = {}
 
     def run(self, step: StepBatch) -> Tensor | None:
-        """Return logits [token rows, vocab_size] of a step of decodes, valid until the next one; None: it has no graph."""
+        """Return logits [token rows, vocab_size] of a step of decodes, valid until the next one; None: it has
+        no graph."""
         arrays = step.host_arrays
         size = len(step.token_ids)
         if size not in self.sizes or len(arrays[-1]) > self._max_entries:

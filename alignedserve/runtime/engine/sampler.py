@@ -135,7 +135,8 @@ class Sampler:
 
 
 def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprob]:
-    """Return log-probabilities of each row's token and its `counts[row]` likeliest. logits [rows, vocabulary] float32."""
+    """Return log-probabilities of each row's token and its `counts[row]` likeliest. logits [rows, vocabulary]
+    float32."""
     chosen, values, ids = (tensor.tolist() for tensor in top_logprobs(logits, token_ids, max(counts)))
     return [
         TokenLogprob(token_id, chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)))

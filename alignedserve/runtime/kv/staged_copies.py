@@ -52,7 +52,8 @@ class StagedCopies:
         return torch.empty((num_rows, self._codec.row_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def copy_out(self, block_ids: IntArray, rows: Tensor) -> None:
-        """Enqueue rows[i] = block_ids[i]. `rows` come from `pinned` and are not touched before a later event is done."""
+        """Enqueue rows[i] = block_ids[i]. `rows` come from `pinned` and are not touched before a later event is
+        done."""
         for first in range(0, len(block_ids), self._piece):
             part = block_ids[first : first + self._piece]
             target = rows[first : first + len(part)]

@@ -167,7 +167,8 @@ def _connected(address: str, timeout_s: float) -> socket.socket:
 
 
 def listen_at(address: str) -> socket.socket:
-    """Return a listening socket at `unix:/path` or `tcp:host:port` (0: any free port). Raises OSError when it is taken."""
+    """Return a listening socket at `unix:/path` or `tcp:host:port` (0: any free port). Raises OSError when it
+    is taken."""
     kind, _, rest = address.partition(":")
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

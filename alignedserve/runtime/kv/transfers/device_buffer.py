@@ -107,7 +107,8 @@ class DeviceBuffer:
     def relay_from(
         self, source: Arena, copy: BlockCopy, block_ids: Sequence[BlockId], generation: int
     ) -> tuple[BlockRun, ...]:
-        """Copy from an arena into this buffer as `relay` does. Raises HandoffRejected; no lease holds the blocks then."""
+        """Copy from an arena into this buffer as `relay` does. Raises HandoffRejected; no lease holds the
+        blocks then."""
         num_sent = copy.num_blocks
         check_target(block_ids, num_sent, generation, self.num_blocks)
         try:
