@@ -41,7 +41,7 @@ class GatherBuffers:
 def attend_decode(
     queries: Tensor, key_runs: Tensor, value_runs: Tensor, run_ids: Tensor, mask: Tensor, buffers: GatherBuffers
 ) -> Tensor:
-    """One query token for each of `sequences` sequences.
+    """Compute attention of one query token for each of `sequences` sequences.
 
     queries    [sequences, kv_heads, group, head_dim]
     key_runs   [runs, block_size * kv_heads * head_dim]; value_runs alike
@@ -67,7 +67,7 @@ def attend_decode(
 
 
 def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Several new tokens of one sequence.
+    """Compute attention of several new tokens of one sequence.
 
     queries    [tokens, kv_heads, group, head_dim]
     keys       [context, kv_heads, head_dim]; values alike; the new tokens are the last of the context

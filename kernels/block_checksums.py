@@ -20,7 +20,8 @@ G, C1, C2 = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 
 
 def row_checksums(rows: Tensor, keys: Tensor) -> Tensor:
-    """rows uint8 [count, any multiple of 8], contiguous; keys int64 [count], on the same device -> int64 [count]."""
+    """Compute rows uint8 [count, any multiple of 8], contiguous; keys int64 [count], on the same device -> int64
+    [count]."""
     kernels = fused_kernels("row_checksums", rows.device, rows.dtype)
     if kernels is not None:
         with on_device(rows.device):

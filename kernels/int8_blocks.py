@@ -68,8 +68,8 @@ def plain_dequantise(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
 
 
 def parts_of(rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded numbers [count, runs, block_size, width] and the ranges [count, runs, 2, width] in copies of blocks
-    [num_blocks, runs, block_size, width]."""
+    """Return the rounded numbers [count, runs, block_size, width] and the ranges [count, runs, 2, width] in copies of
+    blocks [num_blocks, runs, block_size, width]."""
     _, runs, block_size, width = blocks.shape
     num_numbers = runs * block_size * width
     assert rows.shape[1] == num_numbers + RANGE_BYTES * runs * width, "rows are of other blocks"
@@ -88,6 +88,6 @@ def _quantise(x: Tensor, rounded: Tensor, ranges: Tensor) -> None:
     lowest, highest = x.amin(dim=-2), x.amax(dim=-2)
     ranges[:, :, 0] = ((highest - lowest) / LEVELS).clamp(SMALLEST, LARGEST)
     ranges[:, :, 1] = lowest.clamp(-LARGEST, LARGEST)
-    steps, lowest = ranges.float().unbind(dim=2)  # as they are kept, so that rounding them is no error of its own
+    steps, lowest = ranges.float().unbind(dim=2)  # in the stored precision, so that rounding the ranges adds no error
     scaled = (x - lowest[:, :, None]) / steps[:, :, None]
     rounded.copy_(scaled.nan_to_num_(0.0).round_().clamp_(0.0, LEVELS))

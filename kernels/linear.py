@@ -44,7 +44,7 @@ class Projection(Protocol):
     out_width: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width], rows >= 1, stays as it is -> [rows, out_width]."""
+        """Multiply x [rows, in_width], rows >= 1, unchanged -> [rows, out_width]."""
 
 
 class Linear:
@@ -83,7 +83,7 @@ class Linear:
             self._multiply = _product(weight, bias, activation, allow_packing)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         return self._multiply(x)
 
 
@@ -120,7 +120,7 @@ class OneDnnLinear:
         self._post_op = _POST_OPS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width] -> [rows, out_width]."""
+        """Multiply x [rows, in_width] -> [rows, out_width]."""
         name, algorithm = self._post_op
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, name, [], algorithm)
         return product

@@ -15,10 +15,10 @@ class Norm(Protocol):
     """Normalisation before, or after, the parts of a layer."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., width] -> normalised over the last dimension, dtype of x; x stays as it is."""
+        """Normalise x [..., width] -> normalised over the last dimension, dtype of x; x stays as it is."""
 
     def after_adding_(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual += x, both [rows, width] -> the normalised residual. x stays as it is."""
+        """Add residual += x, both [rows, width], and return the normalised residual; x stays unchanged."""
 
 
 class LayerNorm:
@@ -66,7 +66,7 @@ class RmsNorm:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same in plain PyTorch, x of any shape [..., width]."""
+    """Normalise in plain PyTorch, x of any shape [..., width]."""
     shape = tuple(weight.shape)
     if x.dtype == torch.float32:
         return functional.rms_norm(x, shape, weight, eps)

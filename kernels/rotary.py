@@ -11,7 +11,8 @@ from kernels.norm import rms_norm
 
 
 def rotary_angles(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [tokens], inverse_frequencies [rotary_dim / 2] float32 -> cos, sin [tokens, 1, rotary_dim / 2]."""
+    """Compute positions [tokens], inverse_frequencies [rotary_dim / 2] float32 -> cos, sin [tokens, 1,
+    rotary_dim / 2]."""
     angles = positions.to(torch.float32)[:, None, None] * inverse_frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -58,7 +59,8 @@ class HeadPlacement:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: queries and keys are normalised and rotated in place.
+        """Place fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: queries and keys are normalised and rotated in
+        place.
 
         norms      None: heads are rotated as they are
         rotation   cos, sin [tokens, 1, rotary_dim / 2] in `angle_dtype`; None: nothing is rotated

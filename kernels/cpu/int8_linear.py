@@ -55,7 +55,7 @@ class Int8Linear:
         self._multiply = _OneDnnInt8(weight, bias, then)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         return self._multiply(x)
 
 

@@ -69,7 +69,7 @@ class PackedLinear:
         return int(self._weight.num_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width], rows >= 1, possibly strided -> [rows, out_width]."""
+        """Multiply x [rows, in_width], rows >= 1, possibly strided -> [rows, out_width]."""
         num_rows = x.shape[0]
         assert x.ndim == 2, f"not rows: {x.shape}"
         assert x.shape[1] == self.in_width, f"not rows of {self.in_width}: {x.shape}"

@@ -31,7 +31,7 @@ class PagedPlan(Protocol):
     num_rows: int
 
     def run(self, layer: int, is_windowed: bool, queries: int, query_stride: int, out: int, out_stride: int, /) -> None:
-        """Addresses and row strides (in elements) of [rows, num_heads, head_dim] tensors."""
+        """Run on addresses and row strides (in elements) of [rows, num_heads, head_dim] tensors."""
 
 
 _native = load_native("Cache")
@@ -84,8 +84,8 @@ class PagedAttention:
         return plan
 
     def run(self, plan: PagedPlan, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """queries, out [tokens, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided. The keys and
-        values of all tokens are in the blocks."""
+        """Fill `out` from queries, both [tokens, kv_heads, group, head_dim], dtype of the blocks, rows possibly
+        strided. The keys and values of all tokens are in the blocks."""
         self._check(queries, plan.num_rows)
         self._check(out, plan.num_rows)
         plan.run(layer, is_windowed, queries.data_ptr(), queries.stride(0), out.data_ptr(), out.stride(0))

@@ -63,7 +63,7 @@ def decode_batch(
 def paged_decode(
     queries: Tensor, out: Tensor, view: BlockView, batch: DecodeBatch, *, window: int | None = None
 ) -> None:
-    """Attention of one query token per context over its keys and values, its own included, in the blocks.
+    """Compute attention of one query token per context over its keys and values, its own included, in the blocks.
 
     queries, out   [rows, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided
     window         how many of the last tokens are read; None: all

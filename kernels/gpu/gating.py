@@ -20,7 +20,7 @@ class Gates:
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, 2 * width], gates first, rows possibly strided -> [rows, width], dtype of x."""
+        """Gate x [rows, 2 * width], gates first, rows possibly strided -> [rows, width], dtype of x."""
         num_rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
         if num_rows:

@@ -29,7 +29,7 @@ class HeadRows:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: its queries and keys are changed in place.
+        """Place fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: its queries and keys are changed in place.
 
         norm       None: heads stay as they are before the rotation
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32, contiguous; None: nothing is rotated

@@ -70,7 +70,7 @@ def chunk_tiles(lengths: Int64Array, counts: Int64Array, *, group: int, query_ro
 def paged_prefill(
     queries: Tensor, out: Tensor, view: BlockView, batch: ChunkBatch, *, window: int | None = None
 ) -> None:
-    """Attention of every query token over the keys and values up to its own, in the blocks.
+    """Compute attention of every query token over the keys and values up to its own, in the blocks.
 
     queries, out   [tokens, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided
     window         how many of the last tokens up to its own a token reads; None: all

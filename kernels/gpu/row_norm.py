@@ -21,8 +21,8 @@ class RowNorm:
         self._is_rms = is_rms
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [rows, width] -> normalised [rows, width], dtype of x. With `residual` of the same shape, residual += x
-        first, in place, and the result is the normalised residual. Rows may be strided."""
+        """Normalise x [rows, width] -> normalised [rows, width], dtype of x. With `residual` of the same shape,
+        residual += x first, in place, and the result is the normalised residual. Rows may be strided."""
         num_rows, width = x.shape
         out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
         if not num_rows:

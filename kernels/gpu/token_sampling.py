@@ -30,7 +30,7 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """One token of each row -> its id [rows] int64, and whether the row is usable [rows] bool.
+    """Sample one token of each row -> its id [rows] int64, and whether the row is usable [rows] bool.
 
     logits       [rows, vocabulary] float32, bfloat16 or float16, rows possibly strided; left as they are
     parameters   the columns of RowParameters, on the same device

@@ -51,7 +51,7 @@ def flash_prompts() -> WholePrompts | None:
     def prompts(
         queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int, window: int | None
     ) -> Tensor:
-        """queries [tokens, heads, head_dim]; keys, values [tokens, kv_heads, head_dim] -> as queries."""
+        """Compute queries [tokens, heads, head_dim]; keys, values [tokens, kv_heads, head_dim] -> as queries."""
         result: Tensor = varlen(
             queries,
             keys,

@@ -73,7 +73,7 @@ class SequenceTable:
             raise AssertionError(f"unknown request {error}") from error
 
     def add(self, sequence: NewSequence) -> int:
-        """Give the sequence a row and return it."""
+        """Assign a row to the sequence and return it."""
         request_id, count = sequence.request_id, len(sequence.token_ids)
         assert request_id not in self._row_of, f"request {request_id} added twice"
         assert self._free_rows, "more sequences than max_sequences"

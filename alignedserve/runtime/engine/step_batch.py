@@ -102,7 +102,7 @@ class BatchBuilder:
         return self._build(rows, rows[:0], _NO_ROWS)
 
     def build_padding(self, size: int) -> StepBatch:
-        """Build a batch of so many padding rows."""
+        """Build a batch of `size` padding rows."""
         return self._build(_NO_ROWS, _NO_ROWS, _NO_ROWS, size)
 
     def complete(self, step: StepBatch) -> None:

@@ -84,11 +84,11 @@ class BlockStorage:
         return self.layout.runs_per_block * self.layout.block_size
 
     def layer_keys(self, layer: int) -> Tensor:
-        """Keys of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Return the keys of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
         return self._layer_view(layer, 0)
 
     def layer_values(self, layer: int) -> Tensor:
-        """Values of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Return the values of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
         return self._layer_view(layer, 1)
 
     @property
@@ -99,19 +99,20 @@ class BlockStorage:
         return self._blocks.view(self.num_blocks, *sizes)
 
     def key_runs(self, layer: int) -> Tensor:
-        """Contiguous rows [.., block_size * kv_width], the first one block 0's keys of this layer; see `run_stride`."""
+        """Return contiguous rows [.., block_size * kv_width], first block 0's keys of this layer; see `run_stride`."""
         return self._key_runs[layer]
 
     def value_runs(self, layer: int) -> Tensor:
-        """Like `key_runs`, for values."""
+        """Return rows as `key_runs` does, for values."""
         return self._value_runs[layer]
 
     def key_slots(self, layer: int) -> Tensor:
-        """Contiguous rows [.., kv_width] that start with block 0's first key of this layer; see `slot_stride`."""
+        """Return contiguous rows [.., kv_width] that start with block 0's first key of this layer; see
+        `slot_stride`."""
         return self._key_slots[layer]
 
     def value_slots(self, layer: int) -> Tensor:
-        """Like `key_slots`, for values."""
+        """Return rows as `key_slots` does, for values."""
         return self._value_slots[layer]
 
     def input_slots(self, layer: int, hidden_size: int) -> Tensor:

@@ -304,7 +304,7 @@ def _parse(definition: str) -> Any:
 
 
 def _read_text(path: Path, limit: int) -> str | None:
-    """The file's text, None when there is no file."""
+    """Return the file's text; None when there is no file."""
     try:
         with path.open("rb") as file:
             raw = file.read(limit + 1)

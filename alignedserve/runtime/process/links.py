@@ -118,7 +118,7 @@ class Link(asyncio.Protocol):
         self._write(self._codec.encode(message))
 
     def close(self) -> None:
-        """Drop the connection now; what is queued and unsent is lost."""
+        """Drop the connection now; unsent messages are lost."""
         if self._transport is not None:
             self._transport.abort()
 

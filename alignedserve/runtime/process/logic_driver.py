@@ -64,18 +64,18 @@ class LogicDriver(Generic[EventT, CommandT]):
             self._recorder.write()
 
     def on_linked(self, peer: Peer) -> None:
-        """LinkHandler."""
+        """See LinkHandler."""
         self.dispatch(PeerConnected(peer.role, peer.name))
 
     def on_message(self, peer: Peer, message: Message) -> None:
-        """LinkHandler."""
+        """See LinkHandler."""
         if isinstance(message, RegistrationRefused):
             logger.error("the router refuses this process: %s", message.reason)
             return
         self.dispatch(Received(peer.name, message))
 
     def on_lost(self, peer: Peer) -> None:
-        """LinkHandler."""
+        """See LinkHandler."""
         self.dispatch(PeerDisconnected(peer.role, peer.name))
 
     async def close(self) -> None:

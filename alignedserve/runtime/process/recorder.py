@@ -82,7 +82,7 @@ class Recorder:
 
     def _fail(self, error: OSError) -> None:
         file, self._file = self._file, None
-        assert file is not None, "no file to give up"
+        assert file is not None, "no open file"
         logger.error("%s cannot be written and ends here: %s", file.name, error.strerror)
         try:
             file.close()
