@@ -40,6 +40,7 @@ from tests.harnesses.transfer import (
     run_of,
 )
 from tests.support.samples import blocks
+from tests.support.stored_blocks import write_blocks
 
 
 def cases() -> Iterator[object]:
@@ -406,7 +407,7 @@ def test_a_stray_write_while_blocks_are_fetched_is_refused(sent: Sent, block_id:
 def test_a_stray_write_while_blocks_are_offloaded_changes_nothing_or_is_refused(setup: Setup) -> None:
     storage = InterferingStorage(setup.layout, NUM_STORAGE_BLOCKS, setup.medium.device)
     storage.interfere = stray_writer(setup.medium, 6)
-    storage.write_blocks(blocks(0, 1), content(setup.sender, [0, 1]))
+    write_blocks(storage, blocks(0, 1), content(setup.sender, [0, 1]))
     setup.medium.stamp(blocks(6, 7), 3)
     transfer = setup.medium.transfer(storage)
     (runs,) = transfer.offload([OffloadRequest(blocks(0, 1), blocks(6, 7), 3)])

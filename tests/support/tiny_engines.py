@@ -43,9 +43,7 @@ def tiny_decoder(
 def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE, *, has_scratch: bool = False) -> BlockStorage:
     layout = decoder.config.block_layout(block_size, decoder.dtype_name)
     storage = BlockStorage(layout, NUM_BLOCKS, decoder.device, has_scratch=has_scratch)
-    for layer in range(decoder.config.num_layers):
-        storage.layer_keys(layer).fill_(float("nan"))
-        storage.layer_values(layer).fill_(float("nan"))
+    storage.blocks.fill_(float("nan"))
     return storage
 
 

@@ -222,5 +222,5 @@ def _chunk_mask(before: int, num_tokens: int, window: int | None, storage: Block
     is_hidden = others > own
     if window is not None:
         is_hidden |= others <= own - window
-    mask = torch.zeros(is_hidden.shape, dtype=storage.layer_keys(0).dtype, device=storage.device)
+    mask = torch.zeros(is_hidden.shape, dtype=storage.blocks.dtype, device=storage.device)
     return mask.masked_fill_(is_hidden, -float("inf"))

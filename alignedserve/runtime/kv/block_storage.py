@@ -25,7 +25,6 @@ from alignedserve.runtime.kv.pending_copies import PendingCopies
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 
 BlockIds = Sequence[BlockId] | npt.NDArray[np.int64]
-ByteRows = memoryview | npt.NDArray[np.uint8]
 
 _MADV_POPULATE_WRITE = 23  # of Linux; Python has no name for it yet
 
@@ -83,14 +82,6 @@ class BlockStorage:
         """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`."""
         return self.layout.runs_per_block * self.layout.block_size
 
-    def layer_keys(self, layer: int) -> Tensor:
-        """Return the keys of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
-        return self._layer_view(layer, 0)
-
-    def layer_values(self, layer: int) -> Tensor:
-        """Return the values of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
-        return self._layer_view(layer, 1)
-
     @property
     def blocks(self) -> Tensor:
         """All blocks [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on their device."""
@@ -122,25 +113,6 @@ class BlockStorage:
         return self._blocks.view(-1)[start:].view(-1, hidden_size)
 
     # On the host, once pending copies of the blocks are done. From any thread.
-
-    def read_blocks(self, block_ids: BlockIds, out: ByteRows) -> None:
-        """Copy whole blocks out, one per row of `out`: uint8 [len(block_ids), block_bytes], writable."""
-        ids = self._checked(block_ids)
-        rows = self._byte_rows(out, len(ids))
-        assert rows.flags.writeable, "the target of read_blocks is read-only"
-        self.pending_copies.synchronize(ids)
-        if self._host is not None:
-            np.take(self._host, ids, axis=0, out=rows, mode="clip")
-            return
-        for target, source in zip(rows, self.rows_to_read(block_ids), strict=True):
-            target[:] = source
-
-    def write_blocks(self, block_ids: BlockIds, source: ByteRows) -> None:
-        """Overwrite whole blocks, one per row of `source`: uint8 [len(block_ids), block_bytes]. Ids are distinct."""
-        rows = self._byte_rows(source, len(block_ids))
-        # Targets first: their iterator, advanced past its end, copies the last staged rows.
-        for target, row in zip(self.rows_to_write(block_ids), rows, strict=True):
-            target[:] = row
 
     def rows_to_read(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
         """Iterate over the bytes of these blocks. A row is valid until the iterator is advanced."""
@@ -181,23 +153,11 @@ class BlockStorage:
     def _staged(self, stream_name: str) -> StagedCopies:
         return StagedCopies(exact_codec(self._bytes), streams_of(self.device).stream(stream_name), self.device)
 
-    def _layer_view(self, layer: int, which: int) -> Tensor:
-        layout = self.layout
-        shape = (self.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        return self._blocks.view(shape)[:, layer, which]
-
     def _checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         ids = np.asarray(block_ids, dtype=np.int64)
         assert ids.ndim == 1, "block ids must be a flat list"
         assert not len(ids) or (ids.min() >= 0 and ids.max() < self.num_blocks), "a block id outside the storage"
         return ids
-
-    def _byte_rows(self, rows: ByteRows, count: int) -> npt.NDArray[np.uint8]:
-        array = np.frombuffer(rows, dtype=np.uint8) if isinstance(rows, memoryview) else rows
-        assert array.dtype == np.uint8, "blocks are copied as bytes (uint8)"
-        assert array.size == count * self.layout.block_bytes, "the buffer does not fit the blocks"
-        assert array.flags.c_contiguous, "the buffer must be contiguous"
-        return array.reshape(count, self.layout.block_bytes)
 
 
 def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:

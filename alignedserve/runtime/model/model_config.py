@@ -136,10 +136,6 @@ class ModelConfig:
         """Return the bytes of one token's keys and values on all layers."""
         return 2 * self.num_layers * self.kv_width * DTYPE_BYTES[dtype]
 
-    def hidden_token_bytes(self, dtype: str) -> int:
-        """Return the bytes of one token's layer inputs on all layers (the hidden cache)."""
-        return self.num_layers * self.hidden_size * DTYPE_BYTES[dtype]
-
     def hidden_block_tokens(self, block_size: int) -> int | None:
         """Return the tokens whose layer inputs fill a block of keys and values; None, where a hidden cache does not
         pay: no more than `block_size`, or with a remainder."""

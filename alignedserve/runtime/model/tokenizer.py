@@ -74,11 +74,6 @@ class Tokenizer:
         return cls(definition, _special_tokens_of(config), template)
 
     @property
-    def has_chat_template(self) -> bool:
-        """Return whether chat completions can be served."""
-        return self._template is not None
-
-    @property
     def bos_token_id(self) -> int | None:
         """Return the token that begins a document, if the model has one."""
         token = self._special_tokens.get("bos_token")

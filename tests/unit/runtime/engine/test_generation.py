@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import NewSequence
+from tests.support.stored_blocks import read_blocks, write_blocks
 from tests.support.tiny_engines import (
     BLOCK_SIZE,
     GREEDY,
@@ -97,10 +97,9 @@ def test_blocks_copied_to_another_engine_continue_alike(decoder: Decoder, num_ge
     source.generate("a", num_generated)
     num_cached = source.engine.num_computed(A)
     assert num_cached == 10 + num_generated - 1
-    copied = np.zeros((blocks_for(num_cached, BLOCK_SIZE), source.storage.layout.block_bytes), np.uint8)
-    source.storage.read_blocks((source.blocks["a"] + later_blocks)[: len(copied)], copied)
+    copied = read_blocks(source.storage, (source.blocks["a"] + later_blocks)[: blocks_for(num_cached, BLOCK_SIZE)])
     blocks = target.take_blocks(60)
-    target.storage.write_blocks(blocks[: len(copied)], copied)
+    write_blocks(target.storage, blocks[: len(copied)], copied)
     target.engine.add_sequence(NewSequence(A, source.engine.token_ids(A), 10, num_cached, blocks, SEEDED))
     source.generate("a", 20)
     target.generate("a", 20)
@@ -112,12 +111,11 @@ def test_garbage_after_the_cached_tokens_is_cleared(decoder: Decoder) -> None:
     source.add("a", random_tokens(2, 10))
     source.step(a=10)
     blocks = target.take_blocks(40)
-    copied = np.zeros((3, source.storage.layout.block_bytes), np.uint8)
-    source.storage.read_blocks(source.blocks["a"][:3], copied)
-    target.storage.write_blocks(blocks[:3], copied)
+    copied = read_blocks(source.storage, source.blocks["a"][:3])
+    write_blocks(target.storage, blocks[:3], copied)
     for layer in range(decoder.config.num_layers):
-        target.storage.layer_keys(layer)[blocks[2], 2:] = float("nan")
-        target.storage.layer_values(layer)[blocks[2], 2:] = float("nan")
+        target.storage.blocks[:, layer, 0][blocks[2], 2:] = float("nan")
+        target.storage.blocks[:, layer, 1][blocks[2], 2:] = float("nan")
     target.engine.add_sequence(NewSequence(A, source.engine.token_ids(A), 10, 10, blocks, GREEDY))
     assert [token.token_id for token in target.generate("a", 5)] == [t.token_id for t in source.generate("a", 5)]
 

@@ -132,6 +132,6 @@ def test_recomputed_keys_and_values_are_the_same_bits(tmp_path: Path) -> None:
     layer = decoder.config.num_layers - 1
     hidden = both[1].engine._builder._hidden
     assert hidden is not None
-    own = both[0].storage.layer_keys(layer)[list(both[0].blocks["a"][:10])].flatten(0, 1)
-    again = hidden.recomputed.layer_keys(0)[:10].flatten(0, 1)
+    own = both[0].storage.blocks[:, layer, 0][list(both[0].blocks["a"][:10])].flatten(0, 1)
+    again = hidden.recomputed.blocks[:, 0, 0][:10].flatten(0, 1)
     assert torch.equal(own, again)
