@@ -25,9 +25,8 @@ from alignedserve.runtime.device.devices import worker_devices
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
-from alignedserve.scheduling.factory import make_scheduler
 from decode_worker.colocated.logic import ColocatedCommand
-from decode_worker.factory import iteration_limits, make_colocated_logic, memory_of
+from decode_worker.factory import make_colocated_logic, memory_of
 
 _BLOCK_SIZE = 16
 _MAX_TOKENS = 2048
@@ -79,7 +78,8 @@ class LLM:
         self._logic = make_colocated_logic(
             registered=registered,
             memory=memory_of(config, self._engine.layout, num_blocks=self._engine.num_blocks),
-            scheduler=make_scheduler(SchedulingConfig(policy="fcfs"), iteration_limits(config)),
+            config=config,
+            scheduling=SchedulingConfig(policy="fcfs"),
             eos_token_ids=self._engine.eos_token_ids,
         )
         self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, _ROUTER), 0.0), {})

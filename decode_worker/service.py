@@ -12,7 +12,7 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.transfers.registry import AUTO
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
-from decode_worker.iteration_log.writer import leave_ledger
+from decode_worker.iteration_log_writer import try_write_iterations
 from decode_worker.logic import DecodeEvent, DecodeLogic, WorkCommand
 
 
@@ -31,11 +31,11 @@ class DecodeWorker:
         """`make`: makes its logic, out of what can be recorded."""
         logic = make()
         self._engine = engine
-        self._ledger_path = process_spec.log_folder / f"{process_spec.name}.ledger.jsonl"
+        self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self._pool_name = pool_name
         identity = process_spec.identity()
         self._copier: BlockCopier = engine.copier(identity, transport=transport)
-        self.ledger = logic.ledger
+        self.iteration_log = logic.iteration_log
         self._driver: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
             logic, identity, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
@@ -46,10 +46,10 @@ class DecodeWorker:
             self._driver.links.dial(address)
 
     async def close(self) -> None:
-        """Drop the links, end the threads and leave the ledger behind."""
+        """Drop the links, end the threads and write the iteration log."""
         await self._driver.close()
         self._engine.close()
-        leave_ledger(self._ledger_path, self.ledger.records())
+        try_write_iterations(self._iteration_log_path, self.iteration_log.records())
 
     def _perform(self, command: WorkCommand) -> None:
         match command:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from alignedserve.batches.interfaces import ClusterTotals, LineAnswer, LineBroken, LineCall, LineNotTaken
+from alignedserve.batches.interfaces import ClusterTotals, LineFailed, LineRejected, LineRequest, LineResponse
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
 from alignedserve.core.request import Slo
@@ -29,12 +29,12 @@ FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
 
 class ClusterLineRunner:
-    """A LineRunner that generates in the cluster."""
+    """Implements LineRunner with a gateway's services."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def run(self, call: LineCall) -> LineAnswer:
+    async def run(self, call: LineRequest) -> LineResponse:
         """Run one line; see LineRunner."""
         try:
             request = await self._build_request(call)
@@ -46,7 +46,7 @@ class ClusterLineRunner:
         except GenerationError as error:
             return _failure(error, has_started=generation.has_started)
         usage = generation.usage()
-        return LineAnswer(200, body, usage["prompt_tokens"], usage["completion_tokens"])
+        return LineResponse(200, body, usage["prompt_tokens"], usage["completion_tokens"])
 
     def cluster_totals(self) -> ClusterTotals | None:
         """Return the totals of the cluster; see LineRunner."""
@@ -56,7 +56,7 @@ class ClusterLineRunner:
         totals = status.iteration_log
         return ClusterTotals(totals.num_requests, totals.wall_s, totals.nothing_to_do_s)
 
-    async def _build_request(self, call: LineCall) -> GenerationRequest:
+    async def _build_request(self, call: LineRequest) -> GenerationRequest:
         """Return the line's request. Raises InvalidRequest: the line can never be run."""
         check_shape(call.body, self._services.config.max_json_depth)
         headers = {} if call.deadline_s is None else {DEADLINE_HEADER: f"{call.deadline_s * 1000.0:.3f}"}
@@ -84,14 +84,14 @@ def _at_best_effort(fields: FieldsT) -> FieldsT:
     return fields.model_copy(update={"service_tier": _BEST_EFFORT})
 
 
-def _failure(error: GenerationError, *, has_started: bool) -> LineAnswer:
+def _failure(error: GenerationError, *, has_started: bool) -> LineResponse:
     """Return the final answer of a line that can never succeed. Raises LineNotTaken or LineBroken for a retry."""
     if isinstance(error, Unservable):
         return _error_answer(error)
     if isinstance(error, Overloaded) or (isinstance(error, Unavailable) and not has_started):
-        raise LineNotTaken(str(error), retry_after_s=error.retry_after_s or _RETRY_AFTER_S) from error
-    raise LineBroken(str(error)) from error
+        raise LineRejected(str(error), retry_after_s=error.retry_after_s or _RETRY_AFTER_S) from error
+    raise LineFailed(str(error)) from error
 
 
-def _error_answer(error: AlignedServeError) -> LineAnswer:
-    return LineAnswer(http_error_of(error).status, error_body(error))
+def _error_answer(error: AlignedServeError) -> LineResponse:
+    return LineResponse(http_error_of(error).status, error_body(error))

@@ -8,7 +8,6 @@ import msgspec
 from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, BatchStores, open_stores
-from alignedserve.batches.run import Limits, Rooms
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
@@ -50,7 +49,7 @@ class BatchService:
         self._driver_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Dial the cluster and start the driver. Raises ModelError or StorageError."""
+        """Connect to the cluster and start the driver. Raises ModelError or StorageError."""
         tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder)
         self._stores = open_stores(self._location)
         self._backend = ClusterBackend(self._links, self._config)
@@ -62,19 +61,12 @@ class BatchService:
             reply_to=self._links.own_address,
         )
         await self._backend.start()
-        limits = self._location.config
         driver = BatchDriver(
-            rooms=Rooms(self._stores.book, self._stores.blobs, self._stores.logs, ClusterLineRunner(services)),
-            limits=Limits(
-                models=(self._model.name,),
-                max_lines=limits.max_lines,
-                max_line_bytes=limits.max_line_bytes,
-                max_attempts=limits.max_attempts,
-                assumed_tokens_per_s=limits.assumed_tokens_per_s,
-                file_lifetime_s=limits.file_lifetime_s,
-            ),
+            stores=self._stores,
+            runner=ClusterLineRunner(services),
+            config=self._location.config,
+            models=(self._model.name,),
             max_in_flight=self._max_in_flight,
-            lock_path=self._location.lock_path,
         )
         self._driver_task = start_background(driver.run(), "the driver of batches")
         logger.info("%s drives the batches of %s", self._links.identity.name, self._location.folder)
@@ -90,4 +82,4 @@ class BatchService:
             await backend.stop()
         stores, self._stores = self._stores, None
         if stores is not None:
-            await stores.records.close()
+            await stores.repository.close()

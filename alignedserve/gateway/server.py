@@ -90,7 +90,7 @@ class GatewayServer:
             await http.stop()
         stores, self._stores = self._stores, None
         if stores is not None:
-            await stores.records.close()
+            await stores.repository.close()
 
 
 class HttpServer:

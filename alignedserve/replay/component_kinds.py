@@ -60,14 +60,14 @@ _SCHEMAS: dict[str, ComponentSchema] = {
         ComponentSchema(router_factory.make_logic, RouterInbound, (LengthPredicted,)),
         ComponentSchema(pool_factory.make_logic, PoolInbound),
         ComponentSchema(
-            prefill_factory.make_live_logic,
+            prefill_factory.make_logic,
             PrefillWorkerInbound,
             (IterationCompleted, BlocksLoaded, BlocksOffloaded, BlocksRelayed, BufferOpened),
         ),
         ComponentSchema(
-            decode_factory.make_live_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
+            decode_factory.make_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
         ),
-        ComponentSchema(decode_factory.make_live_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
+        ComponentSchema(decode_factory.make_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
     )
 }
 

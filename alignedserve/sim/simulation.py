@@ -14,9 +14,6 @@ from alignedserve.messages.events import TICK_S
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.factory import (
-    make_decode_iteration_scheduler,
-    make_iteration_scheduler,
-    make_scheduler,
     resolve_policy,
 )
 from alignedserve.scheduling.policies import require_policy
@@ -36,6 +33,7 @@ from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.gateway import GATEWAY, ROUTER, SimulatedGateway
 from alignedserve.sim.result import SimulationResult, classes_of, worker_of
 from alignedserve.sim.shared_cores import SharedCores
+from alignedserve.worker_core.registration import registration_of
 from alignedserve.workload.requests import Workload
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
@@ -136,16 +134,20 @@ class Simulation:
     def _add_prefill_worker(self, number: int, node: int) -> str:
         config = self._config.cluster.prefill
         num_blocks = self._config.layout.blocks_in(config.kv_cache_bytes)
-        registered = prefill_factory.registration_of(
-            config, self._config.layout, num_blocks=num_blocks, pool_name=_pool(node)
+        registered = registration_of(
+            self._config.layout,
+            num_blocks=num_blocks,
+            max_running_requests=config.max_running_requests,
+            pool_name=_pool(node),
+            can_prefill=True,
         )
         costs = self._config.prefill_costs or self._config.decode_costs
-        limits = prefill_factory.iteration_limits(config)
         logic = prefill_factory.make_logic(
             registered=registered,
             config=config,
-            pacing=make_iteration_scheduler(self._config.cluster.scheduling, limits, self._known(costs)),
+            scheduling=self._config.cluster.scheduling,
             eos_token_ids=_EOS_TOKEN_IDS,
+            costs=self._known(costs),
         )
         return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, logic, _pool(node), costs)
 
@@ -153,21 +155,36 @@ class Simulation:
         config, layout = self._config.cluster.decode, self._config.layout
         num_blocks = layout.blocks_in(config.kv_cache_bytes)
         logic: AnyLogic
-        scheduling, limits = self._config.cluster.scheduling, decode_factory.iteration_limits(config)
-        costs = self._known(self._config.decode_costs)
+        cluster, costs = self._config.cluster, self._known(self._config.decode_costs)
         if self._config.is_colocated:
             logic = decode_factory.make_colocated_logic(
-                registered=decode_factory.colocated_registration_of(config, layout, num_blocks=num_blocks),
+                registered=registration_of(
+                    layout,
+                    num_blocks=num_blocks,
+                    max_running_requests=decode_factory.max_held(config),
+                    can_prefill=True,
+                    can_decode=True,
+                ),
                 memory=self._config.colocated_memory,
-                scheduler=make_scheduler(scheduling, limits, costs),
+                config=config,
+                scheduling=cluster.scheduling,
                 eos_token_ids=_EOS_TOKEN_IDS,
+                costs=costs,
             )
         else:
             logic = decode_factory.make_logic(
-                registered=decode_factory.registration_of(config, layout, num_blocks=num_blocks, pool_name=_pool(node)),
-                limits=decode_factory.limits_of(config, self._config.cluster.batching, num_blocks=num_blocks),
-                pacing=make_decode_iteration_scheduler(scheduling, limits, costs),
+                registered=registration_of(
+                    layout,
+                    num_blocks=num_blocks,
+                    max_running_requests=config.max_running_requests,
+                    pool_name=_pool(node),
+                    can_decode=True,
+                ),
+                config=config,
+                batching=cluster.batching,
+                scheduling=cluster.scheduling,
                 eos_token_ids=_EOS_TOKEN_IDS,
+                costs=costs,
             )
         name = f"decode-{number}"
         return self._add_worker(name, Role.DECODE_WORKER, logic, _pool(node), self._config.decode_costs)

@@ -46,7 +46,7 @@ async def metrics(http: Request) -> Response:
 async def _batch_metrics(files_api: FilesApi) -> bytes:
     """Return the metrics of batches; none while their state cannot be reached, so that the others are still served."""
     try:
-        return batch_metrics(await files_api.book.harvest())
+        return batch_metrics(await files_api.repository.totals())
     except StorageError:
         return b""
 
