@@ -90,8 +90,7 @@ def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 def gather_context(
     runs: Tensor, run_ids: Tensor, shape: tuple[int, int, int], name: str, buffers: GatherBuffers
 ) -> Tensor:
-    """Gather the first slots of the runs `run_ids` as `shape` = (context_len, kv_heads, head_dim); `name`: the
-    buffer."""
+    """Gather the first slots of the runs `run_ids` as `shape` (context_len, kv_heads, head_dim) into a buffer."""
     context_len, kv_heads, head_dim = shape
     return _gather(runs, run_ids, name, buffers).view(-1, kv_heads, head_dim)[:context_len]
 

@@ -22,8 +22,7 @@ _reasons: dict[str, str] = {}  # of failed launches, by name
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Launch kernels on this device within the context: Triton uses the thread's current one, not the tensors'
-    device."""
+    """Launch kernels on this device within the context, as Triton ignores the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

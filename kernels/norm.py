@@ -74,8 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _row_norm(weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool) -> Callable[..., Tensor] | None:
-    """Return the one-pass kernel here, which normalises x, or the residual after x is added to it; None: there
-    is none."""
+    """Return a one-pass kernel that normalises x, or the residual after x is added to it; None: there is none."""
     fused = fused_kernels("row_norm", weight.device, weight.dtype)
     if fused is not None:
         on_gpu: Callable[..., Tensor] = fused.RowNorm(weight, bias, eps, is_rms=is_rms)

@@ -5,8 +5,7 @@ from typing import Any
 
 
 def load_native(name: str) -> Any:
-    """Return the extension module if it is built and has `name`, which one built from older sources may lack; else
-    None."""
+    """Return the extension module if it is built and has `name`, which older builds may lack; else None."""
     try:
         native = importlib.import_module("kernels._native")
     except ImportError:

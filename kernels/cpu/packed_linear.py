@@ -17,8 +17,7 @@ _native = load_native("PackedWeight")
 
 
 def packed_levels(element: torch.dtype | str, device: torch.device) -> tuple[str, ...]:
-    """Return the levels that multiply weights of `element` (a dtype, or INT8) here, best first; none: they are not
-    built, or this processor lacks the instructions."""
+    """Return the levels, best first, that are built and multiply weights of `element` (a dtype, or INT8) here."""
     name = element if isinstance(element, str) else _ELEMENTS.get(element)
     if _native is None or device.type != "cpu" or name is None:
         return ()

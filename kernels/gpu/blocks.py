@@ -41,8 +41,10 @@ def cached_elements(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Return the offset of each token's head within the keys, or the values, of a layer. `table`: the context's
-    entries of a BlockTables; `backwards`: its is_reversed."""
+    """Return the offset of each token's head within the keys, or the values, of a layer.
+
+    `table`: the context's entries of a BlockTables; `backwards`: its is_reversed.
+    """
     block = tl.load(table + tokens // BLOCK_SIZE, mask=is_read, other=0)
     slot = tokens % BLOCK_SIZE
     slot = tl.where(backwards > 0, BLOCK_SIZE - 1 - slot, slot)

@@ -65,8 +65,7 @@ def _places(
     PADDED: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Return this program's channels, its elements in blocks and in rounded rows, steps among the ranges, and a
-    mask."""
+    """Return this program's channels, offsets in blocks, rounded rows and ranges, and a mask."""
     listed, run = tl.program_id(0).to(tl.int64) // runs, tl.program_id(0) % runs
     channels, slots = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, PADDED)
     is_there = (slots < SLOTS)[:, None] & (channels < width)[None, :]

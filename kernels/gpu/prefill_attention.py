@@ -30,8 +30,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Return the largest tiling that does not spill. In float32 no matrix units multiply exactly: registers
-    hold all."""
+    """Return the largest tiling that does not spill; float32 needs registers alone, without matrix units."""
     if dtype == torch.float32:
         return Tiling(32, 16, 8, 3)
     return Tiling(64, 32, 4, 3) if padded(head_dim) > 128 else Tiling(128, 64, 8, 5)

@@ -65,8 +65,7 @@ def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch once on one tile, which compiles the kernel for larger vocabularies too. Raises the errors of the
-    launch."""
+    """Launch once on one tile, which compiles the kernel for all vocabularies; raises the errors of the launch."""
     temperature, draw = (torch.full((1,), 0.5, dtype=kind, device=device) for kind in (torch.float32, torch.float64))
     columns = RowParameters(
         temperature, torch.ones(1, dtype=torch.int64, device=device), temperature, temperature, draw

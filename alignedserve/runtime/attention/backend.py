@@ -47,8 +47,10 @@ class StepAttention(Protocol):
         """Set the block of each decode's own token, unknown when the step was planned ahead; before `bind`."""
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """Fill the rows of `out` that decode. Both [tokens, kv_heads, group, head_dim]; the new keys and values of
-        this layer are already in the storage."""
+        """Fill the rows of `out` that decode, both [tokens, kv_heads, group, head_dim].
+
+        The new keys and values of this layer are already in the storage.
+        """
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         """Fill the other rows of `out`. `new`: keys and values [tokens, kv_heads * head_dim], also in the storage."""

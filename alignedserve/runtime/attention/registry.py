@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def attention_planner(choice: str, table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner:
-    """Return the planner for `choice`; plain PyTorch, with a warning, where the GPU kernels do not run. Raises
-    ConfigError for an unavailable choice."""
+    """Return the planner for `choice`; plain PyTorch, with a warning, where the GPU kernels do not run.
+
+    Raises ConfigError for an unavailable choice.
+    """
     level = attention_level(choice, storage.device, torch_dtype(storage.layout.dtype))
     if level == TRITON:
         on_gpu = _gpu_planner(table, storage, config)

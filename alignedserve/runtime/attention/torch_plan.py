@@ -215,8 +215,7 @@ def plan_chunk(
 
 
 def _chunk_mask(before: int, num_tokens: int, window: int | None, storage: BlockStorage) -> Tensor:
-    """Build a mask [num_tokens, before + num_tokens], dtype of the storage: 0 where new token i reads slot j, else
-    -inf."""
+    """Build a mask [num_tokens, before + num_tokens]: 0 where new token i reads slot j, else -inf."""
     own = torch.arange(before, before + num_tokens, device=storage.device)[:, None]
     others = torch.arange(before + num_tokens, device=storage.device)
     is_hidden = others > own

@@ -108,8 +108,7 @@ class GpuPlanner:
         return GpuStep(decode_rows, decodes, _PagedChunks(self, chunk_rows, chunk_counts))
 
     def block_tables(self, rows: IntArray, lengths: IntArray) -> list[Array]:
-        """Return the arrays of a BlockTables, its entries last; lengths beyond `rows` are padding. Every sequence of
-        the engine fills its blocks from the front."""
+        """Return the arrays of a BlockTables, its entries last; lengths beyond `rows` are padding."""
         widths = -(-lengths // self.table.block_size)
         tables = self.table.block_tables
         own = [tables[row, :width] for row, width in zip(rows.tolist(), widths.tolist(), strict=False)]
@@ -205,8 +204,7 @@ def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device) -
 
 
 def choose_prompt_attention(planner: GpuPlanner) -> PromptChoice | None:
-    """Measure whether flash-attn or our kernel computes prompts faster, and have the planner use it; None: there is no
-    choice."""
+    """Have the planner use the faster prompt kernel, flash-attn or ours; None: there is no choice."""
     flash = flash_prompts()
     if flash is None or planner.storage.device.type != "cuda":
         return None

@@ -38,8 +38,7 @@ class Packing:
         ]
 
     def fill(self, packed: Array, arrays: Sequence[Array]) -> int:
-        """Write the arrays into uint8 [num_bytes] and return how many bytes from the start are used. Only the last
-        array may be shorter than its place."""
+        """Write the arrays into uint8 [num_bytes], only the last below its capacity; return the used bytes."""
         used = 0
         for (first, width), array in zip(self._places, arrays, strict=True):
             assert array.nbytes <= width, "an array larger than its place"
@@ -49,8 +48,10 @@ class Packing:
 
 
 def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
-    """Return the arrays as tensors on the device. The copy to a GPU is only enqueued, on the current stream; on a CPU
-    the tensors share the arrays' memory."""
+    """Return the arrays as tensors on the device.
+
+    The copy to a GPU is only enqueued, on the current stream; on a CPU the tensors share the arrays' memory.
+    """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     packing = Packing(arrays)

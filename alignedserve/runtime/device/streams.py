@@ -34,8 +34,11 @@ class Stream(Protocol):
     """Work in order. No method waits for the device; all calls come from one thread."""
 
     def run(self, operation: Callable[[], object]) -> None:
-        """Enqueue an operation. It is called at once or later, so host memory that it reads must not change in between;
-        tensors that it uses must stay alive until a later event is done."""
+        """Enqueue an operation, which is called at once or later.
+
+        Host memory that it reads must not change in between; tensors that it uses stay alive until a later event is
+        done.
+        """
 
     def record(self) -> Event:
         """Record an event after all work enqueued so far."""
@@ -44,8 +47,11 @@ class Stream(Protocol):
         """Make all later work on this stream wait for the event, of any stream."""
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
-        """Copy from the device to the host. Both tensors are contiguous, of one shape and dtype; `pinned` is
-        page-locked. Both are kept alive until the copy is done; the caller must not touch their bytes before."""
+        """Copy from the device to the host, between contiguous tensors of one shape and dtype.
+
+        `pinned` is page-locked. Both are kept alive until the copy is done; the caller must not touch their bytes
+        before.
+        """
 
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
         """Copy from the host to the device, under the terms of `copy_out`."""
@@ -132,8 +138,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream. Its first work comes after earlier work on the device's current stream, such as loading
-    weights."""
+    """A CUDA stream, ordered after earlier work on the current stream, such as loading weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = _CUDA.Stream(device)
@@ -141,8 +146,11 @@ class CudaStream:
         self._held: deque[tuple[CudaEvent, Tensor]] = deque()
 
     def run(self, operation: Callable[[], object]) -> None:
-        """See Stream. Called at once; device memory that it allocates belongs to this stream. Comes after earlier work
-        of this thread on the device's current stream, such as copies of the operation's inputs."""
+        """See Stream. Called at once; device memory that it allocates belongs to this stream.
+
+        Comes after earlier work of this thread on the device's current stream, such as copies of the operation's
+        inputs.
+        """
         self._stream.wait_stream(_CUDA.current_stream(self._stream.device))
         with _CUDA.stream(self._stream):
             operation()

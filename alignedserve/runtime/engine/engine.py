@@ -187,8 +187,7 @@ class Engine:
 
     @torch.inference_mode()
     def record_graphs(self) -> None:
-        """Record CUDA graphs for every batch size, if there are any, and compile the sampling kernels: no step has to
-        while the engine serves."""
+        """Record CUDA graphs for every batch size, if any, and compile the sampling kernels, before serving."""
         if self._graphs is not None:
             for size in reversed(self._graphs.sizes):  # the largest allocates the memory that all use
                 self._compute.run(partial(self._forward, self._builder.build_padding(size)))

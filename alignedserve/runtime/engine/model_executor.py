@@ -88,15 +88,16 @@ def engine_mechanisms(*, has_int8_swaps: bool, has_hidden_cache: bool) -> frozen
 
 
 def hidden_block_tokens(served: ServedModel, scheduling: SchedulingConfig, block_size: int) -> int | None:
-    """Return the tokens whose layer inputs a block holds; None: no hidden caches, as the policy does not want them or
-    this model's would be no smaller than keys and values."""
+    """Return the tokens whose layer inputs a block holds; None: policy or model exclude hidden caches."""
     wants = Mechanism.HIDDEN_CACHE in wanted_mechanisms(scheduling)
     return served.config.hidden_block_tokens(block_size) if wants else None
 
 
 def storage_blocks(layout: BlockLayout, kv_cache_bytes: int, hidden_block_tokens: int | None) -> int:
-    """Return the blocks of an engine with so much memory, of which hidden caches need a part to recompute keys and
-    values, one layer at a time."""
+    """Return the blocks that fit an engine's memory.
+
+    Hidden caches need a part of it to recompute keys and values, one layer at a time.
+    """
     if hidden_block_tokens is None:
         return layout.blocks_in(kv_cache_bytes)
     one_layer = recomputed_blocks(hidden_block_tokens, layout.block_size) * layout.block_bytes // layout.num_layers

@@ -96,8 +96,10 @@ class Sampler:
         return Draw(rows, logits, token_ids, is_usable)
 
     def warm_up(self, logits: Tensor) -> None:
-        """Compile the GPU's kernel, which takes seconds, for logits [1, vocab_size] of this dtype and, as penalties
-        produce them, of float32."""
+        """Compile the GPU's kernel, which takes seconds, before serving.
+
+        For logits [1, vocab_size] of this dtype and, as penalties produce them, of float32.
+        """
         row, num_tokens = np.zeros(1, np.int64), np.zeros(1, np.int64)
         for own in (logits, logits.float()):
             kernels = fused_kernels("token_sampling", own.device, own.dtype)
@@ -135,8 +137,7 @@ class Sampler:
 
 
 def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprob]:
-    """Return log-probabilities of each row's token and its `counts[row]` likeliest. logits [rows, vocabulary]
-    float32."""
+    """Return log-probabilities of each row's token and its likeliest ones; logits [rows, vocabulary] float32."""
     chosen, values, ids = (tensor.tolist() for tensor in top_logprobs(logits, token_ids, max(counts)))
     return [
         TokenLogprob(token_id, chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)))

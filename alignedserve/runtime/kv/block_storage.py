@@ -98,8 +98,7 @@ class BlockStorage:
         return self._value_runs[layer]
 
     def key_slots(self, layer: int) -> Tensor:
-        """Return contiguous rows [.., kv_width] that start with block 0's first key of this layer; see
-        `slot_stride`."""
+        """Return contiguous rows [.., kv_width] from block 0's first key of this layer on; see `slot_stride`."""
         return self._key_slots[layer]
 
     def value_slots(self, layer: int) -> Tensor:
@@ -107,8 +106,10 @@ class BlockStorage:
         return self._value_slots[layer]
 
     def input_slots(self, layer: int, hidden_size: int) -> Tensor:
-        """Contiguous rows [.., hidden_size] that start with the first layer input of block 0 on this layer, of blocks
-        that hold layer inputs: [num_layers, tokens, hidden_size]. A block lies num_layers * tokens rows further."""
+        """Return contiguous rows [.., hidden_size] from block 0's first layer input of this layer on.
+
+        Blocks hold layer inputs [num_layers, tokens, hidden_size]; the next block is num_layers * tokens rows further.
+        """
         start = layer * (self.layout.block_elements // self.layout.num_layers)
         return self._blocks.view(-1)[start:].view(-1, hidden_size)
 
@@ -123,8 +124,10 @@ class BlockStorage:
         return self._staged("read").rows_to_read(ids)
 
     def rows_to_write(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
-        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced, the last one past
-        its end; stopping early leaves the blocks undefined."""
+        """Iterate over rows to fill, one per block; stopping early leaves the blocks undefined.
+
+        A row is copied when the iterator is advanced, the last one past its end.
+        """
         ids = self._checked(block_ids)
         self.pending_copies.synchronize(ids)
         if self._host is not None:
@@ -175,8 +178,7 @@ def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Ten
 
 
 def _huge_pages(size: int) -> mmap.mmap:
-    """Allocate memory in pages of 2 MiB where the kernel has them: blocks are read in random order, and small pages
-    cost a third of the copying speed.
+    """Allocate memory in pages of 2 MiB where the kernel has them; small pages cost a third of the copying speed.
 
     Pages are populated now, not at the first write of each block: that would be in the middle of a pass (8 % of one
     over 64 prompts of 32 tokens in float32, where a hypervisor provides the pages), and missing memory would show late.

@@ -124,8 +124,10 @@ class ModelConfig:
         return self.num_parameters - num_looked_up
 
     def loaded_weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Return the bytes of all weights in memory: with a packed head beside the plain embedding even where the two
-        are tied, as rows cannot be looked up in the packed form."""
+        """Return the bytes of all weights in memory.
+
+        A packed head needs a plain embedding beside it even where the two are tied: its rows cannot be looked up.
+        """
         num_plain = self.num_parameters - self.num_projected
         if self.ties_embeddings:
             num_plain += self.vocab_size * self.embedding_size
@@ -137,8 +139,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.kv_width * DTYPE_BYTES[dtype]
 
     def hidden_block_tokens(self, block_size: int) -> int | None:
-        """Return the tokens whose layer inputs fill a block of keys and values; None, where a hidden cache does not
-        pay: no more than `block_size`, or with a remainder."""
+        """Return the tokens whose layer inputs fill a block; None: at most `block_size`, or with a remainder."""
         tokens, rest = divmod(2 * block_size * self.kv_width, self.hidden_size)
         return tokens if not rest and tokens > block_size else None
 

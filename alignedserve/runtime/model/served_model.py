@@ -36,8 +36,10 @@ class ServedModel:
 
 
 def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedModel:
-    """Read the model's config; `device` as engine.device. Raises ModelError or ConfigError saying what is missing,
-    unknown or too large."""
+    """Read the model's config; `device` as engine.device.
+
+    Raises ModelError or ConfigError saying what is missing, unknown or too large.
+    """
     folder = pocket_folder() if section.path == POCKET else Path(section.path)
     config = read_model_config(folder)
     longest = config.max_position_embeddings
