@@ -47,7 +47,7 @@ class Recorded:
 
     def on_event(self, event: Any, now: float) -> Any:
         commands = self._logic.on_event(event, now)
-        self.recorder.note(event, now, commands)
+        self.recorder.add(event, now, commands)
         self.recorder.write()
         return commands
 

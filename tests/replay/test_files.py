@@ -157,7 +157,7 @@ def test_a_full_disk_ends_a_recording_with_one_line(caplog: pytest.LogCaptureFix
     file: BinaryIO = disk
     recorder = Recorder(file, ENCODER, b"opening", 1 << 20)
     for number in range(100):
-        recorder.note(Ticked(), float(number), [])
+        recorder.add(Ticked(), float(number), [])
         recorder.write()
     recorder.close()
     assert [record.message for record in caplog.records] == [

@@ -148,22 +148,22 @@ class RoomCluster:
 
     async def start_prefill(self, name: str) -> None:
         section = self.config.prefill
-        engine = self._engine(section.kv_cache_bytes, section.max_running_requests)
+        executor = self._engine(section.kv_cache_bytes, section.max_running_requests)
         layout = self.served.block_layout(self.config.engine.block_size)
         num_blocks = section.candidate_buffer_bytes // layout.block_bytes // self.config.decode.count
         process_spec = self._process_spec(Role.PREFILL_WORKER, name)
-        self.engines[name] = engine
+        self.engines[name] = executor
         make = partial(
             prefill_factory.make_logic,
-            registered=self._registered(engine, section.max_running_requests, can_prefill=True, can_decode=False),
+            registered=self._registered(executor, section.max_running_requests, can_prefill=True, can_decode=False),
             config=section,
             scheduling=self.config.scheduling,
-            eos_token_ids=engine.eos_token_ids,
-            measured=engine.measure_iterations(0.02),
+            eos_token_ids=executor.eos_token_ids,
+            measured=executor.measure_iterations(0.02),
         )
         worker = PrefillWorker(
             make=make,
-            engine=engine,
+            executor=executor,
             memory=CandidateMemory(layout, BufferSizes(num_blocks, self.config.engine.kv_transport), process_spec),
             pool_name="pool-0",
             process_spec=process_spec,
@@ -178,20 +178,20 @@ class RoomCluster:
         if self.config.topology is Topology.COLOCATED:
             await self._start_colocated(name)
             return
-        engine = self._engine(section.kv_cache_bytes, section.max_running_requests)
-        self.engines[name] = engine
+        executor = self._engine(section.kv_cache_bytes, section.max_running_requests)
+        self.engines[name] = executor
         make = partial(
             decode_factory.make_logic,
-            registered=self._registered(engine, section.max_running_requests, can_prefill=False, can_decode=True),
+            registered=self._registered(executor, section.max_running_requests, can_prefill=False, can_decode=True),
             config=section,
             batching=self.config.batching,
             scheduling=self.config.scheduling,
-            eos_token_ids=engine.eos_token_ids,
-            measured=engine.measure_iterations(0.02),
+            eos_token_ids=executor.eos_token_ids,
+            measured=executor.measure_iterations(0.02),
         )
         worker = DecodeWorker(
             make=make,
-            engine=engine,
+            executor=executor,
             pool_name="pool-0",
             process_spec=self._process_spec(Role.DECODE_WORKER, name),
             transport=self.config.engine.kv_transport,
@@ -205,7 +205,7 @@ class RoomCluster:
     async def _start_colocated(self, name: str) -> None:
         section = self.config.decode
         block_tokens = hidden_block_tokens(self.served, self.config.scheduling, self.config.engine.block_size)
-        self.engines[name] = engine = self._engine(
+        self.engines[name] = executor = self._engine(
             section.kv_cache_bytes,
             max_held(section),
             has_int8_swaps=section.has_int8_swaps,
@@ -213,14 +213,18 @@ class RoomCluster:
         )
         make = partial(
             decode_factory.make_colocated_logic,
-            registered=self._registered(engine, max_held(section), can_prefill=True, can_decode=True),
-            memory=memory_of(section, engine.layout, num_blocks=engine.num_blocks, hidden_block_tokens=block_tokens),
+            registered=self._registered(executor, max_held(section), can_prefill=True, can_decode=True),
+            memory=memory_of(
+                section, executor.layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens
+            ),
             config=section,
             scheduling=self.config.scheduling,
-            eos_token_ids=engine.eos_token_ids,
-            measured=engine.measure_iterations(0.02),
+            eos_token_ids=executor.eos_token_ids,
+            measured=executor.measure_iterations(0.02),
         )
-        worker = ColocatedWorker(make=make, engine=engine, process_spec=self._process_spec(Role.DECODE_WORKER, name))
+        worker = ColocatedWorker(
+            make=make, executor=executor, process_spec=self._process_spec(Role.DECODE_WORKER, name)
+        )
         await worker.start(router_at=self.addresses.of(ROUTER))
         self.components[name] = worker
 
@@ -268,16 +272,16 @@ class RoomCluster:
         return CountingEngine(self.served, sizes)
 
     def _registered(
-        self, engine: ModelExecutor, max_running_requests: int, *, can_prefill: bool, can_decode: bool
+        self, executor: ModelExecutor, max_running_requests: int, *, can_prefill: bool, can_decode: bool
     ) -> WorkerRegistered:
         return WorkerRegistered(
-            num_blocks=engine.num_blocks,
+            num_blocks=executor.num_blocks,
             block_size=self.config.engine.block_size,
             max_running_requests=max_running_requests,
             pool_name="pool-0",
             can_prefill=can_prefill,
             can_decode=can_decode,
-            layout_digest=engine.layout.digest().hex(),
+            layout_digest=executor.layout.digest().hex(),
         )
 
     def _process_spec(self, role: Role, name: str) -> ProcessSpec:

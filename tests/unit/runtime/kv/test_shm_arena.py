@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def open_files(path: Path) -> int:
-    """How often this process holds the file, whether or not it is still there."""
+    """Return how often this process holds the file, whether or not it still exists."""
     names = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     return sum(name.startswith(str(path)) for name in names)
 
@@ -214,7 +214,7 @@ def test_files_of_killed_processes_go_and_files_in_use_stay(tmp_path: Path) -> N
     dead, alive, foreign = (tmp_path / f"{name}.arena" for name in ("ours-dead", "ours-alive", "theirs-dead"))
     owner = start_owner(alive)
     killed = start_owner(dead)
-    worker = Arena.attach(dead, LAYOUT)  # whoever still maps it does not keep its file
+    worker = Arena.attach(dead, LAYOUT)  # a mapping does not keep the file
     kill(killed)
     foreign.write_bytes(b"")
     assert remove_stale_arenas(tmp_path, "ours-") == [dead]
