@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -117,23 +116,3 @@ def fit_error(costs: CostModel, samples: Iterable[Sample]) -> FitError:
     errors: npt.NDArray[np.float64] = np.array([costs.iteration_s(work) / seconds - 1.0 for work, seconds in samples])
     sizes = np.abs(errors)
     return FitError(len(errors), float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(np.median(errors)))
-
-
-def linear_approximation(costs: CostModel) -> LinearIterationModel:
-    """The linear model nearest to another one, over iterations from one token to thousands: a prior to learn from."""
-    samples = [Sample(work, costs.iteration_s(work)) for work in _typical_work()]
-    return fit_linear(samples, costs.swap_s(1.0))
-
-
-def _typical_work() -> Iterable[IterationWork]:
-    """Chunks of 0 to 2 048 tokens after 0 to 2 048, beside 0 to 64 decodes, of equal and of mixed lengths."""
-    for num_tokens, num_cached in product((0, 32, 128, 512, 2048), (0, 512, 2048)):
-        for num_decodes, context_len in product((0, 1, 8, 64), (128, 1024)):
-            work = IterationWork()
-            if num_tokens:
-                work.add_chunk(num_tokens, num_cached, is_last=num_cached > 0)
-            work.add_decodes(num_decodes // 2, num_decodes // 2 * context_len, context_len)
-            for index in range(num_decodes - num_decodes // 2):
-                work.add_decode(context_len >> (2 * (num_cached > 0)), is_hidden=index % 2 == 0 and num_tokens > 0)
-            if not work.is_empty:
-                yield work

@@ -10,7 +10,6 @@ _PCIE_SHARE = 0.8
 _NVLINK_SHARE = 0.77
 _PCIE_LATENCY_S = 10e-6  # starting one asynchronous copy
 _NVLINK_LATENCY_S = 8e-6  # send_recv of 2 KiB, the same measurements
-_NETWORK_LATENCY_S = 20e-6  # one message, RDMA or a fast TCP stack within a rack
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,3 @@ def pcie_link(machine: Hardware) -> LinkModel:
 def nvlink_link(machine: Hardware) -> LinkModel:
     """Between two accelerators of one machine: admission."""
     return LinkModel(_NVLINK_LATENCY_S, _NVLINK_SHARE * machine.nvlink_bytes_per_s)
-
-
-def network_link(gigabits_per_s: float) -> LinkModel:
-    """Between two machines whose network has this nominal rate."""
-    return LinkModel(_NETWORK_LATENCY_S, gigabits_per_s * 1e9 / 8)

@@ -49,7 +49,7 @@ class OnlineIterationModel:
     """
 
     def __init__(self, prior: LinearCoefficients = GENERIC, swap_token_s: float = 0.0) -> None:
-        """`prior`: `linear_approximation(model).coefficients` for any other model; at least one is above 0."""
+        """`prior`: coefficients to start from; at least one is above 0."""
         self._prior = astuple(prior)
         self._used = [index for index, value in enumerate(self._prior) if value > 0.0]
         assert self._used, "a prior by which everything is free"

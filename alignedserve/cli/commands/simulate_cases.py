@@ -20,7 +20,7 @@ from alignedserve.sim.config import SimConfig
 from alignedserve.sim.machines import Machines
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.sweep import Case, WorkloadLine
-from alignedserve.workload.feasibility import Capacity, require_fit
+from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.rates import at_rate
 from alignedserve.workload.requests import Workload
 
@@ -90,7 +90,7 @@ def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
     configs = [_configured(options, cluster, machines, variant) for variant in variants]
     traffics = _traffics(options)
     for traffic, config in product(traffics, configs):
-        require_fit(traffic.workload, _capacity(config, machines))
+        _require_feasible(traffic.workload, config, machines)
     planned = [
         PlannedCase(label, traffic.rate, Case(f"{label} at {traffic.rate:g}/s", config, traffic.line), traffic.ends_s)
         for (label, config), traffic in product(zip((one.label for one in variants), configs, strict=True), traffics)
@@ -184,10 +184,11 @@ def _machines(options: SimulateOptions) -> Machines | MachineProfile:
     return Machines(worker, source=options.costs)
 
 
-def _capacity(config: SimConfig, machines: Machines | MachineProfile) -> Capacity:
+def _require_feasible(workload: Workload, config: SimConfig, machines: Machines | MachineProfile) -> None:
     decode, layout = config.cluster.decode, config.layout
     shape = machines.shape if isinstance(machines, MachineProfile) else machines.decode.shape
-    return Capacity(
+    require_feasible(
+        workload,
         max_context_len=config.cluster.model.max_context_len or shape.num_positions or None,
         memory_tokens=layout.blocks_in(decode.kv_cache_bytes) * layout.block_size,
     )
