@@ -33,7 +33,7 @@ from alignedserve.cli.commands.replay import replay_folder
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import Topology
 from alignedserve.replay.fitting import MachineFit, fit_machine
-from alignedserve.replay.run_file import read_run_facts
+from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import SimulatedMachine, fitted_machine, simulate
 from alignedserve.sim.policies import with_policy
 from alignedserve.sim.result import ALL, ClassResult
@@ -153,7 +153,7 @@ def measure(folder: Path, topology: str, policies: list[str], duration_s: float)
         load(port, folder, [REAL_TIME], 10.0)  # so that the workers have learned what iterations cost
         alone = {"rt": load(port, folder, [REAL_TIME], duration_s), "be": load(port, folder, [BEST_EFFORT], duration_s)}
     print(topology, "alone:", {kind: short(report) for kind, report in alone.items()}, flush=True)
-    machine = fitted_machine(read_run_facts(recording), fit_to(recording))
+    machine = fitted_machine(read_run_metadata(recording), fit_to(recording))
     both: dict[str, Any] = {}
     simulated: dict[str, Any] = {}
     for policy in policies:
@@ -168,7 +168,7 @@ def measure(folder: Path, topology: str, policies: list[str], duration_s: float)
 
 def fit_to(recording: Path) -> MachineFit:
     """What iterations and copies of this run cost."""
-    return fit_machine(replay_folder(recording)[1], read_run_facts(recording).layout.block_bytes)
+    return fit_machine(replay_folder(recording)[1], read_run_metadata(recording).layout.block_bytes)
 
 
 def predicted(machine: SimulatedMachine, policy: str, topology: str, duration_s: float) -> dict[str, Any]:

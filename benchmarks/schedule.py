@@ -25,7 +25,6 @@ def measure(lengths: str, rounds: int) -> dict[str, Any]:
         "lengths": lengths,
         **limits,
         "forming": _medians([[asdict(row) for row in result.forming] for result in results]),
-        "moving": _medians([[asdict(row) for row in result.moving] for result in results]),
         "iterations": _medians([[asdict(row) for row in result.iterations] for result in results]),
     }
 
@@ -47,7 +46,7 @@ def main() -> None:
     figures = []
     for lengths in LENGTHS:
         figures.append(measure(lengths, rounds))
-        for row in [row for table in ("forming", "moving", "iterations") for row in figures[-1][table]]:
+        for row in [row for table in ("forming", "iterations") for row in figures[-1][table]]:
             print(lengths, row)
     write_result("schedule", figures)
 

@@ -23,7 +23,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import Machines, simulated_on
+from alignedserve.sim.machines import ClusterHardware, simulated_on
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Description, TimedRequest, Workload
 from alignedserve.workload.traces import TraceRow, at_rate, read_trace, shipped_trace
@@ -52,7 +52,7 @@ def measure(model: str, hardware: str, workload: Workload) -> dict[str, Any]:
         prefill=PrefillWorkerConfig(count=4, max_running_requests=64, max_num_batched_tokens=2048),
         decode=DecodeWorkerConfig(count=4, max_running_requests=256),
     )
-    simulation = Simulation(simulated_on(Machines(WorkerSpec(model, hardware)), cluster), workload)
+    simulation = Simulation(simulated_on(ClusterHardware(WorkerSpec(model, hardware)), cluster), workload)
     began_s = time.process_time()
     result = simulation.run()
     cpu_s = time.process_time() - began_s

@@ -24,7 +24,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import Machines
+from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from alignedserve.sim.result import SimulationResult
 from experiments.common import (
@@ -212,7 +212,7 @@ class Load:
             "num_requests": self.num_requests,
         }
         worker = WorkerSpec(self.model, "h100", DEGREE[self.model], self.kernel)
-        machines = Machines(worker, buffer_share=buffer_share)
+        machines = ClusterHardware(worker, buffer_share=buffer_share)
         workload = line(self.line, seed, num_requests=self.num_requests)
         labelled = cluster_case(labels, machines, cluster, workload)
         config = replace(labelled.case.config, timeline_of="decode-0")
@@ -222,7 +222,7 @@ class Load:
 def further_figures(result: SimulationResult) -> Row:
     """Of the iterations of one decode worker, and of the ledger of all."""
     durations_s = [one.ended_s - one.started_s for one in result.timeline]
-    ledger, num = result.ledger, max(result.ledger.num_iterations, 1)
+    ledger, num = result.iteration_log, max(result.iteration_log.num_iterations, 1)
     return {
         "iteration.within_30ms": sum(one <= 0.03 for one in durations_s) / max(len(durations_s), 1),
         "ledger.batch": ledger.num_requests / num,

@@ -25,7 +25,7 @@ from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, RouterConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import Machines
+from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ClassResult, Measure, SimulationResult
 from alignedserve.sim.sweep import Case, CaseProgress, CaseResult, WorkloadLine, run_cases
@@ -78,10 +78,12 @@ def colocated_case(
         ),
     )
     under_policy = with_policy(cluster, policy, settings, topology=Topology.COLOCATED)
-    return cluster_case(labels, Machines(on.worker, source=on.source), under_policy, workload)
+    return cluster_case(labels, ClusterHardware(on.worker, source=on.source), under_policy, workload)
 
 
-def cluster_case(labels: Labels, machines: Machines, cluster: ClusterConfig, workload: WorkloadLine) -> LabelledCase:
+def cluster_case(
+    labels: Labels, machines: ClusterHardware, cluster: ClusterConfig, workload: WorkloadLine
+) -> LabelledCase:
     """Any cluster (sim.policies.with_policy makes one for a policy). `policy` and `seed` join the labels."""
     labelled = {"policy": cluster.scheduling.policy, **labels, "seed": workload.seed}
     name = " ".join(f"{key}={value}" for key, value in labelled.items())

@@ -14,7 +14,7 @@ from typing import Any
 from alignedserve.config.sections import Topology
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import Machines
+from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from experiments.alignedserve import KERNELS, PAIR, further_figures
 from experiments.common import (
@@ -117,7 +117,7 @@ def separate_case(name: str, kernel: AttentionKernel, policy: str, seed: int, nu
     labels: Mapping[str, str | float] = {"part": SEPARATE, "trace": name, "kernel": kernel.value}
     cluster = with_policy(PAIR.cluster(Topology.DISAGGREGATED), policy)
     workload = line(f"{name}, {TRACES[name].limit}, rate=100", seed, num_requests=num_requests)
-    return cluster_case(labels, Machines(replace(WORKER, kernel=kernel), buffer_share=0.5), cluster, workload)
+    return cluster_case(labels, ClusterHardware(replace(WORKER, kernel=kernel), buffer_share=0.5), cluster, workload)
 
 
 # --- parts

@@ -26,7 +26,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def gpu_kernels_run(device: torch.device) -> bool:
+def gpu_kernels_available(device: torch.device) -> bool:
     """On an NVIDIA GPU with Triton installed; on a CPU in Triton's interpreter (TRITON_INTERPRET=1), for tests."""
     if importlib.util.find_spec("triton") is None:
         return False
@@ -36,26 +36,26 @@ def gpu_kernels_run(device: torch.device) -> bool:
     return device.type == "cpu" and bool(launching.is_interpreted())
 
 
-def fused_kernels_run(device: torch.device) -> bool:
+def wants_fused_kernels(device: torch.device) -> bool:
     """Whether kernels that do several of PyTorch's steps at once are wanted: on a GPU. Tests want them elsewhere."""
     return device.type == "cuda"
 
 
 def fused_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Any | None:
     """The module `name` of kernels.gpu, where its kernels are wanted and work; None: plain PyTorch computes."""
-    if not fused_kernels_run(device):
+    if not wants_fused_kernels(device):
         return None
 
     def trial() -> None:
         with on_device(device):
-            importlib.import_module(f"kernels.gpu.{name}").try_out(device, dtype)
+            importlib.import_module(f"kernels.gpu.{name}").trial_launch(device, dtype)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-    return importlib.import_module(f"kernels.gpu.{name}") if works(f"{name} ({dtype})", trial) else None
+    return importlib.import_module(f"kernels.gpu.{name}") if can_launch(f"{name} ({dtype})", trial) else None
 
 
-def works(name: str, trial: Callable[[], object]) -> bool:
+def can_launch(name: str, trial: Callable[[], object]) -> bool:
     """Whether a kernel can be launched here: what `trial`, a launch on next to nothing, came to when `name` was first
     asked for in this process. A kernel that cannot is named in the log once, with the reason."""
     if name not in _known:
@@ -72,7 +72,7 @@ def works(name: str, trial: Callable[[], object]) -> bool:
     return _known[name]
 
 
-def replaced() -> dict[str, str]:
+def launch_failures() -> dict[str, str]:
     """Kernels that this process wanted and whose work PyTorch's own operations do, each with the reason."""
     return dict(_reasons)
 

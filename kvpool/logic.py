@@ -1,16 +1,16 @@
-"""What the KV pool decides. It owns the arena's blocks and says who may touch them; it never touches a byte of them.
+"""Decides for the KV pool which process may read or write which blocks of the arena. It never touches the bytes.
 
 The life of a request in the pool:
-1. A worker with a finished prefill sends ReserveBlocks; when there is room (in order) it gets a lease: BlocksReserved.
-2. It copies its blocks into the arena and sends BlocksWritten; the request is indexed, the router hears of it, and
-   the worker may forget it (BlocksTaken). What went straight to a decode worker comes as a copy, and is only kept.
+1. After a prefill a worker sends ReserveBlocks; when blocks are free (in order) it gets a lease: BlocksReserved.
+2. It copies its blocks into the arena and sends BlocksWritten; the request is indexed, the router is notified, and the
+   worker may forget it (BlocksTaken). A request that bypassed the pool comes as a copy, and is only kept.
 3. The router sends FormBatch for a decode worker; the batch former chooses; the worker gets BatchGranted, the router
-   hears of it from us and from the worker.
-4. LeasesReleased: the worker has what it needs. The copy is kept for as long as there is room, best-effort ones going
+   BatchFormed from the pool and BatchReceived from the worker.
+4. LeasesReleased: the worker has what it needs. The copy is kept while blocks are free; best-effort copies are evicted
    first and the oldest real-time one last. LeasesReturned: plans have changed, and the request is indexed again.
-5. When a worker was lost, whoever computes the request again asks for the copy first: FetchCopy.
-6. DropRequest: it is over. All its blocks are free and their generation is void.
-A lease whose holder is lost or late is taken back. A lost pool entry is a miss, never data: it is computed again.
+5. After the loss of a worker, the worker that recomputes the request asks for the copy first: FetchCopy.
+6. DropRequest: the request has ended. All its blocks are freed and their generation is void.
+A lease whose holder is lost or late is revoked. A lost pool entry is a miss, never data: it is computed again.
 """
 
 from collections import deque
@@ -53,23 +53,23 @@ from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits,
 from kvpool.state import Lease, LeaseStage, PooledRequest, Reservation
 
 NO_GENERATION = 0
-# Time that one more token takes, for the question when a request must stop waiting to meet its deadline.
+# Assumed time per token, to decide when a request must stop waiting to meet its deadline.
 _EXPECTED_TPOT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class StampBlocks:
-    """Command: write this generation into the arena's table for these blocks."""
+class SetBlockGeneration:
+    """Command: write this generation into the arena's table for each of these blocks."""
 
     block_ids: tuple[BlockId, ...]
     generation: int
 
 
-PoolCommand = Send | StampBlocks
+PoolCommand = Send | SetBlockGeneration
 
 
 class PoolLogic:
-    """Leases, reservations and the index. `arena` describes what workers map; `lease_s` bounds the writing of one."""
+    """The pool's state machine. `arena` describes the memory that workers map; `lease_s` bounds the time to write."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class PoolLogic:
         self._block_size = block_size
         self._former = batch_former
         self._lease_s = lease_s
-        self._book = LeaseTable(arena.num_blocks, first_lease)
+        self._lease_table = LeaseTable(arena.num_blocks, first_lease)
         self._pooled: dict[RequestId, Lease] = {}
         self._reservations: deque[Reservation] = deque()
         self._router: str | None = None
@@ -97,44 +97,44 @@ class PoolLogic:
             case Received(peer, message):
                 commands = self._on_message(peer, message, now)
             case PeerConnected(role, peer):
-                commands = self._on_linked(role, peer, now)
+                commands = self._on_connected(role, peer, now)
             case PeerDisconnected(_, peer):
-                commands = self._on_lost(peer, now)
+                commands = self._on_disconnected(peer, now)
             case Ticked():
-                commands = self._end_overdue(now)
+                commands = self._end_expired(now)
         return commands + self._report()
 
     # --- peers
 
-    def _on_linked(self, role: Role, peer: str, now: float) -> list[PoolCommand]:
+    def _on_connected(self, role: Role, peer: str, now: float) -> list[PoolCommand]:
         if role is not Role.ROUTER:
             self._workers[peer] = None
             return [Send(peer, self._arena)]
         self._router = peer
         self._reported = None
-        # Whatever a router knew of us ended with its link: it recomputes those requests, so their blocks go.
+        # What a router knew of this pool ended with its link: it recomputes those requests, so their blocks are freed.
         self._reservations.clear()
-        commands = [command for lease in self._book.all() for command in self._give_up(lease)]
+        commands = [command for lease in self._lease_table.all() for command in self._invalidate(lease)]
         return [
-            Send(peer, PoolRegistered(self._book.num_blocks, self._arena.layout_digest)),
+            Send(peer, PoolRegistered(self._lease_table.num_blocks, self._arena.layout_digest)),
             *commands,
             *self._serve_reservations(now),
         ]
 
-    def _on_lost(self, peer: str, now: float) -> list[PoolCommand]:
+    def _on_disconnected(self, peer: str, now: float) -> list[PoolCommand]:
         if peer == self._router:
             self._router = None
             return []
         self._workers.pop(peer, None)
         self._reservations = deque(entry for entry in self._reservations if entry.worker != peer)
         commands: list[PoolCommand] = []
-        for lease in self._book.all():
+        for lease in self._lease_table.all():
             if lease.holder != peer:
                 continue
             if lease.stage is LeaseStage.RESERVED:
                 commands += self._end(lease)
             elif lease.stage is LeaseStage.GRANTED:
-                # Whether it was used is the router's to find out; what lies here is whole.
+                # The router finds out whether it was used; the blocks here are intact.
                 commands += self._to_router(CopyLost(lease.request_id, lease.attempt)) + self._release(lease)
         return commands + self._serve_reservations(now)
 
@@ -167,52 +167,52 @@ class PoolLogic:
 
     def _reserve(self, peer: str, message: ReserveBlocks, now: float) -> list[PoolCommand]:
         request_id, attempt, num_blocks = message.request_id, message.attempt, message.num_blocks
-        is_hopeless = num_blocks > self._book.num_blocks or attempt < self._latest_attempt(request_id)
-        has_no_room = bool(self._reservations) or not self._book.can_have(num_blocks)
-        if is_hopeless or (not message.may_wait and has_no_room):
+        is_hopeless = num_blocks > self._lease_table.num_blocks or attempt < self._latest_attempt(request_id)
+        must_wait = bool(self._reservations) or not self._lease_table.can_allocate(num_blocks)
+        if is_hopeless or (must_wait and not message.may_wait):
             return [Send(peer, ReservationRefused(request_id, attempt))]
-        # A request that comes again must not be pooled or written twice; a copy stays until there is a better one.
+        # A retried request must not be pooled or written twice; a copy stays until there is a better one.
         commands = self._end_earlier(request_id, attempt, (LeaseStage.RESERVED, LeaseStage.POOLED))
-        self._forget_reservations(request_id, attempt)
+        self._cancel_reservations(request_id, attempt)
         self._reservations.append(Reservation(request_id, attempt, num_blocks, peer, message.is_copy))
         return commands + self._serve_reservations(now)
 
     def _latest_attempt(self, request_id: RequestId) -> int:
-        """The latest attempt at a request that reserves or holds anything here; 0 when none does."""
+        """Return the latest attempt at a request that reserves or holds blocks here; 0 if none does."""
         attempts = [entry.attempt for entry in self._reservations if entry.request_id == request_id]
-        return max([*attempts, *(lease.attempt for lease in self._book.of_request(request_id))], default=0)
+        return max([*attempts, *(lease.attempt for lease in self._lease_table.of_request(request_id))], default=0)
 
     def _serve_reservations(self, now: float) -> list[PoolCommand]:
         commands: list[PoolCommand] = []
-        while self._reservations and self._book.can_have(self._reservations[0].num_blocks):
+        while self._reservations and self._lease_table.can_allocate(self._reservations[0].num_blocks):
             reservation = self._reservations.popleft()
-            for lease in self._book.copies_to_give_up(reservation.num_blocks):
+            for lease in self._lease_table.copies_to_evict(reservation.num_blocks):
                 commands += self._end(lease)
-            lease = self._book.open(reservation, now + self._lease_s)
+            lease = self._lease_table.open(reservation, now + self._lease_s)
             number = lease.lease_id
             reserved = BlocksReserved(lease.request_id, lease.attempt, number, number, lease.block_ids)
-            commands += [StampBlocks(lease.block_ids, number), Send(lease.holder, reserved)]
+            commands += [SetBlockGeneration(lease.block_ids, number), Send(lease.holder, reserved)]
         return commands
 
     def _written(self, peer: str, written: BlocksWritten, now: float) -> list[PoolCommand]:
-        lease = self._book.get(written.lease_id)
+        lease = self._lease_table.get(written.lease_id)
         is_accepted = lease is not None and self._describes(lease, peer, written)
         taken = Send(peer, BlocksTaken(written.request.request_id, written.attempt, is_accepted))
         if lease is None or not is_accepted:
-            return [taken]  # stale or malformed: nothing that it says about the arena is believed
+            return [taken]  # stale or malformed: its blocks are not believed
         lease.content = written
         stages = (LeaseStage.POOLED, LeaseStage.KEPT, LeaseStage.GRANTED)
         earlier = self._end_earlier(lease.request_id, lease.attempt, stages, but=lease)
         if not lease.is_copy:
             return [taken, *earlier, *self._index(lease, now), *self._serve_reservations(now)]
-        self._book.move(lease, LeaseStage.KEPT)
+        self._lease_table.move(lease, LeaseStage.KEPT)
         kept = self._to_router(CopyKept(lease.request_id, lease.attempt))
         return [taken, *earlier, *kept, *self._serve_reservations(now)]
 
     def _describes(self, lease: Lease, peer: str, written: BlocksWritten) -> bool:
         copy = written.copy
         if copy.num_blocks != len(lease.block_ids):
-            return False  # before the runs are spelt out: they may say anything
+            return False  # checked before the runs are expanded: they may claim anything
         covered = tuple(run.first_block + offset for run in copy.runs for offset in range(run.num_blocks))
         return (
             lease.stage is LeaseStage.RESERVED
@@ -224,12 +224,12 @@ class PoolLogic:
         )
 
     def _index(self, lease: Lease, now: float) -> list[PoolCommand]:
-        """The request waits for a batch from now on, one step further than it was."""
+        """Index the request, which waits for a batch from now on, one step further than it was."""
         assert lease.content is not None, "nothing to index"
         if lease.is_void:
             return self._end(lease)
         lease.attempt = next_step(lease.attempt)
-        self._book.move(lease, LeaseStage.POOLED)
+        self._lease_table.move(lease, LeaseStage.POOLED)
         self._pooled[lease.request_id] = lease
         self._former.insert(_indexed(lease, lease.content), now)
         context_len, num_blocks = lease.content.copy.context_len, len(lease.block_ids)
@@ -238,7 +238,7 @@ class PoolLogic:
     # --- blocks to read
 
     def _form(self, message: FormBatch, now: float) -> list[PoolCommand]:
-        # A worker whose link is down would never get its grant, nor release it.
+        # A worker whose link is down would never get the grant, nor release it.
         batch = self._choose(message, now) if message.worker in self._workers else None
         if batch is None:
             return self._to_router(BatchFormed(message.batch_id, message.worker, ()))
@@ -259,7 +259,7 @@ class PoolLogic:
         if lease.stage is LeaseStage.POOLED:
             self._unindex(lease)
             lease.attempt = next_step(lease.attempt)
-        self._book.move(lease, LeaseStage.GRANTED)
+        self._lease_table.move(lease, LeaseStage.GRANTED)
         lease.holder = worker
         content = lease.content
         assert content is not None, "a grant of nothing"
@@ -273,7 +273,7 @@ class PoolLogic:
         )
 
     def _granted(self, peer: str, message: LeasesReleased | LeasesReturned) -> list[Lease]:
-        leases = [self._book.get(lease_id) for lease_id in dict.fromkeys(message.lease_ids)]
+        leases = [self._lease_table.get(lease_id) for lease_id in dict.fromkeys(message.lease_ids)]
         return [
             lease
             for lease in leases
@@ -281,14 +281,14 @@ class PoolLogic:
         ]
 
     def _release(self, lease: Lease) -> list[PoolCommand]:
-        """Read, or given up: kept from now on, unless the request is over."""
+        """Keep the blocks as a copy once their reader is done, unless the request has ended."""
         if lease.is_void:
             return self._end(lease)
-        self._book.move(lease, LeaseStage.KEPT)
+        self._lease_table.move(lease, LeaseStage.KEPT)
         return []
 
     def _fetch_copy(self, peer: str, message: FetchCopy) -> list[PoolCommand]:
-        leases = self._book.of_request(message.request_id)
+        leases = self._lease_table.of_request(message.request_id)
         kept = [lease for lease in leases if lease.stage is LeaseStage.KEPT and lease.attempt <= message.attempt]
         if not kept:
             return [Send(peer, CopyMissing(message.request_id, message.attempt))]
@@ -298,8 +298,8 @@ class PoolLogic:
     # --- ends of leases
 
     def _drop(self, request_id: RequestId, attempt: int, stage: LeaseStage | None, now: float) -> list[PoolCommand]:
-        """End what is here (with a stage: only in that) of this attempt at a request and earlier ones."""
-        self._forget_reservations(request_id, attempt)
+        """End the leases (with a stage: only those in it) of this attempt at a request and earlier ones."""
+        self._cancel_reservations(request_id, attempt)
         commands = self._end_earlier(request_id, attempt, tuple(LeaseStage) if stage is None else (stage,))
         return commands + self._serve_reservations(now)
 
@@ -307,32 +307,32 @@ class PoolLogic:
         self, request_id: RequestId, attempt: int, stages: tuple[LeaseStage, ...], but: Lease | None = None
     ) -> list[PoolCommand]:
         commands: list[PoolCommand] = []
-        for lease in self._book.of_request(request_id):
+        for lease in self._lease_table.of_request(request_id):
             if lease is not but and lease.attempt <= attempt and lease.stage in stages:
-                commands += self._give_up(lease)
+                commands += self._invalidate(lease)
         return commands
 
-    def _forget_reservations(self, request_id: RequestId, attempt: int) -> None:
+    def _cancel_reservations(self, request_id: RequestId, attempt: int) -> None:
         self._reservations = deque(
             entry for entry in self._reservations if entry.request_id != request_id or entry.attempt > attempt
         )
 
-    def _give_up(self, lease: Lease) -> list[PoolCommand]:
-        """Nobody needs it any more. One that is being read goes when its reader lets go."""
+    def _invalidate(self, lease: Lease) -> list[PoolCommand]:
+        """End a lease that is no longer needed; one being read ends when its reader releases it."""
         if lease.stage is LeaseStage.GRANTED:
             lease.is_void = True
             return []
         return self._end(lease)
 
-    def _end_overdue(self, now: float) -> list[PoolCommand]:
-        overdue = [lease for lease in self._book.reserved() if lease.deadline_s < now]
+    def _end_expired(self, now: float) -> list[PoolCommand]:
+        overdue = [lease for lease in self._lease_table.reserved() if lease.deadline_s < now]
         commands = [command for lease in overdue for command in self._end(lease)]
         return commands + self._serve_reservations(now)
 
     def _end(self, lease: Lease) -> list[PoolCommand]:
         if lease.stage is LeaseStage.POOLED:
             self._unindex(lease)
-        return [StampBlocks(self._book.end(lease), NO_GENERATION)]
+        return [SetBlockGeneration(self._lease_table.close(lease), NO_GENERATION)]
 
     def _unindex(self, lease: Lease) -> None:
         self._former.remove(lease.request_id)
@@ -344,7 +344,9 @@ class PoolLogic:
         return [Send(self._router, message)] if self._router is not None else []
 
     def _report(self) -> list[PoolCommand]:
-        load = PoolLoad(self._book.num_used, len(self._pooled), len(self._reservations), self._book.num_kept)
+        load = PoolLoad(
+            self._lease_table.num_used, len(self._pooled), len(self._reservations), self._lease_table.num_kept
+        )
         if load == self._reported or self._router is None:
             return []
         self._reported = load
@@ -357,8 +359,11 @@ def _indexed(lease: Lease, content: BlocksWritten) -> PooledRequest:
 
 
 def _urgent_at_s(content: BlocksWritten) -> float | None:
-    """When waiting must end: what may still be generated has to fit before the deadline, and is given half of the
-    whole time at most, as few answers are as long as they may become."""
+    """Return when waiting must end for the deadline to be met.
+
+    All tokens that may still be generated have to fit before the deadline, in half of the whole time at most, as few
+    answers reach their limit.
+    """
     request = content.request
     if request.slo.deadline_s is None:
         return None

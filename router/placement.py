@@ -1,4 +1,4 @@
-"""The workers and pools that are there, what each was given, and who should get what next."""
+"""Load balancing: the registered workers and pools, what each holds, and which gets what next."""
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.block_allocator import blocks_for
@@ -6,11 +6,11 @@ from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
-from router.state import AskKind, PoolRecord, TrackedRequest, WorkerRecord
+from router.state import BatchRequestKind, PoolRecord, TrackedRequest, WorkerRecord
 
 
 class Placement:
-    """Records of workers and pools by name. Keeps count of what tracked requests hold; decides nothing about them."""
+    """Records of workers and pools by name, and the choice of a worker for prefills and batches."""
 
     def __init__(self, *, max_candidate_requests: int, batching: BatchingConfig) -> None:
         self.workers: dict[str, WorkerRecord] = {}
@@ -18,12 +18,12 @@ class Placement:
         self._max_candidate_requests = max_candidate_requests
         self._batching = batching
         self._next_batch = 1
-        self._num_pool_lives = 0
+        self._num_pool_epochs = 0
 
-    # --- who is there
+    # --- registration
 
     def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
-        """A worker or pool came, or came back with nothing. Returns why it is refused, if it is."""
+        """Add a worker or pool that (re)connected, holding nothing; return why it is refused, or None."""
         self.remove(peer)
         others = {known.layout_digest for known in self.workers.values()}
         others |= {known.layout_digest for known in self.pools.values()}
@@ -32,126 +32,126 @@ class Placement:
         if isinstance(message, WorkerRegistered):
             self.workers[peer] = WorkerRecord(peer, message)
             return None
-        self._num_pool_lives += 1
-        self.pools[peer] = PoolRecord(peer, self._num_pool_lives, message.num_blocks, message.layout_digest)
+        self._num_pool_epochs += 1
+        self.pools[peer] = PoolRecord(peer, self._num_pool_epochs, message.num_blocks, message.layout_digest)
         return None
 
     def remove(self, peer: str) -> None:
-        """A worker or pool is gone."""
+        """Remove a worker or pool."""
         self.workers.pop(peer, None)
         if self.pools.pop(peer, None) is None:
             return
         for worker in self.workers.values():
             if worker.registered.pool_name == peer:
-                worker.forming = None  # what the pool was asked, it will not answer any more
-        self.mark_news()
+                worker.pending_batch = None  # the pool will never answer it
+        self.clear_refusals()
 
     def __contains__(self, peer: str) -> bool:
         return peer in self.workers or peer in self.pools
 
     def pool_of(self, worker_name: str) -> PoolRecord | None:
-        """The pool on this worker's node, if both are there."""
+        """Return the pool on this worker's node, or None if either is not registered."""
         worker = self.workers.get(worker_name)
         return self.pools.get(worker.registered.pool_name) if worker is not None else None
 
     def can_ever_hold(self, max_context_len: int) -> bool:
-        """Whether a request of this length fits some decode worker; True while none is there to tell."""
+        """Return True if a request of this length fits some decode worker, or while no decode worker is registered."""
         decoders = [worker.registered for worker in self.workers.values() if worker.registered.can_decode]
         fits = [blocks_for(max_context_len, known.block_size) <= known.num_blocks for known in decoders]
         return any(fits) or not fits
 
-    # --- what they report
+    # --- reports
 
-    def note_load(self, peer: str, load: WorkerLoad | PoolLoad) -> None:
-        """Latest counts of a worker or pool."""
+    def update_load(self, peer: str, load: WorkerLoad | PoolLoad) -> None:
+        """Take the latest counts of a worker or pool."""
         if isinstance(load, PoolLoad):
             if peer in self.pools:
                 self.pools[peer].num_blocks_used = load.num_blocks_used
                 self.pools[peer].num_blocks_kept = load.num_blocks_kept
         elif peer in self.workers:
             worker = self.workers[peer]
-            worker.load, worker.is_load_old = load, False
-            worker.was_refused.clear()
+            worker.load, worker.is_load_stale = load, False
+            worker.refused_kinds.clear()
 
-    def mark_news(self) -> None:
-        """Something changed that may let a batch be formed where none could be before."""
+    def clear_refusals(self) -> None:
+        """Allow every FormBatch again: something has changed that may let a batch be formed."""
         for worker in self.workers.values():
-            worker.was_refused.clear()
+            worker.refused_kinds.clear()
 
-    # --- what tracked requests hold
+    # --- owners of requests
 
-    def note_decoding(self, tracked: TrackedRequest, worker: WorkerRecord) -> None:
-        """The request is this worker's now."""
-        self.forget(tracked)
+    def set_decoding(self, tracked: TrackedRequest, worker: WorkerRecord) -> None:
+        """Make this worker the holder of the request."""
+        self.unassign(tracked)
         tracked.move(Stage.DECODING, worker.name)
         worker.decoding.add(tracked.request.request_id)
 
-    def note_pooled(self, tracked: TrackedRequest, pool: str, num_blocks: int) -> None:
-        """The request lies in this pool now, from a prefill worker or back from a decode worker."""
-        if tracked.stage is not Stage.PREFILLING:  # whose prefill is counted until it reports that it is done
-            self.forget(tracked)
+    def set_pooled(self, tracked: TrackedRequest, pool: str, num_blocks: int) -> None:
+        """Make this pool the holder of the request, which comes from a prefill worker or back from a decode worker."""
+        if tracked.stage is not Stage.PREFILLING:  # a prefill is counted until its worker reports it completed
+            self.unassign(tracked)
         tracked.move(Stage.POOLED, pool)
-        self.note_copy(tracked, pool)
+        self.set_copy(tracked, pool)
         self.pools[pool].num_pooled += 1
         if num_blocks > self._least_share(pool):
-            self.pools[pool].large[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
-        self.mark_news()
+            self.pools[pool].large_requests[tracked.request.request_id] = (num_blocks, tracked.pooled_s)
+        self.clear_refusals()
 
     def _least_share(self, pool: str) -> int:
-        """Blocks that a batch for any decode worker of this pool may have while that one is busy."""
+        """Return the fewest blocks that a batch for a busy decode worker of this pool may have."""
         known = [worker for worker in self.workers.values() if worker.registered.can_decode]
         return min((self._share(worker) for worker in known if worker.registered.pool_name == pool), default=0)
 
     def _share(self, worker: WorkerRecord) -> int:
         return int(self._batching.max_block_share * worker.registered.num_blocks)
 
-    def note_copy(self, tracked: TrackedRequest, pool: str) -> None:
-        """The pool has, or keeps, a copy of the request."""
-        tracked.copy_at = (pool, self.pools[pool].life)
+    def set_copy(self, tracked: TrackedRequest, pool: str) -> None:
+        """Record that the pool has, or keeps, a copy of the request."""
+        tracked.copy_at = (pool, self.pools[pool].epoch)
 
     def copy_of(self, tracked: TrackedRequest) -> str | None:
-        """The pool that may keep a copy of the request."""
+        """Return the pool that may keep a copy of the request."""
         if tracked.copy_at is None:
             return None
         pool = self.pools.get(tracked.copy_at[0])
-        return pool.name if pool is not None and pool.life == tracked.copy_at[1] else None
+        return pool.name if pool is not None and pool.epoch == tracked.copy_at[1] else None
 
-    def forget(self, tracked: TrackedRequest) -> None:
-        """Whoever held this request does so no more."""
+    def unassign(self, tracked: TrackedRequest) -> None:
+        """Remove the request from the records of its holder."""
         request_id: RequestId = tracked.request.request_id
         worker = self.workers.get(tracked.holder or "")
         if worker is not None:
             worker.prefilling.pop(request_id, None)
             worker.decoding.discard(request_id)
-            worker.was_refused.clear()
+            worker.refused_kinds.clear()
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:
             self.pools[tracked.holder].num_pooled -= 1
-            self.pools[tracked.holder].large.pop(request_id, None)
+            self.pools[tracked.holder].large_requests.pop(request_id, None)
 
-    def may_have_lost(self, tracked: TrackedRequest, peer: str) -> bool:
-        """Whether this request may be lost with this peer: held by it, or on its way to it."""
-        if peer in (tracked.holder, tracked.granted_to):
+    def depends_on(self, tracked: TrackedRequest, peer: str) -> bool:
+        """Return True if the request may be lost with this peer: held by it, or on its way to it."""
+        if peer in (tracked.holder, tracked.destination):
             return True
         worker = self.workers.get(tracked.holder or "")
-        return tracked.is_computed and worker is not None and worker.registered.pool_name == peer
+        return tracked.is_prefilled and worker is not None and worker.registered.pool_name == peer
 
     @property
     def num_pooled(self) -> int:
-        """Requests that wait for a batch."""
+        """Number of requests waiting for a batch."""
         return sum(pool.num_pooled for pool in self.pools.values())
 
-    # --- who should get what
+    # --- choices
 
     def least_loaded_prefiller(self) -> WorkerRecord | None:
-        """The worker that can take a prefill now and has the fewest tokens to compute.
+        """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
 
-        Of those with as few, the one with fewest decodes beside them (colocated workers), then by name.
+        Ties: the fewest decoding requests (colocated workers), then the name.
         """
         able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
         return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
-        """A colocated worker takes no more requests than it can run; others need a pool, and are bounded by tokens."""
+        """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
         if not worker.registered.can_prefill:
             return False
         if worker.registered.can_decode:
@@ -159,44 +159,53 @@ class Placement:
         return worker.registered.pool_name in self.pools
 
     def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
-        """What to ask of which pool, for decode workers that will soon have room; the emptiest worker goes first.
+        """Return the FormBatch messages to send, with their pools, the decode worker with the fewest requests first.
 
-        Who may get all that is pooled is waited for: others would mostly be asked for in vain.
+        A pool gets no FormBatch while those without an answer may take all that is pooled: most would come back empty.
         """
         asked = []
-        asked_of = dict.fromkeys(self.pools, 0)
+        num_requested_of = dict.fromkeys(self.pools, 0)
         for worker in self.workers.values():
-            if worker.forming is not None:
-                asked_of[worker.registered.pool_name] += worker.num_asked
+            if worker.pending_batch is not None:
+                num_requested_of[worker.registered.pool_name] += worker.num_requested
         for worker in sorted(self.workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
             pool = self.pools.get(worker.registered.pool_name)
             if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill:
                 continue
-            if worker.forming is not None or worker.is_load_old or asked_of[pool.name] >= pool.num_pooled:
+            if (
+                worker.pending_batch is not None
+                or worker.is_load_stale
+                or num_requested_of[pool.name] >= pool.num_pooled
+            ):
                 continue
-            form = self._batch_for(worker, pool, now) or self._joining(worker, pool, now)
+            form = self._request_batch(worker, pool, now) or self._request_joining(worker, pool, now)
             if form is not None:
-                worker.forming, worker.asked_for = form.batch_id, AskKind.BATCH if form.joins is None else AskKind.JOIN
-                worker.num_asked = form.max_requests
-                asked_of[pool.name] += form.max_requests
+                worker.pending_batch, worker.requested_kind = (
+                    form.batch_id,
+                    BatchRequestKind.BATCH if form.joins is None else BatchRequestKind.JOIN,
+                )
+                worker.num_requested = form.max_requests
+                num_requested_of[pool.name] += form.max_requests
                 asked.append((pool.name, form))
         return asked
 
-    def note_formed(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
-        """The pool or the worker has answered what was asked for it."""
-        worker.forming = None
+    def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
+        """Note the answer to the worker's FormBatch."""
+        worker.pending_batch = None
         if is_empty:
-            worker.was_refused.add(worker.asked_for)
+            worker.refused_kinds.add(worker.requested_kind)
             return
-        worker.is_load_old = True
-        if worker.asked_for is AskKind.BATCH:
+        worker.is_load_stale = True
+        if worker.requested_kind is BatchRequestKind.BATCH:
             worker.last_batch_s = now
 
-    def _batch_for(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        """The batch after the one that runs, as soon as there is none; while the worker has enough to do, only one
-        that is worth a switch, or when none came for long."""
+    def _request_batch(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
+        """Request the worker's next batch if it has none.
+
+        While the worker has enough running requests, only a batch worth a switch, or one after a long time without.
+        """
         load, batching = worker.load or WorkerLoad(), self._batching
-        if AskKind.BATCH in worker.was_refused or load.num_batch_candidates:
+        if BatchRequestKind.BATCH in worker.refused_kinds or load.num_batch_candidates:
             return None
         is_saturated = load.num_running >= self._min_requests(worker)
         is_worth_it = pool.num_pooled >= self._min_requests(worker)
@@ -210,13 +219,13 @@ class Placement:
             pool,
             max_requests,
             self._min_requests(worker),
-            least_blocks=_overdue(pool, worker, now - batching.starvation_s),
+            least_blocks=_largest_overdue(pool, worker, now - batching.starvation_s),
         )
 
-    def _joining(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        """More of the lengths that run, a few ahead of need; not while another batch has waited too long for that."""
+    def _request_joining(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
+        """Request more of the running lengths, a few ahead of need, unless another batch has waited too long."""
         load = worker.load
-        if load is None or load.running is None or AskKind.JOIN in worker.was_refused:
+        if load is None or load.running is None or BatchRequestKind.JOIN in worker.refused_kinds:
             return None
         if load.num_batch_candidates and now - worker.last_batch_s >= self._batching.starvation_s:
             return None
@@ -252,8 +261,10 @@ class Placement:
         return FormBatch(batch_id, name, max_blocks, max_requests, min(min_requests, max_requests), joins)
 
 
-def _overdue(pool: PoolRecord, worker: WorkerRecord, pooled_before_s: float) -> int:
-    """Blocks of the largest request that no batch for a busy worker may have room for, and that has waited too long
-    for the worker to become idle."""
-    sizes = [num_blocks for num_blocks, pooled_s in pool.large.values() if pooled_s <= pooled_before_s]
+def _largest_overdue(pool: PoolRecord, worker: WorkerRecord, pooled_before_s: float) -> int:
+    """Return the blocks of the largest overdue request.
+
+    It is too large for the batch of a busy worker, and has waited too long for the worker to become idle.
+    """
+    sizes = [num_blocks for num_blocks, pooled_s in pool.large_requests.values() if pooled_s <= pooled_before_s]
     return max((size for size in sizes if size <= worker.registered.num_blocks), default=0)

@@ -23,7 +23,7 @@ from alignedserve.cli.commands.options import (
 )
 from alignedserve.cli.console import FAILURE, exit_code, print_error
 from alignedserve.cli.options import JsonFlag, current_option, takes_options
-from alignedserve.config.environment import let_waiting_threads_sleep
+from alignedserve.config.environment import limit_thread_spinning
 from alignedserve.core.errors import AlignedServeError
 
 app = typer.Typer(
@@ -41,7 +41,7 @@ app.add_typer(bench_app, name="bench")
 
 def main() -> None:
     """Run the command line; every error is one line on stderr and an exit code (2 usage, 1 failure, 130 Ctrl-C)."""
-    let_waiting_threads_sleep()
+    limit_thread_spinning()
     try:
         app(prog_name="alignedserve")
     except AlignedServeError as error:

@@ -20,11 +20,11 @@ from ray.exceptions import RayError
 
 from alignedserve.batches.location import BatchLocation
 from alignedserve.cluster import preflight
-from alignedserve.cluster.batch_location import StateLock, open_location
+from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.ray_node import join_ray, start_ray
 from alignedserve.cluster.recording_folder import prepare_recording
-from alignedserve.cluster.signals import endings_ignored
+from alignedserve.cluster.signals import signals_ignored
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config.environment import RUN_DIR_VARIABLE, api_keys, ray_address, run_root
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
@@ -52,7 +52,7 @@ _MAX_SOCKET_PATH = 107  # bytes; the system's limit
 _LONGEST_NAME = "prefill-1023"
 
 
-class Doors(NamedTuple):
+class ActorClasses(NamedTuple):
     """Ray actor classes of this module's own floor, which it is given and does not import."""
 
     gateway: Any
@@ -62,10 +62,10 @@ class Doors(NamedTuple):
 class RunningCluster:
     """A started cluster. Stops everything it started on `stop`, and when used as a context manager at its end."""
 
-    def __init__(self, config: ClusterConfig, served: ServedModel, folder: Path, doors: Doors) -> None:
+    def __init__(self, config: ClusterConfig, served: ServedModel, folder: Path, actor_classes: ActorClasses) -> None:
         self.config = config
-        self._doors = doors
-        self._place: BatchLocation | None = None
+        self._actor_classes = actor_classes
+        self._batch_location: BatchLocation | None = None
         self._redis: PrivateRedis | None = None
         self._state_lock: StateLock | None = None
         self._watchdog: Watchdog | None = None
@@ -85,7 +85,7 @@ class RunningCluster:
     def start(self) -> None:
         """Create every actor and wait until each is up. Raises what the first failing one raised."""
         if self.config.batches.enabled:
-            self._place, self._redis, self._state_lock = open_location(self.config, self.folder)
+            self._batch_location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
         self._start_ray()
         self._create_actors()
         failures = {name: actor.failure.remote() for name, actor in self._actors.items()}
@@ -111,7 +111,7 @@ class RunningCluster:
 
     def stop(self) -> None:
         """End every actor and Ray itself. May be repeated; never raises; signals do not cut it short."""
-        with endings_ignored():
+        with signals_ignored():
             self._end_everything()
 
     def __enter__(self) -> "RunningCluster":
@@ -171,11 +171,11 @@ class RunningCluster:
                 decode = (config.decode, config.batching, config.scheduling, next(engines), prefillers, served)
                 self._create(DecodeWorkerActor, Role.DECODE_WORKER, name, *decode)
         for index in range(config.gateway.count):
-            gateway = (config.gateway, config.gateway.port + index, served, api_keys(), self._place)
-            self._create(self._doors.gateway, Role.GATEWAY, f"gateway-{index}", *gateway)
-        if self._place is not None:
-            driver = (config.gateway, served, self._place, _max_lines_in_flight(config))
-            self._create(self._doors.batches, Role.GATEWAY, "batches-0", *driver)
+            gateway = (config.gateway, config.gateway.port + index, served, api_keys(), self._batch_location)
+            self._create(self._actor_classes.gateway, Role.GATEWAY, f"gateway-{index}", *gateway)
+        if self._batch_location is not None:
+            driver = (config.gateway, served, self._batch_location, _max_lines_in_flight(config))
+            self._create(self._actor_classes.batches, Role.GATEWAY, "batches-0", *driver)
 
     def _create(self, actor_class: Any, role: Role, name: str, *arguments: object) -> None:
         process_spec = ProcessSpec(
@@ -193,7 +193,7 @@ class RunningCluster:
         self._actors[name] = options.remote(*arguments, process_spec)
 
 
-def launch_cluster(config: ClusterConfig, doors: Doors) -> RunningCluster:
+def launch_cluster(config: ClusterConfig, actor_classes: ActorClasses) -> RunningCluster:
     """Start a cluster on this machine (or, with RAY_ADDRESS set, on that Ray cluster) and return it when it is up.
 
     Raises an error of the tree, with nothing left running, when it cannot.
@@ -203,7 +203,7 @@ def launch_cluster(config: ClusterConfig, doors: Doors) -> RunningCluster:
     preflight.check(config, served)
     config = prepare_recording(config, served)
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
-    cluster = RunningCluster(config, served, _make_folder(), doors)
+    cluster = RunningCluster(config, served, _make_folder(), actor_classes)
     try:
         cluster.start()
     except BaseException:

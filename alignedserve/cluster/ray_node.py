@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 from ray._raylet import Config  # type: ignore[attr-defined]
 
-from alignedserve.cluster.signals import handlers_kept
+from alignedserve.cluster.signals import handlers_preserved
 from alignedserve.core.errors import ResourceError
 
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's smallest; nothing of ours travels through it
@@ -42,7 +42,7 @@ def start_ray(folder: Path, namespace: str) -> None:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
     Config.initialize("")  # Ray read its settings when it was imported; this has it read them again
     try:
-        with handlers_kept():
+        with handlers_preserved():
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -62,7 +62,7 @@ def join_ray(address: str, namespace: str) -> None:
     try:
         if port.isdigit():  # Ray itself would go on trying for minutes
             socket.create_connection((host, int(port)), _ANSWER_TIMEOUT_S).close()
-        with handlers_kept():
+        with handlers_preserved():
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -7,7 +7,7 @@ import msgspec
 
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import ConfigError
-from alignedserve.messages.recording import RUN_FILE, RunFacts
+from alignedserve.messages.recording import RUN_FILE, RunMetadata
 from alignedserve.runtime.model.served_model import ServedModel
 
 
@@ -20,7 +20,7 @@ def prepare_recording(config: ClusterConfig, served: ServedModel) -> ClusterConf
         return config
     folder = Path(config.recording.folder).expanduser().absolute()
     recorded = msgspec.structs.replace(config, recording=msgspec.structs.replace(config.recording, folder=str(folder)))
-    facts = RunFacts(config=recorded, layout=served.block_layout(config.engine.block_size))
+    metadata = RunMetadata(config=recorded, layout=served.block_layout(config.engine.block_size))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -28,7 +28,7 @@ def prepare_recording(config: ClusterConfig, served: ServedModel) -> ClusterConf
         folder.chmod(0o700)
         descriptor = os.open(folder / RUN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(facts))
+            file.write(msgspec.json.encode(metadata))
     except OSError as error:
         raise ConfigError(f"recording.folder {folder} cannot be written: {error.strerror}") from error
     return recorded

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 
 from ray._private import ray_constants
 
-_ENDINGS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def handlers_kept() -> Iterator[None]:
+def handlers_preserved() -> Iterator[None]:
     """Around the start of Ray: afterwards the handlers are those of before. A SIGTERM within interrupts, as Ctrl-C."""
     # Without this, every SIGTERM prints a stack trace of Ray's native code before any handler runs.
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
-    before = {number: signal.getsignal(number) for number in _ENDINGS}
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     with _arrivals() as arrived:
         try:
             yield
@@ -26,7 +26,7 @@ def handlers_kept() -> Iterator[None]:
         finally:
             _install(before)
         # Python drops what a handler raises within a destructor or right after a fork, of which a start has many.
-        if arrived() & set(_ENDINGS):
+        if arrived() & set(_SIGNALS):
             raise KeyboardInterrupt
 
 
@@ -55,10 +55,10 @@ def _arrivals() -> Iterator[Callable[[], set[int]]]:
 
 
 @contextlib.contextmanager
-def endings_ignored() -> Iterator[None]:
+def signals_ignored() -> Iterator[None]:
     """Around cleaning up: a second Ctrl-C, or a SIGTERM to the group beside the one to us, must not cut it short."""
-    before = {number: signal.getsignal(number) for number in _ENDINGS}
-    _install(dict.fromkeys(_ENDINGS, signal.SIG_IGN))
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    _install(dict.fromkeys(_SIGNALS, signal.SIG_IGN))
     try:
         yield
     finally:

@@ -13,14 +13,14 @@ from ray.exceptions import RayActorError, RayError
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 
 
 @dataclass(slots=True)
-class _Watch:
+class _WatchedActor:
     actor: Any
-    question: Any  # what it has been asked and not answered
-    num_looks: int = 0  # since then
+    ping: Any  # what it has been asked and not answered
+    num_checks: int = 0  # since then
     is_up: bool = False  # it has answered since it was started
 
 
@@ -28,9 +28,9 @@ class Watchdog:
     """`start` once, `stop` once, before Ray is shut down. Works in a thread of its own."""
 
     def __init__(self, actors: Mapping[str, Any], hang_timeout_s: float) -> None:
-        self._watches = {name: _Watch(actor, actor.failure.remote()) for name, actor in actors.items()}
+        self._actors = {name: _WatchedActor(actor, actor.failure.remote()) for name, actor in actors.items()}
         # Looks and not seconds: while this process is stopped itself, nobody else is silent.
-        self._max_looks = max(1, round(hang_timeout_s / _LOOK_S))
+        self._max_checks = max(1, round(hang_timeout_s / _CHECK_S))
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -45,30 +45,30 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._is_stopping.wait(_LOOK_S):
-            for name, watch in self._watches.items():
-                self._look(name, watch)
+        while not self._is_stopping.wait(_CHECK_S):
+            for name, watched in self._actors.items():
+                self._check(name, watched)
 
-    def _look(self, name: str, watch: _Watch) -> None:
-        watch.num_looks += 1
+    def _check(self, name: str, watched: _WatchedActor) -> None:
+        watched.num_checks += 1
         try:
-            answered, _ = ray.wait([watch.question], timeout=0)
+            answered, _ = ray.wait([watched.ping], timeout=0)
             if answered:
-                watch.is_up = _is_up(watch.question)
-            elif not watch.is_up or watch.num_looks <= self._max_looks:
+                watched.is_up = _is_up(watched.ping)
+            elif not watched.is_up or watched.num_checks <= self._max_checks:
                 return
             else:
-                logger.error("%s has answered nothing for %d looks and is started again", name, self._max_looks)
-                ray.kill(watch.actor, no_restart=False)
-                watch.is_up = False
-            watch.question, watch.num_looks = watch.actor.failure.remote(), 0
+                logger.error("%s has answered nothing for %d looks and is started again", name, self._max_checks)
+                ray.kill(watched.actor, no_restart=False)
+                watched.is_up = False
+            watched.ping, watched.num_checks = watched.actor.failure.remote(), 0
         except (RayError, ValueError):  # Ray itself is in trouble; what comes of it is not ours to mend
             logger.debug("%s cannot be watched now", name, exc_info=True)
 
 
-def _is_up(question: Any) -> bool:
+def _is_up(ping: Any) -> bool:
     try:
-        ray.get(question)
+        ray.get(ping)
     except RayActorError:
         return False  # it has ended, and Ray starts it again
     return True

@@ -61,7 +61,7 @@ def redis_url() -> str | None:
     return os.environ.get(REDIS_URL_VARIABLE) or None
 
 
-def let_waiting_threads_sleep() -> None:
+def limit_thread_spinning() -> None:
     """Threads of one product that wait for each other spin for some microseconds and then sleep, in this process and in
     those that it starts. To be called before PyTorch is loaded. What the environment says already is left as it is.
 

@@ -10,7 +10,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def neighbours(block_ids: Iterable[BlockId]) -> list[tuple[int, int]]:
+def contiguous_runs(block_ids: Iterable[BlockId]) -> list[tuple[int, int]]:
     """Cut a list of blocks into (first block, count) runs of consecutive ids, in order."""
     runs: list[tuple[int, int]] = []
     for block_id in block_ids:

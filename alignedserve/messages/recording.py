@@ -16,7 +16,7 @@ from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import RecordingError
 from alignedserve.messages.events import Received
-from alignedserve.messages.redaction import Decisive, RedactedLengths, Redactor
+from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor
 
 VERSION = 1
 SUFFIX = ".recording"
@@ -29,7 +29,7 @@ _LENGTH_BITS = 0xFFFFFFFF
 _MAX_FRAME_BYTES = 1 << 28
 
 
-class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """RUN_FILE: what a simulation of the run needs beside the rooms' recordings."""
 
     version: int = VERSION
@@ -71,7 +71,7 @@ class Digester:
     """Commands in a form that does not depend on tokens, and its digest."""
 
     def __init__(self) -> None:
-        self._without_tokens = Redactor(RedactedLengths())
+        self._without_tokens = Redactor(KeepLengths())
 
     def encode(self, commands: Sequence[Any]) -> bytes:
         """MessagePack of (class, command) in order."""
@@ -89,7 +89,7 @@ class RecordEncoder:
     def __init__(
         self, *, eos_token_ids: frozenset[int], secret: bytes, keeps_tokens: bool, keeps_commands: bool
     ) -> None:
-        self._covered = None if keeps_tokens else Redactor(Decisive(eos_token_ids, secret))
+        self._redactor = None if keeps_tokens else Redactor(KeepDecisions(eos_token_ids, secret))
         self._keeps_commands = keeps_commands
         self._digester = Digester()
 
@@ -99,7 +99,7 @@ class RecordEncoder:
             room=room,
             made_by=made_by,
             arguments=msgspec.Raw(_ENCODER.encode(dict(arguments))),
-            has_tokens=self._covered is None,
+            has_tokens=self._redactor is None,
             has_commands=self._keeps_commands,
         )
         return _MARK + bytes([VERSION]) + _framed(_ENCODER.encode(header))
@@ -107,8 +107,8 @@ class RecordEncoder:
     def decision(self, event: Any, now: float, commands: Sequence[Any]) -> bytes:
         """The next frame."""
         encoded = self._digester.encode(commands)
-        covered = event if self._covered is None else self._covered(event)
-        told = (covered.peer, covered.message) if type(covered) is Received else covered
+        redacted = event if self._redactor is None else self._redactor(event)
+        told = (redacted.peer, redacted.message) if type(redacted) is Received else redacted
         kept = msgspec.Raw(encoded) if self._keeps_commands else None
         fields = (type(event).__name__, now, told, self._digester.digest(encoded), kept)
         return _framed(_ENCODER.encode(fields))

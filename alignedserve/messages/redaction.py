@@ -23,7 +23,7 @@ _HASHED_BYTES = 4
 _MAX_TOKEN = (1 << 31) - 1
 
 
-class Cover(Protocol):
+class RedactionPolicy(Protocol):
     """What stands in place of token ids."""
 
     def note(self, request: Request) -> None:
@@ -36,22 +36,22 @@ class Cover(Protocol):
         """In place of one new token."""
 
 
-class RedactedLengths:
+class KeepLengths:
     """Nothing but how many there are."""
 
     def note(self, request: Request) -> None:
-        """See Cover."""
+        """See RedactionPolicy."""
 
     def generated(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """See Cover."""
+        """See RedactionPolicy."""
         return (0,) * len(token_ids)
 
     def sampled(self, token_id: int) -> int:
-        """See Cover."""
+        """See RedactionPolicy."""
         return 0
 
 
-class Decisive:
+class KeepDecisions:
     """What decisions depend on: tokens that end answers stay, answers that are equal stay equal, and all else goes.
 
     `secret`: equal answers can be told only by whoever has it. Forget it.
@@ -63,7 +63,7 @@ class Decisive:
         self._other = -1  # in place of every other token: an id that no model has
 
     def note(self, request: Request) -> None:
-        """See Cover. Tokens that end one answer stay in all."""
+        """See RedactionPolicy. Tokens that end one answer stay in all."""
         stops = request.sampling.stop_token_ids
         if stops:
             self._kept.update(stops)
@@ -71,11 +71,11 @@ class Decisive:
                 self._other -= 1
 
     def generated(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """See Cover. Each id by itself and its place, as of some answers only the beginning is compared."""
+        """See RedactionPolicy. Each id by itself and its place, as of some answers only the beginning is compared."""
         return tuple(self._hashed(index, token_id) for index, token_id in enumerate(token_ids))
 
     def sampled(self, token_id: int) -> int:
-        """See Cover."""
+        """See RedactionPolicy."""
         return token_id if token_id in self._kept else self._other
 
     def _hashed(self, index: int, token_id: int) -> int:
@@ -87,8 +87,8 @@ class Decisive:
 class Redactor:
     """Makes covered copies of any event, command or message. What holds no token ids is returned as it is."""
 
-    def __init__(self, cover: Cover) -> None:
-        self._cover = cover
+    def __init__(self, policy: RedactionPolicy) -> None:
+        self._policy = policy
         self._copies: dict[type, Callable[[Any], Any]] = {
             Request: self._request,
             SampledToken: self._sampled,
@@ -114,11 +114,11 @@ class Redactor:
             return _itself
         return lambda value: kind(*[self._part(value, name, name in parts) for name in names])
 
-    def _part(self, value: Any, name: str, is_covered: bool) -> Any:
+    def _part(self, value: Any, name: str, is_redacted: bool) -> Any:
         part = getattr(value, name)
-        if not is_covered:
+        if not is_redacted:
             return part
-        return self._cover.generated(part) if name == _GENERATED else self(part)
+        return self._policy.generated(part) if name == _GENERATED else self(part)
 
     def _all(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """What lies in one tuple is of one class, or holds no tokens."""
@@ -128,7 +128,7 @@ class Redactor:
         return tuple([copy(value) for value in values])
 
     def _request(self, request: Request) -> Request:
-        self._cover.note(request)
+        self._policy.note(request)
         sampling = request.sampling
         if sampling.logit_bias:
             sampling = dataclasses.replace(sampling, logit_bias=())
@@ -136,7 +136,7 @@ class Redactor:
 
     def _sampled(self, token: SampledToken) -> SampledToken:
         logprob = None if token.logprob is None else _NO_LOGPROB
-        return SampledToken(token.request_id, self._cover.sampled(token.token_id), logprob)
+        return SampledToken(token.request_id, self._policy.sampled(token.token_id), logprob)
 
     def _delta(self, delta: TokenDelta) -> TokenDelta:
         token_ids = _ONE_TOKEN if len(delta.token_ids) == 1 else (0,) * len(delta.token_ids)

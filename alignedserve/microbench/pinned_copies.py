@@ -1,6 +1,6 @@
 """Lists of blocks to page-locked host memory and back, against one plain copy of as many bytes.
 
-On a GPU both go on queues of their own, as a worker's offload and prefetch do.
+On a GPU both go on streams of their own, as a worker's offload and prefetch do.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from alignedserve.runtime.device.streams import DeviceStreams, Event
 from alignedserve.runtime.device.timing import clocked_by_turns
-from alignedserve.runtime.kv.block_codecs import exact_rows
+from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 
@@ -31,27 +31,28 @@ class PinnedLists:
     def __init__(
         self,
         storage: BlockStorage,
-        queues: DeviceStreams,
+        streams: DeviceStreams,
         outwards: npt.NDArray[np.int64],
         inwards: npt.NDArray[np.int64],
     ) -> None:
         """Both lists equally long; their blocks are nobody else's, and the inward ones are overwritten."""
         self._storage_bytes = storage.bytes
         self._ids = {OFFLOAD: outwards, PREFETCH: inwards}
-        self._queues = {name: queues.queue(name) for name in self._ids}
+        self._streams = {name: streams.stream(name) for name in self._ids}
         self._copies = {
-            name: StagedCopies(exact_rows(storage.bytes), queue, storage.device) for name, queue in self._queues.items()
+            name: StagedCopies(exact_codec(storage.bytes), stream, storage.device)
+            for name, stream in self._streams.items()
         }
         self._rows = {name: copies.pinned(len(self._ids[name])) for name, copies in self._copies.items()}
         self.num_bytes = self._rows[OFFLOAD].numel()
 
     def begin(self, name: str) -> Event:
-        """Put one list in this direction on its queue; the event behind it."""
+        """Put one list in this direction on its stream; the event behind it."""
         if name == OFFLOAD:
             self._copies[name].copy_out(self._ids[name], self._rows[name])
         else:
             self._copies[name].copy_in(self._rows[name], self._ids[name])
-        return self._queues[name].record()
+        return self._streams[name].record()
 
     def measure(self, name: str, num_rounds: int) -> PinnedSpeed:
         """One list, against one copy of as many bytes that lie side by side on the device."""
@@ -59,21 +60,21 @@ class PinnedLists:
         return PinnedSpeed(*seconds)
 
     def _plain(self, name: str) -> Event:
-        rows, queue = self._rows[name], self._queues[name]
+        rows, stream = self._rows[name], self._streams[name]
         first = int(min(ids.min() for ids in self._ids.values()))
         there = self._storage_bytes[first : first + len(rows)]
         if name == OFFLOAD:
-            queue.copy_out(there, rows)
+            stream.copy_out(there, rows)
         else:
-            queue.copy_in(rows, there)
-        return queue.record()
+            stream.copy_in(rows, there)
+        return stream.record()
 
 
 class Traffic:
     """Offload and prefetch that go on beside something else."""
 
     def __init__(self, lists: PinnedLists, *, num_ahead: int) -> None:
-        """`num_ahead` lists in each direction wait on the queues whenever `fill` returns."""
+        """`num_ahead` lists in each direction wait on the streams whenever `fill` returns."""
         self._lists = lists
         self._num_ahead = num_ahead
         self._pending: dict[str, list[Event]] = {OFFLOAD: [], PREFETCH: []}
@@ -94,12 +95,12 @@ class Traffic:
         """Wait until everything has been copied."""
         for pending in self._pending.values():
             for event in pending:
-                event.wait_on_host()
+                event.synchronize()
             pending.clear()
 
 
 def _awaited(begin: Callable[[], Event]) -> Callable[[], None]:
-    return lambda: begin().wait_on_host()
+    return lambda: begin().synchronize()
 
 
 def lists_at_the_end(storage: BlockStorage, num_blocks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -10,7 +10,7 @@ import msgspec
 from alignedserve.core.errors import RecordingError
 from alignedserve.messages.recording import ENDED, SUFFIX, Decision, Digester, RecordReader
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.replay.component_kinds import kind_of
+from alignedserve.replay.component_kinds import schema_of
 
 CUT, ENDS_BETWEEN = "cut", "unfinished"
 _BROKEN = (AssertionError, LookupError, ArithmeticError, AttributeError, TypeError, ValueError)  # of a logic
@@ -42,7 +42,7 @@ class ComponentReplay:
     def __init__(self, path: Path) -> None:
         """Raises RecordingError when the file is no recording, or is of a room that this program does not have."""
         self._reader = reader = RecordReader(path)
-        self._kind = kind_of(reader)
+        self._kind = schema_of(reader)
         try:
             arguments = self._kind.arguments(reader.header.arguments)
             self._logic = self._kind.make(**arguments)
@@ -103,9 +103,9 @@ def recordings_in(folder: Path) -> list[Path]:
         raise RecordingError(f"{folder} cannot be read: {error.strerror}") from error
     if not paths:
         raise RecordingError(f"{folder} holds no recording of a room (*{SUFFIX})")
-    return sorted(paths, key=_room_and_life)
+    return sorted(paths, key=_name_and_epoch)
 
 
-def _room_and_life(path: Path) -> tuple[str, int]:
+def _name_and_epoch(path: Path) -> tuple[str, int]:
     room, _, life = path.stem.rpartition(".")
     return room, int(life) if life.isdecimal() else 0

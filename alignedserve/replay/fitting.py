@@ -51,7 +51,7 @@ class MachineFit:
 
 def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
     """Of a run whose rooms have all been seen. Raises RecordingError when it has too few iterations."""
-    workers = [_timed(run.iterations, prefix) for prefix in _PREFIXES]
+    workers = [_iterations_of(run.iterations, prefix) for prefix in _PREFIXES]
     if len(workers[0].iterations) < _MIN_SAMPLES or 0 < len(workers[1].iterations) < _MIN_SAMPLES:
         raise RecordingError(f"{sum(len(one.iterations) for one in workers)} iterations are too few to fit costs to")
     links = SimLinks(
@@ -83,7 +83,7 @@ def fit_mean(samples: Sequence[Sample]) -> LinearIterationModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class _WorkerIterations:
     """Iterations of one kind of worker, with the share of each in which others computed too."""
 
     iterations: tuple[ObservedIteration, ...]
@@ -101,7 +101,7 @@ class _Timed:
         ]
 
 
-def _timed(iterations: Sequence[ObservedIteration], prefix: str) -> _Timed:
+def _iterations_of(iterations: Sequence[ObservedIteration], prefix: str) -> _WorkerIterations:
     by_worker: dict[str, list[ObservedIteration]] = {}
     for one in iterations:
         if one.ended_s > one.started_s:
@@ -116,14 +116,14 @@ def _timed(iterations: Sequence[ObservedIteration], prefix: str) -> _Timed:
         shared_s = np.diff(np.interp(spans.ravel(), edges.ravel(), busy_s).reshape(-1, 2))[:, 0]
         shares += np.where([one.worker == name for one in chosen], 0.0, shared_s)
     num_others = max(len(by_worker) - 1, 1)
-    return _Timed(chosen, num_others, shares / (num_others * (spans[:, 1] - spans[:, 0])))
+    return _WorkerIterations(chosen, num_others, shares / (num_others * (spans[:, 1] - spans[:, 0])))
 
 
 def _are_several(run: ObservedRun) -> bool:
     return len({one.worker for one in run.iterations}) > 1
 
 
-def _misfit(workers: Sequence[_Timed], slowdown: float) -> float:
+def _misfit(workers: Sequence[_WorkerIterations], slowdown: float) -> float:
     """By how much iterations differ from what would be expected of them, as the mean size of the logarithm."""
     sizes = [
         abs(math.log(ratio)) for one in workers if one.iterations for ratio in _fit_worker(one.alone(slowdown)).ratios

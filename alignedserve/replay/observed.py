@@ -107,7 +107,7 @@ class ObservedRun:
 
     # --- for ComponentObserver
 
-    def note_sent(self, message: object, now: float) -> None:
+    def record_sent(self, message: object, now: float) -> None:
         """A room sends this."""
         if isinstance(message, _MATCHED):
             key = _key(message)
@@ -115,14 +115,14 @@ class ObservedRun:
         elif isinstance(message, RequestRejected | RequestFailed):
             self._refused.add(message.request_id)
 
-    def note_received(self, message: object, now: float) -> None:
+    def record_received(self, message: object, now: float) -> None:
         """A room is told this."""
         if isinstance(message, SubmitRequest):
             self.requests[message.request.request_id] = ObservedRequest(message.request, now)
         elif isinstance(message, _MATCHED):
             self._received.setdefault(_key(message), now)
 
-    def note_emitted(self, message: TokensEmitted, now: float) -> None:
+    def record_emitted(self, message: TokensEmitted, now: float) -> None:
         """A worker sends tokens."""
         self._emitted.append((now, message))
 
@@ -134,37 +134,37 @@ class ComponentObserver:
         self._run = run
         self._name = name
         self._pool = pool
-        self._works = _Works()
-        self._engine = SimulatedEngine(self._works, _Endless(), _ANY_MEMORY, keeps_timeline=False)
+        self._recording_costs = _RecordingCosts()
+        self._engine = SimulatedEngine(self._recording_costs, _UnknownLengths(), _ANY_MEMORY, keeps_timeline=False)
         self._started_s = 0.0
-        self._asked_s: dict[object, float] = {}  # copies under way
+        self._begun_s: dict[object, float] = {}  # copies under way
 
     def take(self, decided: Decided) -> None:
         """The next decision."""
         event, now, commands = decided
         if isinstance(event, Received):
-            self._run.note_received(event.message, now)
+            self._run.record_received(event.message, now)
         elif isinstance(event, IterationCompleted):
-            iteration = ObservedIteration(self._name, self._started_s, now, self._works.latest)
+            iteration = ObservedIteration(self._name, self._started_s, now, self._recording_costs.latest)
             self._run.iterations.append(iteration)
         elif isinstance(event, BlocksLoaded | BlocksOffloaded | BlocksRelayed):
             self._copied(event, now)
         for command in commands:
-            self._note(command, now)
+            self._observe(command, now)
 
-    def _note(self, command: object, now: float) -> None:
+    def _observe(self, command: object, now: float) -> None:
         match command:
             case Send(_, message):
-                self._run.note_sent(message, now)
+                self._run.record_sent(message, now)
             case SendTo(_, TokensEmitted() as message):
-                self._run.note_emitted(message, now)
+                self._run.record_emitted(message, now)
             case RunIteration():
                 self._started_s = now
                 self._engine.begin(command, now)
             case LoadBlocks(_, loads):
-                self._asked_s[loads] = now
+                self._begun_s[loads] = now
             case OffloadBlocks() | RelayBlocks():
-                self._asked_s[command] = now
+                self._begun_s[command] = now
 
     def _copied(self, event: BlocksLoaded | BlocksOffloaded | BlocksRelayed, now: float) -> None:
         if isinstance(event, BlocksLoaded):
@@ -174,9 +174,9 @@ class ComponentObserver:
         else:
             key, num_blocks = event.command, len(event.command.target_block_ids)
             has_pool_end = isinstance(event, BlocksRelayed) or event.command.target == self._pool
-        asked_s = self._asked_s.pop(key, None)
-        if asked_s is not None:
-            self._run.copies.append(ObservedCopy(num_blocks, now - asked_s, has_pool_end))
+        begun_s = self._begun_s.pop(key, None)
+        if begun_s is not None:
+            self._run.copies.append(ObservedCopy(num_blocks, now - begun_s, has_pool_end))
 
 
 def _key(message: Any) -> tuple[object, ...]:
@@ -184,7 +184,7 @@ def _key(message: Any) -> tuple[object, ...]:
     return type(message), request_id, message.attempt
 
 
-class _Works:
+class _RecordingCosts:
     """A cost model that charges nothing and remembers what it was asked about."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class _Works:
         return 0.0
 
 
-class _Endless(dict[RequestId, int]):
+class _UnknownLengths(dict[RequestId, int]):
     """Answers whose length nobody need know here."""
 
     def __missing__(self, request_id: RequestId) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.model import CostModel
-from alignedserve.messages.recording import RunFacts
+from alignedserve.messages.recording import RunMetadata
 from alignedserve.replay.fitting import MachineFit
 from alignedserve.replay.jitter import JitteryCosts
 from alignedserve.replay.observed import ObservedRequest, ObservedRun
@@ -24,11 +24,11 @@ _QUANTILES = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "end to end": 
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class ReplayedRequest:
     """One request of the run, as part of a workload, with what really became of it."""
 
     timed: TimedRequest
-    seen: ObservedRequest
+    observed: ObservedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +70,21 @@ class SimulatedMachine:
     slowdown: float = 0.0  # of iterations by each other worker that computes
 
 
-def fitted_machine(facts: RunFacts, fit: MachineFit) -> SimulatedMachine:
+def fitted_machine(metadata: RunMetadata, fit: MachineFit) -> SimulatedMachine:
     """A recorded run's cluster, with what was fitted to one."""
     decode = WorkerCosts(fit.decode.costs, fit.decode.ratios)
     prefill = WorkerCosts(fit.prefill.costs, fit.prefill.ratios) if fit.prefill is not None else None
-    return SimulatedMachine(facts.config, facts.layout, fit.links, decode, prefill, fit.slowdown)
+    return SimulatedMachine(metadata.config, metadata.layout, fit.links, decode, prefill, fit.slowdown)
 
 
-def requests_of(run: ObservedRun) -> list[Timed]:
+def requests_of(run: ObservedRun) -> list[ReplayedRequest]:
     """The requests that got at least one token, by arrival; those times count from the first."""
-    seen = [one for one in run.requests.values() if one.token_times_s.get(0) is not None]
-    seen.sort(key=lambda one: (one.request.arrival_s, one.request.request_id))
-    return [Timed(_timed(one, seen[0].request.arrival_s), one) for one in seen]
+    observed = [one for one in run.requests.values() if one.token_times_s.get(0) is not None]
+    observed.sort(key=lambda one: (one.request.arrival_s, one.request.request_id))
+    return [ReplayedRequest(_timed(one, observed[0].request.arrival_s), one) for one in observed]
 
 
-def workload_of(requests: Sequence[Timed], outstanding: Mapping[str, int]) -> Workload:
+def workload_of(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int]) -> Workload:
     """The same requests again. Of classes in `outstanding` so many are in the air at a time, in place of the times at
     which they came: a client that waits for answers comes later when they do."""
     present = {one.timed.class_name for one in requests}
@@ -97,7 +97,9 @@ def workload_of(requests: Sequence[Timed], outstanding: Mapping[str, int]) -> Wo
     )
 
 
-def compare(requests: Sequence[Timed], outstanding: Mapping[str, int], machine: SimulatedMachine) -> list[Comparison]:
+def compare(
+    requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int], machine: SimulatedMachine
+) -> list[Comparison]:
     """Simulate the run and put the measures of each class side by side, the simulated ones as means of NUM_RUNS runs
     that differ in their jitter alone. Raises ConfigError when it cannot work."""
     workload = workload_of(requests, outstanding)
@@ -124,23 +126,23 @@ def simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[s
     return Simulation(config, workload).run().classes
 
 
-def real_classes(requests: Sequence[Timed]) -> dict[str, ClassResult]:
+def real_classes(requests: Sequence[ReplayedRequest]) -> dict[str, ClassResult]:
     """What really happened, by the formulas of the simulator."""
     gaps: dict[str, GapSample] = {}
     records = []
     for number, one in enumerate(requests):
-        timed, times = one.timed, one.seen.times_in_order
-        ending = Ending.COMPLETED if one.seen.finished_s is not None else Ending.UNFINISHED
-        under_way = OpenRequest(number, timed, one.seen.request.arrival_s, times)
+        timed, times = one.timed, one.observed.times_in_order
+        ending = Ending.COMPLETED if one.observed.finished_s is not None else Ending.UNFINISHED
+        under_way = OpenRequest(number, timed, one.observed.request.arrival_s, times)
         records.append(under_way.close(ending, times[-1], gaps.setdefault(timed.class_name, GapSample())))
-    begin_s = min(one.seen.request.arrival_s for one in requests)
+    begin_s = min(one.observed.request.arrival_s for one in requests)
     return classes_of(records, gaps, max(record.ended_s for record in records) - begin_s)
 
 
-def _timed(seen: ObservedRequest, begin_s: float) -> TimedRequest:
-    request = seen.request
-    is_other = seen.finished_s is None or request.request_id.startswith(_CANARY)
-    output_len = len(seen.times_in_order)
+def _timed(observed: ObservedRequest, begin_s: float) -> TimedRequest:
+    request = observed.request
+    is_other = observed.finished_s is None or request.request_id.startswith(_CANARY)
+    output_len = len(observed.times_in_order)
     return TimedRequest(
         arrival_s=request.arrival_s - begin_s,
         prompt_len=request.prompt_len,
@@ -153,12 +155,12 @@ def _timed(seen: ObservedRequest, begin_s: float) -> TimedRequest:
     )
 
 
-def _loop(name: str, size: int, requests: Sequence[Timed]) -> ClosedLoop:
-    stream = _Repeated([replace(one.timed, arrival_s=0.0) for one in requests if one.timed.class_name == name])
+def _loop(name: str, size: int, requests: Sequence[ReplayedRequest]) -> ClosedLoop:
+    stream = _CyclicStream([replace(one.timed, arrival_s=0.0) for one in requests if one.timed.class_name == name])
     return ClosedLoop(name, size, is_wave=False, stream=stream)
 
 
-class _Repeated:
+class _CyclicStream:
     """Requests without end: those that there are, over and over."""
 
     def __init__(self, requests: Sequence[TimedRequest]) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.messages.events import TICK_S, PeerConnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import TICK_S, Logic, PeerConnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     IterationCompleted,
@@ -23,18 +23,14 @@ from alignedserve.sim.copies import SimulatedArena, SimulatedCopier
 from alignedserve.sim.engine import SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.shared_cores import SharedCores
-from kvpool.logic import StampBlocks
+from kvpool.logic import SetBlockGeneration
 from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 
 Performers = Mapping[type, Callable[[Any], None]]
 _TICK = Ticked()
 
 
-class Logic(Protocol):
-    """Any room's."""
-
-    def on_event(self, event: Any, now: float) -> Sequence[Any]:
-        """What to do about this event at this time."""
+AnyLogic = Logic[Any, Any]
 
 
 def _to_nobody(message: Message) -> None:
@@ -53,8 +49,8 @@ class Listener(Protocol):
 class Network:
     """Carries messages from room to room, each after the same time, so in order."""
 
-    def __init__(self, agenda: EventQueue, message_s: float) -> None:
-        self._agenda = agenda
+    def __init__(self, event_queue: EventQueue, message_s: float) -> None:
+        self._event_queue = event_queue
         self._message_s = message_s
         self._dispatch_of: dict[str, Callable[[Any], None]] = {}
         self._roles: dict[str, Role] = {}
@@ -67,8 +63,8 @@ class Network:
 
     def link(self, one: str, other: str) -> None:
         """These two can send to each other from now on, and hear of it now."""
-        self._agenda.after(0.0, self._dispatch_of[one], PeerConnected(self._roles[other], other))
-        self._agenda.after(0.0, self._dispatch_of[other], PeerConnected(self._roles[one], one))
+        self._event_queue.after(0.0, self._dispatch_of[one], PeerConnected(self._roles[other], other))
+        self._event_queue.after(0.0, self._dispatch_of[other], PeerConnected(self._roles[one], one))
 
     def send(self, source: str, target: str, message: Message) -> None:
         """It will be there soon."""
@@ -76,26 +72,27 @@ class Network:
 
     def tell(self, target: str, event: Any) -> None:
         """An event that is no message: it comes as a message sent now would, and after those sent before."""
-        self._agenda.after(self._message_s, self._dispatch_of[target], event)
+        self._event_queue.after(self._message_s, self._dispatch_of[target], event)
 
 
 class SimulatedComponent:
     """One logic on the network. `performers`: what is done about commands that are not messages, by their class."""
 
-    def __init__(self, name: str, role: Role, logic: Logic, agenda: EventQueue, network: Network) -> None:
+    def __init__(self, name: str, role: Role, logic: AnyLogic, event_queue: EventQueue, network: Network) -> None:
         self.name = name
         self.role = role
         self.performers: Performers = {}
         self.num_events = 0
         self.logic = logic
-        self._agenda = agenda
+        self._event_queue = event_queue
         self._network = network
         network.add(name, self)
 
     def dispatch(self, event: Any) -> None:
         """Tell the logic and perform its commands."""
         self.num_events += 1
-        for command in self.logic.on_event(event, self._agenda.now):
+        commands: Sequence[Any] = self.logic.on_event(event, self._event_queue.now)
+        for command in commands:
             kind = type(command)
             if kind is Send:
                 assert type(command.message) is not RegistrationRefused, command.message
@@ -107,21 +104,21 @@ class SimulatedComponent:
 
     def tick_from(self, time_s: float) -> None:
         """Tick at this time, and then as often as live rooms do."""
-        self._agenda.at(time_s, self._tick, _TICK)
+        self._event_queue.at(time_s, self._tick, _TICK)
 
     def _tick(self, tick: Ticked) -> None:
-        self._agenda.after(TICK_S, self._tick, tick)
+        self._event_queue.after(TICK_S, self._tick, tick)
         self.dispatch(tick)
 
 
 class SimulatedPool:
     """What a pool does beside sending messages."""
 
-    def __init__(self, room: SimulatedComponent, arena: SimulatedArena) -> None:
+    def __init__(self, component: SimulatedComponent, arena: SimulatedArena) -> None:
         self._arena = arena
-        room.performers = {StampBlocks: self._stamp}
+        component.performers = {SetBlockGeneration: self._stamp}
 
-    def _stamp(self, command: StampBlocks) -> None:
+    def _stamp(self, command: SetBlockGeneration) -> None:
         self._arena.stamp(command.block_ids, command.generation)
 
 
@@ -130,18 +127,18 @@ class SimulatedWorker:
 
     def __init__(
         self,
-        room: SimulatedComponent,
+        component: SimulatedComponent,
         engine: SimulatedEngine,
         copier: SimulatedCopier,
         memory: "SharedMemory",
-        agenda: EventQueue,
+        event_queue: EventQueue,
     ) -> None:
-        self.room = room
+        self.component = component
         self.engine = engine
         self._copier = copier
         self._memory = memory
-        self._agenda = agenda
-        room.performers = {
+        self._event_queue = event_queue
+        component.performers = {
             RunIteration: self._run_iteration,
             LoadBlocks: self._load,
             OffloadBlocks: self._offload,
@@ -153,37 +150,37 @@ class SimulatedWorker:
         }
 
     def _run_iteration(self, command: RunIteration) -> None:
-        now = self._agenda.now
+        now = self._event_queue.now
         duration_s, sampled = self.engine.begin(command, now)
         if self._memory.cores is not None:
             self._memory.cores.begin(duration_s, lambda: self._ended(now, sampled))
             return
         ends_s = now + duration_s
         times = IterationTimes(now, ends_s, 0.0, duration_s, 0.0)
-        self._agenda.at(ends_s, self.room.dispatch, IterationCompleted(sampled, times=times))
+        self._event_queue.at(ends_s, self.component.dispatch, IterationCompleted(sampled, times=times))
 
     def _ended(self, started_s: float, sampled: tuple[SampledToken, ...]) -> None:
-        now = self._agenda.now
+        now = self._event_queue.now
         times = IterationTimes(started_s, now, 0.0, now - started_s, 0.0)
-        self.room.dispatch(IterationCompleted(sampled, times=times))
+        self.component.dispatch(IterationCompleted(sampled, times=times))
 
     def _load(self, command: LoadBlocks) -> None:
-        self._agenda.at(self._copier.load_ends_s(command), self._loaded, command)
+        self._event_queue.at(self._copier.load_ends_s(command), self._loaded, command)
 
     def _loaded(self, command: LoadBlocks) -> None:
-        self.room.dispatch(self._copier.loaded(command))
+        self.component.dispatch(self._copier.loaded(command))
 
     def _offload(self, command: OffloadBlocks) -> None:
-        self._agenda.at(self._copier.offload_ends_s(command), self._offloaded, command)
+        self._event_queue.at(self._copier.offload_ends_s(command), self._offloaded, command)
 
     def _offloaded(self, command: OffloadBlocks) -> None:
-        self.room.dispatch(self._copier.offloaded(command))
+        self.component.dispatch(self._copier.offloaded(command))
 
     def _relay(self, command: RelayBlocks) -> None:
-        self._agenda.at(self._copier.relay_ends_s(command), self._relayed, command)
+        self._event_queue.at(self._copier.relay_ends_s(command), self._relayed, command)
 
     def _relayed(self, command: RelayBlocks) -> None:
-        self.room.dispatch(self._copier.relayed(command))
+        self.component.dispatch(self._copier.relayed(command))
 
     def _map_arena(self, command: MapArena) -> None:
         self._copier.arenas[command.peer] = self._memory.arenas[command.offered.path]
@@ -192,10 +189,10 @@ class SimulatedWorker:
         self._copier.arenas.pop(command.peer, None)
 
     def _open_buffer(self, command: OpenBuffer) -> None:
-        offered = self._memory.make_buffer(f"{self.room.name}-for-{command.peer}")
+        offered = self._memory.make_buffer(f"{self.component.name}-for-{command.peer}")
         if offered is not None:
             self._copier.arenas[command.peer] = self._memory.arenas[offered.path]
-        self._agenda.after(0.0, self.room.dispatch, BufferOpened(command.peer, command.life, offered))
+        self._event_queue.after(0.0, self.component.dispatch, BufferOpened(command.peer, command.life, offered))
 
 
 class SharedMemory:

@@ -6,7 +6,7 @@ whether a copy verifies.
 
 from collections.abc import Sequence
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.messages.iterations import (
@@ -51,15 +51,15 @@ class SimulatedArena:
         """What was written, or None when the blocks were no longer the writer's."""
         if self._stamps_on_write:
             self.stamp(block_ids, generation)
-        runs = tuple(BlockRun(first, count, _NOT_SUMMED) for first, count in neighbours(block_ids))
+        runs = tuple(BlockRun(first, count, _NOT_SUMMED) for first, count in contiguous_runs(block_ids))
         return runs if self.holds(BlockCopy(generation, 0, runs)) else None
 
 
-class Channels:
+class MemoryLinks:
     """The links between memories. Each does one copy at a time, in the order in which they were asked for."""
 
-    def __init__(self, agenda: EventQueue, links: SimLinks, block_bytes: int) -> None:
-        self._agenda = agenda
+    def __init__(self, event_queue: EventQueue, links: SimLinks, block_bytes: int) -> None:
+        self._event_queue = event_queue
         self._links = links
         self._block_bytes = block_bytes
         self._free_at: dict[tuple[str, str], float] = {}
@@ -67,7 +67,7 @@ class Channels:
     def completion_s(self, source: str, target: str, num_blocks: int, *, is_host: bool) -> float:
         """When so many blocks that are asked for now will be there. `is_host`: one end is a pool."""
         link = self._links.host if is_host else self._links.device
-        begins = max(self._free_at.get((source, target), 0.0), self._agenda.now)
+        begins = max(self._free_at.get((source, target), 0.0), self._event_queue.now)
         ends = begins + link.transfer_s(num_blocks * self._block_bytes)
         self._free_at[source, target] = ends
         return ends
@@ -76,10 +76,10 @@ class Channels:
 class SimulatedCopier:
     """Performs one worker's copies. Its arenas go by the peer that offered one, or whom it is offered to."""
 
-    def __init__(self, worker: str, pool: str, channels: Channels) -> None:
+    def __init__(self, worker: str, pool: str, memory_links: MemoryLinks) -> None:
         self._worker = worker
         self._pool = pool
-        self._channels = channels
+        self._memory_links = memory_links
         self.arenas: dict[str, SimulatedArena] = {}
 
     # --- when a copy that begins now will be done
@@ -100,7 +100,7 @@ class SimulatedCopier:
         return self._ends_s(source, target, len(command.target_block_ids))
 
     def _ends_s(self, source: str, target: str, num_blocks: int) -> float:
-        return self._channels.completion_s(source, target, num_blocks, is_host=self._pool in (source, target))
+        return self._memory_links.completion_s(source, target, num_blocks, is_host=self._pool in (source, target))
 
     # --- what it has come to by then
 

@@ -49,7 +49,7 @@ class _Sequence:
         self.token = SampledToken(addition.request.request_id, TOKEN)  # every token of it but the last
 
 
-class _Repeated:
+class _SteadyIteration:
     """An iteration, and those after it that differ from it in nothing but that every context is one token longer.
 
     A large batch of long answers does little else, so such an iteration is not looked through request by request.
@@ -103,7 +103,7 @@ class SimulatedEngine:
         self._hidden: set[RequestId] = set()  # whose cache, in the engine or out of it, is hidden
         self._output_lens = output_lens
         self._sequences: dict[RequestId, _Sequence] = {}
-        self._latest = _Repeated((), IterationWork(), (), 0)
+        self._latest = _SteadyIteration((), IterationWork(), (), 0)
         self._timeline = _Timeline() if keeps_timeline else None
         self._num_blocks = 0
         self.num_iterations = 0
@@ -171,7 +171,7 @@ class SimulatedEngine:
     def _copied(self, swap: Swap) -> float:
         return self._memory.copy_tokens(swap.num_tokens, is_hidden=swap.request_id in self._hidden)
 
-    def _look_through(self, command: RunIteration, swapped: tuple[float, float]) -> _Repeated:
+    def _look_through(self, command: RunIteration, swapped: tuple[float, float]) -> _SteadyIteration:
         work, sampled, num_more = IterationWork(), [], 1 << 40
         work.swap_in_tokens, work.swap_out_tokens = swapped
         decoded_len = hidden_len = longest = num_decodes = 0
@@ -193,7 +193,7 @@ class SimulatedEngine:
                 sequence.num_left -= 1
                 num_more = min(num_more, sequence.num_left - 1)
         work.add_decodes(num_decodes, decoded_len, longest, hidden_len)
-        return _Repeated(
+        return _SteadyIteration(
             command.slices, work, tuple(sampled), 0 if work.num_chunks or command.swaps or hidden_len else num_more
         )
 

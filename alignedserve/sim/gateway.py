@@ -44,9 +44,15 @@ class SimulatedGateway:
     role = Role.GATEWAY
 
     def __init__(
-        self, workload: Workload, agenda: EventQueue, network: Network, *, message_s: float, on_idle: Callable[[], None]
+        self,
+        workload: Workload,
+        event_queue: EventQueue,
+        network: Network,
+        *,
+        message_s: float,
+        on_idle: Callable[[], None],
     ) -> None:
-        self._agenda = agenda
+        self._event_queue = event_queue
         self._network = network
         self._message_s = message_s
         self._on_idle = on_idle
@@ -77,9 +83,9 @@ class SimulatedGateway:
         message = event.message
         match message:
             case RequestRejected():
-                self._end(message.request_id, Ending.REJECTED, self._agenda.now)
+                self._end(message.request_id, Ending.REJECTED, self._event_queue.now)
             case RequestFailed():
-                self._end(message.request_id, Ending.FAILED, self._agenda.now)
+                self._end(message.request_id, Ending.FAILED, self._event_queue.now)
             case ClusterStatus():
                 self.status = message
             case _:
@@ -87,7 +93,7 @@ class SimulatedGateway:
 
     def emitted(self, message: TokensEmitted) -> None:
         """A worker sends tokens now. They are noted at once, with the time at which they will be here."""
-        time_s = self._agenda.now + self._message_s
+        time_s = self._event_queue.now + self._message_s
         under_way = self._open
         for delta in message.deltas:
             times = under_way[delta.request_id].token_times_s
@@ -99,7 +105,7 @@ class SimulatedGateway:
     def cut_off(self) -> None:
         """The simulation ends here, whatever is under way."""
         for request_id in list(self._open):
-            self._close(request_id, Ending.UNFINISHED, self._agenda.now)
+            self._close(request_id, Ending.UNFINISHED, self._event_queue.now)
 
     # --- sending
 
@@ -108,12 +114,12 @@ class SimulatedGateway:
         timed = next(self._timed, None)
         if timed is not None:
             self._num_to_come += 1
-            self._agenda.at(self._origin_s + timed.arrival_s, self._send_timed, timed)
+            self._event_queue.at(self._origin_s + timed.arrival_s, self._send_timed, timed)
 
     def _plan_all(self, looped: Sequence[TimedRequest]) -> None:
         for timed in looped:
             self._num_to_come += 1
-            self._agenda.at(self._origin_s + timed.arrival_s, self._send, timed)
+            self._event_queue.at(self._origin_s + timed.arrival_s, self._send, timed)
 
     def _send_timed(self, timed: TimedRequest) -> None:
         self._plan_next()
@@ -121,7 +127,7 @@ class SimulatedGateway:
 
     def _send(self, timed: TimedRequest) -> None:
         request_id = RequestId(f"r{self._num_sent:07d}")
-        now = self._agenda.now
+        now = self._event_queue.now
         request = Request(
             request_id,
             self._prompts.borrow(timed.prompt_len),

@@ -17,7 +17,7 @@ from alignedserve.sim.config import SimConfig, SimLinks
 
 
 @dataclass(frozen=True, slots=True)
-class Machines:
+class ClusterHardware:
     """What the workers are made of. Both kinds serve one model."""
 
     decode: WorkerSpec  # colocated workers too
@@ -26,7 +26,7 @@ class Machines:
     buffer_share: float = 0.5  # of a prefill worker's memory for caches, for the decode workers' candidate buffers
 
 
-def simulated_on(machines: Machines, cluster: ClusterConfig) -> SimConfig:
+def simulated_on(machines: ClusterHardware, cluster: ClusterConfig) -> SimConfig:
     """This cluster on these machines: `kv_cache_bytes` of its workers are replaced by what the model leaves there.
 
     Each accelerator of a worker has links of its own. Raises ConfigError for unknown names, for a model that does not

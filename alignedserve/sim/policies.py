@@ -12,7 +12,7 @@ from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.config import SimConfig, SimMechanisms
-from alignedserve.sim.machines import Machines, simulated_as_profiled, simulated_on
+from alignedserve.sim.machines import ClusterHardware, simulated_as_profiled, simulated_on
 from alignedserve.workload.requests import RequestStream, TimedRequest, Workload
 
 
@@ -30,7 +30,7 @@ def with_policy(
     return resolve_policy(msgspec.structs.replace(cluster, topology=chosen, scheduling=scheduling))
 
 
-def simulated_policy(machines: Machines | MachineProfile, cluster: ClusterConfig) -> SimConfig:
+def simulated_policy(machines: ClusterHardware | MachineProfile, cluster: ClusterConfig) -> SimConfig:
     """This cluster on these machines, whose engines have whatever mechanisms its policy wants, at their true costs.
 
     Raises ConfigError for unknown names, for a model that does not fit, and for a policy that needs what this model

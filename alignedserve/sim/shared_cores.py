@@ -22,8 +22,8 @@ class _Job:
 class SharedCores:
     """One machine. `slowdown`: by how much of its time alone an iteration takes longer for each other one."""
 
-    def __init__(self, agenda: EventQueue, slowdown: float) -> None:
-        self._agenda = agenda
+    def __init__(self, event_queue: EventQueue, slowdown: float) -> None:
+        self._event_queue = event_queue
         self._slowdown = slowdown
         self._jobs: list[_Job] = []
         self._settled_s = 0.0  # up to when `left_s` is right
@@ -39,7 +39,7 @@ class SharedCores:
         return 1.0 / (1.0 + self._slowdown * (len(self._jobs) - 1))
 
     def _settle(self) -> None:
-        now = self._agenda.now
+        now = self._event_queue.now
         if self._jobs:
             done_s = (now - self._settled_s) * self._speed()
             for job in self._jobs:
@@ -51,7 +51,7 @@ class SharedCores:
         self._version += 1
         if self._jobs:
             soonest_s = min(job.left_s for job in self._jobs)
-            self._agenda.after(max(soonest_s, 0.0) / self._speed(), self._end, self._version)
+            self._event_queue.after(max(soonest_s, 0.0) / self._speed(), self._end, self._version)
 
     def _end(self, version: int) -> None:
         if version != self._version:

@@ -14,21 +14,26 @@ from alignedserve.messages.events import TICK_S
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.factory import (
-    make_decode_iteration_scheduler,
-    make_iteration_scheduler,
-    make_scheduler,
     resolve_policy,
 )
 from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import Mechanism
-from alignedserve.sim.components import Logic, Network, SharedMemory, SimulatedComponent, SimulatedPool, SimulatedWorker
+from alignedserve.sim.components import (
+    AnyLogic,
+    Network,
+    SharedMemory,
+    SimulatedComponent,
+    SimulatedPool,
+    SimulatedWorker,
+)
 from alignedserve.sim.config import SimConfig
-from alignedserve.sim.copies import Channels, SimulatedCopier
+from alignedserve.sim.copies import MemoryLinks, SimulatedCopier
 from alignedserve.sim.engine import EOS, SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.gateway import GATEWAY, ROUTER, SimulatedGateway
 from alignedserve.sim.result import SimulationResult, classes_of, worker_of
 from alignedserve.sim.shared_cores import SharedCores
+from alignedserve.worker_core.registration import registration_of
 from alignedserve.workload.requests import Workload
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
@@ -52,43 +57,45 @@ class Simulation:
         self._random = random.Random(config.seed)  # noqa: S311
         _check_fit(config, workload)
         _check_policy(config, workload)
-        self._agenda = EventQueue()
-        self._network = Network(self._agenda, config.links.message_s)
+        self._event_queue = EventQueue()
+        self._network = Network(self._event_queue, config.links.message_s)
         self._gateway = SimulatedGateway(
-            workload, self._agenda, self._network, message_s=config.links.message_s, on_idle=self._settle
+            workload, self._event_queue, self._network, message_s=config.links.message_s, on_idle=self._settle
         )
         self._network.to_gateway = self._gateway.emitted
-        self._rooms: list[SimulatedComponent] = []
+        self._components: list[SimulatedComponent] = []
         self._workers: dict[str, SimulatedWorker] = {}
-        self._channels = Channels(self._agenda, config.links, config.layout.block_bytes)
+        self._memory_links = MemoryLinks(self._event_queue, config.links, config.layout.block_bytes)
         num_decode = config.cluster.decode.count // config.num_pools
         buffer_blocks = prefill_factory.buffer_blocks_of(config.cluster.prefill, config.layout, num_decode)
-        cores = SharedCores(self._agenda, config.core_slowdown) if config.core_slowdown else None
+        cores = SharedCores(self._event_queue, config.core_slowdown) if config.core_slowdown else None
         self._memory = SharedMemory(block_bytes=config.layout.block_bytes, buffer_blocks=buffer_blocks, cores=cores)
         self._build()
 
     def run(self, progress: Progress | None = None) -> SimulationResult:
         """From the first request to the last. To be called once."""
         if self._config.duration_s is not None:
-            self._agenda.end_s = _BEGIN_S + self._config.duration_s
-        for number, room in enumerate(self._rooms):
-            room.tick_from(TICK_S * (number + 1) / len(self._rooms))
+            self._event_queue.end_s = _BEGIN_S + self._config.duration_s
+        for number, component in enumerate(self._components):
+            component.tick_from(TICK_S * (number + 1) / len(self._components))
         self._gateway.start(_BEGIN_S)
         if progress is not None:
-            self._agenda.at(_BEGIN_S, self._report, progress)
-        num_events = self._agenda.run()
+            self._event_queue.at(_BEGIN_S, self._report, progress)
+        num_events = self._event_queue.run()
         self._gateway.cut_off()
         return self._result(num_events)
 
-    def logics(self) -> dict[str, Logic]:
+    def logics(self) -> dict[str, AnyLogic]:
         """What decides in each room, by its name."""
-        return {room.name: room.logic for room in self._rooms}
+        return {component.name: component.logic for component in self._components}
 
     # --- building
 
     def _build(self) -> None:
         cluster = self._config.cluster
-        self._add_room(ROUTER, Role.ROUTER, router_factory.make_logic(config=cluster.router, batching=cluster.batching))
+        self._add_component(
+            ROUTER, Role.ROUTER, router_factory.make_logic(config=cluster.router, batching=cluster.batching)
+        )
         self._network.link(GATEWAY, ROUTER)
         for node in range(self._config.num_pools):
             decoders = range(node, cluster.decode.count, self._config.num_pools)
@@ -103,10 +110,10 @@ class Simulation:
                 [self._add_decode_worker(number, node) for number in decoders],
             )
 
-    def _add_room(self, name: str, role: Role, logic: Logic) -> SimulatedComponent:
-        room = SimulatedComponent(name, role, logic, self._agenda, self._network)
-        self._rooms.append(room)
-        return room
+    def _add_component(self, name: str, role: Role, logic: AnyLogic) -> SimulatedComponent:
+        component = SimulatedComponent(name, role, logic, self._event_queue, self._network)
+        self._components.append(component)
+        return component
 
     def _add_pool(self, node: int) -> None:
         config, layout = self._config, self._config.layout
@@ -121,44 +128,63 @@ class Simulation:
             block_size=layout.block_size,
             first_lease=self._random.randrange(1, _MAX_FIRST_LEASE),
         )
-        room = self._add_room(_pool(node), Role.KV_POOL, logic)
-        SimulatedPool(room, self._memory.arenas[arena.path])
+        component = self._add_component(_pool(node), Role.KV_POOL, logic)
+        SimulatedPool(component, self._memory.arenas[arena.path])
 
     def _add_prefill_worker(self, number: int, node: int) -> str:
         config = self._config.cluster.prefill
         num_blocks = self._config.layout.blocks_in(config.kv_cache_bytes)
-        registered = prefill_factory.registration_of(
-            config, self._config.layout, num_blocks=num_blocks, pool_name=_pool(node)
+        registered = registration_of(
+            self._config.layout,
+            num_blocks=num_blocks,
+            max_running_requests=config.max_running_requests,
+            pool_name=_pool(node),
+            can_prefill=True,
         )
         costs = self._config.prefill_costs or self._config.decode_costs
-        limits = prefill_factory.iteration_limits(config)
         logic = prefill_factory.make_logic(
             registered=registered,
             config=config,
-            pacing=make_iteration_scheduler(self._config.cluster.scheduling, limits, self._known(costs)),
+            scheduling=self._config.cluster.scheduling,
             eos_token_ids=_EOS_TOKEN_IDS,
+            costs=self._known(costs),
         )
         return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, logic, _pool(node), costs)
 
     def _add_decode_worker(self, number: int, node: int) -> str:
         config, layout = self._config.cluster.decode, self._config.layout
         num_blocks = layout.blocks_in(config.kv_cache_bytes)
-        logic: Logic
-        scheduling, limits = self._config.cluster.scheduling, decode_factory.iteration_limits(config)
-        costs = self._known(self._config.decode_costs)
+        logic: AnyLogic
+        cluster, costs = self._config.cluster, self._known(self._config.decode_costs)
         if self._config.is_colocated:
             logic = decode_factory.make_colocated_logic(
-                registered=decode_factory.colocated_registration_of(config, layout, num_blocks=num_blocks),
+                registered=registration_of(
+                    layout,
+                    num_blocks=num_blocks,
+                    max_running_requests=decode_factory.max_held(config),
+                    can_prefill=True,
+                    can_decode=True,
+                ),
                 memory=self._config.colocated_memory,
-                scheduler=make_scheduler(scheduling, limits, costs),
+                config=config,
+                scheduling=cluster.scheduling,
                 eos_token_ids=_EOS_TOKEN_IDS,
+                costs=costs,
             )
         else:
             logic = decode_factory.make_logic(
-                registered=decode_factory.registration_of(config, layout, num_blocks=num_blocks, pool_name=_pool(node)),
-                limits=decode_factory.limits_of(config, self._config.cluster.batching, num_blocks=num_blocks),
-                pacing=make_decode_iteration_scheduler(scheduling, limits, costs),
+                registered=registration_of(
+                    layout,
+                    num_blocks=num_blocks,
+                    max_running_requests=config.max_running_requests,
+                    pool_name=_pool(node),
+                    can_decode=True,
+                ),
+                config=config,
+                batching=cluster.batching,
+                scheduling=cluster.scheduling,
                 eos_token_ids=_EOS_TOKEN_IDS,
+                costs=costs,
             )
         name = f"decode-{number}"
         return self._add_worker(name, Role.DECODE_WORKER, logic, _pool(node), self._config.decode_costs)
@@ -167,14 +193,14 @@ class Simulation:
         """What a worker's policy knows of its costs from the start."""
         return None if self._config.learns_costs else costs
 
-    def _add_worker(self, name: str, role: Role, logic: Logic, pool: str, costs: CostModel) -> str:
+    def _add_worker(self, name: str, role: Role, logic: AnyLogic, pool: str, costs: CostModel) -> str:
         keeps_timeline = name == self._config.timeline_of
         engine = SimulatedEngine(
             costs, self._gateway.output_lens, self._config.colocated_memory, keeps_timeline=keeps_timeline
         )
-        copier = SimulatedCopier(name, pool, self._channels)
-        room = self._add_room(name, role, logic)
-        self._workers[name] = SimulatedWorker(room, engine, copier, self._memory, self._agenda)
+        copier = SimulatedCopier(name, pool, self._memory_links)
+        component = self._add_component(name, role, logic)
+        self._workers[name] = SimulatedWorker(component, engine, copier, self._memory, self._event_queue)
         return name
 
     def _add_node(self, node: int, prefillers: list[str], decoders: list[str]) -> None:
@@ -190,14 +216,14 @@ class Simulation:
     # --- the end
 
     def _settle(self) -> None:
-        self._agenda.end_s = min(self._agenda.end_s, self._agenda.now + _SETTLE_S)
+        self._event_queue.end_s = min(self._event_queue.end_s, self._event_queue.now + _SETTLE_S)
 
     def _report(self, progress: Progress) -> None:
-        progress(self._agenda.now - _BEGIN_S, len(self._gateway.records))
-        self._agenda.after(_PROGRESS_S, self._report, progress)
+        progress(self._event_queue.now - _BEGIN_S, len(self._gateway.records))
+        self._event_queue.after(_PROGRESS_S, self._report, progress)
 
     def _result(self, num_events: int) -> SimulationResult:
-        gateway, status = self._gateway, self._gateway.status or ClusterStatus(*(0,) * 13)
+        gateway, status = self._gateway, self._gateway.status or ClusterStatus()
         ended_s = max((record.ended_s for record in gateway.records), default=_BEGIN_S)
         duration_s = ended_s - _BEGIN_S
         workers = self._workers.items()
@@ -214,9 +240,9 @@ class Simulation:
             num_recomputed_tokens=status.num_recomputed_tokens,
             num_pool_blocks_used=status.num_pool_blocks_used,
             num_worker_blocks_used=status.num_worker_blocks_used,
-            ledger=status.ledger,
+            iteration_log=status.iteration_log,
             lengths=status.lengths,
-            num_decisions=sum(room.num_events for room in self._rooms),
+            num_decisions=sum(component.num_events for component in self._components),
             num_events=num_events,
             timeline=tuple(line for lines in timelines for line in lines),
         )

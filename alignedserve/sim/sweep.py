@@ -85,7 +85,7 @@ def run_cases(cases: Sequence[Case], *, processes: int = 1, progress: Progress =
     assert len({case.name for case in cases}) == len(cases), "two cases have the same name"
     if processes <= 1 or len(cases) <= 1:
         return [CaseResult(case, *_run_case(case, progress)) for case in cases]
-    return _Crew(cases, progress).run(min(processes, len(cases)))
+    return _ProcessPool(cases, progress).run(min(processes, len(cases)))
 
 
 # --- one case
@@ -130,7 +130,7 @@ def _library(data_dir: Path | None) -> Library:
 
 
 @dataclass(slots=True)
-class _Hand:
+class _WorkerProcess:
     """One process, and the case it is at."""
 
     process: SpawnProcess
@@ -139,80 +139,80 @@ class _Hand:
 
 
 @dataclass(slots=True)
-class _Crew:
+class _ProcessPool:
     """Processes that take the next case when they are done with one."""
 
     cases: Sequence[Case]
     progress: Progress
     results: dict[int, CaseResult] = field(default_factory=dict)
-    hands: dict[Connection, _Hand] = field(default_factory=dict)
+    workers: dict[Connection, _WorkerProcess] = field(default_factory=dict)
     _num_begun: int = 0
 
     def run(self, processes: int) -> list[CaseResult]:
         """All cases."""
         try:
             for _ in range(processes):
-                self._hire()
-            while self.hands:
-                for link in wait(list(self.hands)):
+                self._start_process()
+            while self.workers:
+                for link in wait(list(self.workers)):
                     assert isinstance(link, Connection)
-                    self._hear(self.hands[link])
+                    self._receive(self.workers[link])
         finally:
-            for hand in list(self.hands.values()):
-                self._dismiss(hand)
+            for worker in list(self.workers.values()):
+                self._stop(worker)
         return [self.results[number] for number in range(len(self.cases))]
 
-    def _hire(self) -> None:
+    def _start_process(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs,), daemon=True)
+        process = context.Process(target=_serve_cases, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
-        self.hands[ours] = _Hand(process, ours, -1)
-        self._assign(self.hands[ours])
+        self.workers[ours] = _WorkerProcess(process, ours, -1)
+        self._assign(self.workers[ours])
 
-    def _assign(self, hand: _Hand) -> None:
+    def _assign(self, worker: _WorkerProcess) -> None:
         """The next case, or nothing more to do."""
         if self._num_begun == len(self.cases):
-            self._dismiss(hand)
+            self._stop(worker)
             return
-        hand.number = self._num_begun
+        worker.number = self._num_begun
         self._num_begun += 1
         try:
-            hand.link.send(self.cases[hand.number])
+            worker.link.send(self.cases[worker.number])
         except OSError:
-            self._lose(hand)
+            self._lost(worker)
 
-    def _hear(self, hand: _Hand) -> None:
+    def _receive(self, worker: _WorkerProcess) -> None:
         try:
-            word = hand.link.recv()
+            answer = worker.link.recv()
         except (EOFError, OSError):
-            self._lose(hand)
+            self._lost(worker)
             return
-        if isinstance(word, CaseProgress):
-            self.progress(word)
+        if isinstance(answer, CaseProgress):
+            self.progress(answer)
             return
-        self.results[hand.number] = CaseResult(self.cases[hand.number], *word)
-        self._assign(hand)
+        self.results[worker.number] = CaseResult(self.cases[worker.number], *answer)
+        self._assign(worker)
 
-    def _lose(self, hand: _Hand) -> None:
+    def _lost(self, worker: _WorkerProcess) -> None:
         """It died. Its case is lost, the others are not."""
-        case = self.cases[hand.number]
-        self._dismiss(hand)
-        self.results[hand.number] = CaseResult(case, error=f"its process ended (exit code {hand.process.exitcode})")
+        case = self.cases[worker.number]
+        self._stop(worker)
+        self.results[worker.number] = CaseResult(case, error=f"its process ended (exit code {worker.process.exitcode})")
         self.progress(CaseProgress(case.name, 0.0, 0, is_over=True))
         if self._num_begun < len(self.cases):
-            self._hire()
+            self._start_process()
 
-    def _dismiss(self, hand: _Hand) -> None:
-        del self.hands[hand.link]
-        hand.link.close()
-        hand.process.join(timeout=0.2)  # one that is already dying says of what; an idle one ends by itself
-        hand.process.terminate()
-        hand.process.join()
+    def _stop(self, worker: _WorkerProcess) -> None:
+        del self.workers[worker.link]
+        worker.link.close()
+        worker.process.join(timeout=0.2)  # one that is already dying says of what; an idle one ends by itself
+        worker.process.terminate()
+        worker.process.join()
 
 
-def _work(link: Connection) -> None:
+def _serve_cases(link: Connection) -> None:
     """Case after case, until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the first process decides
     try:

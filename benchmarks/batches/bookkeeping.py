@@ -10,14 +10,13 @@ from pathlib import Path
 import psutil
 
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.interfaces import ClusterTotals, LineAnswer, LineCall
-from alignedserve.batches.log.disk_log import DiskLogs
+from alignedserve.batches.interfaces import ClusterTotals, LineRequest, LineResponse
+from alignedserve.batches.location import BatchStores, stores_in
 from alignedserve.batches.records import BatchKey, BatchRecord, Endpoint, FileId, FileRecord, Progress
-from alignedserve.batches.repository import BatchRepository, BatchSnapshot
-from alignedserve.batches.run import Limits, Rooms
-from alignedserve.batches.stores.disk_blobs import DiskBlobs
+from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
+from alignedserve.config.sections import BatchesConfig
 
 _BATCH = BatchKey("batch_" + "0" * 24)
 _FILES = tuple(FileId(f"file-{digit * 24}") for digit in "123")
@@ -37,9 +36,9 @@ class _AtOnce:
     def __init__(self) -> None:
         self._body = json.dumps(_ANSWER).encode()
 
-    async def run(self, call: LineCall) -> LineAnswer:
+    async def run(self, call: LineRequest) -> LineResponse:
         await asyncio.sleep(0)
-        return LineAnswer(200, self._body, 9, 6)
+        return LineResponse(200, self._body, 9, 6)
 
     def cluster_totals(self) -> ClusterTotals | None:
         return None
@@ -58,27 +57,26 @@ def measure_bookkeeping(num_lines: int, content: bytes) -> dict[str, float]:
 
 
 async def _measure(folder: Path, address: str, num_lines: int, content: bytes) -> dict[str, float]:
-    records = RedisRecords(address, namespace="bench")
-    rooms = Rooms(BatchRepository(records), DiskBlobs(folder / "files"), DiskLogs(folder / "results"), _AtOnce())
-    await _submit(rooms, num_lines, content)
-    limits = Limits(("pocket",), num_lines, 1 << 22, max_attempts=8, assumed_tokens_per_s=500.0, file_lifetime_s=1e6)
-    driver = BatchDriver(rooms=rooms, limits=limits, max_in_flight=64, lock_path=folder / "driver.lock")
+    stores = stores_in(folder, RedisRecords(address, namespace="bench"))
+    await _submit(stores, num_lines, content)
+    config = BatchesConfig(max_lines=num_lines, max_line_bytes=1 << 22, file_lifetime_s=1e6)
+    driver = BatchDriver(stores=stores, runner=_AtOnce(), config=config, models=("pocket",), max_in_flight=64)
     redis = psutil.Process(int((folder / "redis" / "redis.pid").read_text()))
     driving = asyncio.create_task(driver.run())
     validated_s, validated_redis_s = 0.0, 0.0
     began_s, began_redis_s = time.process_time(), _used_s(redis)
     while True:
         await asyncio.sleep(0.05)
-        sight = await rooms.book.batch(_BATCH)
-        assert sight is not None, "the batch is there"
-        if not validated_s and sight.record.num_lines:
+        snapshot = await stores.repository.batch(_BATCH)
+        assert snapshot is not None, "the batch is there"
+        if not validated_s and snapshot.record.num_lines:
             validated_s, validated_redis_s = time.process_time(), _used_s(redis)
-        if sight.record.is_over:
+        if snapshot.record.is_over:
             break
     ended_s, ended_redis_s = time.process_time(), _used_s(redis)
     driving.cancel()
     await asyncio.gather(driving, return_exceptions=True)
-    await records.close()
+    await stores.repository.close()
     return {
         "lines": num_lines,
         "validating_ms_per_line": round((validated_s - began_s) / num_lines * 1e3, 4),
@@ -94,8 +92,8 @@ def _used_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def _submit(rooms: Rooms, num_lines: int, content: bytes) -> None:
-    writer = await rooms.blobs.begin(_FILES[0])
+async def _submit(stores: BatchStores, num_lines: int, content: bytes) -> None:
+    writer = await stores.blobs.begin(_FILES[0])
     await writer.write(content)
     await writer.commit()
     now = time.time()
@@ -103,7 +101,7 @@ async def _submit(rooms: Rooms, num_lines: int, content: bytes) -> None:
     source = FileRecord(
         file_id=_FILES[0], owner="me", name="in", purpose="batch", num_bytes=size, num_lines=num_lines, created_s=now
     )
-    await rooms.book.add_file(source, fits=lambda _: True)
+    await stores.repository.add_file(source, fits=lambda _: True)
     record = BatchRecord(
         batch_id=_BATCH,
         owner="me",
@@ -119,4 +117,6 @@ async def _submit(rooms: Rooms, num_lines: int, content: bytes) -> None:
         input_lines=num_lines,
         fingerprint="",
     )
-    await rooms.book.add_batch(BatchSnapshot(record, Progress()), source, again=None, again_s=0.0)
+    await stores.repository.add_batch(
+        BatchSnapshot(record, Progress()), source, idempotency_key=None, key_lifetime_s=0.0
+    )

@@ -24,7 +24,7 @@ from alignedserve.microbench.engine.throughput import (
 )
 from alignedserve.microbench.engine.workloads import parse_workload
 from alignedserve.microbench.shapes import SHAPES
-from alignedserve.runtime.device.timing import synchronise
+from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.model.model_config import ModelConfig
 
 TARGET = 3.0  # times the best of transformers
@@ -107,10 +107,10 @@ def _figures(setup: Setup, seconds: dict[str, float], failures: dict[str, str]) 
 def _median_seconds(run: Callable[[], None], num_rounds: int, device: torch.device) -> float:
     taken = []
     for _ in range(num_rounds + 1):  # the first compiles and warms up
-        synchronise(device)
+        synchronize(device)
         started = time.perf_counter()
         run()
-        synchronise(device)
+        synchronize(device)
         taken.append(time.perf_counter() - started)
     return statistics.median(taken[1:])
 

@@ -23,7 +23,7 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weight_files import load_weights
-from kernels.gpu_dispatch import gpu_kernels_run
+from kernels.gpu_dispatch import gpu_kernels_available
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS, TOY_PROMPTS = (300, 65, 17, 2), (37, 5)
@@ -70,7 +70,7 @@ def _cases(device: torch.device) -> Iterator[tuple[str, str]]:
             yield from ((dtype, TRITON), (dtype, TORCH))
         else:
             yield dtype, AUTO
-    if device.type == "cpu" and gpu_kernels_run(device):
+    if device.type == "cpu" and gpu_kernels_available(device):
         yield "float32", TRITON  # its interpreter cuts bfloat16 off where a GPU rounds
 
 

@@ -30,7 +30,7 @@ from alignedserve.runtime.device.devices import CUDA
 from benchmarks.gpu.generation import compare_generation
 from benchmarks.gpu.logits import compare_logits
 from benchmarks.support.recording import RESULTS, write_result
-from kernels.gpu_dispatch import replaced
+from kernels.gpu_dispatch import launch_failures
 
 TESTS, LOGITS, KERNELS = "tests", "logits", "kernels"
 ITERATIONS, TRANSFERS, GENERATION = "iterations", "transfers", "generation"
@@ -94,7 +94,7 @@ def main() -> None:
         if error.name not in ("pytest", "transformers"):
             raise
         figures = {"left_out": [f"{error.name} is not installed"]}
-    figures.setdefault("failures", []).extend(f"{name}: {reason}" for name, reason in replaced().items())
+    figures.setdefault("failures", []).extend(f"{name}: {reason}" for name, reason in launch_failures().items())
     part.record({"is_complete": True, "left_out": [], **figures})
 
 

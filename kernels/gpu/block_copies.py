@@ -18,7 +18,7 @@ def scatter_blocks(staging: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
     _copy(blocks, block_ids, staging, is_gather=False)
 
 
-def try_out(device: torch.device, dtype: torch.dtype) -> None:
+def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """A launch of each kernel on next to nothing: 16 words, as Triton compiles for sizes divisible by 16 apart."""
     blocks, rows = (torch.zeros((1, 128), dtype=dtype, device=device) for _ in range(2))
     block_ids = torch.zeros(1, dtype=torch.int64, device=device)

@@ -22,7 +22,7 @@ TILE = 64  # tokens
 _PARTS = 16
 
 
-class Residency(NamedTuple):
+class Occupancy(NamedTuple):
     """How a multiprocessor is filled with programs."""
 
     head_bytes: int  # of heads up to this size
@@ -31,10 +31,10 @@ class Residency(NamedTuple):
 
 
 # Of compute capability 9.0 (see tests.gpu_kernels).
-_RESIDENCIES = (Residency(128, 5, 4), Residency(256, 5, 3), Residency(512, 3, 2), Residency(1024, 3, 1))
+_RESIDENCIES = (Occupancy(128, 5, 4), Occupancy(256, 5, 3), Occupancy(512, 3, 2), Occupancy(1024, 3, 1))
 
 
-def residency(head_dim: int, dtype: torch.dtype) -> Residency:
+def occupancy(head_dim: int, dtype: torch.dtype) -> Occupancy:
     """Of programs for heads of this kind."""
     head_bytes = padded(head_dim) * dtype.itemsize
     return next(entry for entry in _RESIDENCIES if head_bytes <= entry.head_bytes or entry is _RESIDENCIES[-1])
@@ -45,19 +45,19 @@ class DecodeBatch(NamedTuple):
 
     tables: BlockTables
     lengths: Tensor  # [rows] int32, tokens of each context
-    division: Sequence[Tensor]  # the arrays of a Division
+    partition: Sequence[Tensor]  # the arrays of a WorkPartition
     sums: Tensor  # [parts, kv_heads, group, head_dim] float32: scratch
     weights: Tensor  # [parts, kv_heads, group, 2] float32: scratch, maxima of scores (base 2) and sums of weights
 
 
 def decode_batch(
-    tables: BlockTables, lengths: Tensor, division: Sequence[Tensor], heads: tuple[int, int, int]
+    tables: BlockTables, lengths: Tensor, partition: Sequence[Tensor], heads: tuple[int, int, int]
 ) -> DecodeBatch:
     """`heads`: kv_heads, group, head_dim. Makes the scratch memory."""
-    shape, device = (len(division[0]), *heads), lengths.device
+    shape, device = (len(partition[0]), *heads), lengths.device
     sums = torch.empty(shape, dtype=torch.float32, device=device)
     weights = torch.empty((*shape[:3], 2), dtype=torch.float32, device=device)
-    return DecodeBatch(tables, lengths, division, sums, weights)
+    return DecodeBatch(tables, lengths, partition, sums, weights)
 
 
 def paged_decode(
@@ -74,7 +74,7 @@ def paged_decode(
     block_size = view.blocks.shape[3]
     stride, keys_at, values_at = view.offsets
     padded_group, padded_dim = padded(group), padded(head_dim)
-    part_rows, part_firsts, part_lasts, program_parts, row_parts = batch.division
+    part_rows, part_firsts, part_lasts, program_parts, row_parts = batch.partition
     num_programs = program_parts.shape[0] - 1
     # The programs of one run of tiles lie side by side, so that the heads of a token are read at about the same time:
     # they are neighbours in memory.
@@ -104,7 +104,7 @@ def paged_decode(
         PADDED_DIM=padded_dim,
         TOKENS=TILE,
         UPCAST=upcast(view.blocks.dtype),
-        num_stages=residency(head_dim, view.blocks.dtype).num_stages,
+        num_stages=occupancy(head_dim, view.blocks.dtype).num_stages,
     )
     _merge_parts[(num_rows, kv_heads * group)](
         out,

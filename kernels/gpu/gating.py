@@ -29,7 +29,7 @@ class Gates:
         return out
 
 
-def try_out(device: torch.device, dtype: torch.dtype) -> None:
+def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """Launch each form once, on next to nothing: 16 columns, as Triton compiles for sizes divisible by 16 apart. Raises
     what keeps the kernel from running."""
     for name in NAMES:

@@ -69,7 +69,7 @@ class HeadRows:
         )
 
 
-def try_out(device: torch.device, dtype: torch.dtype) -> None:
+def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """Launch once, on next to nothing. Raises what keeps the kernel from running."""
     angles = torch.ones((1, 1, 8), device=device)
     weight = torch.ones(16, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ def dequantise_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
     _launch(_dequantise, blocks, block_ids, rows)
 
 
-def try_out(device: torch.device, dtype: torch.dtype) -> None:
+def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """A launch of each kernel on next to nothing: 16 runs of 16 channels, as Triton compiles for sizes divisible by 16
     apart."""
     blocks = torch.zeros((1, 16, 16, 16), dtype=dtype, device=device)

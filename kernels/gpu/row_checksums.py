@@ -23,7 +23,7 @@ def row_checksums(rows: Tensor, keys: Tensor) -> Tensor:
     return sums
 
 
-def try_out(device: torch.device, dtype: torch.dtype) -> None:
+def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """Launch once, on next to nothing: 16 words, as Triton compiles for sizes divisible by 16 apart. Raises what keeps
     the kernel from running."""
     rows = torch.zeros((1, 128), dtype=dtype, device=device)

@@ -47,7 +47,7 @@ class RowNorm:
         return out
 
 
-def try_out(device: torch.device, dtype: torch.dtype) -> None:
+def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """Launch each form once, on next to nothing. Raises what keeps the kernel from running."""
     weight = torch.ones(16, dtype=dtype, device=device)
     for is_rms in (True, False):

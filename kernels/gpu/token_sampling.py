@@ -64,7 +64,7 @@ def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor,
     return token_ids, is_usable
 
 
-def try_out(device: torch.device, dtype: torch.dtype) -> None:
+def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     """Launch once, on one tile, so that what is compiled serves larger vocabularies. Raises what keeps the kernel from
     running."""
     temperature, draw = (torch.full((1,), 0.5, dtype=kind, device=device) for kind in (torch.float32, torch.float64))

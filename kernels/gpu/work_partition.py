@@ -19,7 +19,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
-class Division(NamedTuple):
+class WorkPartition(NamedTuple):
     """Who computes what. Parts lie in the order of their contexts, and within one of its tiles."""
 
     part_rows: Int32Array  # [num_programs + rows] the context of a part; 0 behind the last part
@@ -34,7 +34,7 @@ class Division(NamedTuple):
         return int(self.row_parts[-1])
 
 
-def divide(lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None) -> Division:
+def partition(lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None) -> WorkPartition:
     """lengths [rows] tokens, each 1 at least; the last `window` of them are read, in whole tiles."""
     num_rows = len(lengths)
     assert num_rows, "nothing to divide"
@@ -48,7 +48,7 @@ def divide(lengths: Int64Array, *, tile: int, num_programs: int, window: int | N
     rows = np.searchsorted(row_ends, starts, side="right")
     shift = begins[rows] - np.concatenate(([0], row_ends))[rows]  # from a place among all tiles to one in the context
     capacity = num_programs + num_rows
-    return Division(
+    return WorkPartition(
         part_rows=_padded(rows, capacity),
         part_firsts=_padded(starts + shift, capacity),
         part_lasts=_padded(stops + shift, capacity),

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, Outgoing, ShmTransfer
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.transfer import (
     BLOCK_SIZE,
     ELSEWHERE,
@@ -128,7 +129,7 @@ def test_runs_say_which_blocks_in_order(setup: Setup) -> None:
     [((), []), ((4,), [(4, 1)]), ((4, 5, 6, 2, 3, 9), [(4, 3), (2, 2), (9, 1)]), ((3, 2, 1), [(3, 1), (2, 1), (1, 1)])],
 )
 def test_neighbours(numbers: tuple[int, ...], expected: list[tuple[int, int]]) -> None:
-    assert neighbours(blocks(*numbers)) == expected
+    assert contiguous_runs(blocks(*numbers)) == expected
 
 
 # --- several requests at once
@@ -139,14 +140,14 @@ def test_requests_of_one_call_arrive_in_order(setup: Setup) -> None:
     targets = ([0, 15, 4], [3], [9, 8, 7, 1, 2])
     leases = [setup.lease(len(source)) for source in sources]
     outgoing = [
-        Outgoing(blocks(*source), taken, generation)
+        OffloadRequest(blocks(*source), taken, generation)
         for source, (generation, taken) in zip(sources, leases, strict=True)
     ]
     copies = [
         BlockCopy(generation, BLOCK_SIZE * len(taken), runs or ())
         for runs, (generation, taken) in zip(setup.sending.offload(outgoing), leases, strict=True)
     ]
-    incoming = [Incoming(copy, blocks(*target)) for copy, target in zip(copies, targets, strict=True)]
+    incoming = [FetchRequest(copy, blocks(*target)) for copy, target in zip(copies, targets, strict=True)]
     assert setup.receiving.fetch(incoming) == [True, True, True]
     for source, target in zip(sources, targets, strict=True):
         assert (content(setup.receiver, target) == content(setup.sender, source)).all()
@@ -161,9 +162,9 @@ def test_one_refused_offload_fails_nobody_else(setup: Setup) -> None:
     (first, taken), (last, also_taken) = setup.lease(2), setup.lease(1)
     before = setup.medium.content()
     outgoing = [
-        Outgoing(blocks(4, 9), taken, first),
-        Outgoing(blocks(3), blocks(NUM_POOL_BLOCKS), first),
-        Outgoing(blocks(7), also_taken, last),
+        OffloadRequest(blocks(4, 9), taken, first),
+        OffloadRequest(blocks(3), blocks(NUM_POOL_BLOCKS), first),
+        OffloadRequest(blocks(7), also_taken, last),
     ]
     sent, refused, also_sent = setup.sending.offload(outgoing)
     assert refused is None
@@ -183,7 +184,7 @@ def test_one_refused_fetch_fails_nobody_else(setup: Setup) -> None:
     before = content(setup.receiver, [10, 11])
     copies[1] = changed(copies[1], generation=copies[1].generation + 50)
     targets = ([0, 15], [10, 11], [4, 5])
-    incoming = [Incoming(copy, blocks(*target)) for copy, target in zip(copies, targets, strict=True)]
+    incoming = [FetchRequest(copy, blocks(*target)) for copy, target in zip(copies, targets, strict=True)]
     assert setup.receiving.fetch(incoming) == [True, False, True]
     assert (content(setup.receiver, [0, 15, 4, 5]) == content(setup.sender, [3, 1, 14, 0])).all()
     assert (content(setup.receiver, [10, 11]) == before).all()
@@ -193,7 +194,7 @@ def test_one_spoilt_in_between_fails_nobody_else(setup: Setup) -> None:
     copies = [setup.send(16, source) for source in ([3, 1], [9, 6], [14, 0])]
     setup.medium.flip(BlockId(copies[1].runs[0].first_block), 7)
     targets = ([0, 15], [10, 11], [4, 5])
-    incoming = [Incoming(copy, blocks(*target)) for copy, target in zip(copies, targets, strict=True)]
+    incoming = [FetchRequest(copy, blocks(*target)) for copy, target in zip(copies, targets, strict=True)]
     assert setup.receiving.fetch(incoming) == [True, False, True]
     assert (content(setup.receiver, [0, 15, 4, 5]) == content(setup.sender, [3, 1, 14, 0])).all()
 
@@ -202,7 +203,7 @@ def test_one_spoilt_in_between_fails_nobody_else(setup: Setup) -> None:
 
 
 def refused(setup: Setup, source: tuple[BlockId, ...], taken: tuple[BlockId, ...], generation: int) -> bool:
-    return setup.sending.offload([Outgoing(source, taken, generation)]) == [None]
+    return setup.sending.offload([OffloadRequest(source, taken, generation)]) == [None]
 
 
 @pytest.mark.parametrize("generation", [0, 2, 1 << 40])
@@ -369,7 +370,7 @@ def fetched_while(sent: Sent, interfere: Callable[[], None]) -> bool:
     storage = InterferingStorage(sent.setup.layout, NUM_STORAGE_BLOCKS, sent.setup.medium.device)
     storage.interfere = interfere
     transfer = sent.setup.medium.transfer(storage)
-    (is_held,) = transfer.fetch([Incoming(sent.copy, blocks(0, 1, 2, 3, 4))])
+    (is_held,) = transfer.fetch([FetchRequest(sent.copy, blocks(0, 1, 2, 3, 4))])
     transfer.close()
     assert not is_held or (content(storage, range(5)) == content(sent.setup.sender, SOURCE)).all()
     return not is_held
@@ -408,7 +409,7 @@ def test_a_stray_write_while_blocks_are_offloaded_changes_nothing_or_is_refused(
     storage.write_blocks(blocks(0, 1), content(setup.sender, [0, 1]))
     setup.medium.stamp(blocks(6, 7), 3)
     transfer = setup.medium.transfer(storage)
-    (runs,) = transfer.offload([Outgoing(blocks(0, 1), blocks(6, 7), 3)])
+    (runs,) = transfer.offload([OffloadRequest(blocks(0, 1), blocks(6, 7), 3)])
     transfer.close()
     rows = setup.fetch(BlockCopy(3, 16, runs or ()), 4, 5)
     assert rows is None or (rows == content(setup.sender, [0, 1])).all()

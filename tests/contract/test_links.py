@@ -103,7 +103,7 @@ async def test_a_lost_peer_is_redialled(address: str) -> None:
     await listener.listen(address)
     dialler.dial(address)
     await here.wait_for(("linked", "dialler"))
-    listener.hang_up("dialler")
+    listener.disconnect("dialler")
     await here.wait_for(("lost", "dialler"))
     here.events.clear()
     await here.wait_for(("linked", "dialler"))

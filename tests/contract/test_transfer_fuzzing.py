@@ -27,11 +27,11 @@ from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcom
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.control import Control, dial
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, dial
 from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
-from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
-from alignedserve.runtime.kv.transfers.requests import open_with
-from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, Outgoing
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.requests import negotiate
 from tests.harnesses.transfer import (
     ASKING,
     BLOCK_SIZE,
@@ -112,7 +112,7 @@ def test_changed_copies_are_refused_or_right(setup: Setup, copies: list[BlockCop
         context_len = data.draw(st.one_of(st.just(copy.context_len), NUMBERS))
         spoilt = BlockCopy(generation, context_len, data.draw(changed_runs(copy.runs)))
         into, room = room[: len(SOURCES[choice])], room[len(SOURCES[choice]) :]
-        incoming.append(Incoming(spoilt, blocks(*into)))
+        incoming.append(FetchRequest(spoilt, blocks(*into)))
     for one, choice, is_held in zip(incoming, choices, setup.receiving.fetch(incoming), strict=True):
         whole = copies[choice]
         if (one.copy.generation, one.copy.runs) == (whole.generation, whole.runs):
@@ -149,7 +149,7 @@ def test_offloads_into_anywhere_are_refused_or_readable(
     """Into blocks of no other test's copies."""
     free = [number for number in range(NUM_POOL_BLOCKS) if not setup.medium.content()[number].any()]
     where = blocks(*(free[number % len(free)] if 0 <= number < NUM_POOL_BLOCKS else number for number in target))
-    (runs,) = setup.sending.offload([Outgoing(blocks(*range(num_sent)), where, generation)])
+    (runs,) = setup.sending.offload([OffloadRequest(blocks(*range(num_sent)), where, generation)])
     if runs is not None and num_sent:
         setup.expect(BlockCopy(generation, num_sent * BLOCK_SIZE, runs), range(num_sent), range(num_sent))
 
@@ -168,9 +168,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedMedium]:
 def still_serves(served: ServedMedium) -> None:
     storage = filled(served.layout, 1)
     transfer = served.transfer(storage)
-    (runs,) = transfer.offload([Outgoing(blocks(1, 2), blocks(5, 6), 7)])
+    (runs,) = transfer.offload([OffloadRequest(blocks(1, 2), blocks(5, 6), 7)])
     assert runs is not None
-    assert transfer.fetch([Incoming(BlockCopy(7, 16, runs), blocks(1, 2))]) == [True]
+    assert transfer.fetch([FetchRequest(BlockCopy(7, 16, runs), blocks(1, 2))]) == [True]
     transfer.close()
 
 
@@ -248,7 +248,7 @@ def test_questions_that_no_peer_of_ours_asks_end_the_connection(served: ServedMe
     transfer._control.send(QUESTIONS[what])
     assert ends(transfer._control._socket)
     with pytest.raises(PeerLost):
-        transfer.offload([Outgoing(blocks(1), blocks(5), 7)])
+        transfer.offload([OffloadRequest(blocks(1), blocks(5), 7)])
     still_serves(served)
 
 
@@ -301,7 +301,7 @@ def test_a_server_without_the_secret_is_refused(tmp_path: Path) -> None:
 def _dial_while_answered(path: str, listener: socket.socket) -> None:
     def answer() -> None:
         connection, _ = listener.accept()
-        control = Control(connection, 5.0)
+        control = ControlSocket(connection, 5.0)
         control.send(Challenge(PROTOCOL_VERSION, bytes(32)))
         control.receive()
         control.send(Welcome(OWNER.role, OWNER.name, bytes(32)))
@@ -344,7 +344,7 @@ def test_a_peer_that_says_nothing_is_dropped(impatient: BlockServer) -> None:
 )
 def test_a_peer_that_does_not_make_its_pair_is_dropped(impatient: BlockServer, said: list[Message]) -> None:
     control = dial(impatient.address, ASKING)
-    assert open_with(control, "gloo", layout_of("float32")).num_blocks == NUM_POOL_BLOCKS
+    assert negotiate(control, "gloo", layout_of("float32")).num_blocks == NUM_POOL_BLOCKS
     for message in said:
         control.send(message)
     assert hangs_up_in_time(control._socket)

@@ -23,11 +23,11 @@ from tests.gateway.support import EOS, tokens_of
 from tests.support.batch_samples import chat_line, chat_lines
 
 
-class Shell:
+class CommandLine:
     """Runs commands while the gateway goes on in this event loop."""
 
-    def __init__(self, door: BatchGateway, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self.door = door
+    def __init__(self, served: BatchGateway, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.served = served
         self.url = url
         self.out = self.err = ""
         self._capsys = capsys
@@ -54,9 +54,11 @@ def _exit_code() -> int:
 
 
 @asynccontextmanager
-async def shell(folder: Path, capsys: pytest.CaptureFixture[str], *args: Any, **fields: Any) -> AsyncIterator[Shell]:
-    async with batch_gateway(folder / "state", *args, **fields) as door, listening(door.app) as url:
-        yield Shell(door, url, capsys)
+async def command_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], *args: Any, **fields: Any
+) -> AsyncIterator[CommandLine]:
+    async with batch_gateway(folder / "state", *args, **fields) as served, listening(served.app) as url:
+        yield CommandLine(served, url, capsys)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +85,7 @@ def never(request: Request) -> Script:
 
 async def test_from_file_to_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, chat_lines(5) + chat_line("odd", nonsense=1))
-    async with shell(tmp_path, capsys) as cli:
+    async with command_line(tmp_path, capsys) as cli:
         assert await cli.run("submit", path, "--window", "2h", "--metadata", "team=a", "--watch") == 0
         assert "5 of 6 completed, 1 failed" in cli.out
         assert "completed 6/6" in cli.err
@@ -104,9 +106,9 @@ async def test_from_file_to_results(tmp_path: Path, capsys: pytest.CaptureFixtur
 async def test_submit_prints_the_id_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-    async with shell(tmp_path, capsys, is_driven=False) as cli:
+    async with command_line(tmp_path, capsys, is_driven=False) as cli:
         assert await cli.run("submit", written(tmp_path, json.dumps(line).encode())) == 0
-        assert (await cli.door.batch(cli.out.strip()))["endpoint"] == "/v1/completions"
+        assert (await cli.served.batch(cli.out.strip()))["endpoint"] == "/v1/completions"
         assert "fits, ends" in cli.err
 
 
@@ -115,21 +117,21 @@ async def test_a_file_is_checked_by_the_limits_of_its_server(
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(chat_lines(4))
-    async with shell(tmp_path, capsys, max_lines=3) as cli:
+    async with command_line(tmp_path, capsys, max_lines=3) as cli:
         assert await cli.run("submit", str(path)) == 1
         assert "line 4" in cli.err
-        assert (await cli.door.client.get("/v1/files")).json()["data"] == []
-        limits = (await cli.door.client.get("/v1/batches/limits")).json()
+        assert (await cli.served.client.get("/v1/files")).json()["data"] == []
+        limits = (await cli.served.client.get("/v1/batches/limits")).json()
     assert limits.items() >= {"max_lines": 3, "max_file_bytes": 200_000_000, "max_active_batches": 100}.items()
 
 
 async def test_a_file_with_mistakes_is_not_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = b"\n".join([chat_line("a"), b"{", chat_line("a"), *[b"["] * 30])
-    async with shell(tmp_path, capsys, is_driven=False) as cli:
+    async with command_line(tmp_path, capsys, is_driven=False) as cli:
         assert await cli.run("submit", written(tmp_path, content)) == 1
         assert "in.jsonl: line 2: This line is not parseable as valid JSON. (invalid_json_line)\n" in cli.err
         assert "and 12 more\n" in cli.err
-        assert (await cli.door.client.get("/v1/files")).json()["data"] == []
+        assert (await cli.served.client.get("/v1/files")).json()["data"] == []
 
 
 GOOD = chat_line("a")
@@ -157,8 +159,8 @@ INPUTS = {
 async def test_the_check_says_what_the_server_says(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
     checked = check_file(tmp_path / "in.jsonl", Endpoint.CHAT, ("tiny",))
-    async with batch_gateway(tmp_path / "state") as door:
-        done = await door.wait_for((await door.submit(content))["id"])
+    async with batch_gateway(tmp_path / "state") as served:
+        done = await served.wait_for((await served.submit(content))["id"])
     said = (done.get("errors") or {"data": []})["data"]
     found = [
         {"code": one.code, "message": one.message, "param": one.param, "line": one.line} for one in checked.problems
@@ -170,12 +172,12 @@ async def test_the_check_says_what_the_server_says(tmp_path: Path, content: byte
 
 async def test_the_same_key_and_file_are_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, chat_lines(2))
-    async with shell(tmp_path, capsys, is_driven=False) as cli:
+    async with command_line(tmp_path, capsys, is_driven=False) as cli:
         assert await cli.run("submit", path, "--idempotency-key", "night-7") == 0
         first = cli.out
         assert await cli.run("submit", path, "--idempotency-key", "night-7") == 0
         assert (cli.out, "before" in cli.err) == (first, True)
-        assert len((await cli.door.client.get("/v1/files")).json()["data"]) == 1
+        assert len((await cli.served.client.get("/v1/files")).json()["data"]) == 1
         other = written(tmp_path, chat_lines(3))
         assert await cli.run("submit", other, "--idempotency-key", "night-7") == 1
         assert "was used for another request" in cli.err
@@ -183,13 +185,13 @@ async def test_the_same_key_and_file_are_one_batch(tmp_path: Path, capsys: pytes
 
 async def test_following_over_connections_that_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(7)
-    async with shell(tmp_path, capsys, slowly, max_in_flight=4) as cli:
-        batch = await cli.door.submit(chat_lines(60))
+    async with command_line(tmp_path, capsys, slowly, max_in_flight=4) as cli:
+        batch = await cli.served.submit(chat_lines(60))
         proxy = CuttingProxy(cli.url, lambda: rng.choice((1500, 4000, 9000, 20_000)))
         async with proxy.listening() as url:
             assert await cli.run("results", batch["id"], "--follow", url=url) == 0
-        done = await cli.door.batch(batch["id"])
-        assert cli.out.splitlines() == await cli.door.results(done["output_file_id"])
+        done = await cli.served.batch(batch["id"])
+        assert cli.out.splitlines() == await cli.served.results(done["output_file_id"])
     assert len(cli.out.splitlines()) == 60
     assert proxy.num_cut > 3
     assert "trying again" in cli.err
@@ -200,20 +202,20 @@ async def test_watching_and_submitting_over_connections_that_break(
 ) -> None:
     rng = random.Random(8)
     path = written(tmp_path, chat_lines(60))
-    async with shell(tmp_path, capsys, slowly, max_in_flight=4) as cli:
+    async with command_line(tmp_path, capsys, slowly, max_in_flight=4) as cli:
         proxy = CuttingProxy(cli.url, lambda: rng.choice((0, 50, 600, 3000, None)))
         async with proxy.listening() as url:
             assert await cli.run("submit", path, "--watch", url=url) == 0
-        listed = (await cli.door.client.get("/v1/batches")).json()["data"]
+        listed = (await cli.served.client.get("/v1/batches")).json()["data"]
     assert len(listed) == 1
     assert proxy.num_cut
 
 
 async def test_output_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out.jsonl"
-    async with shell(tmp_path, capsys) as cli:
-        done = await cli.door.wait_for((await cli.door.submit(chat_lines(30)))["id"])
-        whole = (await cli.door.client.get(f"/v1/files/{done['output_file_id']}/content")).content
+    async with command_line(tmp_path, capsys) as cli:
+        done = await cli.served.wait_for((await cli.served.submit(chat_lines(30)))["id"])
+        whole = (await cli.served.client.get(f"/v1/files/{done['output_file_id']}/content")).content
         for num_bytes in (0, len(whole) // 2, whole.index(b"\n") + 1, len(whole) - 1, len(whole)):
             target.write_bytes(whole[:num_bytes])
             assert await cli.run("results", done["id"], "--output", str(target)) == 0
@@ -229,7 +231,7 @@ async def test_batches_that_end_badly(
 ) -> None:
     monkeypatch.setattr("alignedserve.gateway.files.schemas.MIN_WINDOW_S", 1.0)
     path, bad = written(tmp_path, chat_lines(3)), written(tmp_path, b"{\n", "bad.jsonl")
-    async with shell(tmp_path, capsys, never) as cli:
+    async with command_line(tmp_path, capsys, never) as cli:
         assert await cli.run("submit", path, "--window", "1s", "--watch") == 1
         assert "expired" in cli.out
         assert await cli.run("submit", bad, "--no-check", "--watch") == 1
@@ -248,7 +250,7 @@ async def test_batches_that_end_badly(
 async def test_who_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with shell(tmp_path, capsys, api_keys=("mine",), is_driven=False) as cli:
+    async with command_line(tmp_path, capsys, api_keys=("mine",), is_driven=False) as cli:
         assert await cli.run("list") == 1
         assert "set ALIGNEDSERVE_API_KEY" in cli.err
         monkeypatch.setenv("ALIGNEDSERVE_API_KEY", "mine")

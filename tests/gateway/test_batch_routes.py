@@ -1,4 +1,4 @@
-"""Batches through the door: from upload to the last line, and whatever a client may ask on the way."""
+"""The batch routes over HTTP: from upload to the last line, and all that a client may ask on the way."""
 
 import asyncio
 import json
@@ -23,18 +23,18 @@ def custom_ids(lines: list[str]) -> list[str]:
 
 
 async def test_a_batch_from_upload_to_results(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as door:
-        created = await door.submit(metadata={"team": "a"})
+    async with batch_gateway(tmp_path) as served:
+        created = await served.submit(metadata={"team": "a"})
         assert created["status"] == "validating"
         assert created["alignedserve"]["quote"]["verdict"] == "fits"
-        done = await door.wait_for(created["id"])
+        done = await served.wait_for(created["id"])
         assert done["status"] == "completed"
         assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
         assert done["metadata"] == {"team": "a"}
         assert done["usage"]["total_tokens"] == done["usage"]["input_tokens"] + done["usage"]["output_tokens"] > 0
         assert "error_file_id" not in done
-        lines = await door.results(done["output_file_id"])
-        file = (await door.client.get(f"/v1/files/{done['output_file_id']}")).json()
+        lines = await served.results(done["output_file_id"])
+        file = (await served.client.get(f"/v1/files/{done['output_file_id']}")).json()
     assert custom_ids(lines) == ["line-0", "line-1", "line-2"]
     first = json.loads(lines[0])
     assert first["response"]["status_code"] == 200
@@ -46,9 +46,9 @@ async def test_a_batch_from_upload_to_results(tmp_path: Path) -> None:
 
 
 async def test_lines_are_best_effort_requests_with_a_deadline(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as door:
-        await door.wait_for((await door.submit(window="2h"))["id"])
-        requests = door.backend.submitted
+    async with batch_gateway(tmp_path) as served:
+        await served.wait_for((await served.submit(window="2h"))["id"])
+        requests = served.backend.submitted
     assert {request.request_class for request in requests} == {RequestClass.BEST_EFFORT}
     assert all(0 < (request.slo.deadline_s or 0) <= 7200 for request in requests)
 
@@ -65,12 +65,12 @@ async def test_bad_lines_do_not_stop_the_others(tmp_path: Path) -> None:
             chat_line("also good"),
         ]
     )
-    async with batch_gateway(tmp_path) as door:
-        done = await door.wait_for((await door.submit(content))["id"])
+    async with batch_gateway(tmp_path) as served:
+        done = await served.wait_for((await served.submit(content))["id"])
         assert done["status"] == "completed"
         assert done["request_counts"] == {"total": 7, "completed": 2, "failed": 5}
-        assert custom_ids(await door.results(done["output_file_id"])) == ["also good", "good"]
-        errors = {one["custom_id"]: one for one in map(json.loads, await door.results(done["error_file_id"]))}
+        assert custom_ids(await served.results(done["output_file_id"])) == ["also good", "good"]
+        errors = {one["custom_id"]: one for one in map(json.loads, await served.results(done["error_file_id"]))}
     codes = {name: error["response"]["body"]["error"]["code"] for name, error in errors.items()}
     assert codes == {
         "field": "unknown_parameter",
@@ -93,12 +93,12 @@ async def test_bad_lines_do_not_stop_the_others(tmp_path: Path) -> None:
     ],
 )
 async def test_a_file_that_fails_validation(tmp_path: Path, content: bytes, codes: list[tuple[str, Any]]) -> None:
-    async with batch_gateway(tmp_path, max_lines=5, max_line_bytes=2000) as door:
-        done = await door.wait_for((await door.submit(content))["id"])
+    async with batch_gateway(tmp_path, max_lines=5, max_line_bytes=2000) as served:
+        done = await served.wait_for((await served.submit(content))["id"])
         assert done["status"] == "failed"
         assert [(one["code"], one["line"]) for one in done["errors"]["data"]] == codes
         assert done["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
-        assert not door.backend.submitted
+        assert not served.backend.submitted
 
 
 def slowly(request: Request) -> Script:
@@ -106,33 +106,33 @@ def slowly(request: Request) -> Script:
 
 
 async def test_partial_results_while_it_runs(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, slowly, max_in_flight=4) as door:
-        batch = await door.submit(chat_lines(60))
-        seen = await door.wait_for_lines(batch["id"], 1)
+    async with batch_gateway(tmp_path, slowly, max_in_flight=4) as served:
+        batch = await served.submit(chat_lines(60))
+        seen = await served.wait_for_lines(batch["id"], 1)
         assert seen["status"] == "in_progress"
-        early = await door.results(seen["output_file_id"])
+        early = await served.results(seen["output_file_id"])
         assert 0 < len(early) < 60
-        file = (await door.client.get(f"/v1/files/{seen['output_file_id']}")).json()
+        file = (await served.client.get(f"/v1/files/{seen['output_file_id']}")).json()
         assert "expires_at" not in file
-        deleted = await door.client.delete(f"/v1/files/{seen['output_file_id']}")
+        deleted = await served.client.delete(f"/v1/files/{seen['output_file_id']}")
         assert error_of(deleted, 409)["code"] == "file_in_use"
-        done = await door.wait_for(batch["id"])
-        lines = await door.results(done["output_file_id"])
+        done = await served.wait_for(batch["id"])
+        lines = await served.results(done["output_file_id"])
     assert lines[: len(early)] == early
     assert len(set(custom_ids(lines))) == len(lines) == 60
 
 
 async def test_cancel_keeps_what_is_done(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, slowly, max_in_flight=2) as door:
-        batch = await door.submit(chat_lines(100))
-        await door.wait_for_lines(batch["id"], 3)
-        answer = (await door.client.post(f"/v1/batches/{batch['id']}/cancel")).json()
+    async with batch_gateway(tmp_path, slowly, max_in_flight=2) as served:
+        batch = await served.submit(chat_lines(100))
+        await served.wait_for_lines(batch["id"], 3)
+        answer = (await served.client.post(f"/v1/batches/{batch['id']}/cancel")).json()
         assert answer["status"] == "cancelling"
-        done = await door.wait_for(batch["id"])
+        done = await served.wait_for(batch["id"])
         assert done["status"] == "cancelled"
-        kept = await door.results(done["output_file_id"])
-        errors = [json.loads(line) for line in await door.results(done["error_file_id"])]
-        again = await door.client.post(f"/v1/batches/{batch['id']}/cancel")
+        kept = await served.results(done["output_file_id"])
+        errors = [json.loads(line) for line in await served.results(done["error_file_id"])]
+        again = await served.client.post(f"/v1/batches/{batch['id']}/cancel")
         assert error_of(again, 409)["code"] == "batch_is_over"
     assert len(kept) >= 3
     assert len(kept) + len(errors) == 100 == len({*custom_ids(kept), *(one["custom_id"] for one in errors)})
@@ -143,15 +143,15 @@ async def test_cancel_keeps_what_is_done(tmp_path: Path) -> None:
 
 
 async def test_a_window_that_ends_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as door:
-        batch = await door.submit(chat_lines(200), window="24h")
-        await door.wait_for_lines(batch["id"], 1)
+    async with batch_gateway(tmp_path, slowly, max_in_flight=1) as served:
+        batch = await served.submit(chat_lines(200), window="24h")
+        await served.wait_for_lines(batch["id"], 1)
         a_day_later = SimpleNamespace(time=lambda: time.time() + 86_400.0, monotonic=time.monotonic)
         monkeypatch.setattr(run, "time", a_day_later)
-        done = await door.wait_for(batch["id"])
+        done = await served.wait_for(batch["id"])
         assert done["status"] == "expired"
-        kept = await door.results(done["output_file_id"])
-        errors = [json.loads(line) for line in await door.results(done["error_file_id"])]
+        kept = await served.results(done["output_file_id"])
+        errors = [json.loads(line) for line in await served.results(done["error_file_id"])]
     assert {one["error"]["code"] for one in errors} == {"batch_expired"}
     assert kept
     assert len(kept) + len(errors) == 200 == len({*custom_ids(kept), *(one["custom_id"] for one in errors)})
@@ -175,58 +175,58 @@ async def test_transient_failures_are_tried_again(tmp_path: Path) -> None:
     script = Failing(
         Overloaded("full", retry_after_s=0.05), Unavailable("lost"), Overloaded("full", retry_after_s=0.05)
     )
-    async with batch_gateway(tmp_path, script) as door:
-        done = await door.wait_for((await door.submit(chat_line("only")))["id"])
-        lines = await door.results(done["output_file_id"])
+    async with batch_gateway(tmp_path, script) as served:
+        done = await served.wait_for((await served.submit(chat_line("only")))["id"])
+        lines = await served.results(done["output_file_id"])
     assert (done["status"], done["request_counts"]["completed"]) == ("completed", 1)
     assert json.loads(lines[0])["response"]["body"]["choices"][0]["message"]["content"] == "hello"
 
 
 async def test_what_breaks_again_and_again_is_recorded(tmp_path: Path) -> None:
     script = Failing(*[GenerationFailed("The request failed inside the cluster.")] * 9)
-    async with batch_gateway(tmp_path, script, max_attempts=2) as door:
-        done = await door.wait_for((await door.submit(chat_line("only")))["id"])
-        error = json.loads((await door.results(done["error_file_id"]))[0])
+    async with batch_gateway(tmp_path, script, max_attempts=2) as served:
+        done = await served.wait_for((await served.submit(chat_line("only")))["id"])
+        error = json.loads((await served.results(done["error_file_id"]))[0])
     assert (done["status"], done["request_counts"]["failed"]) == ("completed", 1)
     assert (error["custom_id"], error["response"], error["error"]["code"]) == ("only", None, "request_failed")
 
 
 async def test_tries_count_across_drivers(tmp_path: Path) -> None:
     script = Failing(*[GenerationFailed("The request failed inside the cluster.")] * 9)
-    async with batch_gateway(tmp_path, script, max_attempts=3) as door:
-        batch = await door.submit(chat_line("only"))
-        for num_tries in (1, 2):
+    async with batch_gateway(tmp_path, script, max_attempts=3) as served:
+        batch = await served.submit(chat_line("only"))
+        for num_attempts in (1, 2):
 
-            async def are_written(expected: int = num_tries) -> bool:
+            async def are_written(expected: int = num_attempts) -> bool:
                 log = tmp_path / "results" / f"{batch['id']}.log"
                 return log.exists() and log.read_bytes().count(b" 0 b 0 0 ") == expected
 
             await eventually(are_written)
-            await door.stop_driver()
-            door.start_driver()
-        done = await door.wait_for(batch["id"])
+            await served.stop_driver()
+            served.start_driver()
+        done = await served.wait_for(batch["id"])
     assert (done["status"], done["request_counts"]["failed"], [*script.calls.values()]) == ("completed", 1, [3])
 
 
 async def test_a_driver_that_dies_is_followed_by_another(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, slowly, max_in_flight=4) as door:
-        batch = await door.submit(chat_lines(60))
+    async with batch_gateway(tmp_path, slowly, max_in_flight=4) as served:
+        batch = await served.submit(chat_lines(60))
         for _ in range(4):
             await asyncio.sleep(0.15)
-            await door.stop_driver()
-            door.start_driver()
-        done = await door.wait_for(batch["id"])
-        lines = await door.results(done["output_file_id"])
+            await served.stop_driver()
+            served.start_driver()
+        done = await served.wait_for(batch["id"])
+        lines = await served.results(done["output_file_id"])
     assert len(lines) == 60 == len(set(custom_ids(lines)))
 
 
 async def test_running_work_goes_on_while_the_store_is_away(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, slowly, max_in_flight=4) as door:
-        uploaded = (await door.upload(chat_lines(3))).json()
-        batch = await door.submit(chat_lines(40))
-        await door.wait_for(batch["id"], "in_progress")
-        door.records.is_away = True
-        refused = await door.create(uploaded["id"])
+    async with batch_gateway(tmp_path, slowly, max_in_flight=4) as served:
+        uploaded = (await served.upload(chat_lines(3))).json()
+        batch = await served.submit(chat_lines(40))
+        await served.wait_for(batch["id"], "in_progress")
+        served.records.is_down = True
+        refused = await served.create(uploaded["id"])
         assert error_of(refused, 503)["code"] == "storage_unavailable"
         assert refused.headers["retry-after"]
         log = tmp_path / "results" / f"{batch['id']}.log"
@@ -235,35 +235,35 @@ async def test_running_work_goes_on_while_the_store_is_away(tmp_path: Path) -> N
             return log.exists() and len(log.read_bytes().splitlines()) == 41
 
         await eventually(is_whole)
-        door.records.is_away = False
-        done = await door.wait_for(batch["id"])
+        served.records.is_down = False
+        done = await served.wait_for(batch["id"])
     assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
 
 
 async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        file_id = (await door.upload(chat_lines(2))).json()["id"]
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        file_id = (await served.upload(chat_lines(2))).json()["id"]
         headers = {"idempotency-key": "once"}
-        answers = await asyncio.gather(*(door.create(file_id, headers=headers) for _ in range(5)))
+        answers = await asyncio.gather(*(served.create(file_id, headers=headers) for _ in range(5)))
         assert len({answer.json()["id"] for answer in answers}) == 1
-        sent_again = (await door.upload(chat_lines(2))).json()["id"]
-        assert (await door.create(sent_again, headers=headers)).json()["id"] == answers[0].json()["id"]
-        changed = (await door.upload(chat_lines(3))).json()["id"]
-        assert error_of(await door.create(changed, headers=headers), 409)["code"] == "idempotency_key_reused"
-        other = await door.create(file_id, headers=headers, window="2h")
+        sent_again = (await served.upload(chat_lines(2))).json()["id"]
+        assert (await served.create(sent_again, headers=headers)).json()["id"] == answers[0].json()["id"]
+        changed = (await served.upload(chat_lines(3))).json()["id"]
+        assert error_of(await served.create(changed, headers=headers), 409)["code"] == "idempotency_key_reused"
+        other = await served.create(file_id, headers=headers, window="2h")
         assert error_of(other, 409)["code"] == "idempotency_key_reused"
-        listed = (await door.client.get("/v1/batches")).json()
+        listed = (await served.client.get("/v1/batches")).json()
     assert len(listed["data"]) == 1
 
 
 async def test_lists_are_paged(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        made = [(await door.submit())["id"] for _ in range(5)]
-        first = (await door.client.get("/v1/batches?limit=2")).json()
-        second = (await door.client.get(f"/v1/batches?limit=4&after={first['last_id']}")).json()
-        bad = await door.client.get("/v1/batches?after=batch_nothing")
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        made = [(await served.submit())["id"] for _ in range(5)]
+        first = (await served.client.get("/v1/batches?limit=2")).json()
+        second = (await served.client.get(f"/v1/batches?limit=4&after={first['last_id']}")).json()
+        bad = await served.client.get("/v1/batches?after=batch_nothing")
         assert error_of(bad, 400)["param"] == "after"
-        assert error_of(await door.client.get("/v1/batches?limit=101"), 400)["param"] == "limit"
+        assert error_of(await served.client.get("/v1/batches?limit=101"), 400)["param"] == "limit"
     assert [one["id"] for one in first["data"] + second["data"]] == made[::-1]
     assert (first["has_more"], second["has_more"]) == (True, False)
 
@@ -285,24 +285,24 @@ BAD_FIELDS: list[tuple[dict[str, Any], int, str]] = [
 
 @pytest.mark.parametrize(("fields", "status", "param"), BAD_FIELDS)
 async def test_bad_fields(tmp_path: Path, fields: dict[str, Any], status: int, param: str) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        file_id = (await door.upload(chat_lines(1))).json()["id"]
-        error = error_of(await door.create(file_id, **fields), status)
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        file_id = (await served.upload(chat_lines(1))).json()["id"]
+        error = error_of(await served.create(file_id, **fields), status)
     assert error["param"].startswith(param)
 
 
 @pytest.mark.parametrize("window", ["60s", "1m", "90m", "24h", "7d"])
 async def test_windows(tmp_path: Path, window: str) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        batch = await door.submit(window=window)
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        batch = await served.submit(window=window)
     assert batch["completion_window"] == window
 
 
 async def test_another_keys_batches_and_files_are_not_there(tmp_path: Path) -> None:
     mine, yours = {"authorization": "Bearer mine"}, {"authorization": "Bearer yours"}
-    async with batch_gateway(tmp_path, api_keys=("mine", "yours"), is_driven=False) as door:
-        file_id = (await door.upload(chat_lines(1), headers=mine)).json()["id"]
-        batch_id = (await door.create(file_id, headers=mine)).json()["id"]
+    async with batch_gateway(tmp_path, api_keys=("mine", "yours"), is_driven=False) as served:
+        file_id = (await served.upload(chat_lines(1), headers=mine)).json()["id"]
+        batch_id = (await served.create(file_id, headers=mine)).json()["id"]
         for method, path in (
             ("GET", f"/v1/files/{file_id}"),
             ("GET", f"/v1/files/{file_id}/content"),
@@ -310,49 +310,49 @@ async def test_another_keys_batches_and_files_are_not_there(tmp_path: Path) -> N
             ("GET", f"/v1/batches/{batch_id}"),
             ("POST", f"/v1/batches/{batch_id}/cancel"),
         ):
-            assert error_of(await door.client.request(method, path, headers=yours), 404)["code"] == "not_found"
-            assert error_of(await door.client.request(method, path), 401)["code"] == "invalid_api_key"
-        assert error_of(await door.create(file_id, headers=yours), 404)["param"] == "input_file_id"
-        assert (await door.client.get("/v1/files", headers=yours)).json()["data"] == []
-        assert (await door.client.get("/v1/batches", headers=yours)).json()["data"] == []
-        assert len((await door.client.get("/v1/files", headers=mine)).json()["data"]) == 1
+            assert error_of(await served.client.request(method, path, headers=yours), 404)["code"] == "not_found"
+            assert error_of(await served.client.request(method, path), 401)["code"] == "invalid_api_key"
+        assert error_of(await served.create(file_id, headers=yours), 404)["param"] == "input_file_id"
+        assert (await served.client.get("/v1/files", headers=yours)).json()["data"] == []
+        assert (await served.client.get("/v1/batches", headers=yours)).json()["data"] == []
+        assert len((await served.client.get("/v1/files", headers=mine)).json()["data"]) == 1
 
 
 async def test_a_key_may_have_so_many_batches(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False, max_active=2) as door:
-        file_id = (await door.upload(chat_lines(1))).json()["id"]
+    async with batch_gateway(tmp_path, is_driven=False, max_active=2) as served:
+        file_id = (await served.upload(chat_lines(1))).json()["id"]
         for _ in range(2):
-            assert (await door.create(file_id)).status_code == 200
-        refused = await door.create(file_id)
+            assert (await served.create(file_id)).status_code == 200
+        refused = await served.create(file_id)
     assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
 
 
 async def test_completions(tmp_path: Path) -> None:
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-    async with batch_gateway(tmp_path, saying("world and more")) as door:
-        done = await door.wait_for((await door.submit(json.dumps(line).encode(), endpoint="/v1/completions"))["id"])
-        answer = json.loads((await door.results(done["output_file_id"]))[0])["response"]["body"]
+    async with batch_gateway(tmp_path, saying("world and more")) as served:
+        done = await served.wait_for((await served.submit(json.dumps(line).encode(), endpoint="/v1/completions"))["id"])
+        answer = json.loads((await served.results(done["output_file_id"]))[0])["response"]["body"]
     assert (answer["object"], answer["choices"][0]["finish_reason"]) == ("text_completion", FinishReason.LENGTH.value)
 
 
 async def test_without_batches_the_routes_say_so(tmp_path: Path) -> None:
-    async with gateway() as door:
-        assert error_of(await door.client.get("/v1/batches"), 404)["code"] == "batches_disabled"
+    async with gateway() as without:
+        assert error_of(await without.client.get("/v1/batches"), 404)["code"] == "batches_disabled"
 
 
 async def test_metrics(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as door:
-        await door.wait_for((await door.submit(chat_line("a") + b"\n" + chat_line("b", nonsense=1)))["id"])
+    async with batch_gateway(tmp_path) as served:
+        await served.wait_for((await served.submit(chat_line("a") + b"\n" + chat_line("b", nonsense=1)))["id"])
 
         async def are_told() -> bool:
-            text = (await door.client.get("/metrics")).text
+            text = (await served.client.get("/metrics")).text
             return 'alignedserve_batch_lines_total{state="failed"} 1.0' in text
 
         await eventually(are_told)
-        text = (await door.client.get("/metrics")).text
+        text = (await served.client.get("/metrics")).text
         assert 'alignedserve_batch_lines_total{state="completed"} 1.0' in text
         assert 'alignedserve_batch_tokens_total{kind="output"}' in text
-        door.records.is_away = True
-        away = await door.client.get("/metrics")
+        served.records.is_down = True
+        away = await served.client.get("/metrics")
     assert (away.status_code, "alignedserve_batch_lines_total" in away.text) == (200, False)

@@ -45,8 +45,8 @@ def answer(request: Request) -> Script:
 @asynccontextmanager
 async def recorded(folder: Path) -> AsyncIterator[tuple[str, Recorder]]:
     write_inputs(folder)
-    async with batch_gateway(folder / "state", answer, api_keys=("mine",), max_in_flight=1) as door:
-        recorder = Recorder(door.app)
+    async with batch_gateway(folder / "state", answer, api_keys=("mine",), max_in_flight=1) as served:
+        recorder = Recorder(served.app)
         async with listening(recorder) as url:
             yield url, recorder
 
@@ -186,9 +186,9 @@ def test_nothing_is_told_that_is_not_described() -> None:
 
 
 async def test_empty_lists(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        validator("ListFilesResponse").validate((await door.client.get("/v1/files")).json())
-        validator("ListBatchesResponse").validate((await door.client.get("/v1/batches")).json())
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        validator("ListFilesResponse").validate((await served.client.get("/v1/files")).json())
+        validator("ListBatchesResponse").validate((await served.client.get("/v1/batches")).json())
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from alignedserve.batches.input_file import read_input
-from alignedserve.batches.input_lines import Inspection
+from alignedserve.batches.input_file import InputFile
 from alignedserve.batches.records import Endpoint
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.cli.batch.input_check import as_text, check_file
@@ -34,9 +33,9 @@ async def test_50_001_lines(tmp_path: Path) -> None:
     content = chat_lines(LIMITS.max_lines + 1)
     (tmp_path / "in.jsonl").write_bytes(content)
     [found] = check_file(tmp_path / "in.jsonl", Endpoint.CHAT, ("tiny",)).problems
-    async with batch_gateway(tmp_path / "state") as door:
-        done = await door.wait_for((await door.submit(content))["id"])
-        assert not door.backend.submitted
+    async with batch_gateway(tmp_path / "state") as served:
+        done = await served.wait_for((await served.submit(content))["id"])
+        assert not served.backend.submitted
     [problem] = done["errors"]["data"]
     assert (done["status"], problem["code"], problem["line"]) == ("failed", "too_many_requests", 50_001)
     assert (found.code, found.message, found.line) == (problem["code"], problem["message"], problem["line"])
@@ -70,12 +69,12 @@ async def peak_bytes(folder: Path, content: str) -> int:
     for number in range(2000):
         await writer.write(chat_line(f"line-{number}", content=content) + b"\n")
     await writer.commit()
-    inspection = Inspection(Endpoint.CHAT, ("tiny",), LIMITS.max_lines)
+    input_file = InputFile(record, blobs, LIMITS, ("tiny",))
     tracemalloc.start()
     try:
-        async for _ in read_input(blobs, record, inspection, LIMITS.max_line_bytes):
+        async for _ in input_file.scan():
             pass
-        assert (len(inspection.index), inspection.end()) == (2000, ())
+        assert (input_file.num_lines, input_file.problems()) == (2000, ())
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -96,11 +95,11 @@ async def test_201_megabytes(tmp_path: Path, is_declared: bool) -> None:
     headers = {"content-type": "multipart/form-data; boundary=b"}
     if is_declared:
         headers["content-length"] = str(len(HEAD) + 201 * len(_CHUNK) + len(TAIL))
-    async with batch_gateway(tmp_path, is_driven=False) as door, listening(door.app) as url:
+    async with batch_gateway(tmp_path, is_driven=False) as served, listening(served.app) as url:
         async with httpx.AsyncClient(timeout=60.0) as client:
             answer = await client.post(f"{url}/v1/files", content=body(), headers=headers)
         assert error_of(answer, 413)["message"] == "The file is larger than 200000000 bytes."
-        assert (await door.client.get("/v1/files")).json()["data"] == []
+        assert (await served.client.get("/v1/files")).json()["data"] == []
     assert list((tmp_path / "files").iterdir()) == []
 
 
@@ -116,8 +115,8 @@ async def test_200_megabytes_and_back(tmp_path: Path) -> None:
 
     headers = {"content-type": "multipart/form-data; boundary=b"}
     async with (
-        batch_gateway(tmp_path, is_driven=False) as door,
-        listening(door.app) as url,
+        batch_gateway(tmp_path, is_driven=False) as served,
+        listening(served.app) as url,
         httpx.AsyncClient(base_url=url, timeout=60.0) as client,
     ):
         made = (await client.post("/v1/files", content=body(), headers=headers)).json()
@@ -127,7 +126,7 @@ async def test_200_megabytes_and_back(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_hangs_up_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door, listening(door.app) as url:
+    async with batch_gateway(tmp_path, is_driven=False) as served, listening(served.app) as url:
         _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-length: {len(HEAD) + 10_000_000}\r\n"
         writer.write(head.encode() + b"content-type: multipart/form-data; boundary=b\r\n\r\n" + HEAD + _CHUNK)

@@ -9,8 +9,8 @@ from tests.gateway.support import EOS, chunks_of, error_of, gateway, saying, tok
 
 
 async def test_the_bytes_of_a_stream() -> None:
-    async with gateway(saying("the dog")) as door:
-        response = await door.complete(stream=True)
+    async with gateway(saying("the dog")) as served:
+        response = await served.complete(stream=True)
     first = chunks_of(response)[0]
     head = (
         f'data: {{"id":"{first["id"]}","object":"text_completion","created":{first["created"]},'
@@ -32,9 +32,9 @@ async def test_the_bytes_of_a_stream() -> None:
     ],
 )
 async def test_forms_of_a_prompt(prompt: Any, num_prompts: int) -> None:
-    async with gateway() as door:
-        answer = (await door.complete(prompt=prompt, n=2)).json()
-        requests = door.backend.submitted
+    async with gateway() as served:
+        answer = (await served.complete(prompt=prompt, n=2)).json()
+        requests = served.backend.submitted
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * num_prompts))
     assert len(requests) == 2 * num_prompts
     prompt_lens = [request.prompt_len for request in requests[::2]]
@@ -43,31 +43,31 @@ async def test_forms_of_a_prompt(prompt: Any, num_prompts: int) -> None:
 
 
 async def test_an_empty_prompt_begins_a_document() -> None:
-    async with gateway() as door:
-        await door.complete(prompt="")
-        assert door.backend.submitted[0].prompt_token_ids == (tokenizer().bos_token_id,)
+    async with gateway() as served:
+        await served.complete(prompt="")
+        assert served.backend.submitted[0].prompt_token_ids == (tokenizer().bos_token_id,)
 
 
 async def test_echo_repeats_the_prompt() -> None:
-    async with gateway(saying(" dog")) as door:
-        whole = (await door.complete(prompt="the", echo=True)).json()
-        chunks = chunks_of(await door.complete(prompt="the", echo=True, stream=True))
+    async with gateway(saying(" dog")) as served:
+        whole = (await served.complete(prompt="the", echo=True)).json()
+        chunks = chunks_of(await served.complete(prompt="the", echo=True, stream=True))
     assert whole["choices"][0]["text"] == "the dog"
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "the dog"
 
 
 async def test_echo_of_nothing_but_the_prompt_needs_no_worker() -> None:
-    async with gateway() as door:
-        answer = (await door.complete(prompt=["the dog", "a fox"], echo=True, max_tokens=0)).json()
-        assert door.backend.submitted == []
+    async with gateway() as served:
+        answer = (await served.complete(prompt=["the dog", "a fox"], echo=True, max_tokens=0)).json()
+        assert served.backend.submitted == []
     assert [choice["text"] for choice in answer["choices"]] == ["the dog", "a fox"]
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_echo_with_logprobs(is_streamed: bool) -> None:
-    async with gateway(saying(" over the lazy")) as door:
-        response = await door.complete(prompt="the quick", echo=True, logprobs=1, max_tokens=2, stream=is_streamed)
+    async with gateway(saying(" over the lazy")) as served:
+        response = await served.complete(prompt="the quick", echo=True, logprobs=1, max_tokens=2, stream=is_streamed)
     choices = [chunk["choices"][0] for chunk in chunks_of(response)] if is_streamed else response.json()["choices"]
     text = "".join(choice["text"] for choice in choices)
     merged = {
@@ -83,9 +83,9 @@ async def test_echo_with_logprobs(is_streamed: bool) -> None:
 
 
 async def test_scoring_a_prompt_without_generating() -> None:
-    async with gateway() as door:
-        answer = (await door.complete(prompt="the quick fox", echo=True, logprobs=0, max_tokens=0)).json()
-        sampling = door.backend.submitted[0].sampling
+    async with gateway() as served:
+        answer = (await served.complete(prompt="the quick fox", echo=True, logprobs=0, max_tokens=0)).json()
+        sampling = served.backend.submitted[0].sampling
     assert (sampling.max_tokens, sampling.num_prompt_logprobs) == (0, 0)
     assert answer["choices"][0]["text"] == "the quick fox"
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(tokens_of("the quick fox"))
@@ -93,8 +93,8 @@ async def test_scoring_a_prompt_without_generating() -> None:
 
 
 async def test_offsets_without_echo_begin_at_the_text() -> None:
-    async with gateway(saying("the dog")) as door:
-        logprobs = (await door.complete(logprobs=2)).json()["choices"][0]["logprobs"]
+    async with gateway(saying("the dog")) as served:
+        logprobs = (await served.complete(logprobs=2)).json()["choices"][0]["logprobs"]
     assert logprobs["text_offset"] == [0, 3]
     assert logprobs["tokens"] == ["the", " dog"]
     assert all(len(top) >= 2 for top in logprobs["top_logprobs"])
@@ -102,9 +102,9 @@ async def test_offsets_without_echo_begin_at_the_text() -> None:
 
 async def test_a_token_that_ends_the_answer_is_not_shown() -> None:
     dog = tokens_of(" dog")[0]
-    async with gateway(lambda _: Script((*tokens_of("the lazy"), dog))) as door:
-        shown = (await door.complete(stop_token_ids=[dog], logprobs=0)).json()
-        kept = (await door.complete(max_tokens=3)).json()
+    async with gateway(lambda _: Script((*tokens_of("the lazy"), dog))) as served:
+        shown = (await served.complete(stop_token_ids=[dog], logprobs=0)).json()
+        kept = (await served.complete(max_tokens=3)).json()
     assert shown["choices"][0]["text"] == "the lazy"
     assert shown["choices"][0]["logprobs"]["tokens"] == ["the", " lazy"]
     assert shown["usage"]["completion_tokens"] == 3
@@ -112,28 +112,28 @@ async def test_a_token_that_ends_the_answer_is_not_shown() -> None:
 
 
 async def test_max_tokens_ends_with_length() -> None:
-    async with gateway(saying("the quick brown fox jumps")) as door:
-        choice = (await door.complete(max_tokens=2)).json()["choices"][0]
+    async with gateway(saying("the quick brown fox jumps")) as served:
+        choice = (await served.complete(max_tokens=2)).json()["choices"][0]
     assert choice["text"] == "the quick"
     assert choice["finish_reason"] == "length"
 
 
 async def test_tokens_that_are_no_text_become_replacement_characters() -> None:
     half = tokens_of("€")[:1]
-    async with gateway(lambda _: Script((*tokens_of("the"), *half, EOS))) as door:
-        assert (await door.complete()).json()["choices"][0]["text"] == "the\ufffd"
-        chunks = chunks_of(await door.complete(stream=True))
+    async with gateway(lambda _: Script((*tokens_of("the"), *half, EOS))) as served:
+        assert (await served.complete()).json()["choices"][0]["text"] == "the\ufffd"
+        chunks = chunks_of(await served.complete(stream=True))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "the\ufffd"
 
 
 async def test_the_default_of_max_tokens_gives_way_to_the_context() -> None:
-    async with gateway() as door:
-        assert (await door.complete(prompt=[40] * 250)).status_code == 200
-        assert door.backend.submitted[0].sampling.max_tokens == 6
-        assert error_of(await door.complete(prompt=[40] * 256), 400)["code"] == "context_length_exceeded"
-        assert error_of(await door.complete(prompt=[40] * 250, max_tokens=7), 400)["param"] == "prompt"
+    async with gateway() as served:
+        assert (await served.complete(prompt=[40] * 250)).status_code == 200
+        assert served.backend.submitted[0].sampling.max_tokens == 6
+        assert error_of(await served.complete(prompt=[40] * 256), 400)["code"] == "context_length_exceeded"
+        assert error_of(await served.complete(prompt=[40] * 250, max_tokens=7), 400)["param"] == "prompt"
 
 
 async def test_max_tokens_zero_without_echo_is_refused() -> None:
-    async with gateway() as door:
-        assert error_of(await door.complete(max_tokens=0), 400)["param"] == "max_tokens"
+    async with gateway() as served:
+        assert error_of(await served.complete(max_tokens=0), 400)["param"] == "max_tokens"

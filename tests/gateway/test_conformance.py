@@ -51,9 +51,9 @@ CHAT_FIELDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", CHAT_FIELDS)
 async def test_chat(fields: dict[str, Any]) -> None:
-    async with gateway(saying("the € fox jumps")) as door:
-        validator("CreateChatCompletionResponse").validate((await door.chat(**fields)).json())
-        chunks = chunks_of(await door.chat(**fields, stream=True, stream_options={"include_usage": True}))
+    async with gateway(saying("the € fox jumps")) as served:
+        validator("CreateChatCompletionResponse").validate((await served.chat(**fields)).json())
+        chunks = chunks_of(await served.chat(**fields, stream=True, stream_options={"include_usage": True}))
     checker = validator("CreateChatCompletionStreamResponse")
     for chunk in chunks:
         checker.validate(chunk)
@@ -61,25 +61,25 @@ async def test_chat(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2, "logprobs": 2}, {"echo": True, "prompt": ["a", "b"]}])
 async def test_completions(fields: dict[str, Any]) -> None:
-    async with gateway(saying("the € fox jumps")) as door:
-        validator("CreateCompletionResponse").validate((await door.complete(**fields)).json())
-        chunks = chunks_of(await door.complete(**fields, stream=True, stream_options={"include_usage": True}))
+    async with gateway(saying("the € fox jumps")) as served:
+        validator("CreateCompletionResponse").validate((await served.complete(**fields)).json())
+        chunks = chunks_of(await served.complete(**fields, stream=True, stream_options={"include_usage": True}))
     checker = validator("CreateCompletionResponse", is_stream=True)
     for chunk in chunks:
         checker.validate(chunk)
 
 
 async def test_models_and_errors() -> None:
-    async with gateway(api_keys=("right",)) as door:
+    async with gateway(api_keys=("right",)) as served:
         headers = {"authorization": "Bearer right"}
-        models = (await door.client.get("/v1/models", headers=headers)).json()
+        models = (await served.client.get("/v1/models", headers=headers)).json()
         validator("ListModelsResponse").validate(models)
         validator("Model").validate(models["data"][0])
         failures = [
-            await door.chat(),
-            await door.chat(headers=headers, nonsense=1),
-            await door.client.get("/nothing", headers=headers),
-            await door.client.put("/v1/models", headers=headers),
+            await served.chat(),
+            await served.chat(headers=headers, nonsense=1),
+            await served.client.get("/nothing", headers=headers),
+            await served.client.put("/v1/models", headers=headers),
         ]
     for failure in failures:
         assert failure.status_code >= 400
@@ -91,9 +91,9 @@ async def test_every_described_field_is_known(schema: str) -> None:
     """A field of OpenAI's is either served or refused by name, never called unrecognized."""
     names = _field_names({"$ref": f"#/components/schemas/{schema}"})
     assert len(names) > 15
-    async with gateway() as door:
+    async with gateway() as served:
         for name in sorted(names - {"model", "messages", "prompt"}):
-            ask = door.chat if "Chat" in schema else door.complete
+            ask = served.chat if "Chat" in schema else served.complete
             odd: dict[str, Any] = {name: {"odd": ["value"]}}
             response = await ask(**odd)
             assert response.status_code == 400

@@ -1,4 +1,4 @@
-"""Files through the door."""
+"""The file routes, over HTTP."""
 
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -17,26 +17,26 @@ def left_on_disk(folder: Path) -> list[str]:
 
 async def test_upload_list_get_content_delete(tmp_path: Path) -> None:
     content = chat_lines(4)
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        made = (await door.upload(content)).json()
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        made = (await served.upload(content)).json()
         assert made.items() >= {"object": "file", "bytes": len(content), "filename": "in.jsonl"}.items()
         assert (made["purpose"], made["status"]) == ("batch", "processed")
-        assert (await door.client.get(f"/v1/files/{made['id']}")).json() == made
-        assert (await door.client.get("/v1/files")).json()["data"] == [made]
-        answer = await door.client.get(f"/v1/files/{made['id']}/content")
+        assert (await served.client.get(f"/v1/files/{made['id']}")).json() == made
+        assert (await served.client.get("/v1/files")).json()["data"] == [made]
+        answer = await served.client.get(f"/v1/files/{made['id']}/content")
         assert (answer.content, answer.headers["content-type"]) == (content, "application/octet-stream")
-        deleted = (await door.client.delete(f"/v1/files/{made['id']}")).json()
+        deleted = (await served.client.delete(f"/v1/files/{made['id']}")).json()
         assert deleted == {"id": made["id"], "object": "file", "deleted": True}
-        assert error_of(await door.client.get(f"/v1/files/{made['id']}"), 404)["code"] == "not_found"
-        assert error_of(await door.client.delete(f"/v1/files/{made['id']}"), 404)["code"] == "not_found"
+        assert error_of(await served.client.get(f"/v1/files/{made['id']}"), 404)["code"] == "not_found"
+        assert error_of(await served.client.delete(f"/v1/files/{made['id']}"), 404)["code"] == "not_found"
     assert left_on_disk(tmp_path) == []
 
 
 async def test_binary_content_comes_back_as_it_was(tmp_path: Path) -> None:
     content = bytes(range(256)) * 3000
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        made = (await door.upload(content)).json()
-        assert (await door.client.get(f"/v1/files/{made['id']}/content")).content == content
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        made = (await served.upload(content)).json()
+        assert (await served.client.get(f"/v1/files/{made['id']}/content")).content == content
 
 
 @pytest.mark.parametrize(
@@ -51,26 +51,26 @@ async def test_binary_content_comes_back_as_it_was(tmp_path: Path) -> None:
     ],
 )
 async def test_a_name_is_shown_and_never_a_path(tmp_path: Path, name: str, shown: str) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        made = (await door.upload(b"x", name=name)).json()
-        content = await door.client.get(f"/v1/files/{made['id']}/content")
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        made = (await served.upload(b"x", name=name)).json()
+        content = await served.client.get(f"/v1/files/{made['id']}/content")
     assert (made["filename"], content.status_code) == (shown, 200)
     assert left_on_disk(tmp_path) == [made["id"]]
 
 
 async def test_the_largest_file_and_one_byte_more(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False, max_file_bytes=200_000) as door:
-        assert (await door.upload(b"x" * 200_000)).status_code == 200
-        assert error_of(await door.upload(b"x" * 200_001), 413)["code"] == "body_too_large"
-        assert error_of(await door.upload(b"x" * 900_000), 413)["code"] == "body_too_large"
+    async with batch_gateway(tmp_path, is_driven=False, max_file_bytes=200_000) as served:
+        assert (await served.upload(b"x" * 200_000)).status_code == 200
+        assert error_of(await served.upload(b"x" * 200_001), 413)["code"] == "body_too_large"
+        assert error_of(await served.upload(b"x" * 900_000), 413)["code"] == "body_too_large"
     assert len(left_on_disk(tmp_path)) == 1
 
 
 async def test_what_a_form_must_hold(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        client = door.client
-        assert error_of(await door.upload(b""), 400)["code"] == "empty_file"
-        assert error_of(await door.upload(b"x", fields={"purpose": "assistants"}), 400)["param"] == "purpose"
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        client = served.client
+        assert error_of(await served.upload(b""), 400)["code"] == "empty_file"
+        assert error_of(await served.upload(b"x", fields={"purpose": "assistants"}), 400)["param"] == "purpose"
         no_purpose = await client.post("/v1/files", files={"file": ("a", b"x")})
         assert error_of(no_purpose, 400)["param"] == "purpose"
         no_file = await client.post("/v1/files", files={"purpose": (None, "batch")})
@@ -89,8 +89,8 @@ async def test_what_a_form_must_hold(tmp_path: Path) -> None:
 
 
 async def test_fields_may_come_after_the_file(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        made = await door.client.post("/v1/files", files=[("file", ("a", b"x")), ("purpose", (None, "batch"))])
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        made = await served.client.post("/v1/files", files=[("file", ("a", b"x")), ("purpose", (None, "batch"))])
     assert made.status_code == 200
 
 
@@ -101,9 +101,9 @@ HEAD = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\
     "body", [b"", b"nonsense", HEAD, HEAD + b"content", HEAD + b"content\r\n--b", b"--b\r\n" + b"x" * 20_000]
 )
 async def test_a_broken_form(tmp_path: Path, body: bytes) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
+    async with batch_gateway(tmp_path, is_driven=False) as served:
         headers = {"content-type": "multipart/form-data; boundary=b"}
-        answer = await door.client.post("/v1/files", content=body, headers=headers)
+        answer = await served.client.post("/v1/files", content=body, headers=headers)
     assert error_of(answer, 400)["code"] == "invalid_multipart"
     assert left_on_disk(tmp_path) == []
 
@@ -128,20 +128,20 @@ async def test_an_upload_that_is_broken_off_leaves_nothing(tmp_path: Path) -> No
         "query_string": b"",
         "headers": [(b"content-type", b"multipart/form-data; boundary=b")],
     }
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        await door.app(scope, receive, send)
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        await served.app(scope, receive, send)
     assert (sent, left_on_disk(tmp_path)) == ([], [])
 
 
 async def test_files_expire(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False, file_lifetime_s=0.2) as door:
-        made = (await door.upload(chat_lines(1))).json()
+    async with batch_gateway(tmp_path, is_driven=False, file_lifetime_s=0.2) as served:
+        made = (await served.upload(chat_lines(1))).json()
         asked = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
-        kept = (await door.upload(chat_lines(1), fields=asked)).json()
+        kept = (await served.upload(chat_lines(1), fields=asked)).json()
         assert kept["expires_at"] - kept["created_at"] == 3600
-        await _expired(door, made["id"])
-        assert error_of(await door.create(made["id"]), 404)["param"] == "input_file_id"
-        door.start_driver()  # which tidies up as it begins
+        await _expired(served, made["id"])
+        assert error_of(await served.create(made["id"]), 404)["param"] == "input_file_id"
+        served.start_driver()  # which tidies up as it begins
 
         async def is_tidy() -> bool:
             return left_on_disk(tmp_path) == [kept["id"]]
@@ -149,9 +149,9 @@ async def test_files_expire(tmp_path: Path) -> None:
         await eventually(is_tidy)
 
 
-async def _expired(door: BatchGateway, file_id: str) -> None:
+async def _expired(served: BatchGateway, file_id: str) -> None:
     async def is_gone() -> bool:
-        return (await door.client.get(f"/v1/files/{file_id}")).status_code == 404
+        return (await served.client.get(f"/v1/files/{file_id}")).status_code == 404
 
     await eventually(is_gone)
 
@@ -166,98 +166,98 @@ async def _expired(door: BatchGateway, file_id: str) -> None:
     ],
 )
 async def test_bad_expiry(tmp_path: Path, fields: dict[str, str]) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        assert error_of(await door.upload(b"x", fields=fields), 400)["param"].startswith("expires_after")
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        assert error_of(await served.upload(b"x", fields=fields), 400)["param"].startswith("expires_after")
     assert left_on_disk(tmp_path) == []
 
 
 async def test_a_key_may_store_so_much(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False, max_files_bytes=1000) as door:
-        first = (await door.upload(b"x" * 600)).json()
-        assert error_of(await door.upload(b"x" * 600), 429)["code"] == "rate_limit_exceeded"
-        await door.client.delete(f"/v1/files/{first['id']}")
-        assert (await door.upload(b"x" * 600)).status_code == 200
+    async with batch_gateway(tmp_path, is_driven=False, max_files_bytes=1000) as served:
+        first = (await served.upload(b"x" * 600)).json()
+        assert error_of(await served.upload(b"x" * 600), 429)["code"] == "rate_limit_exceeded"
+        await served.client.delete(f"/v1/files/{first['id']}")
+        assert (await served.upload(b"x" * 600)).status_code == 200
     assert len(left_on_disk(tmp_path)) == 1
 
 
 async def test_a_file_that_a_batch_reads_stays(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        batch = await door.submit()
-        refused = await door.client.delete(f"/v1/files/{batch['input_file_id']}")
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        batch = await served.submit()
+        refused = await served.client.delete(f"/v1/files/{batch['input_file_id']}")
         assert error_of(refused, 409)["code"] == "file_in_use"
-        door.start_driver()
-        done = await door.wait_for(batch["id"])
+        served.start_driver()
+        done = await served.wait_for(batch["id"])
         for file_id in (batch["input_file_id"], done["output_file_id"]):
-            assert (await door.client.delete(f"/v1/files/{file_id}")).status_code == 200
+            assert (await served.client.delete(f"/v1/files/{file_id}")).status_code == 200
     assert left_on_disk(tmp_path) == []
     assert list((tmp_path / "results").iterdir()) == []
 
 
 @pytest.mark.parametrize("file_id", ["file-1", "..%2f..%2fetc%2fpasswd", "file-" + "0" * 24, "batch_" + "0" * 24])
 async def test_ids_that_are_none(tmp_path: Path, file_id: str) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        assert (await door.client.get(f"/v1/files/{file_id}")).status_code == 404
-        assert (await door.client.get(f"/v1/files/{file_id}/content")).status_code == 404
-        assert error_of(await door.create(file_id), 404)["param"] == "input_file_id"
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        assert (await served.client.get(f"/v1/files/{file_id}")).status_code == 404
+        assert (await served.client.get(f"/v1/files/{file_id}/content")).status_code == 404
+        assert error_of(await served.create(file_id), 404)["param"] == "input_file_id"
 
 
 async def test_lists(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path, is_driven=False) as door:
-        made = [(await door.upload(b"x")).json()["id"] for _ in range(3)]
-        page = (await door.client.get("/v1/files?order=asc&limit=2")).json()
+    async with batch_gateway(tmp_path, is_driven=False) as served:
+        made = [(await served.upload(b"x")).json()["id"] for _ in range(3)]
+        page = (await served.client.get("/v1/files?order=asc&limit=2")).json()
         assert ([one["id"] for one in page["data"]], page["has_more"]) == (made[:2], True)
-        rest = (await door.client.get(f"/v1/files?order=asc&after={page['last_id']}")).json()
+        rest = (await served.client.get(f"/v1/files?order=asc&after={page['last_id']}")).json()
         assert ([one["id"] for one in rest["data"]], rest["has_more"]) == (made[2:], False)
-        assert (await door.client.get("/v1/files?purpose=batch_output")).json()["data"] == []
+        assert (await served.client.get("/v1/files?purpose=batch_output")).json()["data"] == []
         for query in ("limit=0", "limit=x", "order=up", "after=file-0"):
-            assert (await door.client.get(f"/v1/files?{query}")).status_code == 400
+            assert (await served.client.get(f"/v1/files?{query}")).status_code == 400
 
 
 async def test_a_download_goes_on_from_a_byte(tmp_path: Path) -> None:
     content = chat_lines(50)
-    async with batch_gateway(tmp_path) as door:
-        batch = await door.submit(content)
-        done = await door.wait_for(batch["id"])
+    async with batch_gateway(tmp_path) as served:
+        batch = await served.submit(content)
+        done = await served.wait_for(batch["id"])
         for file_id in (batch["input_file_id"], done["output_file_id"]):
             path = f"/v1/files/{file_id}/content"
-            whole = await door.client.get(path)
+            whole = await served.client.get(path)
             size = len(whole.content)
             assert (whole.status_code, whole.headers["content-length"]) == (200, str(size))
             for offset in (0, 1, 700, size - 1):
-                part = await door.client.get(path, headers={"range": f"bytes={offset}-"})
+                part = await served.client.get(path, headers={"range": f"bytes={offset}-"})
                 assert (part.status_code, part.content) == (206, whole.content[offset:])
                 assert part.headers["content-range"] == f"bytes {offset}-{size - 1}/{size}"
-            beyond = await door.client.get(path, headers={"range": f"bytes={size}-"})
+            beyond = await served.client.get(path, headers={"range": f"bytes={size}-"})
             assert error_of(beyond, 416)["code"] == "range_not_satisfiable"
             assert beyond.headers["content-range"] == f"bytes */{size}"
             for ignored in ("bytes=0-9", "bytes=-5", "lines=1-", "bytes=1-,3-"):
-                assert (await door.client.get(path, headers={"range": ignored})).status_code == 200
+                assert (await served.client.get(path, headers={"range": ignored})).status_code == 200
 
 
 async def test_a_download_of_what_is_damaged_or_gone_says_so(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as door:
-        done = await door.wait_for((await door.submit())["id"])
+    async with batch_gateway(tmp_path) as served:
+        done = await served.wait_for((await served.submit())["id"])
         log = tmp_path / "results" / f"{done['id']}.log"
         content = bytearray(log.read_bytes())
         content[content.index(b"custom_id")] ^= 1
         log.write_bytes(content)
         path = f"/v1/files/{done['output_file_id']}/content"
-        assert error_of(await door.client.get(path), 503)["code"] == "storage_unavailable"
+        assert error_of(await served.client.get(path), 503)["code"] == "storage_unavailable"
         log.unlink()
-        assert error_of(await door.client.get(path), 503)["code"] == "storage_unavailable"
+        assert error_of(await served.client.get(path), 503)["code"] == "storage_unavailable"
 
 
 async def test_lists_by_purpose_have_no_empty_pages(tmp_path: Path) -> None:
-    async with batch_gateway(tmp_path) as door:
-        first = await door.submit()
-        await door.wait_for(first["id"])
+    async with batch_gateway(tmp_path) as served:
+        first = await served.submit()
+        await served.wait_for(first["id"])
         for _ in range(5):
-            await door.upload(b"x")
-        page = (await door.client.get("/v1/files?purpose=batch_output&limit=1")).json()
+            await served.upload(b"x")
+        page = (await served.client.get("/v1/files?purpose=batch_output&limit=1")).json()
         assert ([one["purpose"] for one in page["data"]], page["has_more"]) == (["batch_output"], False)
         found, after = [], ""
         while True:
-            page = (await door.client.get(f"/v1/files?purpose=batch&limit=2{after}")).json()
+            page = (await served.client.get(f"/v1/files?purpose=batch&limit=2{after}")).json()
             found += [one["id"] for one in page["data"]]
             if not page["has_more"]:
                 break

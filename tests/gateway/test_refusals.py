@@ -39,8 +39,8 @@ JSON = {"content-type": "application/json"}
     ],
 )
 async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any) -> None:
-    async with gateway() as door:
-        error = error_of(await door.chat(**{field: value}), 400)
+    async with gateway() as served:
+        error = error_of(await served.chat(**{field: value}), 400)
     assert error["code"] == "unsupported_parameter"
     assert error["param"] == field
     assert error["message"].startswith(field)
@@ -68,8 +68,8 @@ async def test_what_we_do_not_support_is_refused_by_name(field: str, value: Any)
     ],
 )
 async def test_what_asks_for_nothing_is_accepted(field: str, value: Any) -> None:
-    async with gateway() as door:
-        assert (await door.chat(**{field: value})).status_code == 200
+    async with gateway() as served:
+        assert (await served.chat(**{field: value})).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ async def test_what_asks_for_nothing_is_accepted(field: str, value: Any) -> None
     ],
 )
 async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
-    async with gateway() as door:
-        error = error_of(await door.chat(**fields), 400)
-        assert door.backend.submitted == []
+    async with gateway() as served:
+        error = error_of(await served.chat(**fields), 400)
+        assert served.backend.submitted == []
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
 
@@ -139,20 +139,20 @@ async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
     ],
 )
 async def test_bad_fields_of_completions(fields: dict[str, Any], param: str) -> None:
-    async with gateway() as door:
-        assert error_of(await door.complete(**fields), 400)["param"] == param
+    async with gateway() as served:
+        assert error_of(await served.complete(**fields), 400)["param"] == param
 
 
 @pytest.mark.parametrize("value", ["", "abc", "-5", "0", "1e3", "inf", "nan", "99999999", "٣"])
 async def test_bad_slo_headers(value: str) -> None:
-    async with gateway() as door:
-        response = await door.chat(headers={"x-slo-ttft-ms": value.encode()})  # type: ignore[dict-item]
+    async with gateway() as served:
+        response = await served.chat(headers={"x-slo-ttft-ms": value.encode()})  # type: ignore[dict-item]
         assert error_of(response, 400)["param"] == "x-slo-ttft-ms"
 
 
 async def test_unknown_model() -> None:
-    async with gateway() as door:
-        for response in (await door.chat(model="gpt-9"), await door.client.get("/v1/models/gpt-9")):
+    async with gateway() as served:
+        for response in (await served.chat(model="gpt-9"), await served.client.get("/v1/models/gpt-9")):
             error = error_of(response, 404)
             assert (error["code"], error["param"]) == ("model_not_found", "model")
 
@@ -174,8 +174,8 @@ async def test_unknown_model() -> None:
     ],
 )
 async def test_bad_bodies(body: bytes, status: int) -> None:
-    async with gateway(max_body_bytes=100_000) as door:
-        error = error_of(await door.client.post(CHAT_PATH, content=body, headers=JSON), status)
+    async with gateway(max_body_bytes=100_000) as served:
+        error = error_of(await served.client.post(CHAT_PATH, content=body, headers=JSON), status)
     assert len(error["message"]) < 200
 
 
@@ -188,21 +188,21 @@ async def test_a_body_without_length_is_cut_off_as_well() -> None:
             read += 1000
             yield b" " * 1000
 
-    async with gateway(max_body_bytes=10_000) as door:
-        error_of(await door.client.post(CHAT_PATH, content=endless(), headers=JSON), 413)
+    async with gateway(max_body_bytes=10_000) as served:
+        error_of(await served.client.post(CHAT_PATH, content=endless(), headers=JSON), 413)
     assert read >= 11_000
 
 
 async def test_other_content_types_are_refused() -> None:
-    async with gateway() as door:
-        response = await door.client.post(CHAT_PATH, content=b"{}", headers={"content-type": "text/plain"})
+    async with gateway() as served:
+        response = await served.client.post(CHAT_PATH, content=b"{}", headers={"content-type": "text/plain"})
         assert error_of(response, 415)["code"] == "unsupported_media_type"
 
 
 async def test_unknown_paths_and_methods() -> None:
-    async with gateway() as door:
-        assert error_of(await door.client.get("/v1/nothing"), 404)["code"] == "unknown_url"
-        response = await door.client.get(CHAT_PATH)
+    async with gateway() as served:
+        assert error_of(await served.client.get("/v1/nothing"), 404)["code"] == "unknown_url"
+        response = await served.client.get(CHAT_PATH)
         assert error_of(response, 405)["code"] == "method_not_allowed"
         assert response.headers["allow"] == "POST"
 
@@ -218,9 +218,9 @@ async def test_unknown_paths_and_methods() -> None:
     ],
 )
 async def test_failures_before_the_first_token(failure: Any, status: int, retry_after: str | None) -> None:
-    async with gateway(lambda _: Script((), failure=failure)) as door:
+    async with gateway(lambda _: Script((), failure=failure)) as served:
         for is_streamed in (False, True):
-            response = await door.chat(stream=is_streamed)
+            response = await served.chat(stream=is_streamed)
             error = error_of(response, status)
             assert error["message"] == str(failure)
             assert response.headers.get("retry-after") == retry_after
@@ -228,10 +228,10 @@ async def test_failures_before_the_first_token(failure: Any, status: int, retry_
 
 async def test_a_failure_after_the_first_token_is_an_event() -> None:
     script = saying("the quick", failure=Unavailable("a worker was lost"))
-    async with gateway(script) as door:
-        response = await door.chat(stream=True)
-        assert (await door.chat()).status_code == 503
-        assert door.services.capacity.num_open == 0
+    async with gateway(script) as served:
+        response = await served.chat(stream=True)
+        assert (await served.chat()).status_code == 503
+        assert served.services.limiter.num_open == 0
     assert response.status_code == 200
     assert '"content":"the"' in response.text
     last = 'data: {"error":{"message":"a worker was lost","type":"server_error","param":null,"code":"unavailable"}}\n\n'
@@ -242,8 +242,8 @@ async def test_faults_of_ours_show_nothing(caplog: pytest.LogCaptureFixture) -> 
     def breaks(_: Any) -> Script:
         raise ZeroDivisionError("a secret of the inside")
 
-    async with gateway(breaks) as door:
-        response = await door.chat()
+    async with gateway(breaks) as served:
+        response = await served.chat()
         error = error_of(response, 500)
     assert error["code"] == "internal_error"
     assert "secret" not in response.text
@@ -251,20 +251,20 @@ async def test_faults_of_ours_show_nothing(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_too_many_requests_at_once_is_our_capacity() -> None:
-    async with gateway(saying("the", first_token_delay_s=0.2), max_concurrent_requests=2) as door:
-        first = asyncio.create_task(door.chat(n=2))
+    async with gateway(saying("the", first_token_delay_s=0.2), max_concurrent_requests=2) as served:
+        first = asyncio.create_task(served.chat(n=2))
         await asyncio.sleep(0.05)
-        response = await door.chat()
+        response = await served.chat()
         assert error_of(response, 503)["code"] == "overloaded"
         assert response.headers["retry-after"] == "1"
         assert (await first).status_code == 200
-        assert error_of(await door.chat(n=3), 400)["param"] == "prompt"
+        assert error_of(await served.chat(n=3), 400)["param"] == "prompt"
 
 
 async def test_a_failing_request_is_logged_once_without_its_content(caplog: pytest.LogCaptureFixture) -> None:
-    async with gateway(api_keys=("right",)) as door:
+    async with gateway(api_keys=("right",)) as served:
         headers = {"authorization": "Bearer verysecret"}
-        response = await door.chat(headers=headers, messages=[{"role": "user", "content": "private"}])
+        response = await served.chat(headers=headers, messages=[{"role": "user", "content": "private"}])
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("alignedserve")]
     assert len(lines) == 1
     assert response.headers["x-request-id"] in lines[0]
@@ -274,18 +274,18 @@ async def test_a_failing_request_is_logged_once_without_its_content(caplog: pyte
 
 async def test_refusals_do_not_repeat_what_was_sent() -> None:
     secret = "a private text"
-    async with gateway() as door:
+    async with gateway() as served:
         completions: list[dict[str, Any]] = [{"suffix": secret}, {"prompt": {"a": secret}}]
         chats: list[dict[str, Any]] = [{"tool_choice": secret}, {"seed": secret}, {secret: 1}]
-        answers = [await door.complete(**fields) for fields in completions]
-        answers += [await door.chat(**fields) for fields in chats]
+        answers = [await served.complete(**fields) for fields in completions]
+        answers += [await served.chat(**fields) for fields in chats]
     assert [answer.status_code for answer in answers] == [400] * 5
     assert all(secret not in answer.text for answer in answers)
 
 
 async def test_half_characters_in_scripts_do_not_break_scoring() -> None:
-    async with gateway(lambda _: Script(tokens_of("€")[:2])) as door:
-        assert (await door.complete(logprobs=1, echo=True, prompt="€")).status_code == 200
+    async with gateway(lambda _: Script(tokens_of("€")[:2])) as served:
+        assert (await served.complete(logprobs=1, echo=True, prompt="€")).status_code == 200
 
 
 async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyP
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1"}
     scope |= {"headers": [(b"content-type", b"application/json")]}
-    async with gateway(saying("the quick brown fox", token_delay_s=0.05)) as door, asyncio.timeout(5):
-        await door.app(scope, receive, send)
-        assert door.services.capacity.num_open == 0
+    async with gateway(saying("the quick brown fox", token_delay_s=0.05)) as served, asyncio.timeout(5):
+        await served.app(scope, receive, send)
+        assert served.services.limiter.num_open == 0
     assert sent == ["http.response.start", "http.response.body"]

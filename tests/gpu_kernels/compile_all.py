@@ -25,7 +25,6 @@ from kernels.gpu import (
     decode_attention,
     gating,
     head_placement,
-    hidden_cache,
     int8_blocks,
     prefill_attention,
     row_checksums,
@@ -79,25 +78,6 @@ MERGED = {"out": HALF, "row_parts": INT, "sums": FLOAT, "weights": FLOAT, "out_s
 WORDS = {"blocks": LONG, "block_ids": LONG, "staging": LONG, "num_words": "i32"}
 ROUNDED = {"blocks": HALF, "block_ids": LONG, "rounded": "*u8", "ranges": "*fp16", "runs": "i32", "width": "i32"}
 ROW_SIZES = {"row_bytes": "i32", "row_halves": "i32"}
-LAYER = {
-    "norm_weight": HALF,
-    "norm_bias": HALF,
-    "weight": HALF,
-    "bias": HALF,
-    "cos": FLOAT,
-    "sin": FLOAT,
-    "hidden_size": "i32",
-    "eps": "fp32",
-}
-HIDDEN = {
-    "blocks": HALF,
-    "table": LONG,
-    "keys": HALF,
-    "values": HALF,
-    "num_tokens": "i32",
-    "block_stride": "i64",
-    **LAYER,
-}
 NORM = {
     "x": HALF,
     "residual": HALF,
@@ -145,7 +125,7 @@ def decode_case(head_dim: int, dtype: torch.dtype, element: str) -> Case:
     """As `paged_decode` launches it."""
     types = {**ATTENTION, **PARTS, "queries": element, "blocks": element}
     constants = {**TILE, "HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "PADDED_GROUP": 16}
-    _, num_stages, num_programs = decode_attention.residency(head_dim, dtype)
+    _, num_stages, num_programs = decode_attention.occupancy(head_dim, dtype)
     return Case(decode_attention._decode_parts, types, constants, {"num_stages": num_stages}, num_programs)
 
 
@@ -170,15 +150,6 @@ CASES: list[Case] = [
     *(Case(block_copies._copy_words, WORDS, {"IS_GATHER": is_gather, "WORDS": 1024}) for is_gather in (True, False)),
     Case(row_checksums._sum_words, {"rows": LONG, "keys": LONG, "sums": LONG, "num_words": "i32"}, {"WORDS": 2048}),
     *(Case(kernel, ROUNDED | ROW_SIZES, SLOTS) for kernel in (int8_blocks._quantise, int8_blocks._dequantise)),
-    *(
-        Case(
-            hidden_cache._recompute,
-            HIDDEN,
-            {"KV_HEADS": 8, "HEAD_DIM": 128, "FIRST": 64, "HALF": half, "BLOCK_SIZE": 16, "PART": 64}
-            | {"IS_RMS": is_rms, "HAS_BIAS": not is_rms, "TOKENS": 32, "INPUTS": 64, "UPCAST": False},
-        )
-        for half, is_rms in ((64, True), (0, False))
-    ),
     *(
         Case(
             row_norm._normalise,

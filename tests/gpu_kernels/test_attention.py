@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
-from kernels.gpu.work_partition import divide
+from kernels.gpu.work_partition import partition
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 HEAD_DIMS = (64, 80, 96, 128)
@@ -41,8 +41,8 @@ def check_decode(
     there = contexts(rng, lengths, (kv_heads, head_dim), int(rng.choice([4, 16])), dtype, device)
     queries = torch.randn(len(lengths), kv_heads, group, head_dim).to(device, dtype)
     out = poisoned(queries)
-    division = divide(there.lengths, tile=TILE, num_programs=num_programs, window=window)
-    lengths_there, *arrays = on_device([there.lengths.astype(np.int32), *division], device)
+    partitioned = partition(there.lengths, tile=TILE, num_programs=num_programs, window=window)
+    lengths_there, *arrays = on_device([there.lengths.astype(np.int32), *partitioned], device)
     batch = decode_batch(there.tables, lengths_there, arrays, (kv_heads, group, head_dim))
     paged_decode(queries, out, there.view, batch, window=window)
     for row in range(len(lengths)):
@@ -121,7 +121,7 @@ def test_a_division_computes_every_tile_once_and_evenly(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths, num_programs = rng.integers(1, 3000, int(rng.integers(1, 40))), int(rng.integers(1, 60))
     window = int(rng.integers(1, 2000)) if seed % 3 == 0 else None
-    parts = divide(lengths, tile=TILE, num_programs=num_programs, window=window)
+    parts = partition(lengths, tile=TILE, num_programs=num_programs, window=window)
     seen: list[tuple[int, int]] = []
     loads = []
     for program in range(num_programs):

@@ -1,4 +1,4 @@
-"""Copies of block lists, blocks of 8 bits, and keys and values from hidden-cache blocks, against plain PyTorch."""
+"""Copies of block lists and blocks of 8 bits, against plain PyTorch."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from kernels.block_checksums import checksum_on_host, row_checksums
 from kernels.gpu.block_copies import gather_blocks, scatter_blocks
-from kernels.gpu.hidden_cache import HiddenLayer, keys_and_values, plain_keys_and_values
 from kernels.gpu.int8_blocks import dequantise_blocks, quantise_blocks
 from kernels.gpu.row_checksums import row_checksums as gpu_row_checksums
 from kernels.int8_blocks import parts_of, plain_dequantise, plain_quantise
@@ -78,50 +77,6 @@ def test_what_8_bits_cannot_hold(quantise: Callable[..., None], device: torch.de
     is_nan[0, 1, :, 2] = True
     assert torch.equal(back.isnan().cpu(), is_nan)
     assert back[0, 0, 3, 1] == pytest.approx(255 * 65504.0, rel=1e-3)
-
-
-@dtypes
-@pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "hidden_size", "num_tokens", "block_size", "rotary_dim", "is_rms"),
-    [
-        (2, 64, 128, 40, 16, 64, True),
-        (3, 80, 100, 17, 8, 0, False),
-        (1, 96, 70, 1, 16, 48, True),
-        (2, 128, 192, 33, 8, 128, False),
-    ],
-)
-def test_keys_and_values_from_layer_inputs(
-    kv_heads: int,
-    head_dim: int,
-    hidden_size: int,
-    num_tokens: int,
-    block_size: int,
-    rotary_dim: int,
-    is_rms: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    generator = torch.Generator().manual_seed(head_dim)
-
-    def randoms(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    hidden = randoms(num_tokens, hidden_size)
-    table = torch.randperm(9, generator=generator)[: -(-num_tokens // block_size)].to(device)
-    blocks = poisoned(9, block_size, hidden_size, dtype=dtype, device=device)
-    tokens = torch.arange(num_tokens, device=device)
-    blocks[table[tokens // block_size], tokens % block_size] = hidden
-    width = 2 * kv_heads * head_dim
-    weight = (torch.randn(width, hidden_size, generator=generator) * hidden_size**-0.5).to(device, dtype)
-    biases = (None, None) if is_rms else (randoms(hidden_size), randoms(width))
-    layer = HiddenLayer(randoms(hidden_size), biases[0], 1e-5, weight, biases[1])
-    angles = torch.rand(num_tokens, rotary_dim // 2, generator=generator).to(device) * 6
-    rotation = (angles.cos(), angles.sin()) if rotary_dim else None
-    keys, values = (poisoned(num_tokens, kv_heads, head_dim, dtype=dtype, device=device) for _ in range(2))
-    keys_and_values(layer, blocks, table, rotation, keys, values)
-    expected = plain_keys_and_values(layer, hidden, rotation, kv_heads)
-    for actual, plain in zip((keys, values), expected, strict=True):
-        torch.testing.assert_close(actual.double(), plain, rtol=0.0, atol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("width", [8, 4096, 40_008])

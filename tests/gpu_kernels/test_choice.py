@@ -12,12 +12,11 @@ from torch import Tensor
 
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import TRITON
-from alignedserve.runtime.engine.cuda_graphs import repeat
 from kernels import gpu_dispatch as gpu_choice
 from kernels.activation import ACTIVATIONS, Gated, gated
 from kernels.norm import RmsNorm, rms_norm
 from tests.support.marks import slow
-from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, capture_nothing, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
 triton = pytest.importorskip("triton")
@@ -40,7 +39,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
 
 
 def logits(folder: Path, tokens: dict[str, list[int]]) -> dict[str, Tensor]:
@@ -61,7 +60,7 @@ def test_a_decoder_computes_the_same_by_the_kernels(
     make_tiny_model(tmp_path, family)
     tokens = {"a": random_tokens(1, 9), "b": random_tokens(2, 3)}
     expected = logits(tmp_path, tokens)
-    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
     monkeypatch.setattr("kernels.linear.packed_levels", lambda dtype, device: ())  # which apply gates themselves
     actual = logits(tmp_path, tokens)
     assert not caplog.records
@@ -91,7 +90,7 @@ def test_an_engine_draws_the_same_tokens_by_the_kernels(tmp_path: Path, monkeypa
         return [tiny.tokens(name) for name in kinds]
 
     expected = generated()
-    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
+    monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
     assert generated() == expected
     assert gpu_choice._known["token_sampling (torch.float32)"]
 
@@ -100,7 +99,7 @@ def test_an_engine_draws_the_same_tokens_by_the_kernels(tmp_path: Path, monkeypa
 @pytest.mark.usefixtures("wanted")
 def test_what_draws_tokens_is_compiled_before_the_first(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "llama")
-    tiny = TinyEngine(tiny_decoder(tmp_path), attention=TRITON, capture=repeat, max_sequences=2)
+    tiny = TinyEngine(tiny_decoder(tmp_path), attention=TRITON, capture=capture_nothing, max_sequences=2)
     assert "token_sampling (torch.float32)" not in gpu_choice._known
     tiny.engine.record_graphs()
     assert gpu_choice._known["token_sampling (torch.float32)"]
@@ -141,7 +140,7 @@ def test_a_kernel_that_does_not_compile_is_said_once(
     assert record.levelno == logging.WARNING
     assert "row_norm (torch.float32)" in record.getMessage()
     assert gpu_choice._known == {"row_norm (torch.float32)": False, "gating (torch.float32)": True}
-    (reason,) = gpu_choice.replaced().values()
+    (reason,) = gpu_choice.launch_failures().values()
     assert reason in record.getMessage()
 
 
@@ -152,8 +151,8 @@ def test_the_reason_is_in_the_log(error: Exception, caplog: pytest.LogCaptureFix
     def trial() -> None:
         raise error
 
-    assert not gpu_choice.works("attention", trial)
-    assert not gpu_choice.works("attention", trial)
+    assert not gpu_choice.can_launch("attention", trial)
+    assert not gpu_choice.can_launch("attention", trial)
     (message,) = (record.getMessage() for record in caplog.records)
     assert "attention" in message
     assert type(error).__name__ in message
@@ -179,4 +178,4 @@ def test_a_mistake_of_ours_is_no_reason() -> None:
         raise AssertionError("of ours")
 
     with pytest.raises(AssertionError):
-        gpu_choice.works("attention", trial)
+        gpu_choice.can_launch("attention", trial)

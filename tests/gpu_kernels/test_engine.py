@@ -13,11 +13,18 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.device.streams import CheckedEvent, CheckedStream, CheckedStreams
-from alignedserve.runtime.engine.cuda_graphs import graph_sizes, repeat
+from alignedserve.runtime.engine.cuda_graphs import graph_sizes
 from alignedserve.runtime.engine.decoder import Decoder
 from kernels import gpu_dispatch as gpu_choice
 from tests.support.marks import slow
-from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, reference_generation, tiny_decoder
+from tests.support.tiny_engines import (
+    GREEDY,
+    TinyEngine,
+    capture_nothing,
+    random_tokens,
+    reference_generation,
+    tiny_decoder,
+)
 from tests.support.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
@@ -49,7 +56,9 @@ def decoder(folder: Path, reference: Any, device: torch.device) -> Decoder:
 
 def engine(decoder: Decoder, **options: Any) -> TinyEngine:
     """A GPU records graphs; elsewhere what would be recorded is done again."""
-    return TinyEngine(decoder, attention=TRITON, capture=None if decoder.device.type == "cuda" else repeat, **options)
+    return TinyEngine(
+        decoder, attention=TRITON, capture=None if decoder.device.type == "cuda" else capture_nothing, **options
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", *slow("mistral_window")])
@@ -164,24 +173,24 @@ class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class CountedQueues(CheckedStreams):
+class CountedStreams(CheckedStreams):
     """Operations see no value of any tensor, and waits of the host are counted."""
 
     def __init__(self) -> None:
         super().__init__(0)
         self.num_waits = 0
 
-    def queue(self, name: str) -> CheckedStream:
-        queue = super().queue(name)
-        if not isinstance(queue, CountedQueue):
-            queue = self._queues[name] = CountedQueue(self)
-        return queue
+    def stream(self, name: str) -> CheckedStream:
+        stream = super().stream(name)
+        if not isinstance(stream, CountedStream):
+            stream = self._streams[name] = CountedStream(self)
+        return stream
 
 
-class CountedQueue(CheckedStream):
-    def __init__(self, queues: CountedQueues) -> None:
-        super().__init__(queues)
-        self._counted = queues
+class CountedStream(CheckedStream):
+    def __init__(self, streams: CountedStreams) -> None:
+        super().__init__(streams)
+        self._counted = streams
 
     def run(self, operation: Callable[[], object]) -> None:
         def watched() -> None:
@@ -191,13 +200,13 @@ class CountedQueue(CheckedStream):
         super().run(watched)
 
     def record(self) -> CheckedEvent:
-        event, wait = super().record(), CheckedEvent.wait_on_host
+        event, wait = super().record(), CheckedEvent.synchronize
 
         def counted() -> None:
             self._counted.num_waits += 1
             wait(event)
 
-        event.wait_on_host = counted  # type: ignore[method-assign]
+        event.synchronize = counted  # type: ignore[method-assign]
         return event
 
 
@@ -205,15 +214,15 @@ class CountedQueue(CheckedStream):
 def test_hidden_caches_beside_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny_model(tmp_path, "llama_mha")
     decoder = tiny_decoder(tmp_path)
-    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
-    queues = CountedQueues()
-    tiny = TinyEngine(decoder, attention=TRITON, capture=repeat, queues=queues, has_hidden_cache=True)
+    monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
+    streams = CountedStreams()
+    tiny = TinyEngine(decoder, attention=TRITON, capture=capture_nothing, streams=streams, has_hidden_cache=True)
     tiny.add("a", random_tokens(3, 11), block_tokens=8)
     tiny.add("b", random_tokens(4, 5))
     for slices in ({"a": 4, "b": 5}, {"a": 7}, {"a": 1, "b": 1}, {"b": 1}, {"b": 1, "a": 1}, {"a": 1}):
-        before = queues.num_waits
+        before = streams.num_waits
         tiny.step(**slices)
-        assert queues.num_waits == before + 1
+        assert streams.num_waits == before + 1
     monkeypatch.undo()
     plain = TinyEngine(decoder, attention=TORCH)
     for name, seed, length in (("a", 3, 11), ("b", 4, 5)):
@@ -226,16 +235,16 @@ def test_hidden_caches_beside_keys_and_values(tmp_path: Path, monkeypatch: pytes
 def test_the_host_waits_once_in_a_step_and_reads_nothing_before(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_choice, "fused_kernels_run", lambda device: True)
-    queues = CountedQueues()
-    tiny = TinyEngine(decoder, attention=TRITON, capture=repeat, queues=queues)
+    monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
+    streams = CountedStreams()
+    tiny = TinyEngine(decoder, attention=TRITON, capture=capture_nothing, streams=streams)
     for name, sampling in (("a", GREEDY), ("b", SEEDED), ("c", FILTERED), ("d", CHANGED)):
         tiny.add(name, random_tokens(3, 5), sampling)
     prompts, mixed = {"a": 3, "b": 5, "c": 5, "d": 5}, {"a": 2, "b": 1, "c": 1}
     for slices in (prompts, mixed, {"a": 1, "b": 1, "c": 1, "d": 1}, {"c": 1, "a": 1}, {"d": 1, "a": 1}):
-        before = queues.num_waits
+        before = streams.num_waits
         tiny.step(**slices)
-        assert queues.num_waits == before + 1
+        assert streams.num_waits == before + 1
     monkeypatch.undo()
     plain = TinyEngine(decoder, attention=TORCH)
     plain.add("a", random_tokens(3, 5))

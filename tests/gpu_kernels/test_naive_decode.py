@@ -8,9 +8,9 @@ from tests.gpu_kernels.paged import contexts
 
 pytest.importorskip("triton")
 
+from alignedserve.microbench.kernels.naive_decode import naive_batch, unpartitioned
 from kernels.gpu.decode_attention import TILE, decode_batch, paged_decode
-from kernels.gpu.naive_decode import naive_batch, whole
-from kernels.gpu.work_partition import divide
+from kernels.gpu.work_partition import partition
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -22,17 +22,17 @@ def test_it_computes_what_the_divided_one_does(window: int | None, device: torch
     paged_decode(
         queries, naive, there.view, naive_batch(there.tables, there.lengths, heads, window=window), window=window
     )
-    division = divide(there.lengths, tile=TILE, num_programs=5, window=window)
-    arrays = [torch.from_numpy(array).to(device) for array in (there.lengths.astype(np.int32), *division)]
+    partitioned = partition(there.lengths, tile=TILE, num_programs=5, window=window)
+    arrays = [torch.from_numpy(array).to(device) for array in (there.lengths.astype(np.int32), *partitioned)]
     batch = decode_batch(there.tables, arrays[0], arrays[1:], heads)
     paged_decode(queries, divided, there.view, batch, window=window)
     torch.testing.assert_close(naive, divided, rtol=0.0, atol=5e-6)
 
 
 def test_a_context_is_one_part_and_has_one_program() -> None:
-    division = whole(np.array([1, TILE + 1, 10 * TILE]), window=TILE)
-    assert division.num_parts == 3
-    assert division.part_rows.tolist() == [0, 1, 2]
-    assert division.part_firsts.tolist() == [0, 0, 9]
-    assert division.part_lasts.tolist() == [1, 2, 10]
-    assert division.program_parts.tolist() == [0, 1, 2, 3]
+    partitioned = unpartitioned(np.array([1, TILE + 1, 10 * TILE]), window=TILE)
+    assert partitioned.num_parts == 3
+    assert partitioned.part_rows.tolist() == [0, 1, 2]
+    assert partitioned.part_firsts.tolist() == [0, 0, 9]
+    assert partitioned.part_lasts.tolist() == [1, 2, 10]
+    assert partitioned.program_parts.tolist() == [0, 1, 2, 3]

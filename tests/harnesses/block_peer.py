@@ -23,8 +23,8 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
-from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
-from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, Outgoing
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.process.links import Identity
 
 LAYOUT = BlockLayout(block_size=16, num_layers=8, num_kv_heads=8, head_dim=64, dtype="float32")  # 512 KiB
@@ -65,11 +65,11 @@ class Asking:
     def round(self, generation: int, num_blocks: int = PER_PEER) -> None:
         """Offload and fetch, compared. Raises PeerLost."""
         mine, before = BLOCKS[:num_blocks], self.bytes[:num_blocks].copy()
-        (runs,) = self.transfer.offload([Outgoing(mine, self._far[:num_blocks][::-1], generation)])
+        (runs,) = self.transfer.offload([OffloadRequest(mine, self._far[:num_blocks][::-1], generation)])
         assert runs is not None
         self.bytes[:num_blocks] = 0
         copy = BlockCopy(generation, num_blocks * LAYOUT.block_size, runs)
-        assert self.transfer.fetch([Incoming(copy, mine)]) == [True]
+        assert self.transfer.fetch([FetchRequest(copy, mine)]) == [True]
         assert (self.bytes[:num_blocks] == before).all()
 
     def round_until_lost(self) -> float:

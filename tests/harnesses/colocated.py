@@ -15,15 +15,14 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, WorkerLoad
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy, WorkerView
 from alignedserve.scheduling.worker_state import Scheduler
-from decode_worker.colocated.logic import ColocatedCommand
-from decode_worker.factory import make_colocated_logic
+from decode_worker.colocated.logic import ColocatedCommand, ColocatedLogic
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import REPLY_TO, ROUTER, blocks, request, worker
 
 EOS = 2
 
 
-class Desk:
+class ColocatedHarness:
     """A colocated worker with a router. Its load reports are left out of what it answers, and kept."""
 
     def __init__(
@@ -34,7 +33,7 @@ class Desk:
         self.script = Script()
         self.registered = worker(num_blocks=num_blocks, can_prefill=True, max_running_requests=16)
         limits = IterationLimits(max_running_requests=4, max_tokens=10)
-        self.logic = make_colocated_logic(
+        self.logic = ColocatedLogic(
             registered=self.registered,
             memory=DeviceMemory(num_blocks, num_blocks, 4, host_tokens, **memory),
             scheduler=Scheduler(policy or self.script, EasyCosts(), limits),
@@ -104,9 +103,9 @@ def to_router(message: Message) -> Send:
 FOUR, SEVEN = request(), request("r2", prompt_len=7)  # r1 and r2
 
 
-def decoding(**sizes: Any) -> Desk:
+def decoding(**sizes: Any) -> ColocatedHarness:
     """r1 and r2 have one token each, and nothing runs; r1 holds block 0, and r2 blocks 1 and 2."""
-    made = Desk(**sizes)
+    made = ColocatedHarness(**sizes)
     made.begin(FOUR)
     made.begin(SEVEN)
     made.follow(Step(r1=4, r2=6), Step(r2=1))

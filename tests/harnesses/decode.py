@@ -42,7 +42,7 @@ EOS = 2
 BUFFER_RUNS = (BlockRun(0, 1, 55),)
 
 
-class Desk:
+class DecodeHarness:
     """A decode worker with a router and a pool. Its load reports are left out."""
 
     def __init__(
@@ -182,8 +182,8 @@ H2 = handoff(request("r2", prompt_len=7), 12)  # the same with seven tokens
 H3 = handoff(request("r3"), 13)
 
 
-def running(**sizes: Any) -> Desk:
+def running(**sizes: Any) -> DecodeHarness:
     """r1 is in its first iteration here, in blocks 0 and 1."""
-    made = Desk(**sizes)
+    made = DecodeHarness(**sizes)
     made.enter(H1)
     return made

@@ -1,4 +1,4 @@
-"""A small model of an engine's loop over the queues of a device, and what it must come to.
+"""A small model of an engine's loop over the streams of a device, and what it must come to.
 
 Requests have blocks in a storage. An iteration computes, on all running ones, a token and new content of their blocks,
 both functions of what lies there; the tokens are read one iteration later. In between, requests are started, evicted,
@@ -32,7 +32,7 @@ BLOCKS, STAGING = "blocks", "staging"
 
 
 class Dependency(NamedTuple):
-    """What this queue does with the memory comes after what that one did with it last."""
+    """What this stream does with the memory comes after what that one did with it last."""
 
     waiter: str
     awaited: str
@@ -74,9 +74,9 @@ class Request:
 
 
 class Use(NamedTuple):
-    """The last use of a block or slot: by which queue, and the event behind it."""
+    """The last use of a block or slot: by which stream, and the event behind it."""
 
-    queue: str
+    stream: str
     event: Event
 
 
@@ -93,7 +93,7 @@ class DeviceLoop:
 
     def __init__(
         self,
-        queues: DeviceStreams,
+        streams: DeviceStreams,
         seed: int,
         *,
         without: Dependency | None = None,
@@ -106,7 +106,7 @@ class DeviceLoop:
         self._tokens = torch.zeros(NUM_BLOCKS, dtype=torch.int64, device=device)
         self._staging = torch.zeros((NUM_SLOTS, *BLOCK_SHAPE), dtype=torch.int64, pin_memory=is_cuda)
         self._read_tokens = torch.zeros((2, NUM_BLOCKS), dtype=torch.int64, pin_memory=is_cuda)
-        self._queues = {name: queues.queue(name) for name in (COMPUTE, OFFLOAD, PREFETCH)}
+        self._streams = {name: streams.stream(name) for name in (COMPUTE, OFFLOAD, PREFETCH)}
         self._free = {BLOCKS: list(range(NUM_BLOCKS)), STAGING: list(range(NUM_SLOTS))}
         self._uses: dict[tuple[str, int], Use] = {}
         self._requests: list[Request] = []
@@ -120,8 +120,8 @@ class DeviceLoop:
             self._random.choices(actions, ACTION_WEIGHTS)[0]()
             if self._random.random() < ITERATION_PROBABILITY:
                 self._iterate()
-        for queue in self._queues.values():
-            queue.record().wait_on_host()
+        for stream in self._streams.values():
+            stream.record().synchronize()
         self._read_pending()
         return all(map(self._is_undisturbed, self._requests))
 
@@ -134,7 +134,7 @@ class DeviceLoop:
         request = Request(len(self._requests), Place.RUNNING, blocks)
         self._requests.append(request)
         self._await(COMPUTE, BLOCKS, blocks)
-        self._queues[COMPUTE].run(lambda: _fill(self._storage, blocks, request.number))
+        self._streams[COMPUTE].run(lambda: _fill(self._storage, blocks, request.number))
         self._used(COMPUTE, {BLOCKS: blocks})
 
     def _evict(self) -> None:
@@ -158,7 +158,7 @@ class DeviceLoop:
         self._await(OFFLOAD, BLOCKS, request.memory)
         self._await(OFFLOAD, STAGING, slots)
         for block, slot in zip(request.memory, slots, strict=True):
-            self._queues[OFFLOAD].copy_out(self._storage[block], self._staging[slot])
+            self._streams[OFFLOAD].copy_out(self._storage[block], self._staging[slot])
         self._used(OFFLOAD, {BLOCKS: request.memory, STAGING: slots})
         self._free[BLOCKS] += request.memory
         request.place, request.memory = Place.POOLED, slots
@@ -171,7 +171,7 @@ class DeviceLoop:
         self._await(PREFETCH, STAGING, request.memory)
         self._await(PREFETCH, BLOCKS, blocks)
         for block, slot in zip(blocks, request.memory, strict=True):
-            self._queues[PREFETCH].copy_in(self._staging[slot], self._storage[block])
+            self._streams[PREFETCH].copy_in(self._staging[slot], self._storage[block])
         self._used(PREFETCH, {BLOCKS: blocks, STAGING: request.memory})
         self._free[STAGING] += request.memory
         request.place, request.memory = Place.CANDIDATE, blocks
@@ -184,7 +184,7 @@ class DeviceLoop:
             return
         blocks = [list(request.memory) for request in running]
         every_block = [block for of_one in blocks for block in of_one]
-        compute, tokens = self._queues[COMPUTE], self._tokens[: len(running)]
+        compute, tokens = self._streams[COMPUTE], self._tokens[: len(running)]
         self._await(COMPUTE, BLOCKS, every_block)
         compute.run(lambda: _compute(self._storage, blocks, tokens))
         read = self._read_tokens[self._num_iterations % 2, : len(running)]
@@ -197,7 +197,7 @@ class DeviceLoop:
     def _read_pending(self) -> None:
         if self._pending is None:
             return
-        self._pending.event.wait_on_host()
+        self._pending.event.synchronize()
         for request, token in zip(self._pending.running, self._pending.tokens.tolist(), strict=True):
             request.tokens.append(token)
 
@@ -214,15 +214,15 @@ class DeviceLoop:
         return [free.pop(self._random.randrange(len(free))) for _ in range(BLOCKS_PER_REQUEST)]
 
     def _await(self, waiter: str, memory: str, numbers: Sequence[int]) -> None:
-        """Let the queue wait for the last use of this memory by others."""
+        """Let the stream wait for the last use of this memory by others."""
         for use in dict.fromkeys(self._uses.get((memory, number)) for number in numbers):
-            if use is None or use.queue == waiter:
+            if use is None or use.stream == waiter:
                 continue
-            if Dependency(waiter, use.queue, memory) != self._without:
-                self._queues[waiter].wait(use.event)
+            if Dependency(waiter, use.stream, memory) != self._without:
+                self._streams[waiter].wait(use.event)
 
     def _used(self, name: str, memory: dict[str, Sequence[int]]) -> Event:
-        use = Use(name, self._queues[name].record())
+        use = Use(name, self._streams[name].record())
         self._uses |= {(kind, number): use for kind, numbers in memory.items() for number in numbers}
         return use.event
 

@@ -1,4 +1,4 @@
-"""Random histories of requests over two engines, whose copies happen in any order that their queues allow.
+"""Random histories of requests over two engines, whose copies happen in any order that their streams allow.
 
 Between iterations requests are started, preempted to be recomputed, swapped to host memory and back, moved through an
 arena to the other engine, and finished; blocks that one leaves are another's at once. What a request generates depends
@@ -21,7 +21,8 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, Outgoing, ShmTransfer
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.support.tiny_engines import random_tokens
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT_LEN = 4, 14, 24
@@ -70,7 +71,7 @@ class Place:
     def __init__(
         self,
         decoder: Decoder,
-        queues: DeviceStreams,
+        streams: DeviceStreams,
         arena: Arena | None,
         rng: random.Random,
         *,
@@ -83,10 +84,10 @@ class Place:
             storage=self.storage,
             max_sequences=MAX_RUNNING,
             max_context_len=MAX_CONTEXT_LEN,
-            queues=queues,
+            streams=streams,
             hidden_block_tokens=HIDDEN_BLOCK_TOKENS,
         )
-        self.host_cache = SwapSpace(self.storage, queues, is_int8=has_int8_swaps)
+        self.swap_space = SwapSpace(self.storage, streams, is_int8=has_int8_swaps)
         self.has_int8_swaps = has_int8_swaps
         self.transfer = None if arena is None else ShmTransfer(self.storage, arena, stamps=True)
         self.running: list[Request] = []
@@ -156,7 +157,7 @@ class EngineHistory:
     def __init__(
         self,
         decoder: Decoder,
-        make_queues: Callable[[int], DeviceStreams],
+        make_streams: Callable[[int], DeviceStreams],
         seed: int,
         folder: Path,
         *,
@@ -166,7 +167,7 @@ class EngineHistory:
         layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
         self._arena = Arena.create(folder / "pool.arena", layout, NUM_BLOCKS)
         self._places = [
-            Place(decoder, make_queues(2 * seed + i), self._arena, self._random, has_int8_swaps=has_int8_swaps)
+            Place(decoder, make_streams(2 * seed + i), self._arena, self._random, has_int8_swaps=has_int8_swaps)
             for i in range(2)
         ]
         self._arena_free = [BlockId(block) for block in range(NUM_BLOCKS)]
@@ -229,7 +230,7 @@ class EngineHistory:
             place.stop(request)
             self._cut(place, request)
             swap = Swap(request.request_id, request.num_computed, tuple(request.blocks))
-            place.host_cache.perform(Swaps((), (swap,), ()))
+            place.swap_space.perform(Swaps((), (swap,), ()))
             place.give(request)
             place.swapped.append(request)
 
@@ -241,7 +242,7 @@ class EngineHistory:
         if blocks is not None:
             place.swapped.remove(request)
             request.blocks = blocks
-            place.host_cache.perform(Swaps((), (), (Swap(request.request_id, request.num_computed, tuple(blocks)),)))
+            place.swap_space.perform(Swaps((), (), (Swap(request.request_id, request.num_computed, tuple(blocks)),)))
             place.run(request)
 
     def _offload(self, place: Place) -> None:
@@ -258,7 +259,7 @@ class EngineHistory:
         self._cut(place, request)
         target, self._arena_free = self._arena_free[:count], self._arena_free[count:]
         self._generation += 1
-        (runs,) = place.transfer.offload([Outgoing(request.blocks, target, self._generation)])
+        (runs,) = place.transfer.offload([OffloadRequest(request.blocks, target, self._generation)])
         assert runs is not None, "an offload was refused"
         request.copy = BlockCopy(self._generation, request.num_computed, runs)
         place.give(request)
@@ -273,7 +274,7 @@ class EngineHistory:
         if blocks is None:
             return
         self._moving.remove(request)
-        assert place.transfer.fetch([Incoming(request.copy, blocks)]) == [True], "a copy does not verify"
+        assert place.transfer.fetch([FetchRequest(request.copy, blocks)]) == [True], "a copy does not verify"
         for run in request.copy.runs:
             self._arena_free += [BlockId(run.first_block + offset) for offset in range(run.num_blocks)]
         request.blocks, request.copy = blocks, None
@@ -286,11 +287,11 @@ class EngineHistory:
         request.blocks = request.blocks[:count]
 
 
-def generated_alone(decoder: Decoder, make_queues: Callable[[int], DeviceStreams]) -> list[list[int]]:
+def generated_alone(decoder: Decoder, make_streams: Callable[[int], DeviceStreams]) -> list[list[int]]:
     """Of every kind of request: its tokens up to the end of the context, with nothing in the way."""
     tokens = []
     for kind in range(NUM_PROMPTS):
-        place = Place(decoder, make_queues(kind), None, _Steady(0))
+        place = Place(decoder, make_streams(kind), None, _Steady(0))
         request = Request(RequestId("alone"), kind, prompt_of(kind))
         place.run(request)
         while len(request.tokens) < MAX_CONTEXT_LEN:

@@ -20,9 +20,9 @@ from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
-from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
-from alignedserve.runtime.kv.transfers.shm_transfer import KVTransfer
+from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from alignedserve.runtime.process.links import Identity
 
 SECRET = b"t" * 32

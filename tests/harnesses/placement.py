@@ -37,14 +37,14 @@ def pool_requests(
     tracked = [TrackedRequest(request(f"{prefix}{number}"), GATEWAY, 1.0) for number in range(count)]
     for one in tracked:
         one.move(Stage.PREFILLING, PREFILL)
-        where.note_pooled(one, pool, num_blocks)
+        where.set_pooled(one, pool, num_blocks)
     return tracked
 
 
 def decoding(where: Placement, name: str, count: int) -> list[TrackedRequest]:
     tracked = pool_requests(where, count, name)
     for one in tracked:
-        where.note_decoding(one, where.workers[name])
+        where.set_decoding(one, where.workers[name])
     return tracked
 
 
@@ -54,13 +54,13 @@ def busy(num_pooled: int, batching: dict[str, Any] | None = None, now: float = 0
     decoding(where, DECODE, 3)
     where.workers[DECODE].last_batch_s = now
     pool_requests(where, num_pooled)
-    where.note_load(DECODE, WorkerLoad(**{**SATURATED, **load}))
+    where.update_load(DECODE, WorkerLoad(**{**SATURATED, **load}))
     return where
 
 
 def refuse(where: Placement) -> None:
     """The pool has nothing for decode-0."""
-    where.note_formed(where.workers[DECODE], is_empty=True, now=0.0)
+    where.close_batch_request(where.workers[DECODE], is_empty=True, now=0.0)
 
 
 def form(number: int, max_blocks: int, max_requests: int, min_requests: int, **changes: Any) -> Asked:

@@ -20,18 +20,18 @@ from alignedserve.messages.events import PeerConnected, PeerDisconnected, Receiv
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.pools import FormBatch, PoolLoad
 from alignedserve.messages.wire import Message
-from kvpool.logic import PoolCommand, PoolLogic, StampBlocks
+from kvpool.logic import PoolCommand, PoolLogic, SetBlockGeneration
 from kvpool.policies.batch_former import BatchFormer
 from kvpool.policies.fcfs import FcfsBatchFormer
-from tests.support.samples import DECODE, PREFILL, ROUTER, blocks, life, request
+from tests.support.samples import DECODE, PREFILL, ROUTER, blocks, epoch, request
 
 ARENA = ArenaOffered("/dev/shm/x.arena", 8, 64, "digest")
 BATCH, ASKED = BatchId(1), WorkerName(DECODE)
 FORM = FormBatch(BATCH, ASKED, 100, 100)
-L1, L2 = life(1), life(2)
+L1, L2 = epoch(1), epoch(2)
 
 
-class Desk:
+class PoolHarness:
     """A pool with a router, a prefill worker and a decode worker. Its counts for the router are left out."""
 
     def __init__(self, batch_former: BatchFormer | None = None) -> None:
@@ -112,11 +112,11 @@ def reserved(name: str, lease: int, *numbers: int, attempt: int = L1) -> BlocksR
 
 
 def leased(name: str, lease: int, *numbers: int, attempt: int = L1, to: str = PREFILL) -> list[PoolCommand]:
-    return [StampBlocks(blocks(*numbers), lease), Send(to, reserved(name, lease, *numbers, attempt=attempt))]
+    return [SetBlockGeneration(blocks(*numbers), lease), Send(to, reserved(name, lease, *numbers, attempt=attempt))]
 
 
-def freed(*numbers: int) -> StampBlocks:
-    return StampBlocks(blocks(*numbers), 0)
+def freed(*numbers: int) -> SetBlockGeneration:
+    return SetBlockGeneration(blocks(*numbers), 0)
 
 
 def taken(name: str, is_accepted: bool, attempt: int = L1) -> Send:

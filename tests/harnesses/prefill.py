@@ -41,7 +41,7 @@ EOS = 2
 RUNS = (BlockRun(5, 1, 99),)
 
 
-class Desk:
+class PrefillHarness:
     """A prefill worker with a router and a pool. Its load reports are left out."""
 
     def __init__(self, *, has_pool: bool = True, max_running_requests: int = 3, pacing: Pacing | None = None) -> None:
@@ -133,26 +133,26 @@ CANCEL = to_pool(CancelReservation(R1, 1))
 ABORT = AbortRequest(R1)
 
 
-def computing() -> Desk:
-    made = Desk()
+def computing() -> PrefillHarness:
+    made = PrefillHarness()
     made.begin(request())
     return made
 
 
-def leaving() -> Desk:
+def leaving() -> PrefillHarness:
     """r1 is computed, its first token is out, and it has asked the pool for room."""
     made = computing()
     made.sampled(token(7))
     return made
 
 
-def copying() -> Desk:
+def copying() -> PrefillHarness:
     made = leaving()
     made.hear(reserved(), POOL)
     return made
 
 
-def offered() -> Desk:
+def offered() -> PrefillHarness:
     made = copying()
     made.copied(offload())
     return made

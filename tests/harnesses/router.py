@@ -22,16 +22,16 @@ from alignedserve.messages.workers import PrefillCompleted, PrefillRequest
 from router.logic import RouterLogic
 from router.policies.bypass import UrgentBypass
 from router.policies.prefill_order import LeastSlackOrder, PrefillOrder
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, life, request, worker
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, epoch, request, worker
 
 BATCH, ASKED = BatchId(1), WorkerName(DECODE)
 FORM_FIRST = Send(POOL, FormBatch(BATCH, ASKED, max_blocks=20, max_requests=1))
 INTERRUPTED = Send(GATEWAY, RequestInterrupted(R1))
 # r1's first life, step by step.
-GIVEN_OUT, POOLED, GRANTED, END = life(1), life(1, 1), life(1, 2), epoch_end(life(1))
+GIVEN_OUT, POOLED, GRANTED, END = epoch(1), epoch(1, 1), epoch(1, 2), epoch_end(epoch(1))
 
 
-class Desk:
+class RouterHarness:
     """A router that is told things at a time that only moves when asked to."""
 
     def __init__(
@@ -70,29 +70,29 @@ class Desk:
         raise AssertionError("no status within four ticks")
 
 
-def desk(**config: Any) -> Desk:
+def connected_router(**config: Any) -> RouterHarness:
     """With one gateway, pool, prefill worker and decode worker."""
-    made = Desk(**config)
+    made = RouterHarness(**config)
     made.hear(POOL, PoolRegistered(100))
     made.hear(PREFILL, worker(can_prefill=True, can_decode=False))
     made.hear(DECODE, worker())
     return made
 
 
-def colocated_desk(**changes: Any) -> Desk:
-    made = Desk()
+def colocated_router(**changes: Any) -> RouterHarness:
+    made = RouterHarness()
     made.hear(DECODE, worker(can_prefill=True, **changes))
     return made
 
 
-def prefilling(**config: Any) -> Desk:
+def prefilling(**config: Any) -> RouterHarness:
     """r1 is with the prefill worker."""
-    made = desk(**config)
+    made = connected_router(**config)
     made.submit(request())
     return made
 
 
-def pooled(**config: Any) -> Desk:
+def pooled(**config: Any) -> RouterHarness:
     """r1 lies in the pool, which was asked for a batch."""
     made = prefilling(**config)
     made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
@@ -100,14 +100,14 @@ def pooled(**config: Any) -> Desk:
     return made
 
 
-def granted(**config: Any) -> Desk:
+def granted(**config: Any) -> RouterHarness:
     """r1 is on its way to the decode worker."""
     made = pooled(**config)
     made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),)))
     return made
 
 
-def decoding(**config: Any) -> Desk:
+def decoding(**config: Any) -> RouterHarness:
     """r1 has arrived there."""
     made = granted(**config)
     made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),)))
@@ -117,14 +117,14 @@ def decoding(**config: Any) -> Desk:
 def given(of: Request, nth: int, *generated: int, to: str = PREFILL, **changes: Any) -> Send:
     """Given out for the n-th time."""
     changes.setdefault("predicted_output_len", float(of.sampling.max_tokens))  # while nothing has finished
-    return Send(to, PrefillRequest(of, life(nth), generated, **changes))
+    return Send(to, PrefillRequest(of, epoch(nth), generated, **changes))
 
 
 def dropped(request_id: RequestId = R1, nth: int = 1) -> Send:
     """The pool is told that the n-th life of a request is over."""
-    return Send(POOL, DropRequest(request_id, epoch_end(life(nth))))
+    return Send(POOL, DropRequest(request_id, epoch_end(epoch(nth))))
 
 
 def aborted(by: str, nth: int = 1) -> Send:
     """Whoever has r1 is told that its n-th life is over."""
-    return Send(by, AbortRequest(R1, epoch_end(life(nth))))
+    return Send(by, AbortRequest(R1, epoch_end(epoch(nth))))

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import Request, SampledToken
 from alignedserve.messages.caches import BlockCopy, BlockRun
@@ -72,7 +72,7 @@ class FakeArena:
         self.content.update(zip(block_ids, rows, strict=True))
         return tuple(
             BlockRun(first, count, hash(tuple(self.content[first + offset] for offset in range(count))))
-            for first, count in neighbours([BlockId(number) for number in block_ids])
+            for first, count in contiguous_runs([BlockId(number) for number in block_ids])
         )
 
 

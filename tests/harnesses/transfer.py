@@ -18,11 +18,12 @@ from alignedserve.messages.handshake import Role
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer, DevicePieces
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, DeviceBuffer
 from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
-from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
-from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, KVTransfer, Outgoing, ShmTransfer
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.process.links import Identity
 from tests.harnesses.owner_process import ProcessMedium
 from tests.support.samples import blocks
@@ -120,7 +121,7 @@ class DeviceMedium:
             blocks_here = self._buffer.blocks
             transfer = IpcTransfer(storage, self.server.address, identity=identity, map_blocks=lambda *_: blocks_here)
         else:
-            memory = DevicePieces(storage.bytes)
+            memory = DeviceBlocks(storage.bytes)
             transfer = GroupTransfer(storage, self.server.address, identity=identity, memory=memory)
         self._transfers.append(transfer)
         return transfer
@@ -202,13 +203,13 @@ class Setup:
         return self.send_to(taken, generation, context_len, source)
 
     def send_to(self, taken: Sequence[BlockId], generation: int, context_len: int, source: Sequence[int]) -> BlockCopy:
-        (runs,) = self.sending.offload([Outgoing(blocks(*source), taken, generation)])
+        (runs,) = self.sending.offload([OffloadRequest(blocks(*source), taken, generation)])
         assert runs is not None, "a valid offload was refused"
         return BlockCopy(generation, context_len, runs)
 
     def fetch(self, copy: BlockCopy, *target: int) -> Bytes | None:
         """The fetched blocks, or None when the copy was refused."""
-        (is_held,) = self.receiving.fetch([Incoming(copy, blocks(*target))])
+        (is_held,) = self.receiving.fetch([FetchRequest(copy, blocks(*target))])
         return content(self.receiver, target) if is_held else None
 
     def expect(self, copy: BlockCopy, target: Sequence[int], source: Sequence[int]) -> None:

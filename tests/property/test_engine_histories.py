@@ -1,5 +1,5 @@
 """Requests that are offloaded, moved, evicted and resumed at random generate what they generate undisturbed, whatever
-order a device's queues choose; and an order that nobody ensures shows."""
+order a device's streams choose; and an order that nobody ensures shows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,9 +38,9 @@ def alone(decoder: Decoder) -> list[list[int]]:
 
 
 def is_undisturbed(
-    decoder: Decoder, alone: list[list[int]], seed: int, folder: Path, make_queues: Callable[[int], DeviceStreams]
+    decoder: Decoder, alone: list[list[int]], seed: int, folder: Path, make_streams: Callable[[int], DeviceStreams]
 ) -> tuple[bool, int]:
-    history = EngineHistory(decoder, make_queues, seed, folder)
+    history = EngineHistory(decoder, make_streams, seed, folder)
     try:
         history.run()
     finally:
@@ -76,10 +76,10 @@ def test_rounded_copies_are_the_same_whatever_the_order(decoder: Decoder, tmp_pa
     for seed in range(NUM_ROUNDED_HISTORIES):
         tokens: list[list[list[int]]] = []
         kinds: tuple[Callable[[int], DeviceStreams], ...] = (lambda _: HostStreams(), CheckedStreams)
-        for number, make_queues in enumerate(kinds):
+        for number, make_streams in enumerate(kinds):
             folder = tmp_path / f"{seed}-{number}"
             folder.mkdir()
-            history = EngineHistory(decoder, make_queues, seed, folder, has_int8_swaps=True)
+            history = EngineHistory(decoder, make_streams, seed, folder, has_int8_swaps=True)
             history.run()
             history.close()
             tokens.append([request.tokens for request in history.requests])
@@ -105,8 +105,8 @@ def _nothing(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("owner", "wait"),
     [
-        (PendingCopies, "begin"),  # of a queue for what other queues do with the same blocks
-        (PendingCopies, "settle"),  # of the host, before a transfer
+        (PendingCopies, "wait"),  # of a stream for what other streams do with the same blocks
+        (PendingCopies, "synchronize"),  # of the host, before a transfer
         (CheckedStream, "wait"),  # of a prefetch for its own offload, as well
     ],
 )

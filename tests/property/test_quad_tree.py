@@ -1,7 +1,6 @@
 """Random histories of the quad-tree against a dictionary of requests: every node's counts, members and waiting time."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -77,13 +76,15 @@ def check_every_node(steps: list[Step], batches: list[int]) -> None:
             assert tree.remove(request_id) == model.requests.pop(request_id)
             model.leave(leaf_number(old.context_len))
         else:
-            tree.move(request_id, context_len, num_blocks)
-            model.requests[request_id] = replace(old, context_len=context_len, num_blocks=num_blocks)
-            model.occupy(leaf_number(context_len), model.since_s[leaf_number(old.context_len)])
+            tree.remove(request_id)
+            del model.requests[request_id]
             model.leave(leaf_number(old.context_len))
+            tree.insert(new, float(number))
+            model.requests[request_id] = new
+            model.occupy(leaf_number(context_len), float(number))
         if number in batches:
             leaves = sorted(model.since_s)[::2]
-            tree.note_batch([tree.first_leaf + leaf for leaf in leaves], float(number))
+            tree.mark_served([tree.first_leaf + leaf for leaf in leaves], float(number))
             model.since_s |= dict.fromkeys(leaves, float(number))
         assert_tree_is(tree, model)
     for context_len in (1, 4, 5, 60, 61, 10**9):
@@ -136,14 +137,14 @@ def test_entries_keep_their_order_and_find_what_fits(
         assert entries.smallest == min((entry[3] for entry in model), default=NO_SIZE)
     assert list(entries) == model
     assert list(entries.up_to(limit % 10)) == [entry for entry in model if entry[3] <= limit % 10]
-    fitting, left, blocks_left = list[Entry](), list[int](), limit
+    first_fit, left, blocks_left = list[Entry](), list[int](), limit
     for entry in model:
-        if entry[3] <= blocks_left and len(fitting) < 20:
-            fitting.append(entry)
+        if entry[3] <= blocks_left and len(first_fit) < 20:
+            first_fit.append(entry)
             blocks_left -= entry[3]
         else:
             left.append(entry[3])
-    found = entries.fitting(limit, 20)
-    assert found.entries == fitting
-    if len(fitting) < 20:
+    found = entries.first_fit(limit, 20)
+    assert found.entries == first_fit
+    if len(first_fit) < 20:
         assert found.smallest_left == min(left, default=NO_SIZE)

@@ -39,9 +39,9 @@ _EOS_IDS = frozenset({EOS})
 class Recorded:
     """A logic whose decisions go into a file."""
 
-    def __init__(self, config: RecordingConfig, room: str, make: "partial[Any]") -> None:
+    def __init__(self, config: RecordingConfig, component: str, make: "partial[Any]") -> None:
         self._logic = make()
-        recorder = open_recorder(config, room, make)
+        recorder = open_recorder(config, component, make)
         assert recorder is not None
         self.recorder: Recorder = recorder
 
@@ -96,9 +96,9 @@ class RecordedCluster(LogicCluster):
         }
         if is_prefill:
             prefill = PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10)
-            return partial(prefill_factory.make_live_logic, config=prefill, **common)
+            return partial(prefill_factory.make_logic, config=prefill, **common)
         decode = DecodeWorkerConfig(max_running_requests=shape.max_running_requests, max_num_batched_tokens=12)
-        return partial(decode_factory.make_live_logic, config=decode, batching=batching, **common)
+        return partial(decode_factory.make_logic, config=decode, batching=batching, **common)
 
 
 def random_run(config: RecordingConfig, seed: int, num_requests: int = 40, **changes: Any) -> None:
@@ -126,11 +126,11 @@ def recorded_simulation(folder: Path, config: SimConfig, workload: Workload) -> 
     """A simulation whose workers are made as live ones are, and recorded."""
     simulation = Simulation(config, workload)
     recorders = []
-    for room in simulation._rooms:
-        make = _worker_maker(config, room.logic, room.role)
+    for component in simulation._components:
+        make = _worker_maker(config, component.logic, component.role)
         if make is not None:
-            recorded = Recorded(RecordingConfig(folder=str(folder)), room.name, make)
-            room.logic = recorded
+            recorded = Recorded(RecordingConfig(folder=str(folder)), component.name, make)
+            component.logic = recorded
             recorders.append(recorded.recorder)
     simulation.run()
     for recorder in recorders:
@@ -146,20 +146,20 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
     common: dict[str, Any] = {
         "registered": logic._registered,
         "scheduling": cluster.scheduling,
-        "eos_token_ids": logic._eos_token_ids,
+        "eos_token_ids": logic._iterations._eos_token_ids,
     }
     if role is Role.PREFILL_WORKER:
-        return partial(prefill_factory.make_live_logic, config=cluster.prefill, **common)
+        return partial(prefill_factory.make_logic, config=cluster.prefill, **common)
     if config.is_colocated:
-        make = decode_factory.make_live_colocated_logic
+        make = decode_factory.make_colocated_logic
         return partial(make, memory=config.colocated_memory, config=cluster.decode, **common)
-    return partial(decode_factory.make_live_logic, config=cluster.decode, batching=cluster.batching, **common)
+    return partial(decode_factory.make_logic, config=cluster.decode, batching=cluster.batching, **common)
 
 
 def replays(folder: Path) -> list[ComponentReplay]:
     """Every file of the folder, replayed to its end."""
     rooms = [ComponentReplay(path) for path in recordings_in(folder)]
-    for room in rooms:
-        for _ in room.decided():
+    for component in rooms:
+        for _ in component.decided():
             pass
     return rooms

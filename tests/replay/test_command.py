@@ -11,7 +11,7 @@ from alignedserve.cli.commands.options import ReplayOptions
 from alignedserve.cli.commands.replay import parse_outstanding, replay
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.errors import ConfigError, RecordingError
-from alignedserve.messages.recording import RUN_FILE, RunFacts
+from alignedserve.messages.recording import RUN_FILE, RunMetadata
 from alignedserve.sim.config import SimConfig
 from decode_worker.logic import DecodeLogic
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
@@ -21,8 +21,8 @@ from tests.support.marks import slow
 
 def recorded(folder: Path, config: SimConfig, seed: int) -> Path:
     recorded_simulation(folder, config, mixed_workload(60, 4.0, seed))
-    facts = RunFacts(config=config.cluster, layout=config.layout)
-    (folder / RUN_FILE).write_bytes(msgspec.json.encode(facts))
+    metadata = RunMetadata(config=config.cluster, layout=config.layout)
+    (folder / RUN_FILE).write_bytes(msgspec.json.encode(metadata))
     return folder
 
 

@@ -35,8 +35,8 @@ def _calls(path: Path) -> list[str]:
 
 CALLS = {
     path.relative_to(ROOT).as_posix(): _calls(path)
-    for room in ROOMS
-    for path in (ROOT / room).rglob("*.py")
+    for component in ROOMS
+    for path in (ROOT / component).rglob("*.py")
     if "microbench" not in path.parts
 }
 
@@ -52,12 +52,12 @@ def test_both_use_that_file() -> None:
     live = [
         (router.service, router.factory, "make_logic"),
         (kvpool.service, kvpool.factory, "make_logic"),
-        (prefill_worker.actor, prefill_worker.factory, "make_live_logic"),
-        (decode_worker.actor, decode_worker.factory, "make_live_logic"),
-        (decode_worker.actor, decode_worker.factory, "make_live_colocated_logic"),
+        (prefill_worker.actor, prefill_worker.factory, "make_logic"),
+        (decode_worker.actor, decode_worker.factory, "make_logic"),
+        (decode_worker.actor, decode_worker.factory, "make_colocated_logic"),
     ]
     assert all(vars(user)[name] is vars(factory)[name] for user, factory, name in live)
-    assemblies = [vars(simulation)[f"{room}_factory"] for room in ("router", "pool", "prefill", "decode")]
+    assemblies = [vars(simulation)[f"{component}_factory"] for component in ("router", "pool", "prefill", "decode")]
     assert assemblies == [router.factory, kvpool.factory, prefill_worker.factory, decode_worker.factory]
 
 

@@ -1,7 +1,7 @@
 """Engines over tiny checkpoints, for tests: block tables in shuffled order, unused slots poisoned with NaN."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,12 @@ def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE, *, has_scra
     return storage
 
 
+def capture_nothing(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A Capture that records nothing: for devices without graphs."""
+    work()
+    return work
+
+
 class TinyEngine:
     """An engine and the owner of its blocks."""
 
@@ -59,7 +65,7 @@ class TinyEngine:
         seed: int = 0,
         max_sequences: int = 16,
         attention: str = AUTO,
-        queues: DeviceStreams | None = None,
+        streams: DeviceStreams | None = None,
         capture: Capture | None = None,
         has_hidden_cache: bool = False,
     ) -> None:
@@ -70,7 +76,7 @@ class TinyEngine:
             max_sequences=max_sequences,
             max_context_len=MAX_CONTEXT_LEN,
             attention=attention,
-            queues=queues,
+            streams=streams,
             capture=capture,
             hidden_block_tokens=decoder.config.hidden_block_tokens(BLOCK_SIZE) if has_hidden_cache else None,
         )
@@ -102,9 +108,15 @@ class TinyEngine:
     def tokens(self, name: str) -> list[int]:
         return list(self.engine.token_ids(RequestId(name)))
 
+    def num_known(self, name: str) -> int:
+        return int(self.engine._table.num_tokens[self.engine._table.row(RequestId(name))])
+
+    def num_computed(self, name: str) -> int:
+        return int(self.engine._table.num_computed[self.engine._table.row(RequestId(name))])
+
     def generate(self, name: str, num_tokens: int, *companions: str) -> list[SampledToken]:
         """Compute what is known, then decode; companions decode along. The tokens of `name`."""
-        known = self.engine.num_tokens(RequestId(name)) - self.engine.num_computed(RequestId(name))
+        known = self.num_known(name) - self.num_computed(name)
         outputs = [self.step(**{name: known}, **dict.fromkeys(companions, 1))]
         outputs += [self.step(**dict.fromkeys((*companions, name), 1)) for _ in range(num_tokens - 1)]
         return [token for output in outputs for token in output.sampled if token.request_id == name]

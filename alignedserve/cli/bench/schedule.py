@@ -28,6 +28,5 @@ def bench_schedule(options: ScheduleOptions) -> int:
         write_json(to_json(result), "-")
         return 0
     print_records(results(), [asdict(row) for row in result.forming], title=f"batch formers, lengths {result.lengths}")
-    print_records(results(), [asdict(row) for row in result.moving], title="quad-tree, a pooled request grows")
     print_records(results(), [asdict(row) for row in result.iterations], title="one decode iteration, lengths azure")
     return 0

@@ -20,7 +20,7 @@ from alignedserve.runtime.device.cores import threads_per_worker
 from alignedserve.runtime.device.devices import CUDA, cuda_obstacle, describe_gpus
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.kv.shm_arena import arena_folder
-from alignedserve.runtime.kv.transfers.registry import here
+from alignedserve.runtime.kv.transfers.registry import available_transports
 from alignedserve.runtime.model.served_model import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from kernels.cpu.packed_linear import INT8, packed_levels
@@ -141,10 +141,10 @@ def _pocket() -> Finding:
 
 
 def _transports() -> str:
-    on_cpu = ", ".join(here(torch.device("cpu")))
+    on_cpu = ", ".join(available_transports(torch.device("cpu")))
     if cuda_obstacle() is not None:
         return on_cpu
-    return f"{on_cpu}; with engine.device=cuda {', '.join(here(torch.device(CUDA)))}"
+    return f"{on_cpu}; with engine.device=cuda {', '.join(available_transports(torch.device(CUDA)))}"
 
 
 def _cluster() -> list[Finding]:

@@ -18,7 +18,7 @@ from alignedserve.loadgen.prompts import to_json
 from alignedserve.replay.components import ComponentReplay, Difference, recordings_in
 from alignedserve.replay.fitting import MachineFit, WorkerFit, fit_machine
 from alignedserve.replay.observed import ObservedRun
-from alignedserve.replay.run_file import read_run_facts
+from alignedserve.replay.run_file import read_run_metadata
 from alignedserve.replay.simulated import OTHERS, Comparison, WorkerCosts, compare, fitted_machine, requests_of
 
 _MAX_SHOWN = 4000  # characters of one side of a difference
@@ -88,10 +88,10 @@ def simulate_beside(options: ReplayOptions, run: ObservedRun, outstanding: Mappi
     requests = requests_of(run)
     if not requests:
         raise RecordingError(f"{options.folder} has no request that got a token; --no-simulate leaves it at decisions")
-    facts = read_run_facts(options.folder)
+    metadata = read_run_metadata(options.folder)
     source = run if options.fit_on is None else replay_folder(options.fit_on)[1]
-    fit = fit_machine(source, facts.layout.block_bytes)
-    machine = fitted_machine(facts, fit)
+    fit = fit_machine(source, metadata.layout.block_bytes)
+    machine = fitted_machine(metadata, fit)
     costs_from = "this very run" if options.fit_on is None else str(options.fit_on)
     if options.costs is not None:
         if not options.costs.startswith(FITTED):

@@ -17,7 +17,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
 from alignedserve.sim.config import SimConfig
-from alignedserve.sim.machines import Machines
+from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.sweep import Case, WorkloadLine
 from alignedserve.workload.feasibility import require_feasible
@@ -140,7 +140,7 @@ def _variant(text: str) -> Variant:
 
 
 def _configured(
-    options: SimulateOptions, cluster: ClusterConfig, machines: Machines | MachineProfile, variant: Variant
+    options: SimulateOptions, cluster: ClusterConfig, machines: ClusterHardware | MachineProfile, variant: Variant
 ) -> SimConfig:
     """One policy's cluster on its machines."""
     chosen = with_policy(cluster, variant.name, variant.settings, topology=_topology(options, cluster))
@@ -173,7 +173,7 @@ def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology) ->
     )
 
 
-def _machines(options: SimulateOptions) -> Machines | MachineProfile:
+def _machines(options: SimulateOptions) -> ClusterHardware | MachineProfile:
     if options.costs.startswith(FITTED):
         if (options.model, options.hardware, options.tensor_parallel) != (None, None, None):
             raise ConfigError(f"--costs {options.costs} says itself which model on which machine")
@@ -181,10 +181,10 @@ def _machines(options: SimulateOptions) -> Machines | MachineProfile:
     worker = WorkerSpec(
         options.model or DEFAULT_MODEL, options.hardware or DEFAULT_HARDWARE, options.tensor_parallel or 1
     )
-    return Machines(worker, source=options.costs)
+    return ClusterHardware(worker, source=options.costs)
 
 
-def _require_feasible(workload: Workload, config: SimConfig, machines: Machines | MachineProfile) -> None:
+def _require_feasible(workload: Workload, config: SimConfig, machines: ClusterHardware | MachineProfile) -> None:
     decode, layout = config.cluster.decode, config.layout
     shape = machines.shape if isinstance(machines, MachineProfile) else machines.decode.shape
     require_feasible(

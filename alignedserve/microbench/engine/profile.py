@@ -29,10 +29,9 @@ from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.iteration_timing import IterationTimer, Point
-from alignedserve.runtime.kv.block_codecs import exact_rows
+from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies
-from alignedserve.runtime.model.model_shape import shape_of
 from alignedserve.runtime.model.served_model import POCKET, pocket_folder
 
 ByteArray = npt.NDArray[np.uint8]
@@ -129,7 +128,7 @@ class _Profiler:
         decoder = load_decoder(spec.where, spec.dtype, worker_devices(spec.device, 1)[0])
         config = decoder.config
         layout = config.block_layout(_BLOCK_SIZE, spec.dtype)
-        self.shape: ModelShape = shape_of(spec.model, config, spec.dtype)
+        self.shape: ModelShape = config.shape(spec.model, spec.dtype)
         self._duration_s = spec.duration_s
         self._clock = time.thread_time if spec.is_cpu_time else time.perf_counter
         self._storage = BlockStorage(layout, max(1, spec.cache_bytes // layout.block_bytes), decoder.device)
@@ -182,13 +181,13 @@ class _Profiler:
         if self._storage.device.type == "cpu":
             target = np.zeros((max_blocks, self._storage.layout.block_bytes), np.uint8)
             return partial(_copy, self._storage.bytes.numpy(), target)
-        queue = streams_of(self._storage.device).queue("offload")
-        copies = StagedCopies(exact_rows(self._storage.bytes), queue, self._storage.device)
+        stream = streams_of(self._storage.device).stream("offload")
+        copies = StagedCopies(exact_codec(self._storage.bytes), stream, self._storage.device)
         rows = copies.pinned(max_blocks)
 
         def copy(blocks: Sequence[int]) -> None:
             copies.copy_out(np.array(blocks, np.int64), rows[: len(blocks)])
-            queue.record().wait_on_host()
+            stream.record().synchronize()
 
         return copy
 

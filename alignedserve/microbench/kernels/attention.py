@@ -91,9 +91,14 @@ def _decoding(step: StepAttention, queries: torch.Tensor) -> Callable[[int], obj
 
 
 def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor) -> Callable[[int], object]:
-    """By the same kernel, whose work is not divided: only benchmarks do so. `planner`: the one for the GPU."""
+    """Return decode attention by the same kernel without work partitioning. `planner`: the one for the GPU."""
     naive, places, decoding = (
-        importlib.import_module(f"kernels.gpu.{name}") for name in ("naive_decode", "blocks", "decode_attention")
+        importlib.import_module(name)
+        for name in (
+            "alignedserve.microbench.kernels.naive_decode",
+            "kernels.gpu.blocks",
+            "kernels.gpu.decode_attention",
+        )
     )
     lengths = batch.table.num_computed[batch.rows] + 1
     starts, is_reversed, entries = to_device(planner.block_tables(batch.rows, lengths), batch.storage.device)

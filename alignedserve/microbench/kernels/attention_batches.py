@@ -18,7 +18,7 @@ from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence,
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
-from kernels.gpu_dispatch import gpu_kernels_run
+from kernels.gpu_dispatch import gpu_kernels_available
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -45,7 +45,7 @@ class AttentionBatch(NamedTuple):
                     found[choice] = attention_planner(choice, self.table, self.storage, config)
                 except ConfigError:  # not on this device, or not for this dtype
                     continue
-        if gpu_kernels_run(self.storage.device) and self.storage.has_scratch:
+        if gpu_kernels_available(self.storage.device) and self.storage.has_scratch:
             found |= self._gpu_planners(config)
         return found
 

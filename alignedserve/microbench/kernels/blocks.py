@@ -1,4 +1,4 @@
-"""What is done to blocks, as the benchmark of the kernels measures it: lists of them, 8 bits, the hidden cache."""
+"""Benchmarks of the kernels that copy lists of blocks and round blocks to 8 bits."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,18 +10,15 @@ from torch import Tensor
 from alignedserve.microbench.kernels.work import TORCH, TRITON, KernelBench, KernelWork
 from alignedserve.runtime.device.dtypes import dtype_name
 from kernels.int8_blocks import RANGE_BYTES, plain_dequantise, plain_quantise
-from kernels.norm import rms_norm
-from kernels.rotary import rotate_
 
 _BLOCK_SIZE = 16
 _LISTED_BYTES = 512 << 20
 _TOY_BLOCKS = 3
-_HIDDEN_TOKENS, _TOY_HIDDEN_TOKENS = 4096, 24
 
 
 def block_works(bench: KernelBench) -> Iterator[list[KernelWork]]:
     """Groups to be measured by turns."""
-    for group in (_block_lists, _int8_blocks, _hidden_cache):
+    for group in (_block_lists, _int8_blocks):
         yield list(group(bench))
 
 
@@ -74,38 +71,3 @@ def _int8_blocks(bench: KernelBench) -> Iterator[KernelWork]:
     yield inwards(TORCH, lambda: plain_dequantise(rows, blocks, ids))
     if kernels is not None:
         yield inwards(TRITON, lambda: kernels.dequantise_blocks(rows, blocks, ids))
-
-
-def _hidden_cache(bench: KernelBench) -> Iterator[KernelWork]:
-    """Against the steps that the kernel puts into one: gather, norm, product, rotation."""
-    config, kernels = bench.config, bench.kernels("hidden_cache")
-    num_tokens = _TOY_HIDDEN_TOKENS if bench.is_toy else _HIDDEN_TOKENS
-    width, kv_width = config.hidden_size, config.kv_width
-    num_blocks = -(-num_tokens // _BLOCK_SIZE)
-    blocks, table = bench.randn(num_blocks, _BLOCK_SIZE, width), _in_no_order(num_blocks, bench.device)
-    norm_weight = torch.ones(width, dtype=bench.dtype, device=bench.device)
-    weight = bench.randn(2 * kv_width, width) / width**0.5
-    heads = (num_tokens, config.num_kv_heads, config.head_dim)
-    keys, values = (torch.empty(heads, dtype=bench.dtype, device=bench.device) for _ in range(2))
-    cos, sin = bench.angles(num_tokens)
-    rounded = (cos.to(bench.dtype), sin.to(bench.dtype))
-
-    def plain() -> None:
-        x = blocks.index_select(0, table).view(-1, width)[:num_tokens]
-        fused = rms_norm(x, norm_weight, config.norm_eps) @ weight.T
-        keys.copy_(fused[:, :kv_width].view(heads))
-        values.copy_(fused[:, kv_width:].view(heads))
-        rotate_(keys, *rounded)
-
-    work = partial(
-        KernelWork,
-        "hidden cache",
-        f"{num_tokens} tokens",
-        num_bytes=bench.dtype.itemsize * (num_tokens * (width + 2 * kv_width) + weight.numel()),
-        num_operations=2 * num_tokens * weight.numel(),
-    )
-    yield work(TORCH, plain)
-    if kernels is not None:
-        layer = kernels.HiddenLayer(norm_weight, None, config.norm_eps, weight, None)
-        rotation = (cos.squeeze(1).contiguous(), sin.squeeze(1).contiguous())
-        yield work(TRITON, lambda: kernels.keys_and_values(layer, blocks, table, rotation, keys, values))

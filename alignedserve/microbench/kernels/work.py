@@ -10,9 +10,9 @@ from torch import Tensor
 
 from alignedserve.microbench.results import KernelRow
 from alignedserve.runtime.device.dtypes import dtype_name
-from alignedserve.runtime.device.timing import synchronise
+from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.model.model_config import ModelConfig
-from kernels.gpu_dispatch import gpu_kernels_run, works
+from kernels.gpu_dispatch import can_launch, gpu_kernels_available
 from kernels.rotary import rotary_angles
 
 TORCH, TRITON = "torch", "triton"
@@ -43,7 +43,7 @@ class KernelBench:
     @property
     def runs_triton(self) -> bool:
         """Its interpreter takes seconds for what is not a toy."""
-        return gpu_kernels_run(self.device) and (self.device.type == "cuda" or self.is_toy)
+        return gpu_kernels_available(self.device) and (self.device.type == "cuda" or self.is_toy)
 
     def that_runs(self, works_of_group: list[KernelWork]) -> list[KernelWork]:
         """Those whose first call, which also compiles and warms up, goes through."""
@@ -66,12 +66,12 @@ class KernelBench:
     def _runs(self, work: KernelWork) -> bool:
         def trial() -> None:
             work.run()
-            synchronise(self.device)
+            synchronize(self.device)
 
         if work.by == TORCH or self.device.type == "cpu":
             trial()
             return True
-        runs = works(f"{work.kernel}, {work.case}, {dtype_name(self.dtype)}, {work.by}", trial)
+        runs = can_launch(f"{work.kernel}, {work.case}, {dtype_name(self.dtype)}, {work.by}", trial)
         if not runs:
             self.left_out.append(f"{work.kernel}, {work.case}, by {work.by}: its launch fails, the log says why")
         return runs

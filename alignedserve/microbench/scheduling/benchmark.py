@@ -23,7 +23,6 @@ from alignedserve.microbench.scheduling.iterations import IterationScheduleFigur
 from alignedserve.microbench.scheduling.pool_arrivals import LENGTHS, Arrivals
 from kvpool.policies import BATCH_FORMERS, make_batch_former
 from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits
-from kvpool.quad_tree import QuadTree
 from kvpool.state import PooledRequest
 
 _MAX_POOLED = 1_000_000
@@ -41,7 +40,7 @@ class ScheduleBenchmarkSpec:
     limits: BatchLimits = field(default_factory=lambda: BatchLimits(1000, 128, 36))
     block_size: int = 16
     starvation_s: float = 2.0
-    num_changes: int = 10_000  # moves, and removals, that are timed; at most as many as there are requests
+    num_changes: int = 10_000  # removals that are timed; at most as many as there are requests
     num_batches: int = 300
     num_iterations: int = 2000  # of the decode worker, that are timed
     seed: int = 0
@@ -71,15 +70,6 @@ class FormingFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class MovingFigures:
-    """The quad-tree alone: a pooled request that grew. Medians in microseconds."""
-
-    num_pooled: int
-    grow_by_one_us: float
-    to_another_leaf_us: float
-
-
-@dataclass(frozen=True, slots=True)
 class ScheduleBenchmarkResult:
     """What was measured."""
 
@@ -88,7 +78,6 @@ class ScheduleBenchmarkResult:
     max_requests: int
     min_requests: int
     forming: tuple[FormingFigures, ...]
-    moving: tuple[MovingFigures, ...]
     iterations: tuple[IterationScheduleFigures, ...]
 
 
@@ -112,7 +101,6 @@ def run_schedule_benchmark(spec: ScheduleBenchmarkSpec) -> ScheduleBenchmarkResu
         max_requests=spec.limits.max_requests,
         min_requests=spec.limits.min_requests,
         forming=tuple(_measure_forming(spec, name, num_pooled) for num_pooled, name in pairs),
-        moving=tuple(_measure_moving(spec, num_pooled) for num_pooled in spec.pool_sizes),
         iterations=(measure_iteration_schedule(num_iterations=spec.num_iterations, seed=spec.seed),),
     )
 
@@ -222,18 +210,3 @@ def range_to_best(batch: AlignedBatch, pool: list[PooledRequest], limits: BatchL
     ranges = leaves[count - 1 :] - leaves[: len(leaves) - count + 1] + 1
     fits = blocks[count:] - blocks[:-count] <= limits.max_blocks
     return float(_range_blocks(batch, block_size) / ranges[fits].min())
-
-
-def _measure_moving(spec: ScheduleBenchmarkSpec, num_pooled: int) -> MovingFigures:
-    tree = QuadTree(block_size=spec.block_size)
-    requests = _arrivals(spec).take(num_pooled)
-    for pooled in requests:
-        tree.insert(pooled, 0.0)
-
-    def grow(pooled: PooledRequest, num_tokens: int) -> None:
-        context_len = pooled.context_len + num_tokens
-        tree.move(pooled.request_id, context_len, blocks_for(context_len, spec.block_size))
-
-    sample = _sampled(requests, spec)
-    by_one_us = _median_us(lambda pooled: grow(pooled, 1), sample)
-    return MovingFigures(num_pooled, by_one_us, _median_us(lambda pooled: grow(pooled, 1 + spec.block_size), sample))

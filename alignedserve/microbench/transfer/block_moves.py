@@ -9,7 +9,7 @@ from alignedserve.messages.caches import BlockCopy
 from alignedserve.microbench.results import TransferResult, transfer_result
 from alignedserve.microbench.transfer.spec import BLOCK_SIZE, LAYOUTS, TransferBenchmarkSpec
 from alignedserve.runtime.device.timing import clocked_by_turns
-from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, KVTransfer, Outgoing
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 
 GENERATION = 1
 
@@ -34,14 +34,14 @@ class BlockMoves:
 
     def offload(self, transfer: KVTransfer) -> BlockCopy:
         """Move them out. Raises HandoffRejected when they are refused, as nothing is that holds."""
-        (runs,) = transfer.offload([Outgoing(self.mine, self.theirs, GENERATION)])
+        (runs,) = transfer.offload([OffloadRequest(self.mine, self.theirs, GENERATION)])
         if runs is None:
             raise HandoffRejected("an offload that must hold was refused; the log says why")
         return BlockCopy(GENERATION, self.num_blocks * BLOCK_SIZE, runs)
 
     def fetch(self, transfer: KVTransfer, copy: BlockCopy) -> None:
         """Move them back. Raises HandoffRejected as `offload`."""
-        if transfer.fetch([Incoming(copy, self.mine)]) != [True]:
+        if transfer.fetch([FetchRequest(copy, self.mine)]) != [True]:
             raise HandoffRejected("a copy that was just written does not hold; the log says why")
 
     def result(

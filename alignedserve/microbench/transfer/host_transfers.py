@@ -29,7 +29,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
-from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
 
 

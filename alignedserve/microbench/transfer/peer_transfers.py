@@ -18,13 +18,13 @@ from alignedserve.microbench.results import TransferResult
 from alignedserve.microbench.transfer.block_moves import BlockMoves
 from alignedserve.microbench.transfer.peer_process import END, address, identity, peer_process
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
-from alignedserve.runtime.device.timing import synchronise
+from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer, DevicePieces
+from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, DeviceBuffer
 from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
-from alignedserve.runtime.kv.transfers.shm_transfer import KVTransfer
+from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 
 CUDA_IPC, NCCL = "cuda_ipc", "nccl"
 
@@ -46,7 +46,7 @@ def peer_rows(spec: TransferBenchmarkSpec, way: PeerWay) -> Iterator[TransferRes
 def _rows_of(moves: BlockMoves, way: PeerWay) -> Iterator[TransferResult]:
     storage = BlockStorage(moves.layout, moves.num_blocks, way.here)
     storage.bytes.random_()
-    synchronise(storage.device)
+    synchronize(storage.device)
     served = (moves.layout, moves.num_blocks, way.there, way.transport)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -71,7 +71,7 @@ def _opened(way: PeerWay, storage: BlockStorage, folder: Path) -> KVTransfer:
     own = identity(Role.DECODE_WORKER)
     if way.transport == CUDA_IPC:
         return IpcTransfer(storage, address(folder), identity=own)
-    memory = DevicePieces(storage.bytes)
+    memory = DeviceBlocks(storage.bytes)
     return GroupTransfer(storage, address(folder), identity=own, transport=way.transport, memory=memory)
 
 
@@ -79,7 +79,7 @@ def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
     def copy() -> None:
         target.copy_(source)
         for tensor in (source, target):
-            synchronise(tensor.device)
+            synchronize(tensor.device)
 
     return copy
 

@@ -10,7 +10,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.device.arrays import Array
 from kernels.cpu.paged_attention import LEVELS, supported_levels
-from kernels.gpu_dispatch import gpu_kernels_run
+from kernels.gpu_dispatch import gpu_kernels_available
 
 AUTO, TORCH, TRITON = "auto", "torch", "triton"
 CHOICES = (AUTO, *LEVELS, TRITON, TORCH)
@@ -76,11 +76,11 @@ def attention_level(choice: str, device: torch.device, dtype: torch.dtype) -> st
         raise ConfigError(f"attention must be one of {', '.join(CHOICES)}, not {choice!r}.")
     fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     available = supported_levels() if fits else ()
-    if choice == AUTO and device.type == "cuda" and gpu_kernels_run(device):
+    if choice == AUTO and device.type == "cuda" and gpu_kernels_available(device):
         return TRITON
     if choice == AUTO:
         return available[0] if available else TORCH
-    if choice == TRITON and gpu_kernels_run(device):
+    if choice == TRITON and gpu_kernels_available(device):
         return TRITON
     if choice != TORCH and choice not in available:
         has = ", ".join((*available, TORCH))

@@ -15,7 +15,7 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from kernels.cpu.paged_attention import PagedAttention
-from kernels.gpu_dispatch import gpu_kernels_run
+from kernels.gpu_dispatch import gpu_kernels_available
 
 _GROUP = 4  # query heads per key head of the model that doctor measures with
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class GpuAttention(NamedTuple):
 def measure_gpu_attention(device: torch.device) -> GpuAttention:
     """Of a model with the heads of an 8B Llama, in bfloat16."""
     layout = BlockLayout(block_size=16, num_layers=1, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-    if not gpu_kernels_run(device):
+    if not gpu_kernels_available(device):
         return GpuAttention("plain PyTorch: Triton is not installed", "plain PyTorch")
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")
     if not gpu_attention.gpu_attention_works(layout, _GROUP, device):

@@ -28,10 +28,10 @@ from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence,
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.gpu.blocks import BlockTables, BlockView
-from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, paged_decode, residency
+from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch, occupancy, paged_decode
 from kernels.gpu.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
-from kernels.gpu.work_partition import Division, divide
-from kernels.gpu_dispatch import on_device, works
+from kernels.gpu.work_partition import WorkPartition, partition
+from kernels.gpu_dispatch import can_launch, on_device
 
 _PROGRAMS_OF_INTERPRETER = 4
 # Of larger heads a tile of keys and one of values do not fit a multiprocessor's shared memory.
@@ -125,8 +125,10 @@ class _Decodes:
     def __init__(self, planner: GpuPlanner, rows: IntArray, num_padding: int) -> None:
         lengths = np.concatenate((planner.table.num_computed[rows] + 1, np.ones(num_padding, np.int64)))
         windows = (None,) if planner.window is None else (None, planner.window)
-        divisions = [divide(lengths, tile=TILE, num_programs=planner.num_programs, window=window) for window in windows]
-        arrays = [array for division in divisions for array in division]
+        partitions = [
+            partition(lengths, tile=TILE, num_programs=planner.num_programs, window=window) for window in windows
+        ]
+        arrays = [array for partitioned in partitions for array in partitioned]
         self.num_rows = len(lengths)
         self.host_arrays: list[Array] = [*arrays, lengths.astype(np.int32), *planner.block_tables(rows, lengths)]
         self._planner = planner
@@ -141,9 +143,9 @@ class _Decodes:
     def place(self, tensors: Sequence[Tensor]) -> None:
         *arrays, lengths, starts, is_reversed, entries = tensors
         tables = BlockTables(entries, starts, is_reversed)
-        width = len(Division._fields)
-        divisions = [arrays[first : first + width] for first in range(0, len(arrays), width)]
-        self._batches = [decode_batch(tables, lengths, division, self._planner.heads) for division in divisions]
+        width = len(WorkPartition._fields)
+        partitions = [arrays[first : first + width] for first in range(0, len(arrays), width)]
+        self._batches = [decode_batch(tables, lengths, partitioned, self._planner.heads) for partitioned in partitions]
 
     def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
         window = self._planner.window if is_windowed else None
@@ -199,7 +201,7 @@ class _PromptChunks:
 def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device) -> bool:
     """Whether the kernels run here for these heads: found out on two short sequences, said once if not."""
     name = f"attention ({layout.dtype}, {group} query heads of {layout.head_dim} per key head)"
-    return works(name, lambda: _try_out(layout, group, device))
+    return can_launch(name, lambda: _trial_launch(layout, group, device))
 
 
 def choose_prompt_attention(planner: GpuPlanner) -> PromptChoice | None:
@@ -245,7 +247,7 @@ class _OneStep:
         self._step.prompts.run(queries, (queries, queries), out, 0, False)
 
 
-def _try_out(layout: BlockLayout, group: int, device: torch.device) -> None:
+def _trial_launch(layout: BlockLayout, group: int, device: torch.device) -> None:
     if layout.head_dim > _MAX_HEAD_DIM:
         raise ValueError(f"no kernel for heads of {layout.head_dim} elements, only up to {_MAX_HEAD_DIM}")
     with on_device(device):
@@ -257,5 +259,5 @@ def _try_out(layout: BlockLayout, group: int, device: torch.device) -> None:
 def _programs(storage: BlockStorage) -> int:
     if storage.device.type != "cuda":
         return _PROGRAMS_OF_INTERPRETER
-    side_by_side = residency(storage.layout.head_dim, storage.blocks.dtype).num_programs
+    side_by_side = occupancy(storage.layout.head_dim, storage.blocks.dtype).num_programs
     return int(torch.cuda.get_device_properties(storage.device).multi_processor_count) * side_by_side

@@ -1,7 +1,7 @@
-"""Queues of work on one device: offload, prefetch and compute beside each other, every dependency an event.
+"""Streams of work on one device: offload, prefetch and compute beside each other, every dependency an event.
 
-Within a queue, work happens in the order in which it was put there. Between queues there is no order at all but the one
-that `wait` makes: whoever uses memory that another queue used last waits for an event recorded behind that use.
+Within a stream, work happens in the order in which it was put there. Between streams there is no order at all but the
+one that `wait` makes: whoever uses memory that another stream used last waits for an event recorded behind that use.
 
 `CudaStreams` are CUDA streams; `HostStreams`, of a CPU, do everything at once. `CheckedStreams` run the same calls on a
 CPU, in an order drawn at random among all that the waits allow: there a wait that is missing soon shows as wrong bytes,
@@ -21,12 +21,12 @@ _CUDA: Any = torch.cuda
 
 
 class Event(Protocol):
-    """A point in a queue, reached when all that was put there before it has been done."""
+    """A point in a stream, reached when all that was put there before it has been done."""
 
     def is_done(self) -> bool:
         """Whether it has been reached. Returns at once."""
 
-    def wait_on_host(self) -> None:
+    def synchronize(self) -> None:
         """Return when it has been reached: from then on the host may read what was copied out before it."""
 
 
@@ -41,7 +41,7 @@ class Stream(Protocol):
         """An event behind all that is here now."""
 
     def wait(self, event: Event) -> None:
-        """What is put here from now on begins when the event, of any queue, is done."""
+        """What is put here from now on begins when the event, of any stream, is done."""
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
         """From the device to the host. Both contiguous, of one shape and dtype; `pinned` is page-locked. Both are held
@@ -52,10 +52,10 @@ class Stream(Protocol):
 
 
 class DeviceStreams(Protocol):
-    """The queues of one device."""
+    """The streams of one device."""
 
-    def queue(self, name: str) -> Stream:
-        """The queue of this name, made when it is first asked for."""
+    def stream(self, name: str) -> Stream:
+        """The stream of this name, made when it is first asked for."""
 
 
 # --- the host itself
@@ -68,7 +68,7 @@ class HostEvent:
         """See Event."""
         return True
 
-    def wait_on_host(self) -> None:
+    def synchronize(self) -> None:
         """See Event."""
 
 
@@ -78,34 +78,34 @@ class HostStream:
     _EVENT = HostEvent()
 
     def run(self, operation: Callable[[], object]) -> None:
-        """See Queue."""
+        """See Stream."""
         operation()
 
     def record(self) -> HostEvent:
-        """See Queue."""
+        """See Stream."""
         return self._EVENT
 
     def wait(self, event: Event) -> None:
-        """See Queue."""
+        """See Stream."""
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
-        """See Queue. Need not be page-locked."""
+        """See Stream. Need not be page-locked."""
         pinned.copy_(rows)
 
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
-        """See Queue. Need not be page-locked."""
+        """See Stream. Need not be page-locked."""
         rows.copy_(pinned)
 
 
 class HostStreams:
-    """Of a CPU: one queue, which does everything at once."""
+    """Of a CPU: one stream, which does everything at once."""
 
     def __init__(self) -> None:
-        self._queue = HostStream()
+        self._stream = HostStream()
 
-    def queue(self, name: str) -> HostStream:
+    def stream(self, name: str) -> HostStream:
         """See DeviceStreams."""
-        return self._queue
+        return self._stream
 
 
 # --- CUDA
@@ -122,7 +122,7 @@ class CudaEvent:
         """See Event."""
         return bool(self._event.query())
 
-    def wait_on_host(self) -> None:
+    def synchronize(self) -> None:
         """See Event. Other threads of the process go on meanwhile."""
         self._event.synchronize()
 
@@ -141,27 +141,27 @@ class CudaStream:
         self._held: deque[tuple[CudaEvent, Tensor]] = deque()
 
     def run(self, operation: Callable[[], object]) -> None:
-        """See Queue. Called at once; memory that it allocates on the device belongs to this stream. Comes after what
+        """See Stream. Called at once; memory that it allocates on the device belongs to this stream. Comes after what
         this thread has begun on the device by itself, such as bringing over what the operation reads."""
         self._stream.wait_stream(_CUDA.current_stream(self._stream.device))
         with _CUDA.stream(self._stream):
             operation()
 
     def record(self) -> CudaEvent:
-        """See Queue."""
+        """See Stream."""
         return CudaEvent(self._stream)
 
     def wait(self, event: Event) -> None:
-        """See Queue."""
-        assert isinstance(event, CudaEvent), "an event of other queues"
+        """See Stream."""
+        assert isinstance(event, CudaEvent), "an event of other streams"
         event.hold_up(self._stream)
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
-        """See Queue."""
+        """See Stream."""
         self._copy(rows, pinned, rows=rows, pinned=pinned)
 
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
-        """See Queue."""
+        """See Stream."""
         self._copy(pinned, rows, rows=rows, pinned=pinned)
 
     def _copy(self, source: Tensor, target: Tensor, *, rows: Tensor, pinned: Tensor) -> None:
@@ -181,95 +181,95 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._queues: dict[str, CudaStream] = {}
+        self._streams: dict[str, CudaStream] = {}
 
-    def queue(self, name: str) -> CudaStream:
+    def stream(self, name: str) -> CudaStream:
         """See DeviceStreams."""
-        if name not in self._queues:
-            self._queues[name] = CudaStream(self._device)
-        return self._queues[name]
+        if name not in self._streams:
+            self._streams[name] = CudaStream(self._device)
+        return self._streams[name]
 
 
 # --- checked, on a CPU
 
 
 class CheckedStreams:
-    """Queues on a CPU in which nothing happens until the host waits; then single steps of queues drawn at random do.
+    """Streams on a CPU in which nothing happens until the host waits; then single steps of streams drawn at random do.
 
     The same seed and calls give the same order. A copy is one step per row: a device does not copy at one stroke.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311  (an order to try, not a secret)
-        self._queues: dict[str, CheckedStream] = {}
+        self._streams: dict[str, CheckedStream] = {}
 
-    def queue(self, name: str) -> "CheckedStream":
+    def stream(self, name: str) -> "CheckedStream":
         """See DeviceStreams."""
-        if name not in self._queues:
-            self._queues[name] = CheckedStream(self)
-        return self._queues[name]
+        if name not in self._streams:
+            self._streams[name] = CheckedStream(self)
+        return self._streams[name]
 
     def drain(self) -> None:
         """Do all that is left, in an order drawn like any other."""
-        while any(queue.has_work() for queue in self._queues.values()):
+        while any(stream.has_work() for stream in self._streams.values()):
             self.step()
 
     def step(self) -> None:
-        """One step of a queue drawn among those whose next one waits for nothing."""
-        ready = [queue for queue in self._queues.values() if queue.is_ready()]
-        assert ready, "every queue is empty or waits for an event that cannot happen"
+        """One step of a stream drawn among those whose next one waits for nothing."""
+        ready = [stream for stream in self._streams.values() if stream.is_ready()]
+        assert ready, "every stream is empty or waits for an event that cannot happen"
         ready[int(self._random.random() * len(ready))].step()
 
 
 class CheckedEvent:
-    """Done when its queue has come to it."""
+    """Done when its stream has come to it."""
 
-    def __init__(self, queues: CheckedStreams) -> None:
-        self._queues = queues
+    def __init__(self, streams: CheckedStreams) -> None:
+        self._streams = streams
         self._is_done = False
 
     def is_done(self) -> bool:
         """See Event. Nothing happens by asking: a loop that asks until it is so would not end."""
         return self._is_done
 
-    def wait_on_host(self) -> None:
+    def synchronize(self) -> None:
         """See Event. Of what the event does not depend on, an arbitrary part is done as well."""
         while not self._is_done:
-            self._queues.step()
+            self._streams.step()
 
     def happen(self) -> None:
-        """Called by its queue."""
+        """Called by its stream."""
         self._is_done = True
 
 
 class CheckedStream:
     """Steps in order, each an operation or an event to wait for."""
 
-    def __init__(self, queues: CheckedStreams) -> None:
-        self._queues = queues
+    def __init__(self, streams: CheckedStreams) -> None:
+        self._streams = streams
         self._steps: deque[Callable[[], object] | CheckedEvent] = deque()
 
     def run(self, operation: Callable[[], object]) -> None:
-        """See Queue. Called later."""
+        """See Stream. Called later."""
         self._steps.append(operation)
 
     def record(self) -> CheckedEvent:
-        """See Queue."""
-        event = CheckedEvent(self._queues)
+        """See Stream."""
+        event = CheckedEvent(self._streams)
         self._steps.append(event.happen)
         return event
 
     def wait(self, event: Event) -> None:
-        """See Queue."""
-        assert isinstance(event, CheckedEvent), "an event of other queues"
+        """See Stream."""
+        assert isinstance(event, CheckedEvent), "an event of other streams"
         self._steps.append(event)
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
-        """See Queue."""
+        """See Stream."""
         self._copy(rows, pinned)
 
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
-        """See Queue."""
+        """See Stream."""
         self._copy(pinned, rows)
 
     def has_work(self) -> bool:

@@ -20,7 +20,7 @@ _LEAST_ROUNDS = 3
 Work = Callable[[], object]
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Return when everything that was put on the device is done."""
     if device.type == CUDA:
         torch.cuda.synchronize(device)

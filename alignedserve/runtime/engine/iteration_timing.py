@@ -84,7 +84,7 @@ class IterationTimer:
         self._block_ids = block_ids
         self._clock = clock
         self._block_size = engine.storage.layout.block_size
-        self._num_dealt = 0
+        self._num_assigned = 0
         self._num_made = 0
 
     def possible(self, points: Sequence[Point], max_context_len: int) -> list[Point]:
@@ -100,18 +100,18 @@ class IterationTimer:
     def visit(self, point: Point, num_steps: int = _NUM_STEPS) -> float:
         """Seconds of one iteration: the median of so many, whose decodes go on from one to the next."""
         assert 0 < num_steps <= _NUM_STEPS, "more steps than there is room for"
-        self._num_dealt = 0
+        self._num_assigned = 0
         decodes = [self._add(context_len, context_len - 1, 0) for context_len in point.contexts]
         decodes += [self._add(length, length - 1, 0, is_hidden=True) for length in point.hidden_contexts]
         seconds: list[float] = []
         while len(seconds) < num_steps and sum(seconds) < _LONG_VISIT_S:
-            num_dealt = self._num_dealt
+            num_assigned = self._num_assigned
             chunks = [self._add_chunk(chunk) for chunk in point.chunks]
             slices = [*((request_id, 1) for request_id in decodes), *chunks]
             seconds.append(self._execute(slices))
             for request_id, _ in chunks:
                 self._engine.remove_sequence(request_id)
-            self._num_dealt = num_dealt
+            self._num_assigned = num_assigned
         for request_id in decodes:
             self._engine.remove_sequence(request_id)
         return statistics.median(seconds)
@@ -131,8 +131,8 @@ class IterationTimer:
         self._num_made += 1
         tokens = (1,) * (context_len + num_more)
         count = blocks_for(context_len + _NUM_STEPS, self._block_size)
-        blocks = tuple(BlockId(block) for block in self._block_ids[self._num_dealt : self._num_dealt + count])
-        self._num_dealt += count
+        blocks = tuple(BlockId(block) for block in self._block_ids[self._num_assigned : self._num_assigned + count])
+        self._num_assigned += count
         sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=True)
         new = NewSequence(request_id, tokens, len(tokens), num_cached, blocks, sampling, is_hidden)
         self._engine.add_sequence(new)

@@ -123,15 +123,15 @@ class ModelExecutor:
         self.layout = layout
         self.eos_token_ids = frozenset(served.config.eos_token_ids)
         self._storage = BlockStorage(layout, self.num_blocks, device)
-        queues = streams_of(device)
-        self._host_cache = SwapSpace(self._storage, queues, is_int8=sizes.has_int8_swaps)
+        streams = streams_of(device)
+        self._swap_space = SwapSpace(self._storage, streams, is_int8=sizes.has_int8_swaps)
         self._engine = Engine(
             model=_load_decoder(served, device),
             storage=self._storage,
             max_sequences=sizes.max_sequences,
             max_context_len=served.max_context_len,
             attention=sizes.attention_backend,
-            queues=queues,
+            streams=streams,
             hidden_block_tokens=sizes.hidden_block_tokens,
         )
         self._engine.record_graphs()
@@ -176,7 +176,7 @@ class ModelExecutor:
     def _change_sequences(self, command: RunIteration) -> None:
         """Bring the engine's sequences to what the command says."""
         if command.swaps is not None:
-            self._host_cache.perform(command.swaps)
+            self._swap_space.perform(command.swaps)
         for request_id in command.removals:
             self._engine.remove_sequence(request_id)
         for addition in command.additions:

@@ -1,7 +1,7 @@
 """Caches of preempted requests in host memory: what an iteration swaps out and in.
 
-Driven by the thread that computes. On a GPU the copies are only put on queues, one for each direction, and go on beside
-what is computed; whoever uses the same blocks next waits for them (`PendingCopies`).
+Driven by the thread that computes. On a GPU the copies are only put on streams, one for each direction, and go on
+beside what is computed; whoever uses the same blocks next waits for them (`PendingCopies`).
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from torch import Tensor
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import DeviceStreams, Event
-from alignedserve.runtime.kv.block_codecs import exact_rows, int8_rows
+from alignedserve.runtime.kv.block_codecs import exact_codec, int8_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 
@@ -22,12 +22,12 @@ OFFLOAD, PREFETCH = "offload", "prefetch"
 class SwapSpace:
     """Whole caches by request. How much there may be is the worker's logic's to decide."""
 
-    def __init__(self, storage: BlockStorage, queues: DeviceStreams, *, is_int8: bool = False) -> None:
+    def __init__(self, storage: BlockStorage, streams: DeviceStreams, *, is_int8: bool = False) -> None:
         """`is_int8`: copies on the host are rounded to 8 bits per channel (ALISE, section 3.2)."""
         self._storage = storage
         self._is_int8 = is_int8
-        self._offload, self._prefetch = queues.queue(OFFLOAD), queues.queue(PREFETCH)
-        form = int8_rows(storage.bytes, storage.layout) if is_int8 else exact_rows(storage.bytes)
+        self._offload, self._prefetch = streams.stream(OFFLOAD), streams.stream(PREFETCH)
+        form = int8_codec(storage.bytes, storage.layout) if is_int8 else exact_codec(storage.bytes)
         self._outwards = StagedCopies(form, self._offload, storage.device)
         self._inwards = StagedCopies(form, self._prefetch, storage.device)
         self._copies: dict[RequestId, tuple[Tensor, Event]] = {}
@@ -45,19 +45,19 @@ class SwapSpace:
         assert swap.request_id not in self._copies, "a cache swapped out twice"
         block_ids = np.array(swap.block_ids, np.int64)
         rows = self._outwards.pinned(len(block_ids))
-        self._storage.uses.begin(self._offload, block_ids)
+        self._storage.pending_copies.wait(self._offload, block_ids)
         num_last = swap.num_tokens % self._storage.layout.block_size
         if self._is_int8 and num_last:
             # What other requests left in the slots behind the last token must not widen its channels' ranges.
             self._offload.run(partial(self._storage.fill_tail, swap.block_ids[-1], num_last))
         self._outwards.copy_out(block_ids, rows)
-        self._storage.uses.end(self._offload, block_ids)
+        self._storage.pending_copies.record(self._offload, block_ids)
         self._copies[swap.request_id] = rows, self._offload.record()
 
     def _copy_in(self, swap: Swap) -> None:
         rows, is_out = self._copies.pop(swap.request_id)
         block_ids = np.array(swap.block_ids[: len(rows)], np.int64)
         self._prefetch.wait(is_out)
-        self._storage.uses.begin(self._prefetch, block_ids)
+        self._storage.pending_copies.wait(self._prefetch, block_ids)
         self._inwards.copy_in(rows, block_ids)
-        self._storage.uses.end(self._prefetch, block_ids)
+        self._storage.pending_copies.record(self._prefetch, block_ids)

@@ -1,7 +1,7 @@
-"""What the ends of a transfer check: which blocks a copy names, and the checksums of its runs.
+"""Checks at the ends of a transfer: the blocks that a copy names, and the checksums of its runs.
 
-Every run of neighbouring blocks carries an XXH3 checksum, seeded with the run's place in the request so that runs
-cannot change places.
+Every run of neighbouring blocks carries an XXH3 checksum, seeded with the run's position in the request so that runs
+cannot be swapped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,58 +14,58 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
-from alignedserve.runtime.kv.shm_arena import NOBODYS
+from alignedserve.runtime.kv.shm_arena import NO_LEASE
 
 Bytes = npt.NDArray[np.uint8]
 PlacedRun = tuple[int, int]  # (blocks of the request before it, its blocks)
 
-# Copied, then summed while it is still in the core's own cache: memory is read once and written once.
+# Copied, then hashed while it is still in the core's own cache: memory is read once and written once.
 _PIECE_BYTES = 640 * 1024
 _MAX_GENERATION = 1 << 40  # of messages.links.Count
 
 
-class RunSums:
+class RunChecksums:
     """Checksums of consecutive runs of blocks, whose bytes come in order and in pieces of any size."""
 
     def __init__(self, runs: Sequence[PlacedRun], block_bytes: int) -> None:
-        self.sums: list[int] = []
+        self.values: list[int] = []
         self._hasher: xxhash.xxh3_64 | None = None
-        self._to_come = iter(runs)
+        self._remaining = iter(runs)
         self._block_bytes = block_bytes
         self._begin()
 
     def update(self, piece: Bytes) -> None:
-        """Take the next bytes, uint8 [n]. All runs together must be at least that long."""
+        """Add the next bytes, uint8 [n]. All runs together must be at least that long."""
         while len(piece) > self._num_left:
             assert self._num_left, "more bytes than the runs have"
             start = self._num_left
-            self._take(piece[:start])
+            self._add(piece[:start])
             piece = piece[start:]
         if len(piece):
-            self._take(piece)
+            self._add(piece)
 
-    def _take(self, part: Bytes) -> None:
-        """Bytes of one run."""
+    def _add(self, part: Bytes) -> None:
+        """Add bytes of one run."""
         self._num_left -= len(part)
-        if not self._num_left and self._hasher is None:  # all of a run at once
-            self.sums.append(xxhash.xxh3_64_intdigest(part.data, self._num_before))
+        if not self._num_left and self._hasher is None:  # a whole run at once
+            self.values.append(xxhash.xxh3_64_intdigest(part.data, self._num_before))
             self._begin()
             return
         if self._hasher is None:
             self._hasher = xxhash.xxh3_64(seed=self._num_before)
         self._hasher.update(part.data)
         if not self._num_left:
-            self.sums.append(self._hasher.intdigest())
+            self.values.append(self._hasher.intdigest())
             self._begin()
 
     def _begin(self) -> None:
-        self._num_before, count = next(self._to_come, (0, 0))
+        self._num_before, count = next(self._remaining, (0, 0))
         self._num_left = count * self._block_bytes
         self._hasher = None
 
 
-def placed(counts: Iterable[int]) -> list[PlacedRun]:
-    """Runs of one request, each with the number of blocks before it."""
+def place_runs(counts: Iterable[int]) -> list[PlacedRun]:
+    """Return the runs of one request, each with the number of blocks before it."""
     runs = []
     num_before = 0
     for count in counts:
@@ -74,27 +74,26 @@ def placed(counts: Iterable[int]) -> list[PlacedRun]:
     return runs
 
 
-def copy_rows(sources: Iterable[Bytes], targets: Iterable[Bytes], *sums: RunSums, from_target: bool) -> None:
-    """Copy block by block and sum what was read, or what was written, in passing."""
-    # Targets first: asked for one more at the end, a storage on a device takes over what was staged for it.
+def copy_rows(sources: Iterable[Bytes], targets: Iterable[Bytes], *checksums: RunChecksums, from_target: bool) -> None:
+    """Copy block by block, updating checksums with the bytes that were read or, `from_target`, written."""
+    # Targets first: their iterator, advanced past its end, copies the last staged rows to a device.
     for target, source in zip(targets, sources, strict=True):
         if len(source) <= _PIECE_BYTES:
-            _copy_piece(source, target, sums, from_target)
+            _copy_piece(source, target, checksums, from_target)
             continue
         for start in range(0, len(source), _PIECE_BYTES):
             piece = slice(start, start + _PIECE_BYTES)
-            _copy_piece(source[piece], target[piece], sums, from_target)
+            _copy_piece(source[piece], target[piece], checksums, from_target)
 
 
-def _copy_piece(source: Bytes, target: Bytes, sums: tuple[RunSums, ...], from_target: bool) -> None:
+def _copy_piece(source: Bytes, target: Bytes, checksums: tuple[RunChecksums, ...], from_target: bool) -> None:
     np.copyto(target, source)
-    summed = target if from_target else source
-    for one in sums:
-        one.update(summed)
+    for one in checksums:
+        one.update(target if from_target else source)
 
 
 def check_target(block_ids: Sequence[BlockId], num_sent: int, generation: int, num_blocks: int) -> None:
-    """Whether a request of `num_sent` blocks can be written there. Raises HandoffRejected."""
+    """Check that a request of `num_sent` blocks can be written there. Raises HandoffRejected."""
     if num_sent != len(block_ids):
         raise HandoffRejected("the lease has another number of blocks than the request")
     _check_bounds(block_ids, num_blocks)
@@ -103,8 +102,8 @@ def check_target(block_ids: Sequence[BlockId], num_sent: int, generation: int, n
     _check_generation(generation)
 
 
-def blocks_of(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks: int) -> list[BlockId]:
-    """The blocks that hold this copy, in order. Raises HandoffRejected when it does not add up."""
+def source_blocks(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks: int) -> list[BlockId]:
+    """Return the blocks that hold this copy, in order. Raises HandoffRejected when it is inconsistent."""
     _check_generation(copy.generation)
     count = copy.num_blocks
     if not copy.runs or any(run.num_blocks < 1 for run in copy.runs):
@@ -118,21 +117,21 @@ def blocks_of(copy: BlockCopy, *, block_size: int, num_targets: int, num_blocks:
     return block_ids
 
 
-def summed_runs(runs: Sequence[tuple[int, int]], sums: Sequence[int]) -> tuple[BlockRun, ...]:
-    """Runs of neighbouring blocks with their checksums."""
-    return tuple(BlockRun(first, count, checksum) for (first, count), checksum in zip(runs, sums, strict=True))
+def runs_with_checksums(runs: Sequence[tuple[int, int]], checksums: Sequence[int]) -> tuple[BlockRun, ...]:
+    """Combine runs of neighbouring blocks with their checksums."""
+    return tuple(BlockRun(first, count, checksum) for (first, count), checksum in zip(runs, checksums, strict=True))
 
 
-def checked_sums(copy: BlockCopy, sums: Sequence[int] | None) -> None:
-    """Whether what arrived is what was written; None: nothing did. Raises HandoffRejected."""
-    if sums is None:
+def verify_checksums(copy: BlockCopy, checksums: Sequence[int] | None) -> None:
+    """Check that the received bytes are those that were sent; None: nothing arrived. Raises HandoffRejected."""
+    if checksums is None:
         raise HandoffRejected("the lease is no longer valid")
-    if list(sums) != [run.checksum for run in copy.runs]:
+    if list(checksums) != [run.checksum for run in copy.runs]:
         raise HandoffRejected("a checksum does not hold")
 
 
-def spelt_out(runs: Sequence[tuple[int, int]], num_blocks: int) -> list[BlockId]:
-    """The blocks of runs that somebody else named, in order. Raises HandoffRejected."""
+def expand_runs(runs: Sequence[tuple[int, int]], num_blocks: int) -> list[BlockId]:
+    """Return the blocks of runs received from a peer, in order. Raises HandoffRejected."""
     if any(count < 1 for _, count in runs) or sum(count for _, count in runs) > num_blocks:
         raise HandoffRejected("more blocks than there are, or runs without blocks")
     block_ids = [BlockId(first + offset) for first, count in runs for offset in range(count)]
@@ -141,7 +140,7 @@ def spelt_out(runs: Sequence[tuple[int, int]], num_blocks: int) -> list[BlockId]
 
 
 def _check_generation(generation: int) -> None:
-    if not NOBODYS < generation <= _MAX_GENERATION:
+    if not NO_LEASE < generation <= _MAX_GENERATION:
         raise HandoffRejected("not the generation of any lease")
 
 

@@ -1,4 +1,4 @@
-"""How blocks lie in contiguous rows of bytes when they leave their device."""
+"""Codecs of blocks: the contiguous rows of bytes in which they leave their device."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +13,19 @@ from kernels.int8_blocks import dequantise_blocks, quantise_blocks
 
 
 class BlockCodec(NamedTuple):
-    """One row, uint8 [row_bytes], for each block. Lists of blocks are int64 [count], rows uint8 [count, row_bytes],
-    contiguous, both on the blocks' device; no list to scatter to has a block twice."""
+    """Encodes each block as one row, uint8 [row_bytes], and decodes it.
+
+    Lists of blocks are int64 [count], rows uint8 [count, row_bytes], contiguous, both on the blocks' device; a list to
+    scatter to has no block twice.
+    """
 
     row_bytes: int
     gather: Callable[[Tensor, Tensor], None]  # (blocks, rows): write the rows
     scatter: Callable[[Tensor, Tensor], None]  # (rows, blocks): overwrite the blocks
 
 
-def exact_rows(block_bytes: Tensor) -> BlockCodec:
-    """Byte for byte. `block_bytes`: uint8 [num_blocks, any multiple of 8]."""
+def exact_codec(block_bytes: Tensor) -> BlockCodec:
+    """Build a codec that copies byte for byte. `block_bytes`: uint8 [num_blocks, any multiple of 8]."""
     return BlockCodec(
         block_bytes.shape[1],
         partial(gather_blocks, block_bytes),
@@ -30,8 +33,8 @@ def exact_rows(block_bytes: Tensor) -> BlockCodec:
     )
 
 
-def int8_rows(block_bytes: Tensor, layout: BlockLayout) -> BlockCodec:
-    """Rounded to 8 bits per channel (ALISE, section 3.2). `block_bytes`: blocks of this layout as bytes."""
+def int8_codec(block_bytes: Tensor, layout: BlockLayout) -> BlockCodec:
+    """Build a codec that rounds to 8 bits per channel (ALISE, section 3.2). `block_bytes`: blocks of this layout."""
     shape = (-1, layout.runs_per_block, layout.block_size, layout.kv_width)
     runs = block_bytes.view(torch_dtype(layout.dtype)).view(shape)
     return BlockCodec(

@@ -1,7 +1,7 @@
-"""A worker's copies, beside whatever it computes: between its storage, the pool's arena and candidate buffers.
+"""A worker's copies between its storage, the pool's arena and candidate buffers, in parallel with its computing.
 
-Every peer has a copying thread of its own, so that one that is slow or gone holds up nobody else, and copies with one
-peer happen in the order in which they were asked for.
+Every peer has its own copying thread, so that a slow or lost peer delays no other, and copies with one peer happen in
+the order in which they were requested.
 """
 
 import logging
@@ -19,8 +19,9 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.registry import AUTO, open_transfer
-from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, KVTransfer, Outgoing, ShmTransfer, relay
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.worker_threads import WorkerThreads
 
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 class BlockCopier:
     """Performs LoadBlocks, OffloadBlocks and RelayBlocks. Methods return at once; results go to callbacks on the loop.
 
-    A transfer that cannot be opened, or whose other end is gone, makes every copy of that call a refusal; it is opened
-    anew for the next.
+    When a transfer cannot be opened, or its other end is gone, every copy of that call is refused; the next call opens
+    a new one.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class BlockCopier:
         self._threads.submit(_thread(peer), lambda: self._open(peer), _ignore)
 
     def use_arena(self, peer: str, arena: Arena) -> None:
-        """Use this arena of our own, made for the peer. It stays its maker's to remove."""
+        """Use this arena of this process, made for the peer. Its creator removes it."""
         self._offers.pop(peer, None)
         self._threads.submit(_thread(peer), lambda: self._replace(peer, arena), _ignore)
 
     def unmap_arena(self, peer: str) -> None:
-        """The peer is gone, and its arena with it."""
+        """Stop using the arena of a peer that is gone."""
         self._offers.pop(peer, None)
-        self._threads.submit(_thread(peer), lambda: self._let_go(peer), _ignore)
+        self._threads.submit(_thread(peer), lambda: self._release(peer), _ignore)
 
     def start_load(self, command: LoadBlocks, on_done: Callable[[BlocksLoaded], None]) -> None:
         """Copy in, all in one transfer, and verify."""
@@ -77,27 +78,27 @@ class BlockCopier:
 
     def _load(self, command: LoadBlocks) -> BlocksLoaded:
         transfer = self._transfer(command.source)
-        incoming = [Incoming(part.copy, part.block_ids) for part in command.loads]
-        held: list[bool] = [False] * len(incoming)
+        requests = [FetchRequest(part.copy, part.block_ids) for part in command.loads]
+        held: list[bool] = [False] * len(requests)
         if transfer is not None:
             try:
-                held = transfer.fetch(incoming)
+                held = transfer.fetch(requests)
             except PeerError as error:
-                self._give_up(command.source, error)
+                self._fail(command.source, error)
         refused = [part.request_id for part, is_held in zip(command.loads, held, strict=True) if not is_held]
         for request_id in refused:
-            logger.warning("request %s: what lies at %s does not verify", request_id, command.source)
+            logger.warning("request %s: its copy at %s does not verify", request_id, command.source)
         return BlocksLoaded(command.source, command.loads, frozenset(refused))
 
     def _offload(self, command: OffloadBlocks) -> BlocksOffloaded:
         transfer = self._transfer(command.target)
         if transfer is None:
             return BlocksOffloaded(command, None)
-        outgoing = Outgoing(command.block_ids, command.target_block_ids, command.generation)
+        request = OffloadRequest(command.block_ids, command.target_block_ids, command.generation)
         try:
-            return BlocksOffloaded(command, transfer.offload([outgoing])[0])
+            return BlocksOffloaded(command, transfer.offload([request])[0])
         except PeerError as error:
-            self._give_up(command.target, error)
+            self._fail(command.target, error)
             return BlocksOffloaded(command, None)
 
     def _relay(self, command: RelayBlocks) -> BlocksRelayed:
@@ -109,7 +110,7 @@ class BlockCopier:
         return BlocksRelayed(command, runs)
 
     def _transfer(self, peer: str) -> KVTransfer | None:
-        """The way to the peer's blocks, opened when first used; None: there is none."""
+        """Return the transfer to the peer's blocks, opened on first use; None: none can be opened."""
         known, entry = self._transfers.get(peer), self._offers.get(peer)
         if known is not None or entry is None:
             return known
@@ -119,28 +120,28 @@ class BlockCopier:
         try:
             opened = open_transfer(offered, self._storage, identity=self._identity, stamps=stamps, transport=transport)
         except (PeerError, TransportUnavailable) as error:
-            logger.error("no way to the blocks of %s: %s", peer, error)
+            logger.error("the blocks of %s cannot be reached: %s", peer, error)
             return None
         self._transfers[peer] = opened
         return opened
 
     def _open(self, peer: str) -> None:
-        """At once, not with the first copy: that one need not wait for it, and the log says how blocks will go."""
-        self._let_go(peer)
+        """Open the transfer now, so that the first copy need not wait for it and the log names the transport."""
+        self._release(peer)
         self._transfer(peer)
 
-    def _give_up(self, peer: str, error: PeerError) -> None:
+    def _fail(self, peer: str, error: PeerError) -> None:
         logger.warning("the transfer with %s broke: %s", peer, error)
-        self._let_go(peer)
+        self._release(peer)
 
-    def _let_go(self, peer: str) -> None:
+    def _release(self, peer: str) -> None:
         transfer = self._transfers.pop(peer, None)
-        # A mapping may still be in use by a relay on another thread: it goes when the last one drops it.
+        # A relay on another thread may still use a mapping: it is unmapped when its last user drops it.
         if transfer is not None and not isinstance(transfer, ShmTransfer):
             transfer.close()
 
     def _replace(self, peer: str, arena: Arena) -> None:
-        self._let_go(peer)
+        self._release(peer)
         self._transfers[peer] = ShmTransfer(self._storage, arena, stamps=True)
 
 
@@ -149,4 +150,4 @@ def _thread(peer: str) -> str:
 
 
 def _ignore(nothing: None) -> None:
-    """The outcome of what has none; what it raised has been raised by then."""
+    """Ignore a work item without a result; its exceptions are raised before."""

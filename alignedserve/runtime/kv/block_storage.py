@@ -20,7 +20,7 @@ from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.kv.block_codecs import exact_rows
+from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 
@@ -31,7 +31,7 @@ _MADV_POPULATE_WRITE = 23  # of Linux; Python has no name for it yet
 
 
 class BlockStorage:
-    """Blocks 0 .. num_blocks - 1. Knows nothing of who owns them; content is arbitrary until written.
+    """Blocks 0 .. num_blocks - 1, without ownership; content is arbitrary until written.
 
     Raises NotEnoughMemory saying how many bytes are needed.
     """
@@ -44,14 +44,14 @@ class BlockStorage:
         *,
         has_scratch: bool | None = None,
     ) -> None:
-        """`has_scratch`: one more block for what is computed and means nothing; by default not on a CPU."""
+        """`has_scratch`: one more block, written by padding rows; by default not on a CPU."""
         assert num_blocks >= 1, "a storage needs at least one block"
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
         self.has_scratch = self.device.type != "cpu" if has_scratch is None else has_scratch
         with_scratch = _allocate(layout, num_blocks + self.has_scratch, self.device)
-        self.uses = PendingCopies(num_blocks)
+        self.pending_copies = PendingCopies(num_blocks)
         self._blocks = with_scratch[:num_blocks]
         self._bytes = self._blocks.view(torch.uint8)
         self._host: npt.NDArray[np.uint8] | None = self._bytes.numpy() if self.device.type == "cpu" else None
@@ -64,7 +64,7 @@ class BlockStorage:
 
     @property
     def scratch_block(self) -> BlockId:
-        """The block that is nobody's, right behind the others."""
+        """The scratch block, right behind the others, that no request owns."""
         assert self.has_scratch, "a storage without a scratch block"
         return BlockId(self.num_blocks)
 
@@ -120,14 +120,14 @@ class BlockStorage:
         start = layer * (self.layout.block_elements // self.layout.num_layers)
         return self._blocks.view(-1)[start:].view(-1, hidden_size)
 
-    # On the host, once no copy is at work on the blocks any more. From any thread.
+    # On the host, once pending copies of the blocks are done. From any thread.
 
     def read_blocks(self, block_ids: BlockIds, out: ByteRows) -> None:
         """Copy whole blocks out, one per row of `out`: uint8 [len(block_ids), block_bytes], writable."""
         ids = self._checked(block_ids)
         rows = self._byte_rows(out, len(ids))
         assert rows.flags.writeable, "the target of read_blocks is read-only"
-        self.uses.settle(ids)
+        self.pending_copies.synchronize(ids)
         if self._host is not None:
             np.take(self._host, ids, axis=0, out=rows, mode="clip")
             return
@@ -137,23 +137,23 @@ class BlockStorage:
     def write_blocks(self, block_ids: BlockIds, source: ByteRows) -> None:
         """Overwrite whole blocks, one per row of `source`: uint8 [len(block_ids), block_bytes]. Ids are distinct."""
         rows = self._byte_rows(source, len(block_ids))
-        # Targets first: asked for one more at the end, staged rows are taken over.
+        # Targets first: their iterator, advanced past its end, copies the last staged rows.
         for target, row in zip(self.rows_to_write(block_ids), rows, strict=True):
             target[:] = row
 
     def rows_to_read(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
-        """The bytes of these blocks, one after the other. A row is valid until the next one is asked for."""
+        """Iterate over the bytes of these blocks. A row is valid until the iterator is advanced."""
         ids = self._checked(block_ids)
-        self.uses.settle(ids)
+        self.pending_copies.synchronize(ids)
         if self._host is not None:
             return map(self._host.__getitem__, ids.tolist())
         return self._staged("read").rows_to_read(ids)
 
     def rows_to_write(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
-        """Rows to fill, one for each of these blocks. A row is taken over when the next one, or the end, is asked for;
-        to leave early is to leave the blocks undefined."""
+        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced, the last one past
+        its end; stopping early leaves the blocks undefined."""
         ids = self._checked(block_ids)
-        self.uses.settle(ids)
+        self.pending_copies.synchronize(ids)
         if self._host is not None:
             return map(self._host.__getitem__, ids.tolist())
         return self._staged("write").rows_to_write(ids)
@@ -163,7 +163,7 @@ class BlockStorage:
         self._blocks.index_fill_(0, torch.from_numpy(self._checked(block_ids)).to(self.device), 0)
 
     def fill_tail(self, block_id: BlockId, first_slot: int) -> None:
-        """Fill the token slots from `first_slot` on, not the first, with what is in the one before, on all layers."""
+        """Fill the token slots from `first_slot` (at least 1) on with copies of the one before, on all layers."""
         slots = self._slots_of(block_id)
         slots[:, :, first_slot:] = slots[:, :, first_slot - 1 : first_slot]
 
@@ -172,13 +172,13 @@ class BlockStorage:
         self._slots_of(block_id)[:, :, first_slot:] = 0
 
     def _slots_of(self, block_id: BlockId) -> Tensor:
-        """[num_layers, 2, block_size, kv_width] of one block."""
+        """Return one block as [num_layers, 2, block_size, kv_width]."""
         layout = self.layout
         shape = (layout.num_layers, 2, layout.block_size, layout.kv_width)
         return self._blocks[self._checked([block_id])[0]].view(shape)
 
-    def _staged(self, queue_name: str) -> StagedCopies:
-        return StagedCopies(exact_rows(self._bytes), streams_of(self.device).queue(queue_name), self.device)
+    def _staged(self, stream_name: str) -> StagedCopies:
+        return StagedCopies(exact_codec(self._bytes), streams_of(self.device).stream(stream_name), self.device)
 
     def _layer_view(self, layer: int, which: int) -> Tensor:
         layout = self.layout
@@ -214,11 +214,11 @@ def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Ten
 
 
 def _huge_pages(size: int) -> mmap.mmap:
-    """Memory in pages of 2 MiB where the kernel gives them: blocks are read in no order, and small pages cost a third
-    of the speed at which they are copied.
+    """Allocate memory in pages of 2 MiB where the kernel has them: blocks are read in random order, and small pages
+    cost a third of the copying speed.
 
-    It is taken now, not at the first write of each block: that would be in the middle of a pass (8 % of one over 64
-    prompts of 32 tokens in float32, where a hypervisor gives the pages), and missing memory would show as late.
+    Pages are populated now, not at the first write of each block: that would be in the middle of a pass (8 % of one
+    over 64 prompts of 32 tokens in float32, where a hypervisor provides the pages), and missing memory would show late.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them

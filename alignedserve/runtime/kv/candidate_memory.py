@@ -1,7 +1,7 @@
 """The memory that a prefill worker lends: a candidate buffer for each decode worker that is linked to it.
 
-A buffer is an arena of its own, made when the decode worker comes and gone when it goes, so that whatever an earlier
-life of it still does ends nowhere. What lies where is the decode worker's to say (AlignedServe, section 3.4).
+A buffer is its own arena in host memory, created when the decode worker connects and removed when it disconnects, so
+that late writes of an earlier epoch hit nothing. The decode worker decides on its content (AlignedServe, section 3.4).
 """
 
 import logging
@@ -13,7 +13,7 @@ from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.shm_arena import Arena, arena_path
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
@@ -32,14 +32,14 @@ class OpenedBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BufferSizes:
-    """How large the buffers are, and how they are reached."""
+    """The size of the buffers and their transport."""
 
-    num_blocks: int  # of each; 0: none are made
+    num_blocks: int  # of each; 0: no buffers
     transport: str  # engine.kv_transport
 
 
 class CandidateMemory:
-    """The buffers by decode worker. Runs on the worker's event loop; making one takes milliseconds."""
+    """The buffers by decode worker. Runs on the worker's event loop; creating one takes milliseconds."""
 
     def __init__(self, layout: BlockLayout, sizes: BufferSizes, process_spec: ProcessSpec) -> None:
         self._layout = layout
@@ -49,7 +49,7 @@ class CandidateMemory:
         self._num_made = 0
 
     def open_for(self, peer: str) -> OpenedBuffer | None:
-        """Make a fresh buffer in place of any earlier one; None when there is no memory for it, which is logged."""
+        """Create a new buffer in place of any earlier one; None when there is no memory for it, which is logged."""
         self.close_for(peer)
         if self._sizes.num_blocks < 1:
             return None
@@ -61,11 +61,11 @@ class CandidateMemory:
                 path,
                 self._layout,
                 self._sizes.num_blocks,
-                purpose="candidate buffers",
+                purpose="a candidate buffer",
                 setting="prefill.candidate_buffer_bytes",
             )
         except NotEnoughMemory as error:
-            logger.warning("%s does without a candidate buffer here: %s", peer, error)
+            logger.warning("no candidate buffer for %s: %s", peer, error)
             return None
         server = self._serve(arena, name)
         offered = ArenaOffered(
@@ -81,7 +81,7 @@ class CandidateMemory:
         return opened
 
     def close_for(self, peer: str) -> None:
-        """Give the buffer's memory back, as soon as nobody maps it any more."""
+        """Release the buffer; its memory is freed once no process maps it."""
         opened = self._opened.pop(peer, None)
         if opened is None:
             return
@@ -90,7 +90,7 @@ class CandidateMemory:
         opened.arena.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Release all buffers."""
         for peer in list(self._opened):
             self.close_for(peer)
 

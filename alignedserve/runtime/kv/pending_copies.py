@@ -1,4 +1,4 @@
-"""Which copies are still at work on which blocks of a storage, and who has to wait for them."""
+"""Copies that are still in progress on blocks of a storage, and the waits for them."""
 
 import threading
 from typing import NamedTuple
@@ -12,46 +12,46 @@ IntArray = npt.NDArray[np.int64]
 
 
 class _Copy(NamedTuple):
-    queue: Stream
+    stream: Stream
     event: Event
 
 
 class PendingCopies:
-    """The copies of one storage that may not be done. Queues are driven by one thread; others may `settle`.
+    """The copies of one storage that may not be done. One thread drives the streams; others may `synchronize`.
 
-    An engine's steps need not be noted: whoever may hear of a step's end hears of it when the device has done it.
+    An engine's steps need not be recorded: the end of a step is announced only when the device has done it.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._lock = threading.Lock()
-        # Of each block the last copy that was begun: that one has waited for those before it.
+        # The number of each block's latest copy, which has itself waited for earlier ones.
         self._last = np.zeros(num_blocks, np.int64)
         self._pending: dict[int, _Copy] = {}
         self._num_begun = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody has to wait for anything."""
+        """Return whether no copy is pending."""
         return not self._pending
 
-    def begin(self, queue: Stream, block_ids: IntArray) -> None:
-        """What is put on the queue from now on comes after what other queues do with these blocks."""
+    def wait(self, stream: Stream, block_ids: IntArray) -> None:
+        """Make later work on the stream wait for what other streams do with these blocks."""
         for copy in self._on(block_ids):
-            if copy.queue is not queue:
-                queue.wait(copy.event)
+            if copy.stream is not stream:
+                stream.wait(copy.event)
 
-    def end(self, queue: Stream, block_ids: IntArray) -> None:
-        """A copy of these blocks is what the queue has at its end now."""
-        event = queue.record()
+    def record(self, stream: Stream, block_ids: IntArray) -> None:
+        """Record that the latest work on the stream is a copy of these blocks."""
+        event = stream.record()
         with self._lock:
             self._num_begun += 1
-            self._pending[self._num_begun] = _Copy(queue, event)
+            self._pending[self._num_begun] = _Copy(stream, event)
             self._last[block_ids] = self._num_begun
 
-    def settle(self, block_ids: IntArray) -> None:
-        """Wait, on the host, until the blocks hold what they are to hold and nobody reads them any more."""
+    def synchronize(self, block_ids: IntArray) -> None:
+        """Block the host until all copies to and from these blocks are done."""
         for copy in self._on(block_ids):
-            copy.event.wait_on_host()
+            copy.event.synchronize()
 
     def _on(self, block_ids: IntArray) -> list[_Copy]:
         if not self._pending:

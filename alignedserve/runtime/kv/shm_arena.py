@@ -1,11 +1,11 @@
-"""An arena: blocks in shared memory, mapped by whoever owns them and by the workers of its node.
+"""Arenas: blocks in shared memory, mapped by their owner and by the workers of its node.
 
 The pool of a node owns one, and a prefill worker one for each decode worker, as its candidate buffer.
 
 File layout: one header page (magic, layout digest, counts), the table of generations (8 bytes a block), the blocks.
-The pool stamps a block with the generation of its lease when it hands it out and with 0 when it takes it back; in a
-candidate buffer whoever was told by the owner to write there stamps it before it writes. Either way a
-reader that finds the generation it was told before and after its copy has read what the lease's writer wrote.
+The pool stamps a block with the generation of its lease when it leases it and with 0 when it takes it back; in a
+candidate buffer the writer that the owner assigned stamps it before writing. Either way a reader that finds the
+expected generation before and after its copy has read what the lease's writer wrote.
 """
 
 import fcntl
@@ -29,21 +29,21 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 ARENA_PREFIX = "alignedserve-"
 ARENA_SUFFIX = ".arena"
 POOL_PURPOSE, POOL_SETTING = "the KV pool", "pool.memory_bytes"
-NOBODYS = 0  # generation of blocks that no lease holds
+NO_LEASE = 0  # generation of blocks that no lease holds
 
 
 class Arena:
     """One mapping of the shared blocks. `blocks` is uint8 [num_blocks, block_bytes]; `generations` uint64 [num_blocks].
 
-    Created by its owner, attached by others. The file's lock belongs to the creator and ends with its process, which
-    is how a file left behind by a killed run is told from one in use. The memory of an unlinked file is given back
-    when the last arena that maps it is closed or garbage.
+    Created by its owner, attached by others. The creator holds the file's lock until its process ends, which
+    distinguishes a file in use from one that a killed run left behind. The memory of an unlinked file is freed when
+    the last arena that maps it is closed or garbage-collected.
     """
 
     def __init__(self, path: Path, file_descriptor: int, num_blocks: int, layout: BlockLayout) -> None:
-        """Takes over the descriptor: the mapping holds one of its own, and with it the file and its lock."""
+        """Take over the descriptor: the mapping duplicates it, which keeps the file and its lock."""
         self.path = path
-        self.file_id = _identify(file_descriptor)  # another one for whoever finds another file at the same path
+        self.file_id = _identify(file_descriptor)  # differs for another file at the same path
         self.layout = layout
         block_bytes = layout.block_bytes
         try:
@@ -65,9 +65,9 @@ class Arena:
         purpose: str = POOL_PURPOSE,
         setting: str = POOL_SETTING,
     ) -> "Arena":
-        """Make a fresh file, replacing whatever lay there, with its memory really taken.
+        """Create a new file, replacing any old one, with its memory allocated.
 
-        Raises NotEnoughMemory, which says what the memory was for and which setting to lower.
+        Raises NotEnoughMemory, which names the purpose of the memory and the setting to lower.
         """
         path.unlink(missing_ok=True)
         file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -80,7 +80,7 @@ class Arena:
         except OSError as error:
             os.close(file_descriptor)
             path.unlink(missing_ok=True)
-            raise NotEnoughMemory(_no_room(path, size, purpose, setting)) from error
+            raise NotEnoughMemory(_shortage(path, size, purpose, setting)) from error
         return cls(path, file_descriptor, num_blocks, layout)
 
     @classmethod
@@ -104,19 +104,19 @@ class Arena:
         return int(self.blocks.shape[0])
 
     def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
-        """Whoever gives blocks out: mark these as belonging to this lease (0: to nobody)."""
+        """Mark these blocks as belonging to this lease (0: to none)."""
         self.generations[list(block_ids)] = generation
 
     def is_stamped(self, block_ids: Sequence[BlockId], generation: int) -> bool:
-        """Whether all of these blocks belong to this lease; nobody's blocks are no lease's."""
-        return generation != NOBODYS and bool((self.generations[list(block_ids)] == generation).all())
+        """Return whether all of these blocks belong to this lease; free blocks belong to none."""
+        return generation != NO_LEASE and bool((self.generations[list(block_ids)] == generation).all())
 
     def rows_to_read(self, block_ids: Iterable[BlockId]) -> Iterator[npt.NDArray[np.uint8]]:
-        """The bytes of these blocks, one after the other."""
+        """Iterate over the bytes of these blocks."""
         return map(self.blocks.__getitem__, block_ids)
 
     def rows_to_write(self, block_ids: Iterable[BlockId]) -> Iterator[npt.NDArray[np.uint8]]:
-        """The bytes of these blocks, one after the other, to be overwritten in place."""
+        """Iterate over the bytes of these blocks, to be overwritten in place."""
         return map(self.blocks.__getitem__, block_ids)
 
     def close(self, *, unlink: bool = False) -> None:
@@ -127,12 +127,12 @@ class Arena:
         try:
             self._mapping.close()
         except BufferError:
-            # Somebody still holds a view: the memory goes when the view does.
+            # A view is still in use: the memory is freed with it.
             return
 
 
 def arena_folder() -> Path:
-    """Where arenas lie: the machine's memory file system."""
+    """Return the folder of arenas: the machine's memory file system."""
     shared_memory = Path("/dev/shm")  # noqa: S108  (a memory file system, files made with O_EXCL and mode 0600)
     if not os.access(shared_memory, os.W_OK):
         raise NotEnoughMemory(f"{shared_memory} is not writable; the KV pool keeps its blocks there")
@@ -140,7 +140,7 @@ def arena_folder() -> Path:
 
 
 def arena_path(cluster_id: str, name: str) -> Path:
-    """The arena file of this name in this cluster."""
+    """Return the path of the arena of this name in this cluster."""
     return arena_folder() / f"{ARENA_PREFIX}{cluster_id}-{name}{ARENA_SUFFIX}"
 
 
@@ -151,7 +151,7 @@ def remove_stale_arenas(folder: Path, prefix: str) -> list[Path]:
         try:
             file_descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # another user's, or just gone
+            continue  # another user's, or just removed
         try:
             fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
@@ -191,7 +191,7 @@ def _header_problem(header: bytes, size: int, layout: BlockLayout) -> str | None
     return None
 
 
-def _no_room(path: Path, size: int, purpose: str, setting: str) -> str:
+def _shortage(path: Path, size: int, purpose: str, setting: str) -> str:
     stats = os.statvfs(path.parent)
     free = stats.f_bavail * stats.f_frsize
     mib = 1024 * 1024

@@ -1,5 +1,8 @@
-"""Blocks of a device to and from host memory, by queues: lists of blocks are gathered there into one run of bytes, so
-that the link is crossed in few large copies, and the host's end is page-locked."""
+"""Stream-ordered copies of blocks between a device and host memory.
+
+Lists of blocks are gathered on the device into contiguous bytes, so that few large copies cross the link; the host's
+memory is page-locked.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,86 +25,86 @@ _NUM_STAGES = 2  # one is filled while the other is emptied
 
 
 class StagedCopies:
-    """Copies on one queue."""
+    """Copies on one stream."""
 
     def __init__(
         self,
-        form: BlockCodec,
-        queue: Stream,
+        codec: BlockCodec,
+        stream: Stream,
         device: torch.device,
         *,
         staged_bytes: int = _STAGED_BYTES,
         is_staged: bool | None = None,
     ) -> None:
-        """`device`: the queue's and the blocks'; memory to gather in (`is_staged`) is taken there now, but on a CPU,
-        where blocks go straight to and from the host's rows."""
-        self._form = form
-        self._queue = queue
+        """`device`: of the stream and the blocks. `is_staged`: gather in staging memory, allocated there now; by
+        default except on a CPU, where blocks are copied straight to and from the host's rows."""
+        self._codec = codec
+        self._stream = stream
         self._device = device
-        self._piece = max(1, staged_bytes // form.row_bytes)
+        self._piece = max(1, staged_bytes // codec.row_bytes)
         self._is_cuda = device.type == "cuda"
         self._staging: Tensor | None = None
         if is_staged or (is_staged is None and self._is_cuda):
-            self._staging = torch.empty((self._piece, form.row_bytes), dtype=torch.uint8, device=device)
+            self._staging = torch.empty((self._piece, codec.row_bytes), dtype=torch.uint8, device=device)
 
     def pinned(self, num_rows: int) -> Tensor:
-        """Host memory for so many blocks: uint8 [num_rows, row_bytes]."""
-        return torch.empty((num_rows, self._form.row_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
+        """Allocate host memory for so many blocks: uint8 [num_rows, row_bytes]."""
+        return torch.empty((num_rows, self._codec.row_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def copy_out(self, block_ids: IntArray, rows: Tensor) -> None:
-        """Put on the queue: rows[i] = block_ids[i]. `rows` from `pinned`, left alone until an event behind it."""
+        """Enqueue rows[i] = block_ids[i]. `rows` come from `pinned` and are not touched before a later event is done."""
         for first in range(0, len(block_ids), self._piece):
             part = block_ids[first : first + self._piece]
-            there = rows[first : first + len(part)]
-            staging = there if self._staging is None else self._staging[: len(part)]
-            self._queue.run(partial(self._gather, part, staging))
-            if staging is not there:
-                self._queue.copy_out(staging, there)
+            target = rows[first : first + len(part)]
+            staging = target if self._staging is None else self._staging[: len(part)]
+            self._stream.run(partial(self._gather, part, staging))
+            if staging is not target:
+                self._stream.copy_out(staging, target)
 
     def copy_in(self, rows: Tensor, block_ids: IntArray) -> None:
-        """Put on the queue: block_ids[i] = rows[i], as `copy_out`; no block twice."""
+        """Enqueue block_ids[i] = rows[i], under the terms of `copy_out`; no block twice."""
         for first in range(0, len(block_ids), self._piece):
             part = block_ids[first : first + self._piece]
-            there = rows[first : first + len(part)]
-            staging = there if self._staging is None else self._staging[: len(part)]
-            if staging is not there:
-                self._queue.copy_in(there, staging)
-            self._queue.run(partial(self._scatter, staging, part))
+            target = rows[first : first + len(part)]
+            staging = target if self._staging is None else self._staging[: len(part)]
+            if staging is not target:
+                self._stream.copy_in(target, staging)
+            self._stream.run(partial(self._scatter, staging, part))
 
     def rows_to_read(self, block_ids: IntArray) -> Iterator[Rows]:
-        """The bytes of the blocks, one after the other, while the next ones are on their way. A row is valid until the
-        next one is asked for."""
+        """Iterate over the bytes of the blocks while the next ones are being copied. A row is valid until the iterator
+        is advanced."""
         pieces = self._pieces(block_ids)
         stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
         events: list[Event] = []
 
         def start(index: int) -> None:
             self.copy_out(pieces[index], stages[index % _NUM_STAGES][: len(pieces[index])])
-            events.append(self._queue.record())
+            events.append(self._stream.record())
 
         for index in range(len(stages)):
             start(index)
         for index, piece in enumerate(pieces):
-            events[index].wait_on_host()
+            events[index].synchronize()
             yield from stages[index % _NUM_STAGES][: len(piece)].numpy()
             if index + _NUM_STAGES < len(pieces):
                 start(index + _NUM_STAGES)
 
     def rows_to_write(self, block_ids: IntArray) -> Iterator[Rows]:
-        """Rows to fill, one for each of the blocks. A row is taken over when the next one, or the end, is asked for; at
-        the end all of them have arrived."""
+        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced; once it is advanced
+        past its end, all copies are done."""
         pieces = self._pieces(block_ids)
         stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
         events: list[Event] = []
         for index, piece in enumerate(pieces):
             if index >= _NUM_STAGES:
-                events[index - _NUM_STAGES].wait_on_host()
+                events[index - _NUM_STAGES].synchronize()
             stage = stages[index % _NUM_STAGES][: len(piece)]
             yield from stage.numpy()
             self.copy_in(stage, piece)
-            events.append(self._queue.record())
+            events.append(self._stream.record())
         for event in events[-_NUM_STAGES:]:
-            event.wait_on_host()
+            event.synchronize()
 
     def _pieces(self, block_ids: IntArray) -> list[IntArray]:
         bounds = [*range(0, len(block_ids), self._piece), len(block_ids)]
@@ -109,8 +112,8 @@ class StagedCopies:
 
     def _gather(self, block_ids: IntArray, staging: Tensor) -> None:
         (on_device,) = to_device([block_ids], self._device)
-        self._form.gather(on_device, staging)
+        self._codec.gather(on_device, staging)
 
     def _scatter(self, staging: Tensor, block_ids: IntArray) -> None:
         (on_device,) = to_device([block_ids], self._device)
-        self._form.scatter(staging, on_device)
+        self._codec.scatter(staging, on_device)

@@ -24,7 +24,7 @@ _START_TIMEOUT_S = 600.0  # weights of a large model take their time
 _STOP_TIMEOUT_S = 10.0
 
 
-class Hosted(Protocol):
+class HostedService(Protocol):
     """What runs on the loop."""
 
     async def close(self) -> None:
@@ -38,11 +38,11 @@ class ActorHost:
     for it by `failure`. Anything else ends the process.
     """
 
-    def __init__(self, process_spec: ProcessSpec, build: Callable[[], Coroutine[Any, Any, Hosted]]) -> None:
+    def __init__(self, process_spec: ProcessSpec, build: Callable[[], Coroutine[Any, Any, HostedService]]) -> None:
         self._name = process_spec.name
         _log_to_file(process_spec.log_folder, self._name)
         self._failure: AlignedServeError | None = None
-        self._room: Hosted | None = None
+        self._room: HostedService | None = None
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._on_unhandled)
         threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()

@@ -76,7 +76,7 @@ class LinkManager:
         if len(self._pending[address]) < _MAX_PENDING_MESSAGES:
             self._pending[address].append(message)
 
-    def hang_up(self, peer_name: str) -> None:
+    def disconnect(self, peer_name: str) -> None:
         """Close the link to this peer; a dialled one is dialled again."""
         link = self._links.get(peer_name)
         if link is not None:

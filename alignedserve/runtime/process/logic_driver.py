@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from alignedserve.messages.events import (
     TICK_S,
     CommonEvent,
+    Logic,
     PeerConnected,
     PeerDisconnected,
     Received,
@@ -26,14 +27,6 @@ logger = logging.getLogger(__name__)
 
 EventT = TypeVar("EventT", contravariant=True)
 CommandT = TypeVar("CommandT")
-DecidedT = TypeVar("DecidedT", covariant=True)
-
-
-class Logic(Protocol[EventT, DecidedT]):
-    """Decides. Same state, event and now always give the same commands; touches nothing outside itself."""
-
-    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | DecidedT]:
-        """What to do about this event at this time (seconds, monotonic)."""
 
 
 class LogicDriver(Generic[EventT, CommandT]):
@@ -47,7 +40,7 @@ class LogicDriver(Generic[EventT, CommandT]):
         perform: Callable[[CommandT], None],
         recorder: Recorder | None = None,
     ) -> None:
-        self.switchboard = LinkManager(identity, codec, self)
+        self.links = LinkManager(identity, codec, self)
         self._logic = logic
         self._perform = perform
         self._recorder = recorder
@@ -62,9 +55,9 @@ class LogicDriver(Generic[EventT, CommandT]):
             self._recorder.note(event, now, commands)
         for command in commands:
             if isinstance(command, Send):
-                self.switchboard.send(command.peer, command.message)
+                self.links.send(command.peer, command.message)
             elif isinstance(command, SendTo):
-                self.switchboard.send_to(command.address, command.message)
+                self.links.send_to(command.address, command.message)
             else:
                 self._perform(command)
         if self._recorder is not None:
@@ -88,7 +81,7 @@ class LogicDriver(Generic[EventT, CommandT]):
     async def close(self) -> None:
         """Stop ticking and drop the links."""
         self._timer.cancel()
-        await self.switchboard.close()
+        await self.links.close()
         if self._recorder is not None:
             self._recorder.close()
 

@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from alignedserve.cluster.signals import handlers_kept
+from alignedserve.cluster.signals import handlers_preserved
 
 
 def drops(number: int, frame: FrameType | None) -> None:
@@ -28,7 +28,7 @@ def takes_a_signal(number: signal.Signals, handler: "signal._HANDLER") -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_within_interrupts(number: signal.Signals, handler: "signal._HANDLER") -> None:
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), handlers_kept():
+    with pytest.raises(KeyboardInterrupt), handlers_preserved():
         takes_a_signal(number, handler)
     assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(-1) == -1
@@ -36,7 +36,7 @@ def test_a_signal_within_interrupts(number: signal.Signals, handler: "signal._HA
 
 def test_another_signal_does_not() -> None:
     before = signal.signal(signal.SIGUSR1, drops)
-    with handlers_kept():
+    with handlers_preserved():
         os.kill(os.getpid(), signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, before)
 
@@ -45,7 +45,7 @@ def test_on_another_thread_it_changes_nothing() -> None:
     entered = []
 
     def start() -> None:
-        with handlers_kept():
+        with handlers_preserved():
             entered.append(True)
 
     thread = threading.Thread(target=start)

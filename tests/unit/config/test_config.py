@@ -129,6 +129,8 @@ def test_what_is_not_a_size(text: str) -> None:
         ("engine: {device: tpu}", r"engine\.device"),
         ("engine: {attention_backend: avx9000}", r"engine\.attention_backend"),
         ("engine: {kv_transport: pigeon}", r"engine\.kv_transport"),
+        ("engine: {kv_transport: cuda_ipc}", r"engine\.kv_transport .*cuda_ipc is not served yet"),
+        ("engine: {kv_transport: nccl}", r"engine\.kv_transport .*nccl is not served yet"),
         ("links: {peer_timeout_s: 0.1}", r"links\.peer_timeout_s"),
         ("links: {peer_timeout_s: .inf}", r"links\.peer_timeout_s"),
         ("links: {transport: pigeon}", r"links\.transport"),

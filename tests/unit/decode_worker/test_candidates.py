@@ -29,7 +29,7 @@ from tests.harnesses.decode import (
     H1,
     H2,
     H3,
-    Desk,
+    DecodeHarness,
     added,
     cancel,
     from_pool,
@@ -47,21 +47,21 @@ from tests.support.samples import POOL, PREFILL, R1, blocks, handoff, request
 MISSED = to_router(RequestPreempted(R1, 1, (7,), handoff_refused=True))
 
 
-def full(buffer_blocks: int = 8) -> Desk:
+def full(buffer_blocks: int = 8) -> DecodeHarness:
     """r2 runs, and nobody else may."""
-    made = Desk(max_running_requests=1, buffer_blocks=buffer_blocks)
+    made = DecodeHarness(max_running_requests=1, buffer_blocks=buffer_blocks)
     made.enter(H2)
     return made
 
 
-def coming() -> Desk:
+def coming() -> DecodeHarness:
     """r1 is on its way from the pool into block 0 of the buffer."""
     made = full()
     made.grant(H1)
     return made
 
 
-def there() -> Desk:
+def there() -> DecodeHarness:
     """r1 is in the buffer, and in the pool."""
     made = coming()
     made.prefetched("r1", 1)
@@ -84,7 +84,7 @@ def test_who_cannot_enter_is_prefetched() -> None:
 
 
 def test_who_can_enter_at_once_is_not() -> None:
-    assert Desk(buffer_blocks=8).grant(H1) == [received((R1, 1)), from_pool(load(H1, 0, 1))]
+    assert DecodeHarness(buffer_blocks=8).grant(H1) == [received((R1, 1)), from_pool(load(H1, 0, 1))]
 
 
 def test_without_a_buffer_it_waits_in_the_pool() -> None:
@@ -120,7 +120,7 @@ def test_one_that_is_on_its_way_is_waited_for() -> None:
 
 
 def test_others_may_enter_before_one_that_is_on_its_way() -> None:
-    made = Desk(max_running_requests=1, buffer_blocks=4)
+    made = DecodeHarness(max_running_requests=1, buffer_blocks=4)
     made.enter(H2)
     made.grant(H1)
     made.grant(handoff(request("r3"), 13, runs=(BUFFER_RUNS[0],) * 3))  # for which the buffer is too small now
@@ -178,7 +178,7 @@ def test_granted_again_while_an_earlier_prefetch_of_it_is_under_way() -> None:
 # --- strays
 
 
-def stray(made: Desk) -> list[DecodeCommand]:
+def stray(made: DecodeHarness) -> list[DecodeCommand]:
     """r1, of another batch than the one that runs, has come too late to join it."""
     return made.grant(H1, batch=5, joins=4)
 
@@ -196,12 +196,14 @@ def test_who_comes_to_join_the_running_batch_is_a_candidate_of_it() -> None:
 # --- losses
 
 
-def lose_prefill(made: Desk) -> list[DecodeCommand]:
+def lose_prefill(made: DecodeHarness) -> list[DecodeCommand]:
     return made.do(PeerDisconnected(Role.PREFILL_WORKER, PREFILL))
 
 
 @pytest.mark.parametrize("stage", [coming, there])
-def test_the_prefill_worker_is_lost_and_what_was_prefetched_is_still_in_the_pool(stage: Callable[[], Desk]) -> None:
+def test_the_prefill_worker_is_lost_and_what_was_prefetched_is_still_in_the_pool(
+    stage: Callable[[], DecodeHarness],
+) -> None:
     made = stage()
     assert lose_prefill(made) == [UnmapArena(PREFILL)]
     assert loads(made.sampled(r2=EOS)) == [from_pool(load(H1, 0, 1))]
@@ -233,7 +235,7 @@ def test_the_pool_is_lost_and_what_was_prefetched_goes_on() -> None:
 RESERVE = ReserveBlocks(R1, 5, 1, may_wait=False)
 
 
-def bypassing() -> Desk:
+def bypassing() -> DecodeHarness:
     """Block 0 of the buffer is set aside for r1."""
     made = full()
     made.hear(RESERVE, PREFILL)

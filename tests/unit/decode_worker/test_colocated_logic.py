@@ -19,14 +19,14 @@ from alignedserve.messages.workers import (
     SetPredictedLength,
     WorkerLoad,
 )
-from tests.harnesses.colocated import EOS, FOUR, SEVEN, Desk, added, decoding, emitted, run, runs, to_router
+from tests.harnesses.colocated import EOS, FOUR, SEVEN, ColocatedHarness, added, decoding, emitted, run, runs, to_router
 from tests.harnesses.scheduling import Step
 from tests.support.samples import R1, R2, REPLY_TO, ROUTER, request
 
 
-def prompting() -> Desk:
+def prompting() -> ColocatedHarness:
     """r1 computes its prompt of four tokens, in block 0."""
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(FOUR)
     made.follow(Step(r1=4))
     return made
@@ -36,13 +36,13 @@ def prompting() -> Desk:
 
 
 def test_the_router_is_told_what_this_worker_is_and_how_it_is_loaded() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     assert made.do(PeerConnected(Role.ROUTER, ROUTER)) == [to_router(made.registered)]
     assert made.loads == [WorkerLoad(num_free_blocks=20)] * 2
 
 
 def test_another_peer_is_told_nothing() -> None:
-    assert Desk().do(PeerConnected(Role.GATEWAY, "gateway-0")) == []
+    assert ColocatedHarness().do(PeerConnected(Role.GATEWAY, "gateway-0")) == []
     assert decoding().do(PeerDisconnected(Role.GATEWAY, "gateway-0")) == []
 
 
@@ -62,7 +62,7 @@ def test_a_load_that_is_as_before_is_not_told_again() -> None:
 
 
 def test_what_the_ledger_gained_is_told_with_a_tick() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.now = 1.0
     made.begin(request(arrival_s=0.5))
     made.follow(Step(r1=4))
@@ -85,7 +85,7 @@ def test_the_ledger_has_the_members_of_every_iteration() -> None:
     made = decoding()
     made.follow(Step(r1=1, r2=1))
     made.sampled(r1=8, r2=8)
-    shapes = [(record.batch_size, record.shortest, record.longest) for record in made.logic.ledger.records()]
+    shapes = [(record.batch_size, record.shortest, record.longest) for record in made.logic.iteration_log.records()]
     assert shapes == [(2, 4, 7), (1, 7, 7), (2, 5, 8)]
 
 
@@ -93,19 +93,19 @@ def test_the_ledger_has_the_members_of_every_iteration() -> None:
 
 
 def test_a_request_waits_for_its_turn() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     assert made.begin(FOUR) == []
     assert made.loads[-1] == WorkerLoad(num_waiting=1, num_free_blocks=20)
 
 
 def test_a_prompt_enters_the_engine_with_the_blocks_it_needs() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(SEVEN)
     assert made.follow(Step(r2=7)) == [run(added(SEVEN, 0, 1), r2=7)]
 
 
 def test_a_chunk_takes_blocks_for_what_it_computes_and_the_next_one_more() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(SEVEN)
     assert made.follow(Step(r2=4)) == [run(added(SEVEN, 0), r2=4)]
     made.follow(Step(r2=3))
@@ -113,7 +113,7 @@ def test_a_chunk_takes_blocks_for_what_it_computes_and_the_next_one_more() -> No
 
 
 def test_what_was_generated_elsewhere_is_computed_with_the_prompt() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(FOUR, 3, 8, 9)
     assert made.follow(Step(r1=6)) == [run(added(FOUR, 0, 1, generated=(8, 9)), r1=6)]
     assert made.sampled(r1=5) == [emitted(TokenDelta(R1, 2, (5,))), to_router(PrefillCompleted(R1, 3, 6))]
@@ -121,25 +121,25 @@ def test_what_was_generated_elsewhere_is_computed_with_the_prompt() -> None:
 
 def test_what_no_memory_of_this_worker_holds_is_refused() -> None:
     reason = "its context needs more cache blocks than a worker has"
-    assert Desk(num_blocks=2).begin(request(max_tokens=5)) == [
+    assert ColocatedHarness(num_blocks=2).begin(request(max_tokens=5)) == [
         to_router(AttemptFailed(R1, 1, FailureKind.UNSERVABLE, reason))
     ]
 
 
 def test_what_just_fits_is_not_refused() -> None:
-    made = Desk(num_blocks=2)
+    made = ColocatedHarness(num_blocks=2)
     made.begin(request(max_tokens=4))
     assert runs(made.follow(Step(r1=4))) == [run(added(request(max_tokens=4), 0), r1=4)]
 
 
 def test_the_policy_sees_a_prediction() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(FOUR, predicted_output_len=6.5)
     assert made.view.table.predicted_len.tolist() == [6.5]
 
 
 def test_a_late_prediction_replaces_it() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(FOUR, predicted_output_len=6.5)
     made.hear(SetPredictedLength(R1, 1, 3.5))
     assert made.view.table.predicted_len.tolist() == [3.5]
@@ -147,7 +147,7 @@ def test_a_late_prediction_replaces_it() -> None:
 
 @pytest.mark.parametrize("message", [SetPredictedLength(R1, 2, 3.5), SetPredictedLength(R2, 1, 3.5)])
 def test_a_prediction_of_another_attempt_or_request_changes_nothing(message: SetPredictedLength) -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(FOUR, predicted_output_len=6.5)
     assert made.hear(message) == []
     assert made.view.table.predicted_len.tolist() == [6.5]
@@ -175,7 +175,7 @@ def test_who_pauses_keeps_its_blocks_and_goes_on() -> None:
 
 
 def test_tokens_for_one_gateway_travel_together() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     other = request("r3", prompt_len=1, reply_to="unix:other")
     for one in (FOUR, other, request("r2", prompt_len=2)):
         made.begin(one)
@@ -195,7 +195,7 @@ def test_logprobs_go_with_their_token() -> None:
     ("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (8, 1, FinishReason.LENGTH)]
 )
 def test_the_last_token_says_so_and_ends_it(token_id: int, max_tokens: int, reason: FinishReason) -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(request(max_tokens=max_tokens))
     made.follow(Step(r1=4))
     assert made.sampled(r1=token_id) == [
@@ -214,7 +214,7 @@ def test_what_ended_is_removed_from_the_engine_by_the_next_iteration() -> None:
 
 
 def test_scores_of_a_prompt_go_before_its_end_and_no_token_does() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(request(sampling=SamplingParams(max_tokens=0, num_prompt_logprobs=0)))
     made.follow(Step(r1=4))
     entries = (TokenLogprob(11, -1.0),)
@@ -237,7 +237,7 @@ def test_a_model_without_usable_logits_fails_the_request() -> None:
 
 
 def test_aborted_while_it_waits_it_is_gone_at_once() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(FOUR)
     assert made.hear(AbortRequest(R1)) == []
     assert made.loads[-1] == WorkerLoad(num_free_blocks=20)
@@ -264,7 +264,7 @@ def test_aborted_while_others_compute_it_leaves_after_them() -> None:
 
 
 def test_word_of_an_unknown_request_or_an_earlier_attempt_is_ignored() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(FOUR, 2)
     made.follow(Step(r1=4))
     assert made.hear(AbortRequest(R2)) == []
@@ -273,7 +273,7 @@ def test_word_of_an_unknown_request_or_an_earlier_attempt_is_ignored() -> None:
 
 
 def test_a_later_attempt_takes_the_place_of_one_that_waits() -> None:
-    made = Desk()
+    made = ColocatedHarness()
     made.begin(FOUR)
     made.begin(FOUR, 2, 8)
     assert made.follow(Step(r1=5)) == [run(added(FOUR, 0, 1, generated=(8,)), r1=5)]
@@ -327,4 +327,4 @@ def test_a_router_that_comes_back_ends_what_computes_and_what_waits_for_it() -> 
 
 def test_a_message_that_it_does_not_take_is_a_broken_invariant() -> None:
     with pytest.raises(AssertionError, match="does not take BlocksTaken"):
-        Desk().hear(BlocksTaken(R1, 1, is_accepted=True))
+        ColocatedHarness().hear(BlocksTaken(R1, 1, is_accepted=True))

@@ -7,7 +7,7 @@ import pytest
 from alignedserve.messages.gateways import AbortRequest, TokenDelta
 from alignedserve.messages.iterations import Addition, Swaps
 from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.colocated import EOS, FOUR, SEVEN, Desk, added, decoding, emitted, run, runs, swap
+from tests.harnesses.colocated import EOS, FOUR, SEVEN, ColocatedHarness, added, decoding, emitted, run, runs, swap
 from tests.harnesses.scheduling import Step
 from tests.support.samples import R2, blocks, request
 
@@ -29,7 +29,7 @@ def test_who_is_swapped_out_leaves_its_blocks_and_the_engine() -> None:
     assert made.follow(Step(r1=1, swap=["r2"])) == [run(removals=("r2",), grown=[("r1", 1)], swaps=swaps, r1=1)]
 
 
-def swapped(**sizes: Any) -> Desk:
+def swapped(**sizes: Any) -> ColocatedHarness:
     """r2 is on the host with its seven tokens, and nothing runs; r1 holds blocks 0 and 1."""
     made = decoding(**sizes)
     made.follow(Step(r1=1, swap=["r2"]))
@@ -91,9 +91,9 @@ def test_a_plan_that_evicts_for_nobody_is_a_broken_invariant() -> None:
 SIX = request("r2", prompt_len=6)
 
 
-def crowded(preemption: str) -> Desk:
+def crowded(preemption: str) -> ColocatedHarness:
     """Both fill four blocks, r1 with six tokens and r2 with eight, and compute the last of them."""
-    made = Desk(num_blocks=4, policy=make_policy("fcfs", {"preemption": preemption}))
+    made = ColocatedHarness(num_blocks=4, policy=make_policy("fcfs", {"preemption": preemption}))
     made.begin(FOUR)
     made.begin(SIX)
     assert runs(made.sampled(r1=7)) == [run(added(SIX, 1, 2), r2=6)]

@@ -27,7 +27,7 @@ from alignedserve.scheduling.worker_state import Scheduler
 from decode_worker.logic import DecodeCommand
 from tests.harnesses.decode import (
     EOS,
-    Desk,
+    DecodeHarness,
     loads,
     offloads,
     run,
@@ -45,9 +45,9 @@ def long(name: str, prompt_len: int, lease: int) -> Handoff:
     return handoff(request(name, prompt_len=prompt_len, max_tokens=60), lease)
 
 
-def grown(buffer_blocks: int = 16) -> Desk:
+def grown(buffer_blocks: int = 16) -> DecodeHarness:
     """r1 is of 40 tokens and r2 of 38; together they hold all twenty blocks, and r1 needs another one soon."""
-    made = Desk(buffer_blocks=buffer_blocks)
+    made = DecodeHarness(buffer_blocks=buffer_blocks)
     made.enter(long("r1", 7, 11), long("r2", 5, 12))
     for _ in range(31):
         assert offloads(made.sampled(r1=20, r2=20)) == []
@@ -58,14 +58,14 @@ GENERATED = (7, *(20,) * 32)  # of both, then
 OFFLOAD = OffloadBlocks(R1, 1, blocks(0, 1, *range(4, 20, 2)), PREFILL, blocks(*range(10)), 1)
 
 
-def evicting() -> Desk:
+def evicting() -> DecodeHarness:
     """r1 is being copied out."""
     made = grown()
     made.sampled(r1=20, r2=20)
     return made
 
 
-def evicted() -> Desk:
+def evicted() -> DecodeHarness:
     """r1 is in the buffer."""
     made = evicting()
     made.offloaded(OFFLOAD, TEN_BLOCKS)
@@ -199,9 +199,9 @@ def test_a_later_attempt_waits_until_the_earlier_one_is_copied_out() -> None:
 # --- case 2: a batch switch
 
 
-def two(num_blocks: int = 60, **changes: Any) -> Desk:
+def two(num_blocks: int = 60, **changes: Any) -> DecodeHarness:
     """Two requests make a batch; r1 runs alone, of batch 1."""
-    made = Desk(num_blocks=num_blocks, min_requests=2, buffer_blocks=16)
+    made = DecodeHarness(num_blocks=num_blocks, min_requests=2, buffer_blocks=16)
     made.enter(handoff(request(max_tokens=60, **changes), 11))
     return made
 
@@ -224,7 +224,7 @@ def test_a_batch_is_replaced_as_soon_as_its_iteration_is_over_beside_the_copies_
 
 
 def test_of_a_batch_that_is_replaced_eight_at_most_leave_at_a_time() -> None:
-    made = Desk(num_blocks=200, max_running_requests=12, min_requests=10, buffer_blocks=60)
+    made = DecodeHarness(num_blocks=200, max_running_requests=12, min_requests=10, buffer_blocks=60)
     made.enter(*(handoff(request(f"a{number}", prompt_len=4 + number), number) for number in range(9)))
     made.grant(*(handoff(request(f"b{number}"), 20 + number) for number in range(10)), batch=2)
     leaving = offloads(made.sampled(**{f"a{number}": 20 for number in range(9)}))
@@ -243,7 +243,7 @@ def test_a_batch_too_small_for_a_switch_evicts_nobody() -> None:
     assert offloads(made.sampled(r1=8)) == []
 
 
-def switched() -> Desk:
+def switched() -> DecodeHarness:
     """r1 has given way to batch 2 and lies in the buffer; its batch does not run any more."""
     made = two()
     made.all_loaded(made.grant(*NEWCOMERS, batch=2))
@@ -256,7 +256,7 @@ def test_the_ledger_notes_the_iterations_of_a_switch() -> None:
     made = switched()
     made.sampled(r2=20, r3=20)
     made.sampled(r2=20, r3=20)
-    assert [record.is_switching for record in made.logic.ledger.records()] == [False, True, False]
+    assert [record.is_switching for record in made.logic.iteration_log.records()] == [False, True, False]
 
 
 def test_the_victim_is_of_the_outgoing_batch_even_if_others_are_longer() -> None:
@@ -271,7 +271,7 @@ def test_the_victim_is_of_the_outgoing_batch_even_if_others_are_longer() -> None
 # --- back to the pool
 
 
-def back(made: Desk, outcome: ReturnOutcome) -> list[DecodeCommand]:
+def back(made: DecodeHarness, outcome: ReturnOutcome) -> list[DecodeCommand]:
     return made.hear(RequestReturned(R1, 1, outcome), PREFILL)
 
 
@@ -345,7 +345,7 @@ def test_where_the_buffer_is_roomy_it_stays() -> None:
 
 def test_who_is_evicted_before_it_has_computed_what_its_copy_lacked_takes_along_what_it_has() -> None:
     resting = PolicyPacing(Scheduler(Script(), EasyCosts(), IterationLimits(4, 10)))
-    made = Desk(buffer_blocks=16, pacing=resting)
+    made = DecodeHarness(buffer_blocks=16, pacing=resting)
     whole = long("r1", 7, 11)
     made.enter(msgspec.structs.replace(whole, copy=BlockCopy(11, 3, (BlockRun(0, 1, 0),))), long("r2", 2, 12))
     (offload,) = made.logic._evictions.make_way(1, num_stalled=0)

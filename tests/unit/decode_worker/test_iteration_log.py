@@ -10,8 +10,8 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.iteration_log import SPREAD_EDGES, IterationLogTotals
 from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
-from decode_worker.iteration_log.iteration_log import IterationLog, IterationRecord, totals_of
-from decode_worker.iteration_log.writer import write_ledger
+from alignedserve.worker_core.iteration_log import IterationLog, IterationRecord, totals_of
+from decode_worker.iteration_log_writer import write_iterations
 from decode_worker.state import RunningRequest
 from tests.support.samples import R1, request
 
@@ -29,14 +29,14 @@ def entering(*members: RunningRequest, removals: tuple[RequestId, ...] = ()) -> 
 GOING_ON = RunIteration((), (), (), ())
 
 
-class Desk:
+class IterationLogHarness:
     """A ledger and its batch; an iteration takes one second, half of it in the forward pass."""
 
     def __init__(self, **sizes: int) -> None:
-        self.ledger = IterationLog(**sizes)
+        self.iteration_log = IterationLog(**sizes)
         self.running: dict[RequestId, RunningRequest] = {}
         self.now = 0.0
-        self.ledger.take_totals(0.0)  # a tick: time begins
+        self.iteration_log.take_totals(0.0)  # a tick: time begins
 
     def join(self, *members: RunningRequest) -> RunIteration:
         self.running.update({one.request.request_id: one for one in members})
@@ -52,14 +52,18 @@ class Desk:
         sampled = more.pop("sampled", tuple(self.running))
         has_changed = bool(command.additions or command.removals)
         batch = self.running.values()
-        self.ledger.iteration_started(self.now, batch, has_changed=has_changed, is_switching=is_switching)
+        self.iteration_log.iteration_started(self.now, batch, has_changed=has_changed, is_switching=is_switching)
         self.now += 1.0
         times = more.pop("times", one_second(self.now - 1.0))
         tokens = tuple(SampledToken(request_id, 5) for request_id in sampled)
-        self.ledger.iteration_completed(self.now, IterationCompleted(tokens, times=times, **more))
+        self.iteration_log.iteration_completed(self.now, IterationCompleted(tokens, times=times, **more))
         for request_id in sampled:
-            self.running[request_id].note_token(5)
-        return self.ledger.records()[-1]
+            append_token(self.running[request_id])
+        return self.iteration_log.records()[-1]
+
+
+def append_token(running: RunningRequest) -> None:
+    running.append(SampledToken(running.request.request_id, 5), frozenset())
 
 
 def one_second(started: float) -> IterationTimes:
@@ -87,9 +91,11 @@ def lengths(record: IterationRecord) -> tuple[int, int, float, int]:
 
 
 def test_one_iteration_in_all_its_parts() -> None:
-    desk = Desk()
-    desk.now = 16.0
-    record = desk.run(desk.join(member(context_len=8, arrival_s=4.0, granted_s=12.0), member("r2", 10, granted_s=14.0)))
+    harness = IterationLogHarness()
+    harness.now = 16.0
+    record = harness.run(
+        harness.join(member(context_len=8, arrival_s=4.0, granted_s=12.0), member("r2", 10, granted_s=14.0))
+    )
     assert record == IterationRecord(
         number=0,
         started_s=16.0,
@@ -113,30 +119,30 @@ def test_one_iteration_in_all_its_parts() -> None:
 
 
 def test_without_a_pause_nothing_was_waited_for() -> None:
-    desk = Desk()
-    desk.run(desk.join(member()))
-    record = desk.run()
+    harness = IterationLogHarness()
+    harness.run(harness.join(member()))
+    record = harness.run()
     assert (record.number, record.started_s, record.wall_s, waits(record)) == (1, 1.0, 1.0, (0.0, 0.0, 0.0))
 
 
 def test_times_beyond_what_the_logic_saw_are_not_believed() -> None:
-    desk = Desk()
-    record = desk.run(desk.join(member()), times=IterationTimes(-3.0, 99.0, 0.125, 0.5, 0.125))
+    harness = IterationLogHarness()
+    record = harness.run(harness.join(member()), times=IterationTimes(-3.0, 99.0, 0.125, 0.5, 0.125))
     assert record.turnaround_s == 0.0
 
 
 def test_an_iteration_without_times_was_all_forward() -> None:
-    desk = Desk()
-    record = desk.run(desk.join(member()), times=None)
+    harness = IterationLogHarness()
+    record = harness.run(harness.join(member()), times=None)
     assert (record.wall_s, record.forward_s, record.parts_s) == (1.0, 1.0, 1.0)
 
 
 def test_an_end_without_a_start_is_a_broken_invariant() -> None:
-    desk = Desk()
-    desk.run(desk.join(member()))
-    for ledger in (IterationLog(), desk.ledger):
+    harness = IterationLogHarness()
+    harness.run(harness.join(member()))
+    for iteration_log in (IterationLog(), harness.iteration_log):
         with pytest.raises(AssertionError, match="not started"):
-            ledger.iteration_completed(2.0, IterationCompleted(()))
+            iteration_log.iteration_completed(2.0, IterationCompleted(()))
 
 
 # --- what a pause was for
@@ -158,84 +164,84 @@ def test_an_end_without_a_start_is_a_broken_invariant() -> None:
 def test_a_pause_is_split_by_the_request_that_ends_it(
     arrival_s: float, granted_s: float, expected: tuple[float, float, float]
 ) -> None:
-    desk = Desk()
-    desk.run(desk.join(member()))
-    desk.leave("r1")
-    desk.now = 8.0
-    record = desk.run(desk.join(member("r2", arrival_s=arrival_s, granted_s=granted_s)))
+    harness = IterationLogHarness()
+    harness.run(harness.join(member()))
+    harness.leave("r1")
+    harness.now = 8.0
+    record = harness.run(harness.join(member("r2", arrival_s=arrival_s, granted_s=granted_s)))
     assert waits(record) == expected
     assert record.wall_s == record.parts_s == 8.0
 
 
 def test_of_several_the_first_to_arrive_and_the_first_to_be_granted_count() -> None:
-    desk = Desk()
-    desk.now = 8.0
+    harness = IterationLogHarness()
+    harness.now = 8.0
     early_but_slow, late_but_quick = (
         member("r1", arrival_s=1.0, granted_s=7.0),
         member("r2", arrival_s=3.0, granted_s=5.0),
     )
-    assert waits(desk.run(desk.join(early_but_slow, late_but_quick))) == (1.0, 4.0, 3.0)
+    assert waits(harness.run(harness.join(early_but_slow, late_but_quick))) == (1.0, 4.0, 3.0)
 
 
 def test_time_begins_with_the_first_tick_or_the_first_iteration() -> None:
-    ledger = IterationLog()
+    iteration_log = IterationLog()
     one = member()
-    ledger.iteration_started(5.0, [one], has_changed=True)
-    ledger.iteration_completed(6.0, IterationCompleted(()))
-    assert ledger.records()[0].wall_s == 1.0
+    iteration_log.iteration_started(5.0, [one], has_changed=True)
+    iteration_log.iteration_completed(6.0, IterationCompleted(()))
+    assert iteration_log.records()[0].wall_s == 1.0
 
 
 # --- the shape of the batch
 
 
 def test_everybody_grows_by_a_token() -> None:
-    desk = Desk()
-    assert lengths(desk.run(desk.join(member(context_len=4), member("r2", 10)))) == (2, 4, 7.0, 10)
-    assert lengths(desk.run()) == (2, 5, 8.0, 11)
-    assert lengths(desk.run()) == (2, 6, 9.0, 12)
+    harness = IterationLogHarness()
+    assert lengths(harness.run(harness.join(member(context_len=4), member("r2", 10)))) == (2, 4, 7.0, 10)
+    assert lengths(harness.run()) == (2, 5, 8.0, 11)
+    assert lengths(harness.run()) == (2, 6, 9.0, 12)
 
 
 def test_who_gets_no_token_does_not_grow() -> None:
-    desk = Desk()
-    desk.run(desk.join(member(context_len=4), member("r2", 10)), sampled=(R1,))
-    assert lengths(desk.run()) == (2, 5, 7.5, 10)
+    harness = IterationLogHarness()
+    harness.run(harness.join(member(context_len=4), member("r2", 10)), sampled=(R1,))
+    assert lengths(harness.run()) == (2, 5, 7.5, 10)
 
 
 def test_members_come_and_go() -> None:
-    desk = Desk()
-    desk.run(desk.join(member(context_len=4), member("r2", 10)))
-    assert lengths(desk.run(desk.leave("r1"))) == (1, 11, 11.0, 11)
-    assert lengths(desk.run(desk.join(member("r3", 3)))) == (2, 3, 7.5, 12)
-    removals = desk.leave("r3").removals
+    harness = IterationLogHarness()
+    harness.run(harness.join(member(context_len=4), member("r2", 10)))
+    assert lengths(harness.run(harness.leave("r1"))) == (1, 11, 11.0, 11)
+    assert lengths(harness.run(harness.join(member("r3", 3)))) == (2, 3, 7.5, 12)
+    removals = harness.leave("r3").removals
     newcomer = member("r4", 5)
-    desk.join(newcomer)
-    assert lengths(desk.run(entering(newcomer, removals=removals))) == (2, 5, 9.0, 13)  # not r3's four
+    harness.join(newcomer)
+    assert lengths(harness.run(entering(newcomer, removals=removals))) == (2, 5, 9.0, 13)  # not r3's four
 
 
 def test_whose_logits_were_of_no_use_is_not_in_the_batch_of_the_next() -> None:
-    desk = Desk()
-    desk.run(desk.join(member(context_len=4), member("r2", 10)), sampled=(R1,), failed=(RequestId("r2"),))
-    assert lengths(desk.run(desk.leave("r2"))) == (1, 5, 5.0, 5)
+    harness = IterationLogHarness()
+    harness.run(harness.join(member(context_len=4), member("r2", 10)), sampled=(R1,), failed=(RequestId("r2"),))
+    assert lengths(harness.run(harness.leave("r2"))) == (1, 5, 5.0, 5)
 
 
 # --- the latest records and the sums
 
 
 def test_only_the_latest_are_kept() -> None:
-    desk = Desk(num_records=3)
-    desk.run(desk.join(member()))
+    harness = IterationLogHarness(num_records=3)
+    harness.run(harness.join(member()))
     for _ in range(5):
-        desk.run()
-    assert [record.number for record in desk.ledger.records()] == [3, 4, 5]
+        harness.run()
+    assert [record.number for record in harness.iteration_log.records()] == [3, 4, 5]
 
 
 def test_the_sums_of_two_iterations() -> None:
-    desk = Desk()
-    desk.run(desk.join(member(context_len=8), member("r2", 8)))
-    desk.run(desk.leave("r2"), is_switching=True)
-    desk.now = 4.0
-    desk.run(desk.join(member("r3", 30, arrival_s=3.0, granted_s=3.5)), is_switching=True)  # beside r1: 10 and 30
-    assert desk.ledger.take_totals(5.0) == IterationLogTotals(
+    harness = IterationLogHarness()
+    harness.run(harness.join(member(context_len=8), member("r2", 8)))
+    harness.run(harness.leave("r2"), is_switching=True)
+    harness.now = 4.0
+    harness.run(harness.join(member("r3", 30, arrival_s=3.0, granted_s=3.5)), is_switching=True)  # beside r1: 10 and 30
+    assert harness.iteration_log.take_totals(5.0) == IterationLogTotals(
         num_iterations=3,
         num_switch_iterations=2,
         num_requests=5,
@@ -255,31 +261,31 @@ def test_the_sums_of_two_iterations() -> None:
     ("others", "bucket"), [(0, 0), (1, SPREAD_EDGES.index(2.0)), (2, SPREAD_EDGES.index(3.0)), (19, len(SPREAD_EDGES))]
 )
 def test_a_spread_on_an_edge_belongs_below_it(others: int, bucket: int) -> None:
-    desk = Desk()
+    harness = IterationLogHarness()
     crowd = [member(f"o{number}", 1) for number in range(others)]
-    record = desk.run(desk.join(member(context_len=10**6), *crowd))
+    record = harness.run(harness.join(member(context_len=10**6), *crowd))
     rounded = record._replace(mean=record.longest / (1 + others))
     assert totals_of([rounded]).spread_counts.index(1) == bucket
 
 
 def test_totals_are_given_once_a_second_and_only_what_is_new() -> None:
-    desk = Desk()
-    assert desk.ledger.take_totals(0.5) is None
-    desk.run(desk.join(member()))
-    first = desk.ledger.take_totals(1.0)
+    harness = IterationLogHarness()
+    assert harness.iteration_log.take_totals(0.5) is None
+    harness.run(harness.join(member()))
+    first = harness.iteration_log.take_totals(1.0)
     assert first is not None
-    desk.run()
-    assert desk.ledger.take_totals(1.75) is None
-    second = desk.ledger.take_totals(2.0)
+    harness.run()
+    assert harness.iteration_log.take_totals(1.75) is None
+    second = harness.iteration_log.take_totals(2.0)
     assert second is not None
     assert (first.num_iterations, second.num_iterations) == (1, 1)
-    assert first.plus(second) == totals_of(desk.ledger.records())
-    assert desk.ledger.take_totals(9.0) is None
+    assert first.plus(second) == totals_of(harness.iteration_log.records())
+    assert harness.iteration_log.take_totals(9.0) is None
 
 
 def test_adding_nothing_changes_nothing() -> None:
-    desk = Desk()
-    totals = totals_of([desk.run(desk.join(member()))])
+    harness = IterationLogHarness()
+    totals = totals_of([harness.run(harness.join(member()))])
     assert IterationLogTotals().plus(totals) == totals.plus(IterationLogTotals()) == totals
 
 
@@ -287,13 +293,13 @@ def test_adding_nothing_changes_nothing() -> None:
 
 
 def test_the_file_has_a_line_for_every_record(tmp_path: Path) -> None:
-    desk, path = Desk(), tmp_path / "decode-0.ledger.jsonl"
-    desk.run(desk.join(member()))
-    desk.run()
+    harness, path = IterationLogHarness(), tmp_path / "decode-0.iterations.jsonl"
+    harness.run(harness.join(member()))
+    harness.run()
     path.write_text("of an earlier life")
-    write_ledger(path, desk.ledger.records())
+    write_iterations(path, harness.iteration_log.records())
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line, record in zip(lines, desk.ledger.records(), strict=True):
+    for line, record in zip(lines, harness.iteration_log.records(), strict=True):
         assert line.pop("started_at").endswith("+00:00")
         assert line == record._asdict()
     assert list(tmp_path.iterdir()) == [path]
@@ -304,5 +310,5 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) ->
     target.mkdir()
     (target / "kept").touch()
     with pytest.raises(OSError):  # noqa: PT011  (which one depends on the file system)
-        write_ledger(target, [])
+        write_iterations(target, [])
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

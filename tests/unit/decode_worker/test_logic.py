@@ -18,7 +18,7 @@ from tests.harnesses.decode import (
     H1,
     H2,
     H3,
-    Desk,
+    DecodeHarness,
     added,
     emitted,
     from_pool,
@@ -48,11 +48,11 @@ def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
 
 def test_the_pools_arena_is_mapped() -> None:
     offered = ArenaOffered("/dev/shm/x.arena", 8, 64, "digest")
-    assert Desk().hear(offered, POOL) == [MapArena(POOL, offered)]
+    assert DecodeHarness().hear(offered, POOL) == [MapArena(POOL, offered)]
 
 
 def test_a_prefill_workers_buffer_is_mapped() -> None:
-    made, offered = Desk(), ArenaOffered("/dev/shm/b.arena", 8, 64, "digest")
+    made, offered = DecodeHarness(), ArenaOffered("/dev/shm/b.arena", 8, 64, "digest")
     assert made.hear(offered, PREFILL) == [MapArena(PREFILL, offered)]
 
 
@@ -61,12 +61,12 @@ def test_a_prefill_workers_buffer_is_mapped() -> None:
 
 def test_a_granted_batch_is_acknowledged_and_copied_in_one_transfer() -> None:
     expected = from_pool(load(H1, 0, 1), load(H2, 2, 3))
-    assert Desk().grant(H1, H2) == [received((R1, 1), (R2, 1)), expected]
+    assert DecodeHarness().grant(H1, H2) == [received((R1, 1), (R2, 1)), expected]
 
 
 def test_what_is_copied_in_enters_and_its_lease_goes_back() -> None:
     expected = run(added(H1, 0, 1), added(H2, 2, 3), slices={"r1": 1, "r2": 1})
-    assert Desk().enter(H1, H2) == [expected, released(11), released(12)]
+    assert DecodeHarness().enter(H1, H2) == [expected, released(11), released(12)]
 
 
 def test_candidates_are_copied_in_beside_the_iteration_and_enter_with_the_next() -> None:
@@ -76,42 +76,42 @@ def test_candidates_are_copied_in_beside_the_iteration_and_enter_with_the_next()
 
 
 def test_no_more_run_than_may() -> None:
-    made = Desk(max_running_requests=1)
+    made = DecodeHarness(max_running_requests=1)
     assert runs(made.enter(H1, H2)) == [run(added(H1, 0, 1), slices={"r1": 1})]
     assert loads(made.sampled(r1=EOS)) == [from_pool(load(H2, 0, 1))]
 
 
 def test_a_candidate_must_fit_with_what_it_and_all_beside_it_will_grow_by() -> None:
-    made = Desk(num_blocks=5)
+    made = DecodeHarness(num_blocks=5)
     made.enter(H1)  # takes two and may come to three
     assert loads(made.grant(H2)) == []  # takes two and may come to four
 
 
 def test_a_candidate_that_fits_with_all_growth_is_admitted() -> None:
-    made = Desk(num_blocks=7)
+    made = DecodeHarness(num_blocks=7)
     made.enter(H1)
     assert loads(made.grant(H2)) == [from_pool(load(H2, 2, 3))]
 
 
 def test_the_first_needs_no_room_to_grow() -> None:
-    assert loads(Desk(num_blocks=2).grant(H1)) == [from_pool(load(H1, 0, 1))]
+    assert loads(DecodeHarness(num_blocks=2).grant(H1)) == [from_pool(load(H1, 0, 1))]
 
 
 def test_nobody_overtakes_a_candidate_that_does_not_fit() -> None:
-    made = Desk(num_blocks=6)
+    made = DecodeHarness(num_blocks=6)
     large, small = handoff(request("r2", prompt_len=16), 12), handoff(request("r3", prompt_len=1), 13)
     assert loads(made.grant(H1, large, small)) == [from_pool(load(H1, 0, 1))]
 
 
 def test_what_waits_is_counted_for_the_router() -> None:
-    made = Desk(num_blocks=4)
+    made = DecodeHarness(num_blocks=4)
     commands = made.logic.on_event(Received(POOL, BatchGranted(BATCH, (H1, H2))), 0.0)
     expected = WorkerLoad(num_running=1, num_candidate_requests=1, num_candidate_blocks=2, num_free_blocks=2)
     assert commands[-1] == to_router(expected)
 
 
 def test_the_lengths_that_run_are_told_in_steps() -> None:
-    made = Desk()
+    made = DecodeHarness()
     commands = made.grant(handoff(request(prompt_len=15), 11), handoff(request("r2", prompt_len=30), 12))
     (command,) = loads(commands)
     told = made.logic.on_event(BlocksLoaded(POOL, command.loads, frozenset()), 0.0)[-1]
@@ -121,7 +121,7 @@ def test_the_lengths_that_run_are_told_in_steps() -> None:
 
 
 def test_of_a_batch_of_any_lengths_none_are_told() -> None:
-    made = Desk()
+    made = DecodeHarness()
     (command,) = loads(made.grant(H1, is_aligned=False))
     told = made.logic.on_event(BlocksLoaded(POOL, command.loads, frozenset()), 0.0)[-1]
     assert told == to_router(WorkerLoad(num_running=1, num_free_blocks=18, num_handoffs_verified=1))
@@ -144,7 +144,7 @@ def test_a_token_goes_to_the_gateway() -> None:
 
 
 def test_tokens_for_one_gateway_travel_together() -> None:
-    made = Desk()
+    made = DecodeHarness()
     other = handoff(request("r3", reply_to="unix:other"), 13)
     made.enter(H1, other, H2)
     assert made.sampled(r1=8, r3=9, r2=10)[1:3] == [
@@ -163,7 +163,7 @@ def test_logprobs_go_with_their_token() -> None:
     ("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (8, 2, FinishReason.LENGTH)]
 )
 def test_the_last_token_says_so_and_ends_it(token_id: int, max_tokens: int, reason: FinishReason) -> None:
-    made = Desk()
+    made = DecodeHarness()
     made.enter(handoff(request(max_tokens=max_tokens), 11))
     assert made.sampled(r1=token_id) == [
         emitted(TokenDelta(R1, 1, (token_id,), (), reason)),
@@ -188,9 +188,9 @@ def test_a_model_without_usable_logits_fails_the_request() -> None:
 # --- handoffs that do not hold
 
 
-def refused() -> tuple[Desk, list[DecodeCommand]]:
+def refused() -> tuple[DecodeHarness, list[DecodeCommand]]:
     """r1 does not verify, r2 does."""
-    made = Desk()
+    made = DecodeHarness()
     (command,) = loads(made.grant(H1, H2))
     return made, made.loaded(command, R1)
 

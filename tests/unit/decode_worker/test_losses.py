@@ -13,7 +13,7 @@ from tests.harnesses.decode import (
     EOS,
     H1,
     H2,
-    Desk,
+    DecodeHarness,
     added,
     emitted,
     from_pool,
@@ -32,20 +32,20 @@ from tests.support.samples import POOL, R1, R2, ROUTER, handoff, request
 
 
 @pytest.fixture
-def second() -> Desk:
+def second() -> DecodeHarness:
     """r1 runs under attempt 2; whatever is said of attempt 1 is stale."""
-    made = Desk()
+    made = DecodeHarness()
     made.enter(handoff(request(), 11, attempt=2))
     return made
 
 
-def test_an_abort_of_an_earlier_attempt_changes_nothing(second: Desk) -> None:
+def test_an_abort_of_an_earlier_attempt_changes_nothing(second: DecodeHarness) -> None:
     assert second.hear(AbortRequest(R1, 1)) == []
     assert second.sampled(r1=8)[1] == emitted(TokenDelta(R1, 1, (8,)))
 
 
 def test_an_abort_of_an_earlier_attempt_leaves_a_candidate_alone() -> None:
-    made = Desk(max_running_requests=1)
+    made = DecodeHarness(max_running_requests=1)
     later = handoff(request(), 11, attempt=2)
     made.enter(H2, later)
     assert made.hear(AbortRequest(R1, 1)) == []
@@ -53,7 +53,7 @@ def test_an_abort_of_an_earlier_attempt_leaves_a_candidate_alone() -> None:
 
 
 def test_an_abort_of_an_earlier_attempt_leaves_a_copy_alone() -> None:
-    made, later = Desk(), handoff(request(), 11, attempt=2)
+    made, later = DecodeHarness(), handoff(request(), 11, attempt=2)
     (command,) = loads(made.grant(later))
     assert made.hear(AbortRequest(R1, 1)) == []
     assert runs(made.loaded(command)) == [run(added(later, 0, 1), slices={"r1": 1})]
@@ -67,7 +67,7 @@ def test_a_later_attempt_ends_the_one_that_runs_and_waits_for_its_end() -> None:
 
 
 def test_a_later_attempt_takes_the_place_of_a_candidate_whose_lease_goes_back() -> None:
-    made = Desk(max_running_requests=1)
+    made = DecodeHarness(max_running_requests=1)
     made.enter(H2, H1)
     again = handoff(request(), 14, attempt=2)
     assert made.grant(again) == [received((R1, 2)), released(11)]
@@ -80,16 +80,16 @@ def test_word_of_an_unknown_request_is_ignored() -> None:
 # --- aborts, in every stage
 
 
-def full() -> Desk:
+def full() -> DecodeHarness:
     """r2 runs alone and r1 waits in the pool."""
-    made = Desk(max_running_requests=1)
+    made = DecodeHarness(max_running_requests=1)
     made.enter(H2, H1)
     return made
 
 
-def copying_in() -> tuple[Desk, LoadBlocks]:
+def copying_in() -> tuple[DecodeHarness, LoadBlocks]:
     """r1 is on its way in."""
-    made = Desk()
+    made = DecodeHarness()
     (command,) = loads(made.grant(H1))
     return made, command
 
@@ -121,7 +121,7 @@ def test_aborted_while_it_runs_its_token_is_not_sent() -> None:
 # --- losses, in every stage
 
 
-def lose_pool(made: Desk) -> list[DecodeCommand]:
+def lose_pool(made: DecodeHarness) -> list[DecodeCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
 
 
@@ -165,4 +165,4 @@ def test_a_router_that_comes_back_ends_what_is_copied_in() -> None:
 
 def test_a_message_that_it_does_not_take_is_a_broken_invariant() -> None:
     with pytest.raises(AssertionError, match="does not take BlocksTaken"):
-        Desk().hear(BlocksTaken(R1, 1, is_accepted=True))
+        DecodeHarness().hear(BlocksTaken(R1, 1, is_accepted=True))

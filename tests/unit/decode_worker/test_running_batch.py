@@ -1,6 +1,7 @@
 """Who fits into the running batch, and what it needs for the next iteration: blocks of four tokens."""
 
 from alignedserve.core.ids import BatchId
+from alignedserve.core.request import SampledToken
 from alignedserve.scheduling.iteration_scheduler import PolicyPacing
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.worker_state import Scheduler
@@ -16,7 +17,11 @@ def candidate(name: str, prompt_len: int, max_tokens: int = 40) -> Candidate:
     return Candidate.of_handoff(of, BatchId(1), 0.0)
 
 
-class Desk:
+def append_token(running: RunningRequest) -> None:
+    running.append(SampledToken(running.request.request_id, 5), frozenset())
+
+
+class RunningBatchHarness:
     """A running batch, here of at most three."""
 
     def __init__(self, num_blocks: int, max_running_requests: int = 3, pacing: PolicyPacing | None = None) -> None:
@@ -47,126 +52,126 @@ class Desk:
         for request_id, num_tokens in self.batch.slices(0.0):
             running = self.batch[request_id]
             running.num_computed += num_tokens
-            running.note_token(5)
+            append_token(running)
 
 
 # --- coming in
 
 
 def test_the_first_gets_what_its_context_needs() -> None:
-    assert Desk(2).batch.blocks_if_fits(candidate("r1", 7)) == blocks(0, 1)
+    assert RunningBatchHarness(2).batch.blocks_if_fits(candidate("r1", 7)) == blocks(0, 1)
 
 
 def test_the_first_does_not_fit_where_its_context_does_not() -> None:
-    assert Desk(1).batch.blocks_if_fits(candidate("r1", 7)) is None
+    assert RunningBatchHarness(1).batch.blocks_if_fits(candidate("r1", 7)) is None
 
 
 def test_growth_of_thirty_two_tokens_is_foreseen_for_everybody() -> None:
     sizes = [(2 + 8 + 2 + 8 - 1, None), (2 + 8 + 2 + 8, blocks(2, 3))]  # 8 tokens now, 40 then: ten blocks each
     for num_blocks, expected in sizes:
-        desk = Desk(num_blocks)
-        desk.enter("r1", 7)
-        assert desk.batch.blocks_if_fits(candidate("r2", 7)) == expected
+        harness = RunningBatchHarness(num_blocks)
+        harness.enter("r1", 7)
+        assert harness.batch.blocks_if_fits(candidate("r2", 7)) == expected
 
 
 def test_no_more_growth_is_foreseen_than_a_request_may_come_to() -> None:
-    desk = Desk(4)
-    desk.enter("r1", 7, max_tokens=1)
-    assert desk.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) == blocks(2, 3)
+    harness = RunningBatchHarness(4)
+    harness.enter("r1", 7, max_tokens=1)
+    assert harness.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) == blocks(2, 3)
 
 
 def test_what_is_being_copied_in_grows_too() -> None:
-    desk = Desk(19)
+    harness = RunningBatchHarness(19)
     first = candidate("r1", 7)
-    taken = desk.batch.blocks_if_fits(first)
+    taken = harness.batch.blocks_if_fits(first)
     assert taken is not None
-    desk.batch.load(Loading(first, taken))
-    assert desk.batch.blocks_if_fits(candidate("r2", 7)) is None
+    harness.batch.load(Loading(first, taken))
+    assert harness.batch.blocks_if_fits(candidate("r2", 7)) is None
 
 
 def test_blocks_that_are_being_copied_out_are_not_free_yet() -> None:
-    desk = Desk(4)
-    block_ids = desk.batch.take_out(desk.enter("r1", 9))
-    assert desk.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) is None
-    desk.batch.copied_out(block_ids)
-    assert desk.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) is not None
+    harness = RunningBatchHarness(4)
+    block_ids = harness.batch.take_out(harness.enter("r1", 9))
+    assert harness.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) is None
+    harness.batch.copied_out(block_ids)
+    assert harness.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) is not None
 
 
 def test_one_that_still_runs_does_not_enter_again() -> None:
-    desk = Desk(40)
-    desk.enter("r1", 7)
-    assert desk.batch.blocks_if_fits(candidate("r1", 7)) is None
+    harness = RunningBatchHarness(40)
+    harness.enter("r1", 7)
+    assert harness.batch.blocks_if_fits(candidate("r1", 7)) is None
 
 
 def test_places_are_taken_by_what_is_being_copied_in() -> None:
-    desk = Desk(80, max_running_requests=1)
-    desk.batch.load(Loading(candidate("r1", 7), blocks(0, 1)))
-    assert desk.batch.blocks_if_fits(candidate("r2", 7)) is None
+    harness = RunningBatchHarness(80, max_running_requests=1)
+    harness.batch.load(Loading(candidate("r1", 7), blocks(0, 1)))
+    assert harness.batch.blocks_if_fits(candidate("r2", 7)) is None
 
 
 def test_whoever_is_admitted_is_not_evicted_within_the_foreseen_tokens() -> None:
-    desk = Desk(20)
-    desk.enter("r1", 7)
-    desk.enter("r2", 7)
+    harness = RunningBatchHarness(20)
+    harness.enter("r1", 7)
+    harness.enter("r2", 7)
     for _ in range(32):
-        growth = desk.batch.grow()
+        growth = harness.batch.grow()
         assert (growth.num_stalled, max(growth.num_missing, 0)) == (0, 0)
-        desk.iterate()
+        harness.iterate()
 
 
 # --- growing
 
 
 def test_a_full_last_block_is_foreseen_one_iteration_ahead() -> None:
-    desk = Desk(2)
-    desk.enter("r1", 7)  # eight tokens in eight slots: the next token needs a third block
-    assert desk.batch.grow() == (0, 1)
-    assert desk.batch.take_changes().extensions == ()
+    harness = RunningBatchHarness(2)
+    harness.enter("r1", 7)  # eight tokens in eight slots: the next token needs a third block
+    assert harness.batch.grow() == (0, 1)
+    assert harness.batch.take_changes().extensions == ()
 
 
 def test_a_request_at_its_end_needs_no_further_block() -> None:
-    desk = Desk(2)
-    desk.enter("r1", 7, max_tokens=1)
-    assert desk.batch.grow() == (0, 0)
-    assert desk.batch.take_changes().extensions == ()
+    harness = RunningBatchHarness(2)
+    harness.enter("r1", 7, max_tokens=1)
+    assert harness.batch.grow() == (0, 0)
+    assert harness.batch.take_changes().extensions == ()
 
 
 def test_whoever_gets_no_block_stalls_and_the_others_go_on() -> None:
-    desk = Desk(4)
-    desk.enter_anyway("r1", 7)
-    desk.enter_anyway("r2", 5)
-    desk.iterate()
-    assert desk.batch.grow() == (1, 1)
-    assert desk.batch.take_changes().extensions == ()
-    assert desk.batch.slices(0.0) == (("r2", 1),)
+    harness = RunningBatchHarness(4)
+    harness.enter_anyway("r1", 7)
+    harness.enter_anyway("r2", 5)
+    harness.iterate()
+    assert harness.batch.grow() == (1, 1)
+    assert harness.batch.take_changes().extensions == ()
+    assert harness.batch.slices(0.0) == (("r2", 1),)
 
 
 def test_a_stalled_request_goes_on_when_there_is_a_block() -> None:
-    desk = Desk(4)
-    desk.enter_anyway("r1", 7)
-    other = desk.enter_anyway("r2", 5)
-    desk.iterate()
-    desk.batch.grow()
-    desk.batch.drop(other)
-    assert desk.batch.grow() == (0, -1)  # one is free beyond the one it gets
-    assert desk.batch.take_changes().extensions == (("r1", blocks(2)),)
-    assert desk.batch.slices(0.0) == (("r1", 1),)
+    harness = RunningBatchHarness(4)
+    harness.enter_anyway("r1", 7)
+    other = harness.enter_anyway("r2", 5)
+    harness.iterate()
+    harness.batch.grow()
+    harness.batch.drop(other)
+    assert harness.batch.grow() == (0, -1)  # one is free beyond the one it gets
+    assert harness.batch.take_changes().extensions == (("r1", blocks(2)),)
+    assert harness.batch.slices(0.0) == (("r1", 1),)
 
 
 def test_blocks_on_their_way_out_count_as_coming() -> None:
-    desk = Desk(4)
-    desk.enter_anyway("r1", 7)
-    desk.batch.take_out(desk.enter_anyway("r2", 5))
-    desk.iterate()
-    assert desk.batch.grow() == (1, -1)  # two blocks are coming for the one that is wanting
+    harness = RunningBatchHarness(4)
+    harness.enter_anyway("r1", 7)
+    harness.batch.take_out(harness.enter_anyway("r2", 5))
+    harness.iterate()
+    assert harness.batch.grow() == (1, -1)  # two blocks are coming for the one that is wanting
 
 
 def test_whoever_is_about_to_enter_grows_within_its_addition() -> None:
-    desk = Desk(3)
-    one = desk.enter_anyway("r1", 7)
-    one.note_token(5)
-    desk.batch.grow()
-    changes = desk.batch.take_changes()
+    harness = RunningBatchHarness(3)
+    one = harness.enter_anyway("r1", 7)
+    append_token(one)
+    harness.batch.grow()
+    changes = harness.batch.take_changes()
     assert changes.extensions == ()
     assert [addition.block_ids for addition in changes.additions] == [blocks(0, 1, 2)]
 
@@ -175,114 +180,114 @@ def test_whoever_is_about_to_enter_grows_within_its_addition() -> None:
 
 
 def test_whoever_was_in_the_engine_is_removed_from_it() -> None:
-    desk = Desk(4)
-    one = desk.enter("r1", 7)
-    desk.iterate()
-    desk.batch.drop(one)
-    assert desk.batch.take_changes() == (("r1",), (), ())
-    assert desk.batch.num_free == 4
+    harness = RunningBatchHarness(4)
+    one = harness.enter("r1", 7)
+    harness.iterate()
+    harness.batch.drop(one)
+    assert harness.batch.take_changes() == (("r1",), (), ())
+    assert harness.batch.num_free == 4
 
 
 def test_whoever_never_was_in_the_engine_is_not() -> None:
-    desk = Desk(4)
-    desk.batch.drop(desk.enter("r1", 7))
-    assert desk.batch.take_changes() == ((), (), ())
+    harness = RunningBatchHarness(4)
+    harness.batch.drop(harness.enter("r1", 7))
+    assert harness.batch.take_changes() == ((), (), ())
 
 
 # --- lengths
 
 
 def test_the_span_is_of_one_batch() -> None:
-    desk = Desk(80)
+    harness = RunningBatchHarness(80)
     for name, prompt_len in (("r1", 7), ("r2", 20), ("r3", 11)):
-        desk.enter(name, prompt_len).batch_id = BatchId(2 if name == "r2" else 1)
-    assert desk.batch.span(BatchId(1)) == (8, 12)
-    assert desk.batch.span(BatchId(3)) is None
+        harness.enter(name, prompt_len).batch_id = BatchId(2 if name == "r2" else 1)
+    assert harness.batch.span(BatchId(1)) == (8, 12)
+    assert harness.batch.span(BatchId(3)) is None
 
 
 # --- copies that are shorter than the context, and pacing
 
 
-def enter_short(desk: Desk, num_cached: int) -> RunningRequest:
+def enter_short(harness: RunningBatchHarness, num_cached: int) -> RunningRequest:
     """r1 is of eight tokens, and the copy that came was of so many."""
     one = candidate("r1", 7)
-    block_ids = desk.batch.blocks_if_fits(one)
+    block_ids = harness.batch.blocks_if_fits(one)
     assert block_ids is not None, "it does not fit"
     running = RunningRequest.of_candidate(one, block_ids, num_cached)
-    desk.batch.enter(running, 0.0)
+    harness.batch.enter(running, 0.0)
     return running
 
 
 def test_what_the_copy_lacked_is_computed_at_once_and_then_one_token_at_a_time() -> None:
-    desk = Desk(20)
-    running = enter_short(desk, 3)
-    assert desk.batch.slices(0.0) == (("r1", 5),)
-    desk.batch.note_chunks()
-    running.note_token(5)
-    assert desk.batch.slices(0.0) == (("r1", 1),)
+    harness = RunningBatchHarness(20)
+    running = enter_short(harness, 3)
+    assert harness.batch.slices(0.0) == (("r1", 5),)
+    harness.batch.note_chunks()
+    append_token(running)
+    assert harness.batch.slices(0.0) == (("r1", 1),)
 
 
 def test_a_batch_that_is_as_before_has_the_very_slices_of_before() -> None:
-    desk = Desk(20)
-    desk.enter("r1", 7)
-    assert desk.batch.slices(0.0) is desk.batch.slices(1.0)
+    harness = RunningBatchHarness(20)
+    harness.enter("r1", 7)
+    assert harness.batch.slices(0.0) is harness.batch.slices(1.0)
 
 
-def paced(*steps: Step, num_blocks: int = 20) -> Desk:
+def paced(*steps: Step, num_blocks: int = 20) -> RunningBatchHarness:
     """As these steps say."""
     script = Script()
     script.steps.extend(steps)
     pacing = PolicyPacing(Scheduler(script, EasyCosts(), IterationLimits(4, 10)))
-    return Desk(num_blocks, pacing=pacing)
+    return RunningBatchHarness(num_blocks, pacing=pacing)
 
 
 def test_a_policy_computes_in_chunks_what_the_copy_lacked() -> None:
-    desk = paced(Step(r1=2), Step(r1=3))
-    running = enter_short(desk, 3)
-    assert desk.batch.slices(0.0) == (("r1", 2),)
-    desk.batch.note_chunks()
+    harness = paced(Step(r1=2), Step(r1=3))
+    running = enter_short(harness, 3)
+    assert harness.batch.slices(0.0) == (("r1", 2),)
+    harness.batch.note_chunks()
     assert running.num_computed == 5
-    assert desk.batch.slices(0.0) == (("r1", 3),)
-    desk.batch.note_chunks()
+    assert harness.batch.slices(0.0) == (("r1", 3),)
+    harness.batch.note_chunks()
     assert running.num_remaining == 0
-    running.note_token(5)
+    append_token(running)
     assert running.num_remaining == 1
 
 
 def test_who_is_stalled_waits_whatever_the_policy_says() -> None:
-    desk = paced(Step(r1=1, r2=1), num_blocks=4)
-    desk.enter_anyway("r1", 7).note_token(5)  # nine tokens in two blocks
-    desk.enter_anyway("r2", 5)
-    assert desk.batch.grow() == (1, 1)
-    assert desk.batch.slices(0.0) == (("r2", 1),)
+    harness = paced(Step(r1=1, r2=1), num_blocks=4)
+    append_token(harness.enter_anyway("r1", 7))  # nine tokens in two blocks
+    harness.enter_anyway("r2", 5)
+    assert harness.batch.grow() == (1, 1)
+    assert harness.batch.slices(0.0) == (("r2", 1),)
 
 
 def test_who_pauses_is_in_the_batch_and_not_in_the_iteration() -> None:
-    desk = paced(Step(r2=1), Step(r1=1))
-    desk.enter("r1", 7)
-    desk.enter("r2", 5, max_tokens=1)
-    assert desk.batch.slices(0.0) == (("r2", 1),)
-    assert len(desk.batch) == 2
-    assert desk.batch.slices(0.0) == (("r1", 1),)
+    harness = paced(Step(r2=1), Step(r1=1))
+    harness.enter("r1", 7)
+    harness.enter("r2", 5, max_tokens=1)
+    assert harness.batch.slices(0.0) == (("r2", 1),)
+    assert len(harness.batch) == 2
+    assert harness.batch.slices(0.0) == (("r1", 1),)
 
 
 def test_a_block_for_who_pauses_reaches_the_engine_with_the_next_iteration_whenever_that_is() -> None:
-    desk = paced(num_blocks=20)
-    running = desk.enter("r1", 7)
-    desk.batch.take_changes()
-    running.note_token(5)
-    desk.batch.grow()
-    assert desk.batch.slices(0.0) == ()  # the policy rests: no iteration takes the change
-    desk.batch.grow()
-    assert desk.batch.take_changes().extensions == (("r1", blocks(2)),)
-    assert desk.batch.take_changes().extensions == ()
+    harness = paced(num_blocks=20)
+    running = harness.enter("r1", 7)
+    harness.batch.take_changes()
+    append_token(running)
+    harness.batch.grow()
+    assert harness.batch.slices(0.0) == ()  # the policy rests: no iteration takes the change
+    harness.batch.grow()
+    assert harness.batch.take_changes().extensions == (("r1", blocks(2)),)
+    assert harness.batch.take_changes().extensions == ()
 
 
 def test_a_block_for_who_has_left_is_no_change() -> None:
-    desk = Desk(20)
-    running = desk.enter("r1", 7)
-    desk.batch.take_changes()
-    running.note_token(5)
-    desk.batch.grow()
-    desk.batch.drop(running)
-    assert desk.batch.take_changes() == (("r1",), (), ())
+    harness = RunningBatchHarness(20)
+    running = harness.enter("r1", 7)
+    harness.batch.take_changes()
+    append_token(running)
+    harness.batch.grow()
+    harness.batch.drop(running)
+    assert harness.batch.take_changes() == (("r1",), (), ())

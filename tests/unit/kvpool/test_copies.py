@@ -16,8 +16,8 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import Send
 from alignedserve.messages.pools import CopyKept, CopyLost, DropRequest, PoolLoad
-from tests.harnesses.pool import FORM, L1, L2, Desk, freed, grants, leased, reserved, taken, written
-from tests.support.samples import DECODE, PREFILL, R1, ROUTER, life, request
+from tests.harnesses.pool import FORM, L1, L2, PoolHarness, freed, grants, leased, reserved, taken, written
+from tests.support.samples import DECODE, PREFILL, R1, ROUTER, epoch, request
 
 END = epoch_end(L1)
 
@@ -34,7 +34,7 @@ def document(name: str, arrival_s: float = 0.0) -> Request:
 
 
 def test_a_copy_is_given_up_for_room_and_no_more_than_that() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.keep(chat("r1"))
     made.keep(chat("r2", arrival_s=1.0))
     made.reserve("r3", 6)
@@ -43,7 +43,7 @@ def test_a_copy_is_given_up_for_room_and_no_more_than_that() -> None:
 
 
 def test_copies_go_best_effort_first_then_the_youngest_and_the_oldest_person_last() -> None:
-    made = Desk()
+    made = PoolHarness()
     for one in (chat("r1", 1.0), document("r2", 2.0), chat("r3", 3.0), document("r4", 4.0)):
         made.keep(one)
     made.reserve("r5", 4)
@@ -51,14 +51,14 @@ def test_copies_go_best_effort_first_then_the_youngest_and_the_oldest_person_las
 
 
 def test_several_copies_go_for_one_large_reservation() -> None:
-    made = Desk()
+    made = PoolHarness()
     for number in range(3):
         made.keep(chat(f"r{number}", arrival_s=float(number)))
     assert made.reserve("r9", 7) == [freed(2), freed(1), *leased("r9", 4, 1, 2, 3, 4, 5, 6, 7)]
 
 
 def test_what_is_read_is_not_given_up() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.keep(chat("r1"), 1)
     made.hear(PREFILL, FetchCopy(R1, L2))
     made.reserve("r2", 7)
@@ -68,19 +68,19 @@ def test_what_is_read_is_not_given_up() -> None:
 
 
 def test_a_copy_makes_room_for_one_that_does_not_wait() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.keep("r1", 8)
     assert made.reserve("r2", 1, may_wait=False) == [freed(*range(8)), *leased("r2", 2, 0)]
 
 
 def test_a_kept_copy_is_in_no_batch() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.keep("r1")
     assert grants(made.hear(ROUTER, FORM)) == []
 
 
 def test_a_copy_stays_until_a_later_attempt_has_been_written() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.keep("r1")
     assert made.reserve("r1", 2, attempt=L2) == leased("r1", 2, 1, 2, attempt=L2)
     written_again = made.hear(PREFILL, written("r1", reserved("r1", 2, 1, 2, attempt=L2)))
@@ -91,7 +91,7 @@ def test_a_copy_stays_until_a_later_attempt_has_been_written() -> None:
 
 
 def test_a_copy_beside_a_decode_worker_is_kept_not_indexed() -> None:
-    made = Desk()
+    made = PoolHarness()
     assert made.reserve("r1", 2, is_copy=True, may_wait=False) == leased("r1", 1, 0, 1)
     assert made.hear(PREFILL, written("r1", reserved("r1", 1, 0, 1))) == [
         Send(PREFILL, BlocksTaken(R1, L1, is_accepted=True)),
@@ -102,7 +102,7 @@ def test_a_copy_beside_a_decode_worker_is_kept_not_indexed() -> None:
 
 
 def test_a_copy_beside_a_decode_worker_makes_room_for_who_waits_in_line() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 8, is_copy=True, may_wait=False)
     made.reserve("r2", 1)
     commands = made.hear(PREFILL, written("r1", reserved("r1", 1, *range(8))))
@@ -110,7 +110,7 @@ def test_a_copy_beside_a_decode_worker_makes_room_for_who_waits_in_line() -> Non
 
 
 def test_a_copy_beside_a_decode_worker_replaces_the_one_of_an_earlier_attempt() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.keep("r1")
     made.pool("r1", attempt=L2, is_copy=True)
     assert made.load == PoolLoad(num_blocks_used=1, num_pooled=0, num_reserved=0, num_blocks_kept=1)
@@ -118,7 +118,7 @@ def test_a_copy_beside_a_decode_worker_replaces_the_one_of_an_earlier_attempt() 
 
 
 def test_no_copy_is_taken_of_what_is_stale() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.pool("r1", attempt=L2)
     refused = made.reserve("r1", 1, attempt=L1, is_copy=True, may_wait=False)
     assert refused == [Send(PREFILL, ReservationRefused(R1, L1))]
@@ -128,7 +128,7 @@ def test_no_copy_is_taken_of_what_is_stale() -> None:
 
 
 def test_a_copy_is_granted_to_whoever_computes_the_request_again() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.keep("r1", 2)
     assert made.hear(PREFILL, FetchCopy(R1, L2)) == [Send(PREFILL, CopyGranted(handoff, L2))]
     assert made.load == PoolLoad(num_blocks_used=2, num_pooled=0, num_reserved=0, num_blocks_kept=0)
@@ -137,17 +137,17 @@ def test_a_copy_is_granted_to_whoever_computes_the_request_again() -> None:
 
 
 def test_the_latest_copy_is_granted() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.keep("r1")
     made.hear(PREFILL, FetchCopy(R1, L2))
     later = made.keep("r1", attempt=L2)
-    (granted,) = made.hear(PREFILL, FetchCopy(R1, life(3)))
-    assert granted == Send(PREFILL, CopyGranted(later, life(3)))
+    (granted,) = made.hear(PREFILL, FetchCopy(R1, epoch(3)))
+    assert granted == Send(PREFILL, CopyGranted(later, epoch(3)))
 
 
 @pytest.mark.parametrize("name", ["r1", "r2", "r3"])
 def test_what_is_not_kept_is_missing(name: str) -> None:
-    made = Desk()
+    made = PoolHarness()
     made.grant("r1")
     made.pool("r2")
     asked = FetchCopy(request(name).request_id, L2)
@@ -155,39 +155,39 @@ def test_what_is_not_kept_is_missing(name: str) -> None:
 
 
 def test_a_copy_that_a_decode_worker_was_lost_with_is_granted() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.grant("r1")
     made.lose(DECODE)
     assert made.hear(PREFILL, FetchCopy(R1, L2)) == [Send(PREFILL, CopyGranted(handoff, L2))]
 
 
 def test_a_lost_prefill_worker_leaves_the_copy_that_it_read() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.keep("r1")
     made.hear(PREFILL, FetchCopy(R1, L2))
     assert made.lose(PREFILL) == [Send(ROUTER, CopyLost(R1, handoff.attempt))]
-    assert made.hear("prefill-1", FetchCopy(R1, life(3))) == [Send("prefill-1", CopyGranted(handoff, life(3)))]
+    assert made.hear("prefill-1", FetchCopy(R1, epoch(3))) == [Send("prefill-1", CopyGranted(handoff, epoch(3)))]
 
 
 # --- dropped
 
 
 def test_the_copy_of_a_request_that_is_over_is_freed() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.keep("r1", 2)
     assert made.hear(ROUTER, DropRequest(R1, END)) == [freed(0, 1)]
     assert made.hear(PREFILL, FetchCopy(R1, L2)) == [Send(PREFILL, CopyMissing(R1, L2))]
 
 
 def test_the_end_of_an_earlier_life_leaves_the_copy_of_a_later_one() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.keep("r1", attempt=L2)
     assert made.hear(ROUTER, DropRequest(R1, END)) == []
-    assert made.hear(PREFILL, FetchCopy(R1, life(3))) == [Send(PREFILL, CopyGranted(handoff, life(3)))]
+    assert made.hear(PREFILL, FetchCopy(R1, epoch(3))) == [Send(PREFILL, CopyGranted(handoff, epoch(3)))]
 
 
 def test_a_copy_of_a_request_that_is_over_is_freed_when_its_reader_lets_go() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.keep("r1")
     made.hear(PREFILL, FetchCopy(R1, L2))
     assert made.hear(ROUTER, DropRequest(R1, END)) == []

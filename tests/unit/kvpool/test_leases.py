@@ -36,7 +36,7 @@ from tests.harnesses.pool import (
     FORM,
     L1,
     L2,
-    Desk,
+    PoolHarness,
     freed,
     grants,
     handoff_of,
@@ -45,7 +45,7 @@ from tests.harnesses.pool import (
     taken,
     written,
 )
-from tests.support.samples import DECODE, PREFILL, R1, R2, R3, ROUTER, life, request
+from tests.support.samples import DECODE, PREFILL, R1, R2, R3, ROUTER, epoch, request
 
 END = epoch_end(L1)
 
@@ -58,35 +58,35 @@ def density_first() -> BatchFormer:
 
 
 def test_a_batch_is_granted_shortest_first_and_the_router_hears_of_it() -> None:
-    made = Desk()
+    made = PoolHarness()
     long, short = made.pool("r1", 3), made.pool("r2", 1)
     handoffs = (handoff_of(short), handoff_of(long))
     assert made.hear(ROUTER, FORM) == [
-        Send(ROUTER, BatchFormed(BATCH, ASKED, ((R2, life(1, 2)), (R1, life(1, 2))))),
+        Send(ROUTER, BatchFormed(BATCH, ASKED, ((R2, epoch(1, 2)), (R1, epoch(1, 2))))),
         Send(DECODE, BatchGranted(BATCH, handoffs, is_aligned=False)),
     ]
 
 
 def test_a_batch_of_similar_lengths_says_so() -> None:
-    made = Desk(density_first())
+    made = PoolHarness(density_first())
     content = made.pool("r1", 3)
     assert Send(DECODE, BatchGranted(BATCH, (handoff_of(content),), is_aligned=True)) in made.hear(ROUTER, FORM)
 
 
 def test_only_what_is_of_the_running_lengths_joins_a_batch() -> None:
-    made = Desk(density_first())
+    made = PoolHarness(density_first())
     made.pool("r1", 1)
     content = made.pool("r2", 3)
     join = FormBatch(BatchId(2), ASKED, 100, 100, joins=JoinedBatch(BATCH, 9, 13))
     assert made.hear(ROUTER, join) == [
-        Send(ROUTER, BatchFormed(BatchId(2), ASKED, ((R2, life(1, 2)),))),
+        Send(ROUTER, BatchFormed(BatchId(2), ASKED, ((R2, epoch(1, 2)),))),
         Send(DECODE, BatchGranted(BatchId(2), (handoff_of(content),), joins=BATCH)),
     ]
     assert made.hear(ROUTER, join) == [Send(ROUTER, BatchFormed(BatchId(2), ASKED, ()))]
 
 
 def test_who_must_be_done_soon_is_in_the_next_batch() -> None:
-    made = Desk(density_first())
+    made = PoolHarness(density_first())
     made.pool("r1")
     made.pool("r2")
     urgent = request("r3", prompt_len=12, max_tokens=101, slo=Slo(deadline_s=10.0))
@@ -100,14 +100,14 @@ def test_who_must_be_done_soon_is_in_the_next_batch() -> None:
 
 
 def test_what_is_granted_is_not_granted_again() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.pool("r1")
     made.hear(ROUTER, FORM)
     assert made.hear(ROUTER, FORM) == [Send(ROUTER, BatchFormed(BATCH, ASKED, ()))]
 
 
 def test_a_worker_that_is_not_linked_gets_nothing() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.pool("r1")
     elsewhere = WorkerName("decode-1")
     assert made.hear(ROUTER, FormBatch(BATCH, elsewhere, 100, 100)) == [Send(ROUTER, BatchFormed(BATCH, elsewhere, ()))]
@@ -116,7 +116,7 @@ def test_a_worker_that_is_not_linked_gets_nothing() -> None:
 
 @pytest.mark.parametrize(("max_blocks", "max_requests"), [(2, 100), (100, 1)])
 def test_the_limits_of_the_router_hold(max_blocks: int, max_requests: int) -> None:
-    made = Desk()
+    made = PoolHarness()
     for name in ("r1", "r2"):
         made.pool(name, 2)
     form = FormBatch(BATCH, ASKED, max_blocks, max_requests)
@@ -127,7 +127,7 @@ def test_the_limits_of_the_router_hold(max_blocks: int, max_requests: int) -> No
 
 
 def test_what_is_released_is_kept_and_counted_as_such() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.grant("r1", 3)
     assert made.load == PoolLoad(num_blocks_used=3, num_pooled=0, num_reserved=0, num_blocks_kept=0)
     assert made.hear(DECODE, LeasesReleased((handoff.lease_id,))) == []
@@ -135,14 +135,14 @@ def test_what_is_released_is_kept_and_counted_as_such() -> None:
 
 
 def test_what_is_released_makes_room_for_who_waits_in_line() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.grant("r1", 8)
     made.reserve("r2", 2)
     assert made.hear(DECODE, LeasesReleased((handoff.lease_id,))) == [freed(*range(8)), *leased("r2", 2, 0, 1)]
 
 
 def test_releasing_twice_keeps_once() -> None:
-    made = Desk()
+    made = PoolHarness()
     lease_id = made.grant("r1", 2).lease_id
     made.hear(DECODE, LeasesReleased((lease_id, lease_id)))
     made.hear(DECODE, LeasesReleased((lease_id,)))
@@ -151,7 +151,7 @@ def test_releasing_twice_keeps_once() -> None:
 
 @pytest.mark.parametrize("kind", [LeasesReleased, LeasesReturned])
 def test_only_the_holder_can_let_go(kind: type[LeasesReleased | LeasesReturned]) -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.grant("r1")
     assert made.hear("decode-1", kind((handoff.lease_id,))) == []
     assert made.load == PoolLoad(num_blocks_used=1, num_pooled=0, num_reserved=0)
@@ -159,7 +159,7 @@ def test_only_the_holder_can_let_go(kind: type[LeasesReleased | LeasesReturned])
 
 @pytest.mark.parametrize("kind", [LeasesReleased, LeasesReturned])
 def test_only_what_is_granted_can_be_let_go(kind: type[LeasesReleased | LeasesReturned]) -> None:
-    made = Desk()
+    made = PoolHarness()
     lease_id = made.pool("r1").lease_id
     made.reserve("r2", 1)
     assert made.hear(DECODE, kind((lease_id, LeaseId(2), LeaseId(77)))) == []
@@ -167,23 +167,23 @@ def test_only_what_is_granted_can_be_let_go(kind: type[LeasesReleased | LeasesRe
 
 
 def test_what_is_returned_is_indexed_again_with_the_next_step() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.grant("r1", 2)
-    pooled_again = Send(ROUTER, RequestPooled(R1, life(1, 3), 8, 2))
+    pooled_again = Send(ROUTER, RequestPooled(R1, epoch(1, 3), 8, 2))
     assert made.hear(DECODE, LeasesReturned((handoff.lease_id,))) == [pooled_again]
     (second,) = grants(made.hear(ROUTER, FORM))
-    assert second == msgspec.structs.replace(handoff, attempt=life(1, 4))
+    assert second == msgspec.structs.replace(handoff, attempt=epoch(1, 4))
 
 
 def test_returning_twice_indexes_once() -> None:
-    made = Desk()
+    made = PoolHarness()
     lease_id = made.grant("r1").lease_id
     assert len(made.hear(DECODE, LeasesReturned((lease_id, lease_id)))) == 1
     assert made.hear(DECODE, LeasesReturned((lease_id,))) == []
 
 
 def test_a_request_may_be_pooled_again_while_its_old_lease_is_not_yet_released() -> None:
-    made = Desk()
+    made = PoolHarness()
     first = made.grant("r1")
     second = made.pool("r1", attempt=L2)
     assert made.hear(DECODE, LeasesReleased((first.lease_id,))) == [freed(0)]  # void since the second was written
@@ -191,14 +191,14 @@ def test_a_request_may_be_pooled_again_while_its_old_lease_is_not_yet_released()
 
 
 def test_a_later_attempt_ends_what_is_pooled_when_it_reserves() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.pool("r1", 2)
     assert made.reserve("r1", 2, attempt=L2) == [freed(0, 1), *leased("r1", 2, 0, 1, attempt=L2)]
     assert grants(made.hear(ROUTER, FORM)) == []
 
 
 def test_a_reservation_behind_what_is_here_is_stale() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.grant("r1")
     assert made.reserve("r1", 1) == [Send(PREFILL, ReservationRefused(R1, L1))]
 
@@ -207,14 +207,14 @@ def test_a_reservation_behind_what_is_here_is_stale() -> None:
 
 
 def test_dropped_while_reserved() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 2)
     assert made.hear(ROUTER, DropRequest(R1, L1)) == [freed(0, 1)]
     assert made.hear(PREFILL, written("r1", reserved("r1", 1, 0, 1))) == [taken("r1", False)]
 
 
 def test_dropped_in_the_line() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 8)
     made.reserve("r2", 1)
     assert made.hear(ROUTER, DropRequest(R2, L1)) == []
@@ -222,14 +222,14 @@ def test_dropped_in_the_line() -> None:
 
 
 def test_dropped_while_pooled() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.pool("r1", 2)
     assert made.hear(ROUTER, DropRequest(R1, END)) == [freed(0, 1)]
     assert grants(made.hear(ROUTER, FORM)) == []
 
 
 def test_an_earlier_step_dropped_leaves_the_later_ones_alone() -> None:
-    made = Desk()
+    made = PoolHarness()
     content = made.pool("r1", 2)
     assert made.hear(ROUTER, DropRequest(R1, content.attempt)) == []
     assert grants(made.hear(ROUTER, FORM)) == [handoff_of(content)]
@@ -237,7 +237,7 @@ def test_an_earlier_step_dropped_leaves_the_later_ones_alone() -> None:
 
 @pytest.mark.parametrize("kind", [LeasesReleased, LeasesReturned])
 def test_dropped_while_granted_it_is_freed_when_its_reader_lets_go(kind: type[LeasesReleased | LeasesReturned]) -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.grant("r1")
     assert made.hear(ROUTER, DropRequest(R1, END)) == []
     assert made.hear(DECODE, kind((handoff.lease_id,))) == [freed(0)]
@@ -248,7 +248,7 @@ def test_dropped_while_granted_it_is_freed_when_its_reader_lets_go(kind: type[Le
 
 
 def test_a_lease_not_used_in_time_is_taken_back() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 8)
     made.reserve("r2", 1)
     made.now = 10.0
@@ -260,7 +260,7 @@ def test_a_lease_not_used_in_time_is_taken_back() -> None:
 
 
 def test_what_is_pooled_granted_or_kept_has_no_deadline() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.keep("r1")
     made.grant("r2")
     made.pool("r3")
@@ -269,7 +269,7 @@ def test_what_is_pooled_granted_or_kept_has_no_deadline() -> None:
 
 
 def test_a_lost_prefill_worker_leaves_the_line_and_its_leases() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.link("prefill-1", Role.PREFILL_WORKER)
     made.reserve("r1", 8)
     made.reserve("r2", 1)
@@ -278,14 +278,14 @@ def test_a_lost_prefill_worker_leaves_the_line_and_its_leases() -> None:
 
 
 def test_what_a_lost_prefill_worker_had_written_stays() -> None:
-    made = Desk()
+    made = PoolHarness()
     content = made.pool("r1")
     assert made.lose(PREFILL) == []
     assert grants(made.hear(ROUTER, FORM)) == [handoff_of(content)]
 
 
 def test_what_a_lost_decode_worker_was_granted_is_kept_and_told() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.grant("r1")
     made.pool("r2")
     assert made.lose(DECODE) == [Send(ROUTER, CopyLost(R1, handoff.attempt))]
@@ -295,14 +295,14 @@ def test_what_a_lost_decode_worker_was_granted_is_kept_and_told() -> None:
 
 
 def test_what_a_lost_worker_read_of_a_request_that_is_over_is_freed() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.grant("r1")
     made.hear(ROUTER, DropRequest(R1, END))
     assert made.lose(DECODE) == [Send(ROUTER, CopyLost(R1, handoff.attempt)), freed(0)]
 
 
 def test_what_a_lost_worker_read_makes_room_for_who_waits_in_line() -> None:
-    made = Desk()
+    made = PoolHarness()
     handoff = made.grant("r1", 8)
     made.reserve("r2", 1)
     assert made.lose(DECODE) == [
@@ -313,7 +313,7 @@ def test_what_a_lost_worker_read_makes_room_for_who_waits_in_line() -> None:
 
 
 def test_a_lost_router_is_waited_for() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.pool("r1")
     assert made.lose(ROUTER) == []
     made.reserve("r2", 1)
@@ -321,7 +321,7 @@ def test_a_lost_router_is_waited_for() -> None:
 
 
 def test_a_router_that_comes_back_knows_nothing_so_all_but_grants_go() -> None:
-    made = Desk()
+    made = PoolHarness()
     kept, lease_id = made.keep("r0"), made.grant("r1").lease_id
     made.pool("r2")
     made.reserve("r3", 5)
@@ -342,4 +342,4 @@ def test_a_router_that_comes_back_knows_nothing_so_all_but_grants_go() -> None:
 
 def test_a_message_that_the_pool_does_not_take_is_a_broken_invariant() -> None:
     with pytest.raises(AssertionError, match="does not take SubmitRequest"):
-        Desk().hear(ROUTER, SubmitRequest(request(R3)))
+        PoolHarness().hear(ROUTER, SubmitRequest(request(R3)))

@@ -18,7 +18,7 @@ from tests.harnesses.pool import (
     FORM,
     L1,
     L2,
-    Desk,
+    PoolHarness,
     freed,
     grants,
     handoff_of,
@@ -27,21 +27,21 @@ from tests.harnesses.pool import (
     taken,
     written,
 )
-from tests.support.samples import PREFILL, R1, R2, R3, ROUTER, life, request
+from tests.support.samples import PREFILL, R1, R2, R3, ROUTER, epoch, request
 
 # --- peers
 
 
 def test_a_worker_is_offered_the_arena() -> None:
-    assert Desk().link("decode-1", Role.DECODE_WORKER) == [Send("decode-1", ARENA)]
+    assert PoolHarness().link("decode-1", Role.DECODE_WORKER) == [Send("decode-1", ARENA)]
 
 
 def test_the_router_hears_of_the_pool() -> None:
-    assert Desk().link(ROUTER, Role.ROUTER) == [Send(ROUTER, PoolRegistered(8, "digest"))]
+    assert PoolHarness().link(ROUTER, Role.ROUTER) == [Send(ROUTER, PoolRegistered(8, "digest"))]
 
 
 def test_counts_are_told_when_they_change() -> None:
-    made = Desk()
+    made = PoolHarness()
     sent = made.logic.on_event(Received(PREFILL, ReserveBlocks(R1, L1, 3)), 0.0)
     assert sent[-1] == Send(ROUTER, PoolLoad(num_blocks_used=3, num_pooled=0, num_reserved=0))
     assert made.logic.on_event(Ticked(), 0.0) == []
@@ -51,7 +51,7 @@ def test_counts_are_told_when_they_change() -> None:
 
 
 def test_a_reservation_gets_its_blocks_stamped_first() -> None:
-    assert Desk().reserve("r1", 3) == leased("r1", 1, 0, 1, 2)
+    assert PoolHarness().reserve("r1", 3) == leased("r1", 1, 0, 1, 2)
 
 
 def test_leases_are_numbered_from_where_this_life_of_the_pool_begins() -> None:
@@ -60,18 +60,18 @@ def test_leases_are_numbered_from_where_this_life_of_the_pool_begins() -> None:
 
 
 def test_leases_are_never_reused() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 3)
     made.hear(PREFILL, CancelReservation(R1, L1))
     assert made.reserve("r1", 3) == leased("r1", 2, 0, 1, 2)
 
 
 def test_more_than_the_pool_has_is_refused() -> None:
-    assert Desk().reserve("r1", 9) == [Send(PREFILL, ReservationRefused(R1, L1))]
+    assert PoolHarness().reserve("r1", 9) == [Send(PREFILL, ReservationRefused(R1, L1))]
 
 
 def test_reservations_are_served_in_order_and_never_overtaken() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 6)
     assert made.reserve("r2", 4) == []
     assert made.reserve("r3", 1) == []  # there would be room, but r2 came first
@@ -83,7 +83,7 @@ def test_reservations_are_served_in_order_and_never_overtaken() -> None:
 
 
 def test_one_that_leaves_the_line_lets_the_next_in() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 6)
     made.reserve("r2", 4)
     made.reserve("r3", 1)
@@ -91,13 +91,13 @@ def test_one_that_leaves_the_line_lets_the_next_in() -> None:
 
 
 def test_a_repeated_reservation_replaces_the_one_before() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 3)
     assert made.reserve("r1", 2, attempt=L2) == [freed(0, 1, 2), *leased("r1", 2, 0, 1, attempt=L2)]
 
 
 def test_a_repeated_reservation_in_the_line_is_there_once() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 8)
     made.reserve("r2", 2)
     made.reserve("r2", 3, attempt=L2)
@@ -105,27 +105,27 @@ def test_a_repeated_reservation_in_the_line_is_there_once() -> None:
 
 
 def test_a_stale_reservation_is_refused_and_the_later_one_stays() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 3, attempt=L2, peer="prefill-1")
     assert made.reserve("r1", 3, attempt=L1) == [Send(PREFILL, ReservationRefused(R1, L1))]
 
 
 def test_a_stale_reservation_is_refused_in_the_line_as_well() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 8)
     made.reserve("r2", 3, attempt=L2)
     assert made.reserve("r2", 3, attempt=L1) == [Send(PREFILL, ReservationRefused(R2, L1))]
 
 
 def test_a_reservation_that_does_not_wait_is_refused_when_there_is_no_room_now() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 6)
     assert made.reserve("r2", 3, may_wait=False) == [Send(PREFILL, ReservationRefused(R2, L1))]
     assert made.reserve("r2", 2, may_wait=False) == leased("r2", 2, 6, 7)
 
 
 def test_a_reservation_that_does_not_wait_overtakes_nobody() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 6)
     made.reserve("r2", 4)
     assert made.reserve("r3", 1, may_wait=False) == [Send(PREFILL, ReservationRefused(R3, L1))]
@@ -133,14 +133,16 @@ def test_a_reservation_that_does_not_wait_overtakes_nobody() -> None:
 
 @pytest.mark.parametrize("message", [CancelReservation(R1, L1), DropRequest(R1, L1)], ids=["cancel", "drop"])
 def test_a_stale_end_leaves_a_later_attempt_alone(message: Message) -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 3, attempt=L2)
     assert made.hear(PREFILL, message) == []
 
 
-@pytest.mark.parametrize("message", [CancelReservation(R2, life(5)), DropRequest(R2, life(5))], ids=["cancel", "drop"])
+@pytest.mark.parametrize(
+    "message", [CancelReservation(R2, epoch(5)), DropRequest(R2, epoch(5))], ids=["cancel", "drop"]
+)
 def test_the_end_of_something_unknown_is_ignored(message: Message) -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 3)
     assert made.hear(PREFILL, message) == []
 
@@ -149,10 +151,10 @@ def test_the_end_of_something_unknown_is_ignored(message: Message) -> None:
 
 
 def test_written_blocks_are_the_pools() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 2)
     content = written("r1", reserved("r1", 1, 0, 1))
-    assert made.hear(PREFILL, content) == [taken("r1", True), Send(ROUTER, RequestPooled(R1, life(1, 1), 8, 2))]
+    assert made.hear(PREFILL, content) == [taken("r1", True), Send(ROUTER, RequestPooled(R1, epoch(1, 1), 8, 2))]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_written_blocks_are_the_pools() -> None:
     ids=str,
 )
 def test_what_does_not_describe_the_lease_is_not_believed(changes: dict[str, Any]) -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 2)
     content = written("r1", reserved("r1", 1, 0, 1), **changes)
     assert made.hear(PREFILL, content) == [taken(content.request.request_id, False, content.attempt)]
@@ -185,14 +187,14 @@ def test_what_does_not_describe_the_lease_is_not_believed(changes: dict[str, Any
 
 
 def test_one_run_may_cover_neighbours() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 2)
     content = written("r1", reserved("r1", 1, 0, 1), runs=(BlockRun(0, 2, 99),))
     assert made.hear(PREFILL, content)[0] == taken("r1", True)
 
 
 def test_an_absurd_run_is_refused_without_being_spelt_out() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 2)
     content = written("r1", reserved("r1", 1, 0, 1), runs=(BlockRun(0, 1 << 19, 99),))
     tracemalloc.start()
@@ -204,14 +206,14 @@ def test_an_absurd_run_is_refused_without_being_spelt_out() -> None:
 
 
 def test_a_worker_that_does_not_hold_the_lease_cannot_write_it() -> None:
-    made = Desk()
+    made = PoolHarness()
     made.reserve("r1", 2)
     content = written("r1", reserved("r1", 1, 0, 1))
     assert made.hear("prefill-1", content) == [Send("prefill-1", BlocksTaken(R1, L1, is_accepted=False))]
 
 
 def test_writing_twice_is_refused_the_second_time() -> None:
-    made = Desk()
+    made = PoolHarness()
     content = made.pool("r1")
     assert made.hear(PREFILL, content) == [taken("r1", False)]
     assert grants(made.hear(ROUTER, FORM)) == [handoff_of(content)]

@@ -84,21 +84,21 @@ def test_what_was_gained_without_a_router_is_kept_for_it() -> None:
 
 
 def test_the_router_adds_up_all_workers() -> None:
-    desk = router.desk()
-    desk.hear("decode-1", worker())
+    connected = router.connected_router()
+    connected.hear("decode-1", worker())
     for name in (DECODE, "decode-1", DECODE):
-        assert desk.hear(name, IterationLogReport(TOTALS)) == []
-    assert desk.status().ledger == TOTALS.plus(TOTALS).plus(TOTALS)
+        assert connected.hear(name, IterationLogReport(TOTALS)) == []
+    assert connected.status().iteration_log == TOTALS.plus(TOTALS).plus(TOTALS)
 
 
 @pytest.mark.parametrize("is_lost_first", [True, False])
 def test_a_restarted_worker_takes_nothing_away(is_lost_first: bool) -> None:
-    desk = router.desk()
-    desk.hear(DECODE, IterationLogReport(TOTALS))
+    connected = router.connected_router()
+    connected.hear(DECODE, IterationLogReport(TOTALS))
     if is_lost_first:
-        desk.lose(DECODE)
-        assert desk.status().ledger == TOTALS
-    desk.hear(DECODE, worker())
-    assert desk.status().ledger == TOTALS
-    desk.hear(DECODE, IterationLogReport(TOTALS))
-    assert desk.status().ledger == TOTALS.plus(TOTALS)
+        connected.lose(DECODE)
+        assert connected.status().iteration_log == TOTALS
+    connected.hear(DECODE, worker())
+    assert connected.status().iteration_log == TOTALS
+    connected.hear(DECODE, IterationLogReport(TOTALS))
+    assert connected.status().iteration_log == TOTALS.plus(TOTALS)

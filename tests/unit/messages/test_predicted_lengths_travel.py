@@ -8,15 +8,14 @@ from alignedserve.messages.caches import BlockRun, BlocksReserved, BlocksWritten
 from alignedserve.messages.events import Received, Send
 from alignedserve.messages.iterations import OffloadBlocks
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
-from alignedserve.scheduling.factory import make_scheduler
+from alignedserve.scheduling.factory import limits_of, make_scheduler
 from alignedserve.scheduling.policy import DeviceMemory
 from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.factory import iteration_limits
 from decode_worker.state import Candidate, RunningRequest, set_predicted_length
 from prefill_worker.logic import PrefillCommand
-from tests.harnesses import decode as decode_desk
-from tests.harnesses import pool as pool_desk
-from tests.harnesses import prefill as prefill_desk
+from tests.harnesses import decode as decode_harness
+from tests.harnesses import pool as pool_harness
+from tests.harnesses import prefill as prefill_harness
 from tests.support.samples import POOL, PREFILL, R1, R2, ROUTER, blocks, handoff, request, worker
 
 
@@ -25,33 +24,33 @@ def written(commands: list[PrefillCommand]) -> BlocksWritten:
     return message
 
 
-def left_for_the_pool(made: prefill_desk.Desk) -> BlocksWritten:
-    made.sampled(prefill_desk.token(7))
-    (command,) = made.hear(prefill_desk.reserved(), POOL)
+def left_for_the_pool(made: prefill_harness.PrefillHarness) -> BlocksWritten:
+    made.sampled(prefill_harness.token(7))
+    (command,) = made.hear(prefill_harness.reserved(), POOL)
     assert isinstance(command, OffloadBlocks)
     return written(made.copied(command))
 
 
 def test_a_prefill_worker_hands_it_on_with_the_blocks() -> None:
-    made = prefill_desk.Desk()
+    made = prefill_harness.PrefillHarness()
     made.begin(request(), predicted_output_len=6.5)
     assert left_for_the_pool(made).predicted_output_len == 6.5
 
 
 def test_a_prediction_that_comes_later_replaces_it() -> None:
-    made = prefill_desk.Desk()
+    made = prefill_harness.PrefillHarness()
     made.begin(request(), predicted_output_len=6.5)
     assert made.hear(SetPredictedLength(R1, 1, 3.5)) == []
     assert left_for_the_pool(made).predicted_output_len == 3.5
 
 
 def test_a_prediction_of_another_life_or_request_changes_nothing() -> None:
-    made = prefill_desk.Desk()
+    made = prefill_harness.PrefillHarness()
     made.begin(request(), attempt=2, predicted_output_len=6.5)
     assert made.hear(SetPredictedLength(R1, 1, 3.5)) == []
     assert made.hear(SetPredictedLength(R2, 2, 3.5)) == []
-    made.sampled(prefill_desk.token(7))
-    (command,) = made.hear(prefill_desk.reserved(attempt=2), POOL)
+    made.sampled(prefill_harness.token(7))
+    (command,) = made.hear(prefill_harness.reserved(attempt=2), POOL)
     assert isinstance(command, OffloadBlocks)
     assert written(made.copied(command)).predicted_output_len == 6.5
 
@@ -72,16 +71,16 @@ def test_a_prediction_that_comes_later_replaces_that_of_a_candidate() -> None:
 
 
 def test_a_pool_hands_it_on() -> None:
-    pool = pool_desk.Desk()
+    pool = pool_harness.PoolHarness()
     (sent,) = [one for one in pool.reserve("r1", 1) if isinstance(one, Send)]
     assert isinstance(sent.message, BlocksReserved)
-    pool.hear(PREFILL, pool_desk.written("r1", sent.message, predicted_output_len=6.5))
-    (granted,) = pool_desk.grants(pool.hear(ROUTER, pool_desk.FORM))
+    pool.hear(PREFILL, pool_harness.written("r1", sent.message, predicted_output_len=6.5))
+    (granted,) = pool_harness.grants(pool.hear(ROUTER, pool_harness.FORM))
     assert granted.predicted_output_len == 6.5
 
 
 def test_an_evicted_request_takes_it_back_to_the_pool() -> None:
-    made = decode_desk.Desk(buffer_blocks=12)
+    made = decode_harness.DecodeHarness(buffer_blocks=12)
     both = (handoff(request("r1", prompt_len=7, max_tokens=60), 11), handoff(request("r2", max_tokens=60), 12))
     made.enter(*(msgspec.structs.replace(granted, predicted_output_len=6.5) for granted in both))
     evictions: list[OffloadBlocks] = []
@@ -97,7 +96,7 @@ def test_the_policy_of_a_colocated_worker_sees_the_latest_prediction() -> None:
     made = ColocatedLogic(
         registered=registered,
         memory=DeviceMemory(registered.num_blocks, registered.num_blocks, registered.block_size),
-        scheduler=make_scheduler(SchedulingConfig(), iteration_limits(DecodeWorkerConfig())),
+        scheduler=make_scheduler(SchedulingConfig(), limits_of(DecodeWorkerConfig())),
         eos_token_ids=frozenset({2}),
     )
     made.on_event(Received(ROUTER, PrefillRequest(request(), 1, predicted_output_len=6.5)), 0.0)

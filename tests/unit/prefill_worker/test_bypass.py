@@ -19,7 +19,7 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillCompleted, RequestPreempted
 from prefill_worker.candidate_buffers import CloseBuffer
 from prefill_worker.logic import PrefillCommand
-from tests.harnesses.prefill import Desk, emitted, offload, reserved, to_pool, to_router, token, written
+from tests.harnesses.prefill import PrefillHarness, emitted, offload, reserved, to_pool, to_router, token, written
 from tests.support.samples import DECODE, POOL, R1, blocks, request
 
 ASK = Send(DECODE, ReserveBlocks(R1, 1, 1))
@@ -31,45 +31,45 @@ CANCEL_THERE = Send(DECODE, CancelReservation(R1, 1))
 CLOSED = CloseBuffer(DECODE)
 
 
-def urgent(*, has_buffer: bool = True, has_pool: bool = True) -> Desk:
+def urgent(*, has_buffer: bool = True, has_pool: bool = True) -> PrefillHarness:
     """r1 is in its only iteration."""
-    made = Desk(has_pool=has_pool)
+    made = PrefillHarness(has_pool=has_pool)
     if has_buffer:
         made.link()
     made.begin(request(), bypass_to=WorkerName(DECODE))
     return made
 
 
-def asking() -> Desk:
+def asking() -> PrefillHarness:
     made = urgent()
     made.sampled(token(7))
     return made
 
 
-def copying() -> Desk:
+def copying() -> PrefillHarness:
     made = asking()
     made.hear(ROOM, DECODE)
     return made
 
 
-def offered() -> Desk:
+def offered() -> PrefillHarness:
     made = copying()
     made.copied(OFFLOAD)
     return made
 
 
-def taken() -> Desk:
+def taken() -> PrefillHarness:
     """The decode worker has it, and the pool was asked for room for a copy."""
     made = offered()
     made.hear(BlocksTaken(R1, 1, is_accepted=True), DECODE)
     return made
 
 
-def lose_decode(made: Desk) -> list[PrefillCommand]:
+def lose_decode(made: PrefillHarness) -> list[PrefillCommand]:
     return made.do(PeerDisconnected(Role.DECODE_WORKER, DECODE))
 
 
-def lose_pool(made: Desk) -> list[PrefillCommand]:
+def lose_pool(made: PrefillHarness) -> list[PrefillCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
 
 
@@ -209,7 +209,7 @@ def test_the_pool_is_lost_while_the_copy_is_offered() -> None:
 
 
 @pytest.mark.parametrize("stage", [asking, offered])
-def test_aborted_the_reservation_is_cancelled_where_it_is(stage: Callable[[], Desk]) -> None:
+def test_aborted_the_reservation_is_cancelled_where_it_is(stage: Callable[[], PrefillHarness]) -> None:
     made = stage()
     assert made.hear(AbortRequest(R1)) == [CANCEL_THERE]
     assert made.free_blocks() == 12

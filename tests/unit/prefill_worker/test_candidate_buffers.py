@@ -27,7 +27,7 @@ from alignedserve.messages.iterations import MapArena, RelayBlocks
 from alignedserve.messages.wire import Message
 from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 from prefill_worker.logic import PrefillCommand
-from tests.harnesses.prefill import ARENA, BUFFER, RUNS, Desk, to_pool
+from tests.harnesses.prefill import ARENA, BUFFER, RUNS, PrefillHarness, to_pool
 from tests.support.samples import DECODE, POOL, R1, R2, blocks, request
 
 IN_POOL, IN_BUFFER = BlockCopy(40, 7, (BlockRun(2, 2, 1),)), BlockCopy(9, 7, (BlockRun(0, 2, 2),))
@@ -65,45 +65,45 @@ def answer(outcome: ReturnOutcome) -> Send:
     return to_decode(RequestReturned(R1, 3, outcome))
 
 
-def linked() -> Desk:
-    made = Desk()
+def linked() -> PrefillHarness:
+    made = PrefillHarness()
     made.link()
     return made
 
 
-def busy() -> Desk:
+def busy() -> PrefillHarness:
     """r1 is on its way from the pool into the buffer."""
     made = linked()
     made.hear(prefetch(), DECODE)
     return made
 
 
-def returning() -> Desk:
+def returning() -> PrefillHarness:
     """The pool was asked for room for r1."""
     made = linked()
     made.hear(RETURN, DECODE)
     return made
 
 
-def on_its_way() -> Desk:
+def on_its_way() -> PrefillHarness:
     """r1 is being copied back into the pool."""
     made = returning()
     made.hear(ROOM, POOL)
     return made
 
 
-def offered() -> Desk:
+def offered() -> PrefillHarness:
     """The pool was offered r1 and has not answered."""
     made = on_its_way()
     made.relayed(BACK)
     return made
 
 
-def lose_decode(made: Desk, peer: str = DECODE) -> list[PrefillCommand]:
+def lose_decode(made: PrefillHarness, peer: str = DECODE) -> list[PrefillCommand]:
     return made.do(PeerDisconnected(Role.DECODE_WORKER, peer))
 
 
-def lose_pool(made: Desk) -> list[PrefillCommand]:
+def lose_pool(made: PrefillHarness) -> list[PrefillCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
 
 
@@ -111,21 +111,21 @@ def lose_pool(made: Desk) -> list[PrefillCommand]:
 
 
 def test_a_decode_worker_gets_a_buffer() -> None:
-    assert Desk().do(PeerConnected(Role.DECODE_WORKER, DECODE)) == [OpenBuffer(DECODE, 1)]
+    assert PrefillHarness().do(PeerConnected(Role.DECODE_WORKER, DECODE)) == [OpenBuffer(DECODE, 1)]
 
 
 def test_the_buffer_is_offered_when_it_is_there() -> None:
-    assert Desk().link() == [to_decode(BUFFER)]
+    assert PrefillHarness().link() == [to_decode(BUFFER)]
 
 
 def test_without_memory_the_decode_worker_does_without() -> None:
-    made = Desk()
+    made = PrefillHarness()
     made.do(PeerConnected(Role.DECODE_WORKER, DECODE))
     assert made.do(BufferOpened(DECODE, 1, None)) == []
 
 
 def test_a_buffer_made_for_an_earlier_life_is_not_offered() -> None:
-    made = Desk()
+    made = PrefillHarness()
     made.do(PeerConnected(Role.DECODE_WORKER, DECODE))
     lose_decode(made)
     assert made.do(PeerConnected(Role.DECODE_WORKER, DECODE)) == [OpenBuffer(DECODE, 2)]
@@ -162,7 +162,7 @@ def test_one_copy_at_a_time_in_order() -> None:
 
 
 def test_without_a_pool_nothing_is_prefetched() -> None:
-    made = Desk(has_pool=False)
+    made = PrefillHarness(has_pool=False)
     made.link()
     assert made.hear(prefetch(), DECODE) == [not_there()]
 
@@ -248,7 +248,7 @@ def test_what_does_not_verify_stays_and_the_room_goes_back() -> None:
 
 
 def test_without_a_pool_it_stays() -> None:
-    made = Desk(has_pool=False)
+    made = PrefillHarness(has_pool=False)
     made.link()
     assert made.hear(RETURN, DECODE) == [answer(ReturnOutcome.STAYED)]
 
@@ -302,7 +302,7 @@ def test_the_pool_is_lost_while_it_is_offered_and_may_have_it() -> None:
 
 
 @pytest.mark.parametrize("stage", [returning, offered])
-def test_the_decode_worker_is_lost_and_the_room_goes_back(stage: Callable[[], Desk]) -> None:
+def test_the_decode_worker_is_lost_and_the_room_goes_back(stage: Callable[[], PrefillHarness]) -> None:
     assert lose_decode(stage()) == [CloseBuffer(DECODE), to_pool(CancelReservation(R1, 3))]
 
 

@@ -9,7 +9,7 @@ from alignedserve.scheduling.iteration_scheduler import PolicyPacing
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.worker_state import Scheduler
 from prefill_worker.logic import PrefillCommand
-from tests.harnesses.prefill import EOS, Desk, added, run, token
+from tests.harnesses.prefill import EOS, PrefillHarness, added, run, token
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import R1, R2, blocks, request
 
@@ -21,7 +21,7 @@ class Paced:
 
     def __init__(self, *steps: Step) -> None:
         self.script = Script()
-        self.desk = Desk(pacing=PolicyPacing(Scheduler(self.script, EasyCosts(), IterationLimits(3, 10))))
+        self.worker = PrefillHarness(pacing=PolicyPacing(Scheduler(self.script, EasyCosts(), IterationLimits(3, 10))))
         self.script.steps.extend(steps)
 
     def seen(self) -> list[tuple[RequestId, int]]:
@@ -37,65 +37,65 @@ def runs(commands: list[PrefillCommand]) -> list[RunIteration]:
 
 def test_a_later_prompt_goes_first_where_the_policy_says_so() -> None:
     paced = Paced(Step(r1=2), Step(r2=7), Step(r1=2))
-    assert runs(paced.desk.begin(FOUR)) == [run(added(FOUR, 0), slices={"r1": 2})]
-    paced.desk.begin(SEVEN)
-    assert runs(paced.desk.sampled()) == [run(added(SEVEN, 1, 2), slices={"r2": 7})]
-    assert runs(paced.desk.sampled(token(7, "r2"))) == [run(slices={"r1": 2}, removals=("r2",))]
+    assert runs(paced.worker.begin(FOUR)) == [run(added(FOUR, 0), slices={"r1": 2})]
+    paced.worker.begin(SEVEN)
+    assert runs(paced.worker.sampled()) == [run(added(SEVEN, 1, 2), slices={"r2": 7})]
+    assert runs(paced.worker.sampled(token(7, "r2"))) == [run(slices={"r1": 2}, removals=("r2",))]
 
 
 def test_where_the_policy_rests_nothing_runs_and_who_is_added_waits_with_its_blocks() -> None:
     paced = Paced()
-    assert paced.desk.begin(FOUR) == []
+    assert paced.worker.begin(FOUR) == []
     paced.script.steps.append(Step(r1=4))
-    assert runs(paced.desk.begin(SEVEN)) == [run(added(FOUR, 0), added(SEVEN, 1, 2), slices={"r1": 4})]
+    assert runs(paced.worker.begin(SEVEN)) == [run(added(FOUR, 0), added(SEVEN, 1, 2), slices={"r1": 4})]
 
 
 def test_the_policy_sees_who_computes_and_nobody_else() -> None:
     paced = Paced(Step(r1=3))
     for of in (FOUR, SEVEN, request("r3"), request("r4")):  # the last one has no place
-        paced.desk.begin(of)
-    paced.desk.sampled()
+        paced.worker.begin(of)
+    paced.worker.sampled()
     assert paced.seen() == [(R1, 1), (R2, 7), ("r3", 4)]
 
 
 def test_real_time_jobs_have_places_before_best_effort_ones_that_came_earlier() -> None:
     paced = Paced(Step(r1=3), Step(r1=1), Step(r5=4))
     for of in (FOUR, SEVEN, request("r3")):
-        paced.desk.begin(of)
-    paced.desk.begin(request("r4", request_class=RequestClass.BEST_EFFORT))  # neither of these has a place
-    paced.desk.begin(request("r5"))
-    paced.desk.sampled()
-    paced.desk.sampled(token(EOS))
+        paced.worker.begin(of)
+    paced.worker.begin(request("r4", request_class=RequestClass.BEST_EFFORT))  # neither of these has a place
+    paced.worker.begin(request("r5"))
+    paced.worker.sampled()
+    paced.worker.sampled(token(EOS))
     assert sorted(paced.seen()) == [(R2, 7), ("r3", 4), ("r5", 4)]
 
 
 def test_whose_prompt_is_computed_is_nothing_to_the_policy_any_more() -> None:
     paced = Paced(Step(r1=4))
-    paced.desk.begin(FOUR)
-    paced.desk.sampled(token(7))
+    paced.worker.begin(FOUR)
+    paced.worker.sampled(token(7))
     assert paced.seen() == []
 
 
 def test_who_is_aborted_beside_an_iteration_is_counted_in_it_and_then_gone() -> None:
     paced = Paced()
-    paced.desk.begin(FOUR)
+    paced.worker.begin(FOUR)
     paced.script.steps.append(Step(r2=3))
-    paced.desk.begin(SEVEN)
-    paced.desk.hear(AbortRequest(R1))
-    paced.desk.sampled()
+    paced.worker.begin(SEVEN)
+    paced.worker.hear(AbortRequest(R1))
+    paced.worker.sampled()
     assert paced.seen() == [(R2, 4)]
 
 
 def test_a_late_prediction_reaches_the_policy() -> None:
     paced = Paced()
-    paced.desk.begin(FOUR)
-    paced.desk.hear(SetPredictedLength(R1, 1, 3.5))
+    paced.worker.begin(FOUR)
+    paced.worker.hear(SetPredictedLength(R1, 1, 3.5))
     assert paced.script.view is not None
     assert paced.script.view.table.predicted_len.tolist() == [3.5]
 
 
 def test_what_was_generated_before_is_computed_too() -> None:
     paced = Paced(Step(r1=5))
-    (iteration,) = runs(paced.desk.begin(FOUR, 2, 8))
+    (iteration,) = runs(paced.worker.begin(FOUR, 2, 8))
     assert iteration.additions[0].block_ids == blocks(0, 1)
     assert iteration.slices == ((R1, 5),)

@@ -22,7 +22,7 @@ from tests.harnesses.prefill import (
     EOS,
     REGISTERED,
     RESERVE,
-    Desk,
+    PrefillHarness,
     added,
     computing,
     copying,
@@ -52,23 +52,25 @@ def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
 
 
 def test_the_pools_arena_is_mapped() -> None:
-    assert Desk(has_pool=False).hear(ARENA, POOL) == [MapArena(POOL, ARENA)]
+    assert PrefillHarness(has_pool=False).hear(ARENA, POOL) == [MapArena(POOL, ARENA)]
 
 
 # --- iterations
 
 
 def test_a_prompt_within_the_budget_is_computed_at_once() -> None:
-    assert Desk().begin(request(prompt_len=9)) == [run(added(request(prompt_len=9), 0, 1, 2), slices={"r1": 9})]
+    assert PrefillHarness().begin(request(prompt_len=9)) == [
+        run(added(request(prompt_len=9), 0, 1, 2), slices={"r1": 9})
+    ]
 
 
 def test_emitted_tokens_are_recomputed_with_the_prompt() -> None:
     addition = added(request(), 0, 1, generated=(7, 8))
-    assert Desk().begin(request(), 3, 7, 8) == [run(addition, slices={"r1": 6})]
+    assert PrefillHarness().begin(request(), 3, 7, 8) == [run(addition, slices={"r1": 6})]
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_what_is_left_goes_to_the_next() -> None:
-    made = Desk()
+    made = PrefillHarness()
     long, short = request(prompt_len=13), request("r2", prompt_len=4)
     assert made.begin(long) == [run(added(long, 0, 1, 2, 3), slices={"r1": 10})]
     assert made.begin(short) == []
@@ -82,7 +84,7 @@ def test_one_iteration_at_a_time() -> None:
 
 
 def test_jobs_that_do_not_fit_wait_and_are_not_overtaken() -> None:
-    made = Desk()
+    made = PrefillHarness()
     five_blocks, one_block = request("r2", prompt_len=20), request("r3", prompt_len=1)
     made.begin(request(prompt_len=30))  # leaves four
     made.begin(five_blocks)
@@ -94,7 +96,7 @@ def test_jobs_that_do_not_fit_wait_and_are_not_overtaken() -> None:
 
 
 def test_no_more_jobs_hold_blocks_than_may() -> None:
-    made = Desk(max_running_requests=1)
+    made = PrefillHarness(max_running_requests=1)
     made.begin(request())
     made.begin(request("r2"))
     assert made.sampled(token(7))[-1] == RESERVE  # r1 still holds its blocks
@@ -105,7 +107,7 @@ def test_no_more_jobs_hold_blocks_than_may() -> None:
 
 
 def test_a_context_larger_than_this_worker_fails_instead_of_blocking_the_line() -> None:
-    made = Desk()
+    made = PrefillHarness()
     reason = "its context needs more cache blocks than a prefill worker has"
     assert made.begin(request(prompt_len=49)) == [
         to_router(AttemptFailed(R1, 1, FailureKind.UNSERVABLE, reason)),
@@ -125,7 +127,7 @@ def test_the_first_token_goes_to_the_gateway_before_anything_else() -> None:
 
 
 def test_a_token_after_others_keeps_its_place() -> None:
-    made = Desk()
+    made = PrefillHarness()
     made.begin(request(), 3, 7, 8)
     assert made.sampled(token(9)) == [
         emitted(TokenDelta(R1, 2, (9,))),
@@ -135,7 +137,7 @@ def test_a_token_after_others_keeps_its_place() -> None:
 
 
 def test_tokens_for_one_gateway_travel_together() -> None:
-    made = Desk()
+    made = PrefillHarness()
     made.begin(request("r1", prompt_len=1))
     made.begin(request("r2", prompt_len=1, reply_to="unix:other"))
     made.begin(request("r3", prompt_len=1))
@@ -155,7 +157,7 @@ def test_logprobs_go_with_their_token() -> None:
     ("token_id", "max_tokens", "reason"), [(EOS, 8, FinishReason.STOP), (7, 1, FinishReason.LENGTH)]
 )
 def test_an_answer_may_be_over_with_its_first_token(token_id: int, max_tokens: int, reason: FinishReason) -> None:
-    made = Desk()
+    made = PrefillHarness()
     made.begin(request(max_tokens=max_tokens))
     assert made.sampled(token(token_id)) == [
         emitted(TokenDelta(R1, 0, (token_id,), (), reason)),
@@ -166,7 +168,7 @@ def test_an_answer_may_be_over_with_its_first_token(token_id: int, max_tokens: i
 
 
 def test_scores_of_a_prompt_go_before_its_token() -> None:
-    made = Desk()
+    made = PrefillHarness()
     made.begin(request(sampling=SamplingParams(max_tokens=0, num_prompt_logprobs=0)))
     entries = (TokenLogprob(11, -1.0),)
     commands = made.sampled(token(7), prompt_scores=(PromptScores(R1, 1, entries),))
@@ -226,7 +228,7 @@ def test_a_pool_that_is_too_small_fails_the_request() -> None:
 
 
 def test_without_a_pool_it_waits_for_one() -> None:
-    made = Desk(has_pool=False)
+    made = PrefillHarness(has_pool=False)
     made.begin(request())
     assert made.sampled(token(7)) == [emitted(TokenDelta(R1, 0, (7,))), to_router(PrefillCompleted(R1, 1, 4))]
     assert made.hear(ARENA, POOL) == [MapArena(POOL, ARENA), RESERVE]

@@ -23,7 +23,7 @@ from tests.harnesses.prefill import (
     EOS,
     REGISTERED,
     RESERVE,
-    Desk,
+    PrefillHarness,
     added,
     computing,
     copying,
@@ -43,9 +43,9 @@ from tests.support.samples import POOL, R1, R2, ROUTER, blocks, request
 
 
 @pytest.fixture
-def second() -> Desk:
+def second() -> PrefillHarness:
     """r1 is computed under attempt 2 and being copied; whatever is said of attempt 1 is stale."""
-    made = Desk()
+    made = PrefillHarness()
     made.begin(request(), 2)
     made.sampled(token(7))
     made.hear(reserved(lease=4, attempt=2), POOL)
@@ -63,7 +63,7 @@ def second() -> Desk:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_word_of_an_earlier_attempt_changes_nothing(second: Desk, peer: str, stale: Message) -> None:
+def test_word_of_an_earlier_attempt_changes_nothing(second: PrefillHarness, peer: str, stale: Message) -> None:
     assert second.hear(stale, peer) == []
     assert second.copied(offload(4, 2)) == [to_pool(written(4, 2))]
 
@@ -88,7 +88,7 @@ def test_a_second_lease_while_the_first_is_written_is_ignored() -> None:
 
 
 def test_given_again_while_it_waits_the_later_attempt_counts() -> None:
-    made = Desk()
+    made = PrefillHarness()
     made.begin(request("r2"))
     made.begin(request())
     assert made.begin(request(), 2, 7) == []
@@ -123,7 +123,7 @@ def test_given_again_and_aborted_before_it_began_anew() -> None:
 
 
 def test_aborted_while_it_waits() -> None:
-    made = Desk()
+    made = PrefillHarness()
     made.begin(request("r2"))
     made.begin(request())
     assert made.hear(ABORT) == []
@@ -138,7 +138,7 @@ def test_aborted_while_it_is_computed_its_token_is_not_sent() -> None:
 
 
 def test_aborted_between_two_chunks() -> None:
-    made = Desk()
+    made = PrefillHarness()
     made.begin(request(prompt_len=13))
     made.hear(ABORT)
     assert made.sampled() == []
@@ -167,7 +167,7 @@ def test_aborted_while_it_is_offered() -> None:
 # --- losses, in every stage
 
 
-def lose_pool(made: Desk) -> list[PrefillCommand]:
+def lose_pool(made: PrefillHarness) -> list[PrefillCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
 
 
@@ -220,4 +220,4 @@ def test_a_router_that_comes_back_empties_the_worker(stage: Any) -> None:
 
 def test_a_message_that_it_does_not_take_is_a_broken_invariant() -> None:
     with pytest.raises(AssertionError, match="does not take BatchGranted"):
-        Desk().hear(BatchGranted(1, ()))  # type: ignore[arg-type]
+        PrefillHarness().hear(BatchGranted(1, ()))  # type: ignore[arg-type]

@@ -11,21 +11,21 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Load, LoadBlocks, MapArena
 from alignedserve.messages.workers import PrefillCompleted
 from prefill_worker.logic import PrefillCommand
-from tests.harnesses.prefill import ARENA, EOS, Desk, added, run, to_pool, to_router, token
+from tests.harnesses.prefill import ARENA, EOS, PrefillHarness, added, run, to_pool, to_router, token
 from tests.support.samples import POOL, R1, blocks, handoff, request
 
 HAS = (7, 8, 9)  # what the client has of the answer; with the prompt, seven tokens
 RELEASED = to_pool(LeasesReleased((LeaseId(30),)))
 
 
-def asking() -> Desk:
+def asking() -> PrefillHarness:
     """The client has the prompt and three tokens; the pool was asked for a copy."""
-    made = Desk()
+    made = PrefillHarness()
     made.begin(request(), 2, *HAS, has_copy=True)
     return made
 
 
-def grant(made: Desk, generated: tuple[int, ...] = (7, 8), of: Request | None = None) -> list[PrefillCommand]:
+def grant(made: PrefillHarness, generated: tuple[int, ...] = (7, 8), of: Request | None = None) -> list[PrefillCommand]:
     """A copy of an earlier attempt that had come so far; the last token is not in the cache."""
     copy = handoff(of or request(), 30, attempt=1, generated=generated)
     return made.hear(CopyGranted(copy, 2), POOL)
@@ -45,7 +45,7 @@ COMPUTES_ALL = begun(0)
 
 
 def test_the_pool_is_asked_first() -> None:
-    assert Desk().begin(request(), 2, *HAS, has_copy=True) == [to_pool(FetchCopy(R1, 2))]
+    assert PrefillHarness().begin(request(), 2, *HAS, has_copy=True) == [to_pool(FetchCopy(R1, 2))]
 
 
 def test_others_do_not_wait_for_the_answer() -> None:
@@ -53,7 +53,7 @@ def test_others_do_not_wait_for_the_answer() -> None:
 
 
 def test_nobody_is_asked_before_there_are_blocks_for_it() -> None:
-    made = Desk(max_running_requests=1)
+    made = PrefillHarness(max_running_requests=1)
     made.begin(request("r2"))
     assert made.begin(request(), 2, *HAS, has_copy=True) == []  # a granted copy is not given up for room
     assert to_pool(FetchCopy(R1, 2)) in made.sampled(token(EOS, "r2"))
@@ -104,7 +104,7 @@ def test_without_a_copy_everything_is_computed() -> None:
 
 
 def test_without_a_pool_nobody_is_asked() -> None:
-    assert Desk(has_pool=False).begin(request(), 2, *HAS, has_copy=True) == COMPUTES_ALL
+    assert PrefillHarness(has_pool=False).begin(request(), 2, *HAS, has_copy=True) == COMPUTES_ALL
 
 
 def test_all_tokens_are_told_to_the_router_as_computed() -> None:
@@ -128,7 +128,7 @@ def test_word_for_an_earlier_attempt_that_there_is_none_changes_nothing() -> Non
 
 
 def test_a_copy_for_an_unknown_request_goes_back() -> None:
-    assert Desk().hear(CopyGranted(handoff(request(), 30), 2), POOL) == [RELEASED]
+    assert PrefillHarness().hear(CopyGranted(handoff(request(), 30), 2), POOL) == [RELEASED]
 
 
 def test_given_again_while_it_is_asked_for_the_later_attempt_asks_anew() -> None:
@@ -140,7 +140,7 @@ def test_given_again_while_it_is_asked_for_the_later_attempt_asks_anew() -> None
 # --- aborts and losses
 
 
-def lose_pool(made: Desk) -> list[PrefillCommand]:
+def lose_pool(made: PrefillHarness) -> list[PrefillCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
 
 

@@ -33,23 +33,23 @@ from tests.harnesses.router import (
     GRANTED,
     INTERRUPTED,
     POOLED,
-    Desk,
+    RouterHarness,
     aborted,
+    connected_router,
     decoding,
-    desk,
     dropped,
     given,
     granted,
     pooled,
     prefilling,
 )
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
-RETURNED, GRANTED_AGAIN = life(1, 3), life(1, 4)
+RETURNED, GRANTED_AGAIN = epoch(1, 3), epoch(1, 4)
 OTHER_POOL, OTHER_PREFILL = "pool-1", "prefill-1"
 
 
-def other_node(made: Desk) -> None:
+def other_node(made: RouterHarness) -> None:
     made.hear(OTHER_POOL, PoolRegistered(100))
     made.hear(OTHER_PREFILL, worker(can_prefill=True, can_decode=False, pool_name=OTHER_POOL))
 
@@ -178,13 +178,13 @@ def test_a_copy_lost_on_the_way_lets_its_worker_be_asked_for_again() -> None:
     made = granted()
     assert made.hear(POOL, CopyLost(R1, GRANTED)) == [INTERRUPTED]
     made.submit(request("r2"))
-    assert made.hear(POOL, RequestPooled(R2, life(2, 1), 4, 1)) == [Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))]
+    assert made.hear(POOL, RequestPooled(R2, epoch(2, 1), 4, 1)) == [Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))]
 
 
 def test_the_next_question_waits_for_what_the_worker_reports_of_the_last_batch() -> None:
     made = decoding()
     made.submit(request("r2"))
-    assert made.hear(POOL, RequestPooled(R2, life(2, 1), 4, 1)) == []
+    assert made.hear(POOL, RequestPooled(R2, epoch(2, 1), 4, 1)) == []
     load = WorkerLoad(num_running=1, num_free_blocks=18, running=JoinedBatch(BATCH, 0, 16))
     (asked,) = made.hear(DECODE, load)
     assert asked == Send(POOL, FormBatch(BatchId(2), ASKED, 8, 1))
@@ -193,7 +193,7 @@ def test_the_next_question_waits_for_what_the_worker_reports_of_the_last_batch()
 # --- urgent requests
 
 
-def urgent_desk() -> Desk:
+def urgent_router() -> RouterHarness:
     """Requests have waited a second in the pool."""
     made = pooled()
     made.now = 1.0
@@ -205,31 +205,31 @@ def urgent(name: str = "r2") -> Request:
     return request(name, slo=Slo(tpot_s=0.05))
 
 
-SKIPPING = life(1000)  # attempts are at least the time in milliseconds
+SKIPPING = epoch(1000)  # attempts are at least the time in milliseconds
 
 
 def test_who_cannot_wait_that_long_goes_straight_to_a_decode_worker() -> None:
-    made = urgent_desk()
+    made = urgent_router()
     assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName(DECODE))]
     assert made.submit(request("r3", slo=Slo(tpot_s=0.07))) == [given(request("r3", slo=Slo(tpot_s=0.07)), 1001)]
 
 
 def test_a_request_that_skipped_the_pool_is_the_workers_when_it_says_so() -> None:
-    made = urgent_desk()
+    made = urgent_router()
     made.submit(urgent())
     made.hear(DECODE, BatchReceived(NO_BATCH, ((R2, SKIPPING + 1),)))
     assert made.status().num_decoding == 2
 
 
 def test_a_request_that_found_no_room_there_is_pooled_as_any_other() -> None:
-    made = urgent_desk()
+    made = urgent_router()
     made.submit(urgent())
     made.hear(POOL, RequestPooled(R2, SKIPPING + 1, 4, 1))
     assert made.status().num_pooled == 1
 
 
 def test_the_decode_worker_is_lost_perhaps_with_a_request_that_skipped_the_pool() -> None:
-    made = urgent_desk()
+    made = urgent_router()
     made.submit(urgent())
     interrupted = made.lose(DECODE)
     assert [command.message for command in interrupted] == [INTERRUPTED.message, type(INTERRUPTED.message)(R2)]
@@ -243,5 +243,5 @@ def test_a_copy_is_dropped_only_when_what_came_from_it_was_refused(handoff_refus
     assert made.hear(DECODE, preempted) == (refused if handoff_refused else kept)
 
 
-def test_a_desk_without_waits_sends_nobody_past_the_pool() -> None:
-    assert desk().submit(urgent("r1")) == [given(urgent("r1"), 1)]
+def test_a_router_without_waits_sends_no_request_past_the_pool() -> None:
+    assert connected_router().submit(urgent("r1")) == [given(urgent("r1"), 1)]

@@ -22,34 +22,34 @@ from tests.harnesses.router import (
     GIVEN_OUT,
     GRANTED,
     POOLED,
-    Desk,
+    RouterHarness,
     aborted,
-    colocated_desk,
+    colocated_router,
+    connected_router,
     decoding,
-    desk,
     dropped,
     given,
     pooled,
     prefilling,
 )
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 # --- admission
 
 
 def test_a_request_waits_while_nobody_can_prefill() -> None:
-    made = Desk()
+    made = RouterHarness()
     assert made.submit(request()) == []
     assert made.hear(PREFILL, worker(can_prefill=True, can_decode=False)) == []
     assert made.hear(POOL, PoolRegistered(100)) == [given(request(), 1)]
 
 
 def test_a_request_goes_to_a_worker_at_once() -> None:
-    assert desk().submit(request()) == [given(request(), 1)]
+    assert connected_router().submit(request()) == [given(request(), 1)]
 
 
 def test_attempts_are_at_least_the_time_in_milliseconds() -> None:
-    made = desk()
+    made = connected_router()
     made.now = 12.5
     assert made.submit(request()) == [given(request(), 12_500)]
     assert made.submit(request("r2")) == [given(request("r2"), 12_501)]
@@ -61,27 +61,27 @@ def test_a_request_that_is_being_served_is_not_accepted_again() -> None:
 
 
 def test_a_request_that_fits_nowhere_fails_at_once() -> None:
-    (command,) = desk().submit(request(prompt_len=70, max_tokens=11))
+    (command,) = connected_router().submit(request(prompt_len=70, max_tokens=11))
     assert isinstance(command.message, RequestFailed)
     assert command.message.kind is FailureKind.UNSERVABLE
-    assert desk().submit(request(prompt_len=70, max_tokens=10)) != [command]
+    assert connected_router().submit(request(prompt_len=70, max_tokens=10)) != [command]
 
 
 def test_the_queue_is_bounded_by_requests() -> None:
-    made = Desk(max_queued_requests=1)
+    made = RouterHarness(max_queued_requests=1)
     assert made.submit(request()) == []
     assert made.submit(request("r2")) == [Send(GATEWAY, RequestRejected(R2, "the queue is full", 1.0))]
 
 
 def test_the_queue_is_bounded_by_tokens() -> None:
-    made = Desk(max_queued_tokens=10)
+    made = RouterHarness(max_queued_tokens=10)
     assert made.submit(request(prompt_len=6)) == []
     assert made.submit(request("r2", prompt_len=5)) == [Send(GATEWAY, RequestRejected(R2, "the queue is full", 1.0))]
     assert made.submit(request("r3", prompt_len=4)) == []
 
 
 def test_a_full_queue_says_when_it_will_have_drained() -> None:
-    made = desk(max_prefill_tokens_per_worker=10, max_queued_tokens=100)
+    made = connected_router(max_prefill_tokens_per_worker=10, max_queued_tokens=100)
     for number in range(1, 6):
         made.submit(request(f"r{number}", prompt_len=10))
     for number in (1, 2):
@@ -95,11 +95,11 @@ def test_a_full_queue_says_when_it_will_have_drained() -> None:
 
 
 def _attempt_of(number: int) -> int:
-    return life(1 if number == 1 else 1000 * (number - 1))
+    return epoch(1 if number == 1 else 1000 * (number - 1))
 
 
 def test_a_rejected_request_is_not_held() -> None:
-    made = Desk(max_queued_requests=1)
+    made = RouterHarness(max_queued_requests=1)
     made.submit(request())
     made.submit(request("r2"))
     made.hear(GATEWAY, AbortRequest(R1))
@@ -110,7 +110,7 @@ def test_a_rejected_request_is_not_held() -> None:
 
 
 def test_prefills_are_handed_out_up_to_the_allowance_and_nobody_overtakes() -> None:
-    made = desk(max_prefill_tokens_per_worker=10)
+    made = connected_router(max_prefill_tokens_per_worker=10)
     long, short = request("r2", prompt_len=7), request("r3", prompt_len=1)
     assert made.submit(request(prompt_len=6)) == [given(request(prompt_len=6), 1)]
     assert made.submit(long) == []
@@ -119,7 +119,7 @@ def test_prefills_are_handed_out_up_to_the_allowance_and_nobody_overtakes() -> N
 
 
 def test_best_effort_prompts_take_nothing_of_the_allowance_for_real_time_ones() -> None:
-    made = desk(max_prefill_tokens_per_worker=10)
+    made = connected_router(max_prefill_tokens_per_worker=10)
     document = request(prompt_len=9, request_class=RequestClass.BEST_EFFORT)
     chat, second, later = (request(f"r{number}", prompt_len=5) for number in (2, 3, 4))
     assert made.submit(document) == [given(document, 1)]
@@ -129,19 +129,19 @@ def test_best_effort_prompts_take_nothing_of_the_allowance_for_real_time_ones() 
 
 
 def test_first_come_first_served_has_one_allowance_for_all() -> None:
-    made = desk(order=FcfsOrder(), max_prefill_tokens_per_worker=10)
+    made = connected_router(order=FcfsOrder(), max_prefill_tokens_per_worker=10)
     document = request(prompt_len=9, request_class=RequestClass.BEST_EFFORT)
     assert made.submit(document) == [given(document, 1)]
     assert made.submit(request("r2", prompt_len=5)) == []
 
 
 def test_a_prompt_above_the_allowance_goes_to_a_worker_with_nothing_else() -> None:
-    made = desk(max_prefill_tokens_per_worker=10)
+    made = connected_router(max_prefill_tokens_per_worker=10)
     assert made.submit(request(prompt_len=30)) == [given(request(prompt_len=30), 1)]
 
 
 def test_the_order_of_the_queue_is_the_policys() -> None:
-    made = Desk()
+    made = RouterHarness()
     document = request("r1", request_class=RequestClass.BEST_EFFORT)
     chat = request("r2", arrival_s=5.0)
     made.submit(document)
@@ -151,7 +151,7 @@ def test_the_order_of_the_queue_is_the_policys() -> None:
 
 
 def test_a_colocated_worker_keeps_what_it_has_prefilled() -> None:
-    made = colocated_desk(max_running_requests=1)
+    made = colocated_router(max_running_requests=1)
     assert made.submit(request()) == [given(request(), 1, to=DECODE)]
     assert made.submit(request("r2")) == []
     assert made.hear(DECODE, PrefillCompleted(R1, GIVEN_OUT, 4)) == []

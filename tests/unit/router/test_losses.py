@@ -30,23 +30,23 @@ from tests.harnesses.router import (
     GRANTED,
     INTERRUPTED,
     POOLED,
-    Desk,
+    RouterHarness,
     aborted,
+    connected_router,
     decoding,
-    desk,
     dropped,
     given,
     granted,
     pooled,
     prefilling,
 )
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 # --- stale attempts: r1 was interrupted and given out again, so that its first life is over and the second goes on
 
 
 @pytest.fixture
-def second() -> Desk:
+def second() -> RouterHarness:
     made = prefilling()
     made.lose(PREFILL)
     made.hear(GATEWAY, ResumeRequest(request(), (7,)))
@@ -70,21 +70,21 @@ def second() -> Desk:
     ids=lambda value: type(value).__name__,
 )
 def test_word_of_an_earlier_attempt_changes_nothing(
-    second: Desk, peer: str, stale: Message, answer: list[Send]
+    second: RouterHarness, peer: str, stale: Message, answer: list[Send]
 ) -> None:
     assert second.hear(peer, stale) == answer
     status = second.status()
     assert (status.num_prefilling, status.num_preemptions) == (1, 0)
-    assert second.hear(PREFILL, PrefillCompleted(R1, life(2), 5)) == []
-    assert second.hear(POOL, RequestPooled(R1, life(2, 1), 5, 2)) == [FORM_FIRST]
+    assert second.hear(PREFILL, PrefillCompleted(R1, epoch(2), 5)) == []
+    assert second.hear(POOL, RequestPooled(R1, epoch(2, 1), 5, 2)) == [FORM_FIRST]
 
 
 def test_a_completion_of_an_earlier_attempt_does_not_count_for_the_later_one() -> None:
     made = decoding()
     made.hear(DECODE, RequestPreempted(R1, GRANTED, (7, 8)))
     made.hear(GATEWAY, ResumeRequest(request(), (7,)))
-    assert made.hear(PREFILL, PrefillCompleted(R1, life(2), 6)) == []
-    assert made.hear(PREFILL, PrefillCompleted(R1, life(3), 5)) == []
+    assert made.hear(PREFILL, PrefillCompleted(R1, epoch(2), 6)) == []
+    assert made.hear(PREFILL, PrefillCompleted(R1, epoch(3), 5)) == []
     assert made.lose(POOL) == [INTERRUPTED]  # it was on its way there
 
 
@@ -102,14 +102,14 @@ def test_a_completion_of_an_earlier_attempt_does_not_count_for_the_later_one() -
     ids=lambda value: type(value).__name__,
 )
 def test_word_of_an_unknown_request_is_answered_by_letting_go(peer: str, unknown: Message, answer: list[Send]) -> None:
-    assert desk().hear(peer, unknown) == answer
+    assert connected_router().hear(peer, unknown) == answer
 
 
 # --- aborts, in every stage
 
 
 def test_aborted_in_the_queue() -> None:
-    made = Desk()
+    made = RouterHarness()
     made.submit(request())
     assert made.hear(GATEWAY, AbortRequest(R1)) == []
     assert made.status().num_queued == 0
@@ -136,7 +136,7 @@ def test_aborted_while_decoding() -> None:
 
 
 def test_an_abort_makes_room_for_the_next() -> None:
-    made = desk(max_prefill_tokens_per_worker=4)
+    made = connected_router(max_prefill_tokens_per_worker=4)
     made.submit(request())
     made.submit(request("r2"))
     assert made.hear(GATEWAY, AbortRequest(R1))[-1] == given(request("r2"), 2)
@@ -226,7 +226,7 @@ def test_a_copy_lost_after_it_arrived_may_be_lost_on_its_way_back() -> None:
 
 def test_a_copy_lost_and_gone_further_since_is_no_loss() -> None:
     made = decoding()
-    made.hear(DECODE, BatchReceived(BatchId(2), ((R1, life(1, 4)),)))
+    made.hear(DECODE, BatchReceived(BatchId(2), ((R1, epoch(1, 4)),)))
     assert made.hear(POOL, CopyLost(R1, GRANTED)) == []
 
 
@@ -262,11 +262,11 @@ def test_resuming_twice_queues_it_once_and_the_last_word_counts() -> None:
 
 
 def test_a_request_of_an_earlier_router_is_taken_on() -> None:
-    assert desk().hear(GATEWAY, ResumeRequest(request(), (7, 8))) == [given(request(), 1, 7, 8)]
+    assert connected_router().hear(GATEWAY, ResumeRequest(request(), (7, 8))) == [given(request(), 1, 7, 8)]
 
 
 def test_a_request_of_an_earlier_router_is_taken_on_even_when_the_queue_is_full() -> None:
-    made = Desk(max_queued_requests=1)
+    made = RouterHarness(max_queued_requests=1)
     made.submit(request("r2"))
     assert made.hear(GATEWAY, ResumeRequest(request(), ())) == []
     assert made.status().num_queued == 2
@@ -325,4 +325,4 @@ def test_every_gateway_hears_of_the_status_at_every_fourth_tick() -> None:
 
 def test_a_message_that_the_router_does_not_take_is_a_broken_invariant() -> None:
     with pytest.raises(AssertionError, match="does not take BlocksTaken"):
-        desk().hear(POOL, BlocksTaken(R1, 1, is_accepted=True))
+        connected_router().hear(POOL, BlocksTaken(R1, 1, is_accepted=True))

@@ -6,9 +6,9 @@ from alignedserve.core.ids import BatchId
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.pools import PoolLoad, PoolRegistered
 from alignedserve.messages.workers import WorkerLoad
-from router.state import HandedOver, TrackedRequest
+from router.state import DispatchedPrefill, TrackedRequest
 from tests.harnesses.placement import OTHER_POOL, decoding, empty_fleet, placement, pool_requests
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 # --- prefills
 
@@ -20,7 +20,7 @@ def test_the_least_loaded_worker_prefills_next_and_ties_go_by_name() -> None:
     chosen = where.least_loaded_prefiller()
     assert chosen is not None
     assert chosen.name == "prefill-0"
-    chosen.prefilling[R1] = HandedOver(life(1), 5)
+    chosen.prefilling[R1] = DispatchedPrefill(epoch(1), 5)
     following = where.least_loaded_prefiller()
     assert following is not None
     assert following.name == "prefill-1"
@@ -41,18 +41,18 @@ def test_a_colocated_worker_takes_what_it_can_run_and_needs_no_pool() -> None:
     where.register(DECODE, worker(can_prefill=True, max_running_requests=2))
     record = where.workers[DECODE]
     assert where.least_loaded_prefiller() is record
-    record.prefilling[R1] = HandedOver(life(1), 4)
+    record.prefilling[R1] = DispatchedPrefill(epoch(1), 4)
     record.decoding.add(R2)
     assert where.least_loaded_prefiller() is None
 
 
 def test_only_a_completion_of_the_same_life_is_counted_off() -> None:
     record = placement(decode_0={}).workers[DECODE]
-    record.prefilling[R1] = HandedOver(life(2), 5)
-    assert not record.count_off(R1, life(1))
-    assert not record.count_off(R2, life(2))
+    record.prefilling[R1] = DispatchedPrefill(epoch(2), 5)
+    assert not record.complete_prefill(R1, epoch(1))
+    assert not record.complete_prefill(R2, epoch(2))
     assert record.num_prefill_tokens == 5
-    assert record.count_off(R1, life(2))
+    assert record.complete_prefill(R1, epoch(2))
     assert record.num_prefill_tokens == 0
 
 
@@ -88,7 +88,7 @@ def test_a_lost_pool_leaves_the_questions_to_another() -> None:
     pool_requests(where, 1)
     where.batches_to_form(0.0)
     where.remove(OTHER_POOL)
-    assert where.workers[DECODE].forming == BatchId(1)
+    assert where.workers[DECODE].pending_batch == BatchId(1)
 
 
 def test_a_pool_that_comes_back_has_another_life() -> None:
@@ -100,7 +100,7 @@ def test_a_pool_that_comes_back_has_another_life() -> None:
     after = where.pool_of(DECODE)
     assert before is not None
     assert after is not None
-    assert before.life != after.life
+    assert before.epoch != after.epoch
 
 
 def test_a_copy_is_where_it_was_noted_for_as_long_as_that_pool_lives() -> None:
@@ -126,8 +126,8 @@ def test_forgetting_gives_back_what_was_counted() -> None:
     (pooled,) = pool_requests(where, 1)
     (running,) = decoding(where, DECODE, 1)
     assert where.pools[POOL].num_pooled == 1
-    where.forget(pooled)
-    where.forget(running)
+    where.unassign(pooled)
+    where.unassign(running)
     assert where.pools[POOL].num_pooled == 0
     assert where.workers[DECODE].decoding == set()
 
@@ -135,7 +135,7 @@ def test_forgetting_gives_back_what_was_counted() -> None:
 def test_what_comes_back_to_the_pool_is_counted_there_and_no_more_with_the_worker() -> None:
     where = placement(decode_0={})
     (running,) = decoding(where, DECODE, 1)
-    where.note_pooled(running, POOL, 1)
+    where.set_pooled(running, POOL, 1)
     assert where.pools[POOL].num_pooled == 1
     assert where.workers[DECODE].decoding == set()
 
@@ -145,15 +145,15 @@ def test_what_is_pooled_counts_as_a_prefill_until_its_worker_reports_it() -> Non
     where.register(PREFILL, worker(can_prefill=True, can_decode=False))
     tracked = TrackedRequest(request(), GATEWAY, 1.0)
     tracked.move(Stage.PREFILLING, PREFILL)
-    where.workers[PREFILL].prefilling[R1] = HandedOver(life(1), 4)
-    where.note_pooled(tracked, POOL, 1)
+    where.workers[PREFILL].prefilling[R1] = DispatchedPrefill(epoch(1), 4)
+    where.set_pooled(tracked, POOL, 1)
     assert where.workers[PREFILL].num_prefill_tokens == 4
 
 
 def test_reports_of_the_unknown_are_ignored() -> None:
     where = placement()
-    where.note_load("decode-9", WorkerLoad())
-    where.note_load("pool-9", PoolLoad(1, 1, 1))
+    where.update_load("decode-9", WorkerLoad())
+    where.update_load("pool-9", PoolLoad(1, 1, 1))
     assert "decode-9" not in where
     assert "pool-9" not in where
     assert POOL in where
@@ -164,15 +164,15 @@ def test_who_may_be_lost_with_whom() -> None:
     where.register(PREFILL, worker(can_prefill=True, can_decode=False))
     tracked = TrackedRequest(request(), GATEWAY, 1.0)
     tracked.move(Stage.PREFILLING, PREFILL)
-    assert where.may_have_lost(tracked, PREFILL)
-    assert not where.may_have_lost(tracked, POOL)
-    tracked.is_computed = True  # its blocks are on their way
-    assert where.may_have_lost(tracked, POOL)
-    where.note_pooled(tracked, POOL, 1)
-    assert where.may_have_lost(tracked, POOL)
-    assert not where.may_have_lost(tracked, DECODE)
-    tracked.granted_to = DECODE
-    assert where.may_have_lost(tracked, DECODE)
+    assert where.depends_on(tracked, PREFILL)
+    assert not where.depends_on(tracked, POOL)
+    tracked.is_prefilled = True  # its blocks are on their way
+    assert where.depends_on(tracked, POOL)
+    where.set_pooled(tracked, POOL, 1)
+    assert where.depends_on(tracked, POOL)
+    assert not where.depends_on(tracked, DECODE)
+    tracked.destination = DECODE
+    assert where.depends_on(tracked, DECODE)
 
 
 def test_who_has_other_blocks_than_the_others_is_refused() -> None:

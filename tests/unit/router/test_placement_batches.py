@@ -1,7 +1,7 @@
 """What a pool is asked for on behalf of which decode worker: batches that are worth a switch, and requests to join."""
 
 from alignedserve.messages.workers import WorkerLoad
-from router.state import AskKind
+from router.state import BatchRequestKind
 from tests.harnesses.placement import OTHER_POOL, RUNNING, busy, decoding, form, placement, pool_requests, refuse
 from tests.support.samples import DECODE
 
@@ -22,7 +22,7 @@ def test_without_news_the_question_is_not_repeated() -> None:
     where.batches_to_form(0.0)
     refuse(where)
     assert where.batches_to_form(0.0) == []
-    where.mark_news()
+    where.clear_refusals()
     assert where.batches_to_form(0.0) == form(2, 20, 3, 2)
 
 
@@ -31,7 +31,7 @@ def test_a_report_of_the_worker_is_news() -> None:
     pool_requests(where, 3)
     where.batches_to_form(0.0)
     refuse(where)
-    where.note_load(DECODE, WorkerLoad())
+    where.update_load(DECODE, WorkerLoad())
     assert len(where.batches_to_form(0.0)) == 1
 
 
@@ -48,9 +48,9 @@ def test_after_a_batch_the_next_question_waits_for_the_workers_report() -> None:
     where = placement(decode_0={})
     pool_requests(where, 9)
     where.batches_to_form(0.0)
-    where.note_formed(where.workers[DECODE], is_empty=False, now=0.0)
+    where.close_batch_request(where.workers[DECODE], is_empty=False, now=0.0)
     assert where.batches_to_form(0.0) == []
-    where.note_load(DECODE, WorkerLoad())
+    where.update_load(DECODE, WorkerLoad())
     assert len(where.batches_to_form(0.0)) == 1
 
 
@@ -132,14 +132,14 @@ def test_a_request_larger_than_any_batch_for_a_busy_worker_gets_one_when_it_has_
     pool_requests(where, 1, "large", num_blocks=9)  # a batch for a busy worker has eight
     assert where.batches_to_form(1.9) == form(1, 8, 3, 2)
     refuse(where)
-    where.mark_news()
+    where.clear_refusals()
     assert where.batches_to_form(2.0) == form(2, 9, 3, 2)
 
 
 def test_one_that_no_longer_waits_is_not_made_room_for() -> None:
     where = busy(2, now=1.0)
     [large] = pool_requests(where, 1, "large", num_blocks=9)
-    where.note_decoding(large, where.workers[DECODE])
+    where.set_decoding(large, where.workers[DECODE])
     assert where.batches_to_form(9.0) == form(1, 8, 2, 2)
 
 
@@ -152,7 +152,7 @@ def test_one_that_no_worker_has_room_for_is_not_made_room_for() -> None:
 def test_a_batch_notes_when_it_came() -> None:
     where = busy(3)
     where.batches_to_form(1.0)
-    where.note_formed(where.workers[DECODE], is_empty=False, now=1.5)
+    where.close_batch_request(where.workers[DECODE], is_empty=False, now=1.5)
     assert where.workers[DECODE].last_batch_s == 1.5
 
 
@@ -213,6 +213,6 @@ def test_a_join_is_no_batch_of_its_own() -> None:
     where = busy(1, running=RUNNING)
     where.batches_to_form(1.0)
     record = where.workers[DECODE]
-    assert record.asked_for is AskKind.JOIN
-    where.note_formed(record, is_empty=False, now=1.5)
-    assert (record.last_batch_s, record.is_load_old) == (0.0, True)
+    assert record.requested_kind is BatchRequestKind.JOIN
+    where.close_batch_request(record, is_empty=False, now=1.5)
+    assert (record.last_batch_s, record.is_load_stale) == (0.0, True)

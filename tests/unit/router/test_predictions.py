@@ -15,16 +15,25 @@ from alignedserve.messages.pools import PoolRegistered
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillCompleted, RequestFinished, RequestPreempted, SetPredictedLength
 from alignedserve.runtime.model.served_model import resolve_model
+from router.async_predictor import AsyncLengthPredictor
 from router.prediction import ENCODERS, make_length_predictor
 from router.prediction.encoders import HashedNgrams
 from router.prediction.predictor import LengthPredictor
-from router.prediction.runner import PredictionRunner
 from router.state import LengthPredicted
-from tests.harnesses.router import GIVEN_OUT, GRANTED, Desk, colocated_desk, decoding, given, pooled, prefilling
-from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, life, request, worker
+from tests.harnesses.router import (
+    GIVEN_OUT,
+    GRANTED,
+    RouterHarness,
+    colocated_router,
+    decoding,
+    given,
+    pooled,
+    prefilling,
+)
+from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
 
-def predicted(made: Desk, length: float) -> list[Send]:
+def predicted(made: RouterHarness, length: float) -> list[Send]:
     return made.logic.on_event(LengthPredicted(R1, length), made.now)
 
 
@@ -32,7 +41,7 @@ def predicted(made: Desk, length: float) -> list[Send]:
 
 
 def test_a_prediction_that_is_in_time_travels_with_the_request() -> None:
-    made = Desk()
+    made = RouterHarness()
     made.submit(request())
     assert predicted(made, 5.5) == []
     made.hear(POOL, PoolRegistered(100))
@@ -47,7 +56,7 @@ def test_nobody_waits_for_a_prediction_and_a_late_one_is_sent_after() -> None:
 
 
 def test_a_colocated_worker_is_told_while_it_decodes() -> None:
-    made = colocated_desk()
+    made = colocated_router()
     made.submit(request())
     made.hear(DECODE, PrefillCompleted(R1, GIVEN_OUT, 4))
     assert predicted(made, 5.5) == [Send(DECODE, SetPredictedLength(R1, GIVEN_OUT, 5.5))]
@@ -87,7 +96,7 @@ def test_what_was_expected_on_arrival_is_judged() -> None:
     predicted(made, 5.5)
     made.hear(DECODE, RequestFinished(R1, GRANTED, 3))
     made.submit(request("r2"))
-    made.hear(PREFILL, RequestFinished(request("r2").request_id, life(2), 4))
+    made.hear(PREFILL, RequestFinished(request("r2").request_id, epoch(2), 4))
     assert made.status().lengths == LengthTotals(num_finished=2, num_predicted=1, num_tokens=7, error_tokens=3.5)
 
 
@@ -99,10 +108,10 @@ class Loop:
 
     def __init__(self) -> None:
         self.delivered: asyncio.Queue[LengthPredicted] = asyncio.Queue()
-        self.runner = PredictionRunner(LengthPredictor(HashedNgrams()), self.delivered.put_nowait)
+        self.runner = AsyncLengthPredictor(LengthPredictor(HashedNgrams()), self.delivered.put_nowait)
 
     def hear(self, message: Message) -> None:
-        self.runner.note(Received(GATEWAY, message))
+        self.runner.observe(Received(GATEWAY, message))
 
     async def prediction(self) -> LengthPredicted:
         return await asyncio.wait_for(self.delivered.get(), 10.0)

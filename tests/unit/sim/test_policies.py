@@ -8,7 +8,7 @@ from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.config import SimMechanisms
-from alignedserve.sim.machines import Machines
+from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import as_predicted_for, mechanisms_for, simulated_policy, with_policy
 from alignedserve.workload.requests import ClosedLoop
 from tests.harnesses.simulation import timed, workload_of
@@ -64,7 +64,7 @@ def test_there_is_no_hidden_cache_that_is_larger_than_keys_and_values() -> None:
 
 
 def test_host_memory_is_for_those_that_swap() -> None:
-    machines = Machines(WorkerSpec("opt-13b", "a100-80g"))
+    machines = ClusterHardware(WorkerSpec("opt-13b", "a100-80g"))
     by_policy = {
         name: simulated_policy(machines, with_policy(ClusterConfig(), name)).colocated_memory.num_free_host > 0
         for name in POLICIES

@@ -6,16 +6,16 @@ from alignedserve.sim.shared_cores import SharedCores
 
 def ends(slowdown: float, jobs: list[tuple[float, float]]) -> list[float]:
     """When jobs (begin, duration alone) end."""
-    agenda = EventQueue()
-    cores = SharedCores(agenda, slowdown)
+    event_queue = EventQueue()
+    cores = SharedCores(event_queue, slowdown)
     ended = [0.0] * len(jobs)
 
     def begin(number: int) -> None:
-        cores.begin(jobs[number][1], lambda: ended.__setitem__(number, round(agenda.now, 6)))
+        cores.begin(jobs[number][1], lambda: ended.__setitem__(number, round(event_queue.now, 6)))
 
     for number, (time_s, _) in enumerate(jobs):
-        agenda.at(time_s, begin, number)
-    agenda.run()
+        event_queue.at(time_s, begin, number)
+    event_queue.run()
     return ended
 
 

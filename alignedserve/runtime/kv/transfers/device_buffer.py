@@ -1,6 +1,7 @@
-"""A candidate buffer in a device's memory, and blocks on a device as pieces are cut from them.
+"""A candidate buffer in device memory, and blocks on a device gathered into pieces that travel.
 
-Everything here is plain torch and runs on any device; the CPU serves the tests.
+Used by `bench transfer` and the contract tests; workers keep candidate buffers in host memory so far. Everything here
+is plain torch and runs on any device, the CPU included.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.core.ids import BlockId
@@ -20,23 +21,23 @@ from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.kv.block_checksums import (
     PlacedRun,
-    RunSums,
-    blocks_of,
+    RunChecksums,
     check_target,
-    checked_sums,
     copy_rows,
-    placed,
-    summed_runs,
+    place_runs,
+    runs_with_checksums,
+    source_blocks,
+    verify_checksums,
 )
-from alignedserve.runtime.kv.shm_arena import NOBODYS, Arena
-from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunSums
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
+from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunChecksums
 from kernels.block_checksums import WORD_BYTES
 from kernels.block_lists import gather_blocks, scatter_blocks
 
 _STAGED_BYTES = 16 * 1024 * 1024
 
 
-class DevicePieces:
+class DeviceBlocks:
     """Blocks uint8 [num_blocks, block_bytes] on a device, gathered into pieces there and scattered out of them."""
 
     def __init__(self, blocks: Tensor) -> None:
@@ -44,20 +45,20 @@ class DevicePieces:
         self._blocks = blocks
         self._block_bytes = blocks.shape[1]
 
-    def sums(self, runs: Sequence[PlacedRun]) -> DeviceRunSums:
-        """Checksums to be fed by gather or scatter, over all the blocks in order."""
-        return DeviceRunSums(runs, self._block_bytes, self.device)
+    def checksums(self, runs: Sequence[PlacedRun]) -> DeviceRunChecksums:
+        """Return checksums to be updated by gather or scatter, over all the blocks in order."""
+        return DeviceRunChecksums(runs, self._block_bytes, self.device)
 
-    def gather(self, block_ids: Sequence[BlockId], rows: Tensor, *sums: DeviceRunSums) -> None:
+    def gather(self, block_ids: Sequence[BlockId], rows: Tensor, *checksums: DeviceRunChecksums) -> None:
         """Copy blocks into rows: uint8 [len(block_ids), block_bytes], on this device."""
         gather_blocks(self._blocks, self._ids(block_ids), rows)
-        for one in sums:
+        for one in checksums:
             one.update(rows)
 
-    def scatter(self, block_ids: Sequence[BlockId], rows: Tensor, *sums: DeviceRunSums) -> None:
+    def scatter(self, block_ids: Sequence[BlockId], rows: Tensor, *checksums: DeviceRunChecksums) -> None:
         """Copy rows into blocks."""
         scatter_blocks(rows, self._blocks, self._ids(block_ids))
-        for one in sums:
+        for one in checksums:
             one.update(rows)
 
     def _ids(self, block_ids: Sequence[BlockId]) -> Tensor:
@@ -65,7 +66,8 @@ class DevicePieces:
 
 
 class DeviceBuffer:
-    """Blocks on a device and, on the host, the generations on them. For a block server, which closes before it goes.
+    """A ServedBuffer with blocks on a device and their generations on the host; outlives the block server that serves
+    it.
 
     Raises NotEnoughMemory saying how many bytes are needed.
     """
@@ -81,17 +83,17 @@ class DeviceBuffer:
             needed = num_blocks * layout.block_bytes
             raise NotEnoughMemory(f"a candidate buffer needs {needed} bytes on {device}") from error
         self.generations: npt.NDArray[np.uint64] = np.zeros(num_blocks, np.uint64)
-        self._pieces = DevicePieces(self.blocks)
+        self._pieces = DeviceBlocks(self.blocks)
         self.gather = self._pieces.gather
         self.scatter = self._pieces.scatter
 
     def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
-        """Mark these blocks as written under this generation (0: nobody's)."""
+        """Mark these blocks as written under this generation (0: no lease)."""
         self.generations[list(block_ids)] = generation
 
     def is_stamped(self, block_ids: Sequence[BlockId], generation: int) -> bool:
-        """Whether they all are."""
-        return generation != NOBODYS and bool((self.generations[list(block_ids)] == generation).all())
+        """Return whether all of them are marked with this generation."""
+        return generation != NO_LEASE and bool((self.generations[list(block_ids)] == generation).all())
 
     def exported(self) -> DeviceMemoryHandle | None:
         """See ServedBuffer. Each call is for one other process."""
@@ -102,31 +104,31 @@ class DeviceBuffer:
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         return DeviceMemoryHandle(uuid, handle, size, offset, counter, counter_offset, event, is_awaited)
 
-    def take_in(
+    def relay_from(
         self, source: Arena, copy: BlockCopy, block_ids: Sequence[BlockId], generation: int
     ) -> tuple[BlockRun, ...]:
-        """As transfer.relay, from an arena into this buffer. Raises HandoffRejected; the blocks are then nobody's."""
+        """Copy from an arena into this buffer as `relay` does. Raises HandoffRejected; no lease holds the blocks then."""
         num_sent = copy.num_blocks
         check_target(block_ids, num_sent, generation, self.num_blocks)
         try:
-            return self._take_in(source, copy, block_ids, generation)
+            return self._relay_from(source, copy, block_ids, generation)
         except HandoffRejected:
-            self.stamp(block_ids, NOBODYS)
+            self.stamp(block_ids, NO_LEASE)
             raise
 
-    def _take_in(
+    def _relay_from(
         self, source: Arena, copy: BlockCopy, block_ids: Sequence[BlockId], generation: int
     ) -> tuple[BlockRun, ...]:
         layout = self.layout
-        sources = blocks_of(
+        sources = source_blocks(
             copy, block_size=layout.block_size, num_targets=len(block_ids), num_blocks=source.num_blocks
         )
         if not source.is_stamped(sources, copy.generation):
             raise HandoffRejected("the lease is no longer valid")
         self.stamp(block_ids, generation)
-        runs = neighbours(block_ids)
-        old = RunSums(placed(run.num_blocks for run in copy.runs), layout.block_bytes)
-        new = self._pieces.sums(placed(count for _, count in runs))
+        runs = contiguous_runs(block_ids)
+        old = RunChecksums(place_runs(run.num_blocks for run in copy.runs), layout.block_bytes)
+        new = self._pieces.checksums(place_runs(count for _, count in runs))
         size = max(1, _STAGED_BYTES // layout.block_bytes)
         staged = torch.empty((min(size, len(sources)), layout.block_bytes), dtype=torch.uint8)
         for first in range(0, len(sources), size):
@@ -134,14 +136,14 @@ class DeviceBuffer:
             rows = staged[: len(part)]
             copy_rows(source.rows_to_read(part), rows.numpy(), old, from_target=True)
             self.scatter(block_ids[first : first + size], rows.to(self.device), new)
-        checked_sums(copy, old.sums)
+        verify_checksums(copy, old.values)
         if not source.is_stamped(sources, copy.generation):
             raise HandoffRejected("the lease is no longer valid")
-        return summed_runs(runs, new.sums)
+        return runs_with_checksums(runs, new.values)
 
 
 def map_device_memory(memory: DeviceMemoryHandle | None, num_blocks: int, block_bytes: int) -> Tensor:
-    """Another process's blocks, uint8 [num_blocks, block_bytes]. Raises HandoffRejected when they cannot be mapped."""
+    """Map another process's blocks, uint8 [num_blocks, block_bytes]. Raises HandoffRejected when that is impossible."""
     if memory is None:
         raise HandoffRejected("the blocks are not in a device's memory")
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
@@ -151,7 +153,7 @@ def map_device_memory(memory: DeviceMemoryHandle | None, num_blocks: int, block_
         raise HandoffRejected("the blocks are more than the memory that is offered")
     index = uuids.index(memory.device_uuid)
     try:
-        torch.zeros(1, device=torch.device("cuda", index))  # the device is in use by this process before it is mapped
+        torch.zeros(1, device=torch.device("cuda", index))  # initialises the device in this process first
         storage = torch.UntypedStorage._new_shared_cuda(
             index,
             memory.handle,

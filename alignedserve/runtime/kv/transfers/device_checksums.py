@@ -1,6 +1,6 @@
 """Checksums of runs of blocks on a device, and the same computed on the host (`kernels.block_checksums`).
 
-Every word's key is of its place in the run, and of the run's place in its request:
+The key of a word depends on its place in the run and on the run's place in its request:
 
     (i + 1) * G + seed * S        i: number of the word in the run; seed: blocks of the request before the run
 
@@ -22,8 +22,8 @@ _S = 0xD1B54A32D192ED03
 _MASK = (1 << 64) - 1
 
 
-class DeviceRunSums:
-    """As RunSums, of rows that lie on a device. The host waits for the device only when `sums` is read."""
+class DeviceRunChecksums:
+    """RunChecksums of rows on a device. The host waits for the device only when `values` is read."""
 
     def __init__(self, runs: Sequence[PlacedRun], block_bytes: int, device: torch.device) -> None:
         assert block_bytes % WORD_BYTES == 0, "blocks on a device are made of 8-byte words"
@@ -36,18 +36,18 @@ class DeviceRunSums:
         self._totals = torch.zeros(len(runs), dtype=torch.int64, device=device)
 
     @property
-    def sums(self) -> list[int]:
-        """One for each run, unsigned, once all blocks were seen."""
+    def values(self) -> list[int]:
+        """One unsigned checksum per run, once all blocks were seen."""
         return [total & _MASK for total in self._totals.tolist()]
 
     def update(self, rows: Tensor) -> None:
-        """Take the next blocks: uint8 [n, block_bytes], contiguous, on this device."""
+        """Add the next blocks: uint8 [n, block_bytes], contiguous, on this device."""
         part = slice(self._num_seen, self._num_seen + len(rows))
         self._num_seen += len(rows)
         runs, keys = to_device([self._runs[part], self._keys[part]], self._totals.device)
         self._totals.index_add_(0, runs, row_checksums(rows, keys))
 
 
-def run_sum(run: npt.NDArray[np.uint8], num_before: int) -> int:
-    """The reference: the checksum of one run's bytes, uint8 [any, block_bytes], computed on the host."""
+def run_checksum(run: npt.NDArray[np.uint8], num_before: int) -> int:
+    """Compute the checksum of one run's bytes, uint8 [any, block_bytes], on the host: the reference."""
     return checksum_on_host(run, num_before * _S & _MASK)

@@ -1,8 +1,7 @@
-"""Two processes and a process group of their own: never init_process_group, no WORLD, no store that others can reach.
+"""Process groups of two: never init_process_group, no WORLD, no store that other processes can reach.
 
-torch puts a process group together through a key-value store. Here that is the control socket, on which both ends have
-proven themselves: what one end sets is sent to the other. A pair that failed in any way is thrown away; a new
-connection makes a new one.
+torch sets a process group up through a key-value store. Here that is the authenticated control socket: entries that one
+end sets are sent to the other. A pair that failed in any way is discarded; a new connection makes a new one.
 """
 
 import contextlib
@@ -20,17 +19,17 @@ from torch import Tensor
 
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import RendezvousValue
-from alignedserve.runtime.kv.transfers.control import Control
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 
-_DISTRIBUTED: Any = dist  # what a build of torch has of it, no stub knows
+_DISTRIBUTED: Any = dist  # untyped: its content depends on how torch was built
 _CUDA: Any = torch.cuda
 _Store: Any = _DISTRIBUTED.Store
-OWNER_RANK, ASKING_RANK = 0, 1
+OWNER_RANK, CLIENT_RANK = 0, 1
 # Some pieces are filled, or emptied, while others travel.
 _PIECE_BYTES = 4 * 1024 * 1024
 _NUM_PIECES = 3
 _POLL_S = 20e-6
-# Unless it is told otherwise when a group is made, NCCL's watchdog ends the process when a peer is lost.
+# By default NCCL's watchdog ends the process when a peer is lost; read when a group is made.
 _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _NCCL_NEVER = timedelta(days=365)
 _settings_lock = threading.Lock()
@@ -39,12 +38,12 @@ Fill = Callable[[int, Tensor], None]  # (number of the first block, rows to fill
 Take = Callable[[int, Tensor], None]
 
 
-class Pair:
-    """A stream of blocks in either direction. Raises PeerLost when the other end is gone, or silent for too long."""
+class ProcessPair:
+    """Streams blocks in either direction. Raises PeerLost when the other end is gone, or silent for too long."""
 
     def __init__(self, group: Any, rank: int, block_bytes: int, timeout_s: float, device: torch.device) -> None:
         self._group = group
-        self._other = ASKING_RANK if rank == OWNER_RANK else OWNER_RANK
+        self._other = CLIENT_RANK if rank == OWNER_RANK else OWNER_RANK
         self._timeout_s = timeout_s
         self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
         shape = (_NUM_PIECES, self._piece_blocks, block_bytes)
@@ -82,11 +81,11 @@ class Pair:
         take(first, rows)
 
     def _wait(self, work: Any) -> None:
-        """Until this piece has travelled."""
+        """Wait until this piece has been transferred."""
         if self._stream is None:
             work.wait(timedelta(seconds=self._timeout_s))
             return
-        # NCCL's own wait only orders streams, and its own timeout ends the process: look at the clock ourselves.
+        # NCCL's own wait only orders streams, and its own timeout ends the process: poll with a deadline instead.
         deadline_s = time.monotonic() + self._timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline_s:
@@ -97,8 +96,8 @@ class Pair:
 
     @contextlib.contextmanager
     def _exchange(self, problem: str) -> Iterator[None]:
-        """On a device: on a stream of its own, and done when it ends. What an engine computed was done before anybody
-        heard of it."""
+        """Run the body, on a device on the pair's own stream and synchronized at its end. The engine's work needs no
+        wait: results are announced only once computed."""
         try:
             if self._stream is None:
                 yield
@@ -110,26 +109,26 @@ class Pair:
             raise PeerLost(f"{problem}: {_first_line(error)}") from error
 
     def _cut(self, num_blocks: int) -> Iterable[tuple[int, int, int]]:
-        """(slot, first block, blocks) of each piece; both ends cut alike."""
+        """Yield (slot, first block, blocks) of each piece; both ends cut alike."""
         for index, first in enumerate(range(0, num_blocks, self._piece_blocks)):
             yield index % _NUM_PIECES, first, min(self._piece_blocks, num_blocks - first)
 
 
 class ControlStore(_Store):  # type: ignore[misc]
-    """The two ends' store while their process group is put together: entries travel over the control socket."""
+    """The store of a process group while it is set up: entries travel over the control socket."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: ControlSocket) -> None:
         super().__init__()
         self._control = control
         self._entries: dict[str, bytes] = {}
         self._is_open = True
 
     def seal(self) -> None:
-        """The group is together: from now on the socket belongs to questions and answers."""
+        """End the setup: from now on the socket carries requests and answers."""
         self._is_open = False
 
     def set(self, key: str, value: Any) -> None:
-        """Tell the other end."""
+        """Set the entry here and at the other end."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._entries[key] = content
         if self._is_open:
@@ -147,30 +146,30 @@ class ControlStore(_Store):  # type: ignore[misc]
                 raise PeerLost("a process group asks for an entry that was never set")
             message = self._control.receive()
             if not isinstance(message, RendezvousValue):
-                raise ProtocolError("another message while a pair is put together")
+                raise ProtocolError("an unexpected message while a process group is set up")
             self._entries[message.key] = message.value
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them are known here already."""
+        """Return whether all of them are known here already."""
         return all(key in self._entries for key in keys)
 
     def clone(self) -> "ControlStore":
-        """The same store."""
+        """Return the same store."""
         return self
 
 
 def make_pair(
-    control: Control, rank: int, *, transport: str, block_bytes: int, timeout_s: float, device: torch.device
-) -> Pair:
-    """Put the process group together with the other end of this connection. Raises PeerLost."""
+    control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float, device: torch.device
+) -> ProcessPair:
+    """Set up a process group with the other end of this connection. Raises PeerLost."""
     store = ControlStore(control)
     try:
         make_group = _gloo_group if transport == "gloo" else _nccl_group
         group = make_group(store, rank, timeout_s, control.local_host)
-        pair = Pair(group, rank, block_bytes, timeout_s, device)
+        pair = ProcessPair(group, rank, block_bytes, timeout_s, device)
         _exchange_one(pair, rank)
-    except (RuntimeError, MemoryError) as error:  # the latter from an address that is none
-        raise PeerLost(f"no pair could be made: {_first_line(error)}") from error
+    except (RuntimeError, MemoryError) as error:  # the latter from an invalid address
+        raise PeerLost(f"no process group could be made: {_first_line(error)}") from error
     store.seal()
     return pair
 
@@ -188,7 +187,7 @@ def _gloo_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> 
 def _nccl_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> Any:
     nccl = _DISTRIBUTED.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = _NCCL_NEVER  # the pair has its own
+    options._timeout = _NCCL_NEVER  # ProcessPair has its own timeout
     with _settings_lock:
         before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
         os.environ.update(_NCCL_SETTINGS)
@@ -202,9 +201,9 @@ def _nccl_group(store: ControlStore, rank: int, timeout_s: float, host: str) -> 
                     os.environ[name] = value
 
 
-def _exchange_one(pair: Pair, rank: int) -> None:
-    """NCCL connects with the first bytes, and through the store: have that behind us while the store is open."""
-    for sender in (OWNER_RANK, ASKING_RANK):
+def _exchange_one(pair: ProcessPair, rank: int) -> None:
+    """Exchange one block: NCCL connects with the first bytes, through the store, which must still be open."""
+    for sender in (OWNER_RANK, CLIENT_RANK):
         if rank == sender:
             pair.send(1, lambda _first, rows: None)
         else:

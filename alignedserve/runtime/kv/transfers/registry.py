@@ -1,4 +1,4 @@
-"""Which way blocks go: the fastest that both ends have, or the one that was asked for."""
+"""The choice of a transport for blocks: the fastest that both ends have, or the configured one."""
 
 import logging
 from collections.abc import Callable
@@ -12,7 +12,8 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
-from alignedserve.runtime.kv.transfers.shm_transfer import KVTransfer, ShmTransfer
+from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.process.links import Identity
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ _Opener = Callable[[ArenaOffered, BlockStorage, Identity, bool], KVTransfer]
 def open_transfer(
     offered: ArenaOffered, storage: BlockStorage, *, identity: Identity, stamps: bool, transport: str = AUTO
 ) -> KVTransfer:
-    """Reach the offered blocks. `stamps`: they are a candidate buffer, in which the writer stamps (see ShmTransfer).
+    """Open a transfer to the offered blocks. `stamps`: they are a candidate buffer, stamped by its writer (see
+    ShmTransfer).
 
     Raises TransportUnavailable naming the reason for each transport that was tried.
     """
@@ -45,11 +47,11 @@ def open_transfer(
                 logger.info("blocks at %s are reached by %s", offered.served_at or offered.path, name)
                 return opened
         reasons.append(f"{name}: {reason}")
-    raise TransportUnavailable(f"no way to the offered blocks ({'; '.join(reasons)})")
+    raise TransportUnavailable(f"no transport reaches the offered blocks ({'; '.join(reasons)})")
 
 
-def here(storage_device: torch.device) -> tuple[str, ...]:
-    """The transports that a process with blocks on this device has, fastest first."""
+def available_transports(storage_device: torch.device) -> tuple[str, ...]:
+    """List the transports of a process with blocks on this device, fastest first."""
     is_cuda = storage_device.type == "cuda"
     has_nccl = is_cuda and torch.distributed.is_nccl_available()
     has = {"cuda_ipc": is_cuda, "shm": True, "nccl": has_nccl, "gloo": torch.distributed.is_gloo_available()}
@@ -57,10 +59,10 @@ def here(storage_device: torch.device) -> tuple[str, ...]:
 
 
 def _obstacle(name: str, offered: ArenaOffered, storage: BlockStorage) -> str | None:
-    """What stands in the way before anything is tried."""
+    """Return why the transport cannot be used; None: it is worth trying."""
     if name not in offered.transports:
         return "the other end does not offer it"
-    if name not in here(storage.device):
+    if name not in available_transports(storage.device):
         return "this end does not have it"
     if name == "shm":
         return None if offered.path else "the blocks are in no file"

@@ -1,26 +1,26 @@
-"""What the asking end of a block transfer asks: the requests worth asking for, and the owner's answers."""
+"""The client's requests to a block server: planning those that can succeed, and receiving the owner's answers."""
 
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost, ProtocolError
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, OpenTransfer, TransferOpened, TransferRefused
 from alignedserve.messages.caches import BlockCopy
-from alignedserve.runtime.kv.block_checksums import PlacedRun, blocks_of, check_target, checked_sums, placed
-from alignedserve.runtime.kv.transfers.control import Control
-from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, Outgoing
+from alignedserve.runtime.kv.block_checksums import PlacedRun, check_target, place_runs, source_blocks, verify_checksums
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One request of a call that passed the checks of this end."""
+class PlannedRequest:
+    """A request of a call that passed the client's checks."""
 
     index: int  # in the call
     storage_block_ids: Sequence[BlockId]
@@ -28,11 +28,11 @@ class Planned:
 
     @property
     def runs(self) -> list[PlacedRun]:
-        """The runs of the owner's blocks, to be summed."""
-        return placed(count for _, count in self.named.runs)
+        """The runs of the owner's blocks, for their checksums."""
+        return place_runs(count for _, count in self.named.runs)
 
 
-def open_with(control: Control, transport: str, layout: BlockLayout) -> TransferOpened:
+def negotiate(control: ControlSocket, transport: str, layout: BlockLayout) -> TransferOpened:
     """Agree on a transport. Raises HandoffRejected with the owner's reason."""
     control.send(OpenTransfer(transport, layout.digest().hex()))
     match control.receive():
@@ -41,60 +41,60 @@ def open_with(control: Control, transport: str, layout: BlockLayout) -> Transfer
         case TransferRefused(reason=reason):
             raise HandoffRejected(f"the owner of the blocks refuses: {reason}")
         case _:
-            raise ProtocolError("another message than was asked for")
+            raise ProtocolError("an unexpected message")
 
 
-def plan_offload(outgoing: Sequence[Outgoing], num_blocks: int) -> list[Planned]:
-    """The requests whose blocks can be written at all, in order."""
+def plan_offload(requests: Sequence[OffloadRequest], num_blocks: int) -> list[PlannedRequest]:
+    """Return the requests whose blocks can be written, in order."""
     planned = []
-    for index, one in enumerate(outgoing):
+    for index, one in enumerate(requests):
         try:
             check_target(one.target_block_ids, len(one.storage_block_ids), one.generation, num_blocks)
         except HandoffRejected as error:
             logger.warning("offload under generation %d refused: %s", one.generation, error)
             continue
-        named = NamedBlocks(one.generation, tuple(neighbours(one.target_block_ids)))
-        planned.append(Planned(index, one.storage_block_ids, named))
+        named = NamedBlocks(one.generation, tuple(contiguous_runs(one.target_block_ids)))
+        planned.append(PlannedRequest(index, one.storage_block_ids, named))
     return planned
 
 
-def plan_fetch(incoming: Sequence[Incoming], block_size: int, num_blocks: int) -> list[Planned]:
-    """The requests whose copy adds up, in order."""
+def plan_fetch(requests: Sequence[FetchRequest], block_size: int, num_blocks: int) -> list[PlannedRequest]:
+    """Return the requests whose copy is consistent, in order."""
     planned = []
-    for index, one in enumerate(incoming):
-        copy, room = one.copy, one.storage_block_ids
+    for index, one in enumerate(requests):
+        copy, targets = one.copy, one.storage_block_ids
         try:
-            blocks = blocks_of(copy, block_size=block_size, num_targets=len(room), num_blocks=num_blocks)
+            blocks = source_blocks(copy, block_size=block_size, num_targets=len(targets), num_blocks=num_blocks)
         except HandoffRejected as error:
             logger.warning("fetch of generation %d refused: %s", copy.generation, error)
             continue
         named = NamedBlocks(copy.generation, tuple((run.first_block, run.num_blocks) for run in copy.runs))
-        planned.append(Planned(index, room[: len(blocks)], named))
+        planned.append(PlannedRequest(index, targets[: len(blocks)], named))
     return planned
 
 
-def answers(control: Control, planned: Sequence[Planned]) -> tuple[bool, ...]:
-    """The owner's answer to a question about these."""
+def receive_answers(control: ControlSocket, planned: Sequence[PlannedRequest]) -> tuple[bool, ...]:
+    """Receive the owner's answer about these requests: whether it holds each."""
     answer = control.receive()
     if not isinstance(answer, BlocksAnswered) or len(answer.is_held) != len(planned):
-        raise ProtocolError("another answer than was asked for")
+        raise ProtocolError("an unexpected answer")
     return answer.is_held
 
 
-def blocks_in_order(planned: Sequence[Planned]) -> list[BlockId]:
-    """This end's blocks of all requests, as their bytes travel."""
+def blocks_in_order(planned: Sequence[PlannedRequest]) -> list[BlockId]:
+    """Return this end's blocks of all requests, in the order in which their bytes travel."""
     return [block_id for one in planned for block_id in one.storage_block_ids]
 
 
-def runs_in_order(planned: Sequence[Planned]) -> list[PlacedRun]:
-    """The runs of all requests, as their bytes travel."""
+def runs_in_order(planned: Sequence[PlannedRequest]) -> list[PlacedRun]:
+    """Return the runs of all requests, in the order in which their bytes travel."""
     return [run for one in planned for run in one.runs]
 
 
-def verifies(copy: BlockCopy, sums: Sequence[int] | None) -> bool:
-    """Whether what arrived is this copy (None: nothing did); where it is not, the reason is logged."""
+def is_verified(copy: BlockCopy, checksums: Sequence[int] | None) -> bool:
+    """Return whether the received checksums are this copy's (None: nothing arrived), logging why not."""
     try:
-        checked_sums(copy, sums)
+        verify_checksums(copy, checksums)
     except HandoffRejected as error:
         logger.warning("fetch of generation %d refused: %s", copy.generation, error)
         return False
@@ -102,11 +102,8 @@ def verifies(copy: BlockCopy, sums: Sequence[int] | None) -> bool:
 
 
 @contextlib.contextmanager
-def closing_when_broken(control: Control) -> Iterator[None]:
-    """Whatever goes wrong between the two ends in the middle of an exchange is the end of their connection.
-
-    A peer's fault is told as PeerLost.
-    """
+def closing_on_error(control: ControlSocket) -> Iterator[None]:
+    """Close the connection on any error in the middle of an exchange; a peer's error becomes PeerLost."""
     try:
         yield
     except PeerError as error:

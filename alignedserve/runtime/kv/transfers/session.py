@@ -1,4 +1,4 @@
-"""One peer's questions to the owner of a buffer, answered in order."""
+"""One peer's requests to the owner of a buffer, handled in order."""
 
 import logging
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from alignedserve.messages.blocks import (
     ReadBlocks,
     WriteBlocks,
 )
-from alignedserve.runtime.kv.block_checksums import check_target, spelt_out
-from alignedserve.runtime.kv.transfers.control import Control
-from alignedserve.runtime.kv.transfers.process_pair import Pair
+from alignedserve.runtime.kv.block_checksums import check_target, expand_runs
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+from alignedserve.runtime.kv.transfers.process_pair import ProcessPair
 
 logger = logging.getLogger(__name__)
 
-_MAX_TIMES_BUFFER = 16  # blocks in one question, in multiples of the buffer
+_MAX_TIMES_BUFFER = 16  # blocks in one message, in multiples of the buffer
 
 
 class ServedBuffer(Protocol):
-    """The blocks of an owner and the generations on them: an ArenaBuffer, or a DeviceBuffer."""
+    """Blocks and the generations on them, as their owner serves them: an ArenaBuffer or a DeviceBuffer."""
 
     layout: BlockLayout
     num_blocks: int
@@ -38,7 +38,7 @@ class ServedBuffer(Protocol):
         """Mark these blocks as written under this generation."""
 
     def is_stamped(self, block_ids: Sequence[BlockId], generation: int) -> bool:
-        """Whether they all are."""
+        """Return whether all of them are marked with this generation."""
 
     def gather(self, block_ids: Sequence[BlockId], rows: Tensor) -> None:
         """Copy blocks into rows: uint8 [len(block_ids), block_bytes]."""
@@ -47,43 +47,43 @@ class ServedBuffer(Protocol):
         """Copy rows into blocks."""
 
     def exported(self) -> DeviceMemoryHandle | None:
-        """How another process of this machine maps the blocks, where they lie on a device."""
+        """Return a handle by which another process of this machine maps the blocks; None: they are not on a device."""
 
 
-class Session:
-    """Questions of one peer, answered in order. Without a pair the peer moves the bytes by itself (cuda_ipc)."""
+class TransferSession:
+    """Handles the requests of one peer in order. Without a pair the peer moves the bytes itself (cuda_ipc)."""
 
-    def __init__(self, buffer: ServedBuffer, control: Control, pair: Pair | None) -> None:
+    def __init__(self, buffer: ServedBuffer, control: ControlSocket, pair: ProcessPair | None) -> None:
         self._buffer = buffer
         self._control = control
         self._pair = pair
-        self._in_hand: list[tuple[int, list[BlockId] | None]] = []  # generation and blocks of the last question
+        self._current: list[tuple[int, list[BlockId] | None]] = []  # generation and blocks of the latest requests
 
-    def answer(self, question: object) -> None:
-        """Perform one question. Raises PeerLost or ProtocolError, after which the session is over."""
-        match question:
+    def handle(self, message: object) -> None:
+        """Perform one message. Raises PeerLost or ProtocolError, after which the session is unusable."""
+        match message:
             case WriteBlocks(requests=requests):
-                self._bound(requests)
-                self._in_hand = [(one.generation, self._writable(one)) for one in requests]
+                self._check_sizes(requests)
+                self._current = [(one.generation, self._writable(one)) for one in requests]
                 if self._pair is not None:
                     self._receive(self._pair, requests)
-                self._tell()
+                self._answer()
             case ReadBlocks(requests=requests):
-                self._bound(requests)
-                self._in_hand = [(one.generation, self._readable(one)) for one in requests]
-                self._tell()
+                self._check_sizes(requests)
+                self._current = [(one.generation, self._readable(one)) for one in requests]
+                self._answer()
                 if self._pair is not None:
                     self._send(self._pair)
-                    self._tell_again()
+                    self._answer_again()
             case BlocksCopied() if self._pair is None:
-                self._tell_again()
+                self._answer_again()
             case _:
-                raise ProtocolError("a question out of turn")
+                raise ProtocolError("a message out of turn")
 
-    def _receive(self, pair: Pair, requests: Sequence[NamedBlocks]) -> None:
-        """Take all bytes in, and write those whose request holds."""
+    def _receive(self, pair: ProcessPair, requests: Sequence[NamedBlocks]) -> None:
+        """Receive all bytes, and write those of accepted requests."""
         targets: list[BlockId | None] = []
-        for named, (_, blocks) in zip(requests, self._in_hand, strict=True):
+        for named, (_, blocks) in zip(requests, self._current, strict=True):
             targets += blocks if blocks is not None else [None] * sum(count for _, count in named.runs)
 
         def take(first: int, rows: Tensor) -> None:
@@ -98,36 +98,36 @@ class Session:
 
         pair.receive(len(targets), take)
 
-    def _send(self, pair: Pair) -> None:
-        sources = [block_id for _, blocks in self._in_hand for block_id in blocks or ()]
+    def _send(self, pair: ProcessPair) -> None:
+        sources = [block_id for _, blocks in self._current for block_id in blocks or ()]
 
         def fill(first: int, rows: Tensor) -> None:
             self._buffer.gather(sources[first : first + len(rows)], rows)
 
         pair.send(len(sources), fill)
 
-    def _tell(self) -> None:
-        self._control.send(BlocksAnswered(tuple(blocks is not None for _, blocks in self._in_hand)))
+    def _answer(self) -> None:
+        self._control.send(BlocksAnswered(tuple(blocks is not None for _, blocks in self._current)))
 
-    def _tell_again(self) -> None:
-        """A generation may have been replaced while its blocks were read."""
-        self._in_hand = [
+    def _answer_again(self) -> None:
+        """Answer with the generations checked again: one may have been replaced while its blocks were read."""
+        self._current = [
             (generation, blocks if blocks is not None and self._buffer.is_stamped(blocks, generation) else None)
-            for generation, blocks in self._in_hand
+            for generation, blocks in self._current
         ]
-        self._tell()
+        self._answer()
 
-    def _bound(self, requests: Sequence[NamedBlocks]) -> None:
-        """Refused as a whole: no peer of ours asks for this, and it would keep us busy for ever."""
+    def _check_sizes(self, requests: Sequence[NamedBlocks]) -> None:
+        """Refuse oversized messages as a whole: no correct peer sends them, and they would occupy this thread for long."""
         counts = [sum(count for _, count in named.runs) for named in requests]
         if any(count > self._buffer.num_blocks for count in counts):
             raise ProtocolError("a request of more blocks than the buffer has")
         if sum(counts) > _MAX_TIMES_BUFFER * self._buffer.num_blocks:
-            raise ProtocolError("a question about too many blocks")
+            raise ProtocolError("requests for too many blocks")
 
     def _writable(self, named: NamedBlocks) -> list[BlockId] | None:
         try:
-            blocks = spelt_out(named.runs, self._buffer.num_blocks)
+            blocks = expand_runs(named.runs, self._buffer.num_blocks)
             check_target(blocks, len(blocks), named.generation, self._buffer.num_blocks)
         except HandoffRejected as error:
             logger.warning("write under generation %d refused: %s", named.generation, error)
@@ -137,7 +137,7 @@ class Session:
 
     def _readable(self, named: NamedBlocks) -> list[BlockId] | None:
         try:
-            blocks = spelt_out(named.runs, self._buffer.num_blocks)
+            blocks = expand_runs(named.runs, self._buffer.num_blocks)
         except HandoffRejected as error:
             logger.warning("read of generation %d refused: %s", named.generation, error)
             return None

@@ -1,77 +1,33 @@
-"""Moving blocks between a worker's storage and blocks that others see: the KVTransfer port and its shared-memory form.
-
-A receiver checks bounds, lengths, generation and checksums, and fails closed: a handoff that does not hold is a miss
-and becomes a recompute, never a token.
-
-A worker that was stopped while it wrote may go on after its lease was taken back, into blocks that are somebody
-else's by then. So what is summed is never read from shared blocks before it can no longer matter: the sender sums its
-own blocks, the receiver what has arrived in its own.
-"""
+"""KVTransfer over an arena in shared memory, and copies from one arena to another."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-from alignedserve.core.block_allocator import neighbours
+from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.runtime.kv.block_checksums import (
-    RunSums,
-    blocks_of,
+    RunChecksums,
     check_target,
-    checked_sums,
     copy_rows,
-    placed,
-    summed_runs,
+    place_runs,
+    runs_with_checksums,
+    source_blocks,
+    verify_checksums,
 )
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.shm_arena import NOBODYS, Arena
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """One request's blocks on their way out of a storage."""
-
-    storage_block_ids: Sequence[BlockId]
-    target_block_ids: Sequence[BlockId]  # as many
-    generation: int  # of the lease on the target blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """One request's copy on its way into a storage."""
-
-    copy: BlockCopy
-    storage_block_ids: Sequence[BlockId]  # at least as many as the copy has
-
-
-class KVTransfer(Protocol):
-    """Copies whole blocks, one request after the other. Blocking; called from one thread of a worker at a time.
-
-    A request that is refused is logged with its reason and fails nobody else. Both raise PeerLost when whoever owns the
-    blocks at the other end is gone; then nothing is known of any request of that call. Shared memory outlives its
-    owner, so there it is the links that notice.
-    """
-
-    def offload(self, outgoing: Sequence[Outgoing]) -> list[tuple[BlockRun, ...] | None]:
-        """Copy out and return the runs with their checksums; None: refused, and the target blocks are undefined."""
-
-    def fetch(self, incoming: Sequence[Incoming]) -> list[bool]:
-        """Copy in and verify. False: it does not hold, and its storage blocks are undefined."""
-
-    def close(self) -> None:
-        """Let go of the other end. May be repeated; nothing else may be called after it."""
 
 
 class ShmTransfer:
     """KVTransfer over an arena mapped into this process, which it closes.
 
-    In the pool's arena the pool stamps the blocks that it leases, and writing elsewhere is refused. In a candidate
-    buffer (`stamps`) the owner only says which blocks are free to write, and the writer stamps them.
+    The pool stamps the blocks that it leases in its arena; writing elsewhere is refused. In a candidate buffer
+    (`stamps`) the owner only says which blocks are free to write, and the writer stamps them.
     """
 
     def __init__(self, storage: BlockStorage, arena: Arena, *, stamps: bool = False) -> None:
@@ -80,13 +36,13 @@ class ShmTransfer:
         self._storage = storage
         self._is_closed = False
 
-    def offload(self, outgoing: Sequence[Outgoing]) -> list[tuple[BlockRun, ...] | None]:
+    def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:
         """See KVTransfer."""
-        return [self._offload_one(one) for one in outgoing]
+        return [self._offload_one(request) for request in requests]
 
-    def fetch(self, incoming: Sequence[Incoming]) -> list[bool]:
+    def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
         """See KVTransfer."""
-        return [self._fetch_one(one) for one in incoming]
+        return [self._fetch_one(request) for request in requests]
 
     def close(self) -> None:
         """See KVTransfer."""
@@ -94,35 +50,35 @@ class ShmTransfer:
             self._is_closed = True
             self.arena.close()
 
-    def _offload_one(self, outgoing: Outgoing) -> tuple[BlockRun, ...] | None:
-        target, generation = outgoing.target_block_ids, outgoing.generation
+    def _offload_one(self, request: OffloadRequest) -> tuple[BlockRun, ...] | None:
+        target, generation = request.target_block_ids, request.generation
         try:
-            check_target(target, len(outgoing.storage_block_ids), generation, self.arena.num_blocks)
+            check_target(target, len(request.storage_block_ids), generation, self.arena.num_blocks)
             if self.stamps:
                 self.arena.stamp(target, generation)
             _check_lease(self.arena, target, generation)
         except HandoffRejected as error:
             logger.warning("offload under generation %d refused: %s", generation, error)
             return None
-        runs = neighbours(target)
-        sums = RunSums(placed(count for _, count in runs), self.arena.layout.block_bytes)
-        source = self._storage.rows_to_read(outgoing.storage_block_ids)
-        copy_rows(source, self.arena.rows_to_write(target), sums, from_target=False)
-        return summed_runs(runs, sums.sums)
+        runs = contiguous_runs(target)
+        checksums = RunChecksums(place_runs(count for _, count in runs), self.arena.layout.block_bytes)
+        source = self._storage.rows_to_read(request.storage_block_ids)
+        copy_rows(source, self.arena.rows_to_write(target), checksums, from_target=False)
+        return runs_with_checksums(runs, checksums.values)
 
-    def _fetch_one(self, incoming: Incoming) -> bool:
-        copy, arena = incoming.copy, self.arena
-        num_targets = len(incoming.storage_block_ids)
+    def _fetch_one(self, request: FetchRequest) -> bool:
+        copy, arena = request.copy, self.arena
+        num_targets = len(request.storage_block_ids)
         try:
-            source = blocks_of(
+            source = source_blocks(
                 copy, block_size=arena.layout.block_size, num_targets=num_targets, num_blocks=arena.num_blocks
             )
             _check_lease(arena, source, copy.generation)
-            sums = RunSums(placed(run.num_blocks for run in copy.runs), arena.layout.block_bytes)
-            target = self._storage.rows_to_write(incoming.storage_block_ids[: len(source)])
-            copy_rows(arena.rows_to_read(source), target, sums, from_target=True)
-            checked_sums(copy, sums.sums)
-            # The lease may have been taken back while we copied: what we have is then nobody's data.
+            checksums = RunChecksums(place_runs(run.num_blocks for run in copy.runs), arena.layout.block_bytes)
+            target = self._storage.rows_to_write(request.storage_block_ids[: len(source)])
+            copy_rows(arena.rows_to_read(source), target, checksums, from_target=True)
+            verify_checksums(copy, checksums.values)
+            # The lease may have been revoked during the copy: the data is then another request's.
             _check_lease(arena, source, copy.generation)
         except HandoffRejected as error:
             logger.warning("fetch of generation %d refused: %s", copy.generation, error)
@@ -139,10 +95,10 @@ def relay(
     *,
     stamps: bool = True,
 ) -> tuple[BlockRun, ...] | None:
-    """Copy a request's blocks from one arena to another and verify them; its runs there, with new checksums.
+    """Copy a request's blocks from one arena to another, verify them and return its new runs with their checksums.
 
-    There must be as many target blocks as the copy has. In a candidate buffer they are stamped first, and are nobody's
-    when None comes back; in the pool's arena (`stamps` is false) the pool has stamped them.
+    There must be as many target blocks as the copy has. In a candidate buffer they are stamped first, and unstamped
+    when the result is None; in the pool's arena (`stamps` is false) the pool has stamped them.
     """
     assert source.layout == target.layout, "blocks are copied between arenas of one layout"
     try:
@@ -156,7 +112,7 @@ def relay(
         return _relay(source, copy, target, target_block_ids, generation)
     except HandoffRejected as error:
         if stamps:
-            target.stamp(target_block_ids, NOBODYS)
+            target.stamp(target_block_ids, NO_LEASE)
         logger.warning("relay of generation %d refused: %s", copy.generation, error)
         return None
 
@@ -165,20 +121,22 @@ def _relay(
     source: Arena, copy: BlockCopy, target: Arena, target_block_ids: Sequence[BlockId], generation: int
 ) -> tuple[BlockRun, ...]:
     layout, num_targets = source.layout, len(target_block_ids)
-    source_ids = blocks_of(copy, block_size=layout.block_size, num_targets=num_targets, num_blocks=source.num_blocks)
+    source_ids = source_blocks(
+        copy, block_size=layout.block_size, num_targets=num_targets, num_blocks=source.num_blocks
+    )
     _check_lease(source, source_ids, copy.generation)
     _check_lease(target, target_block_ids, generation)
-    runs = neighbours(target_block_ids)
-    told, own = placed(run.num_blocks for run in copy.runs), placed(count for _, count in runs)
-    old = RunSums(told, layout.block_bytes)
-    new = old if own == told else RunSums(own, layout.block_bytes)
-    # Both sums see the same bytes, so what is signed anew is what the old sums were of.
+    runs = contiguous_runs(target_block_ids)
+    sent, own = place_runs(run.num_blocks for run in copy.runs), place_runs(count for _, count in runs)
+    old = RunChecksums(sent, layout.block_bytes)
+    new = old if own == sent else RunChecksums(own, layout.block_bytes)
+    # Both see the same bytes, so the new checksums are of exactly what the old ones verify.
     wanted = (old,) if new is old else (old, new)
     rows = target.rows_to_write(target_block_ids)
     copy_rows(source.rows_to_read(source_ids), rows, *wanted, from_target=True)
-    checked_sums(copy, old.sums)
+    verify_checksums(copy, old.values)
     _check_lease(source, source_ids, copy.generation)
-    return summed_runs(runs, new.sums)
+    return runs_with_checksums(runs, new.values)
 
 
 def _check_lease(arena: Arena, block_ids: Sequence[BlockId], generation: int) -> None:

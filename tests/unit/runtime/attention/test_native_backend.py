@@ -11,7 +11,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON, attention_level
 from kernels.cpu import paged_attention as paged
 from kernels.cpu.paged_attention import Int64Array, PagedAttention, supported_levels
-from kernels.gpu_dispatch import gpu_kernels_run
+from kernels.gpu_dispatch import gpu_kernels_available
 from kernels.reference import attention, attention_of_chunk
 from tests.support.marks import slow
 
@@ -231,7 +231,7 @@ def test_the_level_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_level(TORCH, CPU, torch.float32) == TORCH
     assert attention_level(AUTO, CPU, torch.float16) == TORCH
     cuda = torch.device("cuda")
-    assert attention_level(AUTO, cuda, torch.float32) == (TRITON if gpu_kernels_run(cuda) else TORCH)
+    assert attention_level(AUTO, cuda, torch.float32) == (TRITON if gpu_kernels_available(cuda) else TORCH)
     with pytest.raises(ConfigError, match="must be one of"):
         attention_level("avx9000", CPU, torch.float32)
     with pytest.raises(ConfigError, match="float16"):

@@ -1,4 +1,4 @@
-"""Queues of a device: what they order, what they leave open, and an engine's loop over them in thousands of orders."""
+"""Streams of a device: what they order, what they leave open, and an engine's loop over them in thousands of orders."""
 
 from collections.abc import Callable
 
@@ -31,58 +31,58 @@ def numbers(*values: int) -> Tensor:
 
 
 def test_nothing_happens_until_the_host_waits() -> None:
-    queues, notes = CheckedStreams(0), Notes()
-    compute = queues.queue("compute")
+    streams, notes = CheckedStreams(0), Notes()
+    compute = streams.stream("compute")
     compute.run(notes.of("a"))
     event = compute.record()
     assert not event.is_done()
     assert notes.taken == []
-    event.wait_on_host()
+    event.synchronize()
     assert event.is_done()
     assert notes.taken == ["a"]
 
 
-def test_a_queue_keeps_its_order_and_an_event_leaves_what_comes_behind_it() -> None:
-    queues, notes = CheckedStreams(0), Notes()
-    compute = queues.queue("compute")
+def test_a_stream_keeps_its_order_and_an_event_leaves_what_comes_behind_it() -> None:
+    streams, notes = CheckedStreams(0), Notes()
+    compute = streams.stream("compute")
     compute.run(notes.of("a"))
     compute.run(notes.of("b"))
     event = compute.record()
     compute.run(notes.of("c"))
-    event.wait_on_host()
+    event.synchronize()
     assert notes.taken == ["a", "b"]
-    queues.drain()
+    streams.drain()
     assert notes.taken == ["a", "b", "c"]
 
 
-def test_an_event_of_an_empty_queue_needs_nothing_done() -> None:
-    queues = CheckedStreams(0)
-    event = queues.queue("compute").record()
-    event.wait_on_host()
-    event.wait_on_host()  # again: it stays done
+def test_an_event_of_an_empty_stream_needs_nothing_done() -> None:
+    streams = CheckedStreams(0)
+    event = streams.stream("compute").record()
+    event.synchronize()
+    event.synchronize()  # again: it stays done
     assert event.is_done()
 
 
-def test_a_name_is_one_queue() -> None:
-    queues = CheckedStreams(0)
-    assert queues.queue("offload") is queues.queue("offload")
-    assert queues.queue("offload") is not queues.queue("prefetch")
+def test_a_name_is_one_stream() -> None:
+    streams = CheckedStreams(0)
+    assert streams.stream("offload") is streams.stream("offload")
+    assert streams.stream("offload") is not streams.stream("prefetch")
 
 
 def order_of_three(seed: int, *, is_ordered: bool) -> str:
-    """One operation on each of two queues, a third behind the first; `is_ordered`: the second queue waits for it."""
-    queues, notes = CheckedStreams(seed), Notes()
-    first, second = queues.queue("first"), queues.queue("second")
+    """One operation on each of two streams, a third behind the first; `is_ordered`: the second stream waits for it."""
+    streams, notes = CheckedStreams(seed), Notes()
+    first, second = streams.stream("first"), streams.stream("second")
     first.run(notes.of("a"))
     first.run(notes.of("b"))
     if is_ordered:
         second.wait(first.record())
     second.run(notes.of("c"))
-    queues.drain()
+    streams.drain()
     return "".join(notes.taken)
 
 
-def test_queues_without_a_wait_take_every_order() -> None:
+def test_streams_without_a_wait_take_every_order() -> None:
     assert {order_of_three(seed, is_ordered=False) for seed in range(50)} == {"abc", "acb", "cab"}
 
 
@@ -95,8 +95,8 @@ def test_the_same_seed_gives_the_same_order() -> None:
 
 
 def test_a_wait_holds_up_only_what_comes_behind_it() -> None:
-    queues, notes = CheckedStreams(0), Notes()
-    compute, offload = queues.queue("compute"), queues.queue("offload")
+    streams, notes = CheckedStreams(0), Notes()
+    compute, offload = streams.stream("compute"), streams.stream("offload")
     compute.run(notes.of("computed"))
     computed = compute.record()
     offload.run(notes.of("before"))
@@ -104,37 +104,37 @@ def test_a_wait_holds_up_only_what_comes_behind_it() -> None:
     offload.wait(computed)
     offload.run(notes.of("behind"))
     behind = offload.record()
-    before.wait_on_host()
+    before.synchronize()
     assert "behind" not in notes.taken or "computed" in notes.taken
-    behind.wait_on_host()
+    behind.synchronize()
     assert notes.taken.index("computed") < notes.taken.index("behind")
 
 
 def test_copies_go_out_and_in() -> None:
-    queues = CheckedStreams(0)
-    offload, prefetch = queues.queue("offload"), queues.queue("prefetch")
+    streams = CheckedStreams(0)
+    offload, prefetch = streams.stream("offload"), streams.stream("prefetch")
     rows, pinned, back = numbers(1, 2, 3), numbers(0, 0, 0), numbers(0, 0, 0)
     offload.copy_out(rows, pinned)
     prefetch.wait(offload.record())
     prefetch.copy_in(pinned, back)
-    prefetch.record().wait_on_host()
+    prefetch.record().synchronize()
     assert back.tolist() == [1, 2, 3]
 
 
 def staging_that_the_host_writes_again(*, waits: bool) -> tuple[list[int], list[int]]:
     """What the host took from staging after an offload, and what it put there next, as a prefetch finds it."""
-    queues = CheckedStreams(0)
-    offload, prefetch = queues.queue("offload"), queues.queue("prefetch")
+    streams = CheckedStreams(0)
+    offload, prefetch = streams.stream("offload"), streams.stream("prefetch")
     staging, back = numbers(0, 0), numbers(0, 0)
     offload.copy_out(numbers(1, 2), staging)
     event = offload.record()
     if waits:
-        event.wait_on_host()
+        event.synchronize()
     taken = staging.tolist()
     staging.fill_(7)
     prefetch.wait(event)
     prefetch.copy_in(staging, back)
-    queues.drain()
+    streams.drain()
     return taken, back.tolist()
 
 
@@ -146,21 +146,21 @@ def test_a_host_that_does_not_wait_for_the_offload_gets_wrong_bytes() -> None:
     assert staging_that_the_host_writes_again(waits=False) == ([0, 0], [1, 2])
 
 
-def test_another_queue_may_come_in_the_middle_of_a_copy() -> None:
+def test_another_stream_may_come_in_the_middle_of_a_copy() -> None:
     seen = set()
     for seed in range(50):
-        queues = CheckedStreams(seed)
+        streams = CheckedStreams(seed)
         rows, pinned = numbers(1, 2), numbers(0, 0)
-        queues.queue("offload").copy_out(rows, pinned)
-        queues.queue("compute").run(lambda rows=rows: rows.fill_(9))  # type: ignore[misc]
-        queues.drain()
+        streams.stream("offload").copy_out(rows, pinned)
+        streams.stream("compute").run(lambda rows=rows: rows.fill_(9))  # type: ignore[misc]
+        streams.drain()
         seen.add(tuple(pinned.tolist()))
     assert seen == {(1, 2), (1, 9), (9, 9)}
 
 
-def test_an_event_of_other_queues_breaks_an_invariant() -> None:
+def test_an_event_of_other_streams_breaks_an_invariant() -> None:
     ours, theirs = CheckedStreams(0), CheckedStreams(0)
-    ours.queue("compute").wait(theirs.queue("compute").record())
+    ours.stream("compute").wait(theirs.stream("compute").record())
     with pytest.raises(AssertionError, match="cannot happen"):
         ours.drain()
 
@@ -175,7 +175,7 @@ def test_an_event_of_other_queues_breaks_an_invariant() -> None:
 )
 def test_a_copy_that_a_device_could_not_do_at_once_breaks_an_invariant(target: Tensor, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
-        CheckedStreams(0).queue("offload").copy_out(numbers(1, 2), target)
+        CheckedStreams(0).stream("offload").copy_out(numbers(1, 2), target)
 
 
 # --- an engine's loop

@@ -12,13 +12,13 @@ from torch import Tensor
 from alignedserve.runtime.attention.backend import AUTO, TORCH, TRITON
 from alignedserve.runtime.engine.decoder import Decoder
 from kernels.cpu.paged_attention import supported_levels
-from kernels.gpu_dispatch import gpu_kernels_run
+from kernels.gpu_dispatch import gpu_kernels_available
 from tests.support.marks import slow
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import TINY_MODELS, make_tiny_model
 
 KERNELS = (TORCH, *supported_levels())
-HAS_GPU_KERNELS = gpu_kernels_run(torch.device("cpu"))
+HAS_GPU_KERNELS = gpu_kernels_available(torch.device("cpu"))
 # Heads, sizes and windows that no other family has as well.
 OF_OWN_ATTENTION = ("llama", "llama_mha", "llama_mqa", "mistral", "mistral_window", "qwen2_window", "qwen3")
 

@@ -11,14 +11,14 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import HostStreams
 from alignedserve.runtime.engine.swap_space import SwapSpace
-from alignedserve.runtime.kv.block_codecs import int8_rows
+from alignedserve.runtime.kv.block_codecs import int8_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.support.samples import R1, R2, blocks
 
 LAYOUT = BlockLayout(block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 
 
-class Desk:
+class SwapSpaceHarness:
     """Six blocks of random bytes, and the host memory beside them."""
 
     def __init__(self, *, is_int8: bool = False) -> None:
@@ -40,63 +40,63 @@ class Desk:
 
 
 def test_a_cache_comes_back_byte_for_byte_into_other_blocks() -> None:
-    desk = Desk()
-    desk.perform(outs=[Swap(R1, 7, blocks(4, 1))])
-    desk.overwrite(4, 1)
-    desk.perform(ins=[Swap(R1, 7, blocks(0, 5))])
-    assert np.array_equal(desk.read(0, 5), desk.before[[4, 1]])
+    harness = SwapSpaceHarness()
+    harness.perform(outs=[Swap(R1, 7, blocks(4, 1))])
+    harness.overwrite(4, 1)
+    harness.perform(ins=[Swap(R1, 7, blocks(0, 5))])
+    assert np.array_equal(harness.read(0, 5), harness.before[[4, 1]])
 
 
 def test_a_block_beyond_what_comes_back_is_left_alone() -> None:
-    desk = Desk()
-    desk.perform(outs=[Swap(R1, 8, blocks(4, 1))])
-    desk.perform(ins=[Swap(R1, 8, blocks(0, 5, 2))])  # the third one is for the next token
-    assert np.array_equal(desk.read(0, 5, 2), desk.before[[4, 1, 2]])
+    harness = SwapSpaceHarness()
+    harness.perform(outs=[Swap(R1, 8, blocks(4, 1))])
+    harness.perform(ins=[Swap(R1, 8, blocks(0, 5, 2))])  # the third one is for the next token
+    assert np.array_equal(harness.read(0, 5, 2), harness.before[[4, 1, 2]])
 
 
 def test_one_enters_blocks_that_another_leaves_in_the_same_iteration() -> None:
-    desk = Desk()
-    desk.perform(outs=[Swap(R1, 8, blocks(0, 1))])
-    desk.perform(outs=[Swap(R2, 8, blocks(2, 3))], ins=[Swap(R1, 8, blocks(3, 2))])
-    assert np.array_equal(desk.read(3, 2), desk.before[[0, 1]])
-    desk.perform(ins=[Swap(R2, 8, blocks(4, 5))])
-    assert np.array_equal(desk.read(4, 5), desk.before[[2, 3]])
+    harness = SwapSpaceHarness()
+    harness.perform(outs=[Swap(R1, 8, blocks(0, 1))])
+    harness.perform(outs=[Swap(R2, 8, blocks(2, 3))], ins=[Swap(R1, 8, blocks(3, 2))])
+    assert np.array_equal(harness.read(3, 2), harness.before[[0, 1]])
+    harness.perform(ins=[Swap(R2, 8, blocks(4, 5))])
+    assert np.array_equal(harness.read(4, 5), harness.before[[2, 3]])
 
 
 def test_what_is_forgotten_can_be_swapped_out_anew() -> None:
-    desk = Desk()
-    desk.perform(outs=[Swap(R1, 8, blocks(0, 1))])
-    desk.cache.perform(Swaps((R1,), (Swap(R1, 4, blocks(2)),), ()))
-    desk.perform(ins=[Swap(R1, 4, blocks(5))])
-    assert np.array_equal(desk.read(5), desk.before[[2]])
+    harness = SwapSpaceHarness()
+    harness.perform(outs=[Swap(R1, 8, blocks(0, 1))])
+    harness.cache.perform(Swaps((R1,), (Swap(R1, 4, blocks(2)),), ()))
+    harness.perform(ins=[Swap(R1, 4, blocks(5))])
+    assert np.array_equal(harness.read(5), harness.before[[2]])
 
 
 def test_copies_of_8_bits_are_close_whatever_lies_behind_the_last_token() -> None:
-    desk = Desk(is_int8=True)
+    harness = SwapSpaceHarness(is_int8=True)
     shape = (6, LAYOUT.runs_per_block, LAYOUT.block_size, LAYOUT.kv_width)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     values[1, :, 3:] = float("nan")  # slots of nobody
-    desk.storage.blocks.copy_(values.view(desk.storage.blocks.shape))
-    desk.perform(outs=[Swap(R1, 7, blocks(4, 1))])
-    desk.overwrite(4, 1)
-    desk.perform(ins=[Swap(R1, 7, blocks(0, 5))])
-    back = desk.storage.blocks.view(shape).float()
+    harness.storage.blocks.copy_(values.view(harness.storage.blocks.shape))
+    harness.perform(outs=[Swap(R1, 7, blocks(4, 1))])
+    harness.overwrite(4, 1)
+    harness.perform(ins=[Swap(R1, 7, blocks(0, 5))])
+    back = harness.storage.blocks.view(shape).float()
     for source, target, count in ((4, 0, 4), (1, 5, 3)):
         before, after = values[source, :, :count].float(), back[target, :, :count]
         steps = (before.amax(dim=1) - before.amin(dim=1))[:, None] / 255
         assert ((after - before).abs() <= 0.7 * steps + 2.0**-8 * after.abs() + 2.0**-11 * before.abs()).all()
         assert not torch.equal(after, before)
     untouched = [2, 3]
-    assert torch.equal(desk.storage.blocks.view(shape)[untouched], values[untouched])
+    assert torch.equal(harness.storage.blocks.view(shape)[untouched], values[untouched])
 
 
 def test_copies_of_8_bits_take_the_bytes_they_should() -> None:
-    form = int8_rows(Desk().storage.bytes, LAYOUT)
+    form = int8_codec(SwapSpaceHarness().storage.bytes, LAYOUT)
     assert form.row_bytes == LAYOUT.int8_block_bytes == LAYOUT.block_bytes * (4 + 4) // (2 * 4)
 
 
 def test_what_is_swapped_out_twice_breaks_an_invariant() -> None:
-    desk = Desk()
-    desk.perform(outs=[Swap(R1, 4, blocks(0))])
+    harness = SwapSpaceHarness()
+    harness.perform(outs=[Swap(R1, 4, blocks(0))])
     with pytest.raises(AssertionError, match="swapped out twice"):
-        desk.perform(outs=[Swap(R1, 4, blocks(1))])
+        harness.perform(outs=[Swap(R1, 4, blocks(1))])

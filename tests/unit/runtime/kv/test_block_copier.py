@@ -19,7 +19,7 @@ from alignedserve.messages.iterations import (
     RelayBlocks,
 )
 from alignedserve.runtime.kv.block_copier import BlockCopier
-from alignedserve.runtime.kv.shm_arena import NOBODYS, Arena
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
 from alignedserve.runtime.process.worker_threads import WorkerThreads
 from tests.harnesses.transfer import ASKING, content, filled, layout_of
 from tests.support.samples import DECODE, POOL, R1, blocks
@@ -30,7 +30,7 @@ LAYOUT = layout_of("float32")
 SOURCE = (3, 1)
 
 
-class Desk:
+class BlockCopierHarness:
     """A worker's storage, the pool's arena and a candidate buffer."""
 
     def __init__(self, folder: Path) -> None:
@@ -80,8 +80,8 @@ def copy_of(runs: tuple[BlockRun, ...] | None, generation: int) -> BlockCopy:
 
 
 @pytest.fixture
-async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    made = Desk(tmp_path)
+async def harness(tmp_path: Path) -> AsyncIterator[BlockCopierHarness]:
+    made = BlockCopierHarness(tmp_path)
     made.map_both()
     yield made
     made.threads.close()
@@ -89,88 +89,88 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     made.buffer.close(unlink=True)
 
 
-def is_same(desk: Desk, *numbers: int) -> bool:
-    return bool((content(desk.storage, numbers) == content(desk.storage, SOURCE)).all())
+def is_same(harness: BlockCopierHarness, *numbers: int) -> bool:
+    return bool((content(harness.storage, numbers) == content(harness.storage, SOURCE)).all())
 
 
-async def test_what_was_offloaded_is_loaded_again(desk: Desk) -> None:
-    copy = await desk.in_pool()
-    assert (await desk.load(POOL, copy, 9, 5)).refused == frozenset()
-    assert is_same(desk, 9, 5)
+async def test_what_was_offloaded_is_loaded_again(harness: BlockCopierHarness) -> None:
+    copy = await harness.in_pool()
+    assert (await harness.load(POOL, copy, 9, 5)).refused == frozenset()
+    assert is_same(harness, 9, 5)
 
 
-async def test_into_the_pool_nothing_goes_without_a_lease(desk: Desk) -> None:
-    assert (await desk.offload()).runs is None
+async def test_into_the_pool_nothing_goes_without_a_lease(harness: BlockCopierHarness) -> None:
+    assert (await harness.offload()).runs is None
 
 
-async def test_in_a_buffer_the_writer_stamps(desk: Desk) -> None:
-    copy = copy_of((await desk.offload(DECODE)).runs, 7)
-    assert desk.buffer.is_stamped(blocks(4, 6), 7)
-    assert (await desk.load(DECODE, copy, 9, 5)).refused == frozenset()
-    assert is_same(desk, 9, 5)
+async def test_in_a_buffer_the_writer_stamps(harness: BlockCopierHarness) -> None:
+    copy = copy_of((await harness.offload(DECODE)).runs, 7)
+    assert harness.buffer.is_stamped(blocks(4, 6), 7)
+    assert (await harness.load(DECODE, copy, 9, 5)).refused == frozenset()
+    assert is_same(harness, 9, 5)
 
 
-async def test_from_the_pool_into_a_buffer_and_from_there_into_storage(desk: Desk) -> None:
-    relayed = await desk.relay(POOL, await desk.in_pool(), DECODE, (0, 10), 2)
-    assert (await desk.load(DECODE, copy_of(relayed.runs, 2), 9, 5)).refused == frozenset()
-    assert is_same(desk, 9, 5)
+async def test_from_the_pool_into_a_buffer_and_from_there_into_storage(harness: BlockCopierHarness) -> None:
+    relayed = await harness.relay(POOL, await harness.in_pool(), DECODE, (0, 10), 2)
+    assert (await harness.load(DECODE, copy_of(relayed.runs, 2), 9, 5)).refused == frozenset()
+    assert is_same(harness, 9, 5)
 
 
-async def test_from_a_buffer_back_into_the_pool_under_a_lease(desk: Desk) -> None:
-    copy = copy_of((await desk.offload(DECODE)).runs, 7)
-    desk.pool.stamp(blocks(2, 3), 9)
-    relayed = await desk.relay(DECODE, copy, POOL, (2, 3), 9)
-    assert (await desk.load(POOL, copy_of(relayed.runs, 9), 9, 5)).refused == frozenset()
-    assert is_same(desk, 9, 5)
+async def test_from_a_buffer_back_into_the_pool_under_a_lease(harness: BlockCopierHarness) -> None:
+    copy = copy_of((await harness.offload(DECODE)).runs, 7)
+    harness.pool.stamp(blocks(2, 3), 9)
+    relayed = await harness.relay(DECODE, copy, POOL, (2, 3), 9)
+    assert (await harness.load(POOL, copy_of(relayed.runs, 9), 9, 5)).refused == frozenset()
+    assert is_same(harness, 9, 5)
 
 
-async def test_from_a_buffer_into_the_pool_under_a_stale_lease_is_refused(desk: Desk) -> None:
-    copy = copy_of((await desk.offload(DECODE)).runs, 7)
-    desk.pool.stamp(blocks(2, 3), 10)
-    before = desk.pool.blocks.copy()
-    assert (await desk.relay(DECODE, copy, POOL, (2, 3), 9)).runs is None
-    assert (desk.pool.blocks == before).all()
-    assert desk.pool.is_stamped(blocks(2, 3), 10)
+async def test_from_a_buffer_into_the_pool_under_a_stale_lease_is_refused(harness: BlockCopierHarness) -> None:
+    copy = copy_of((await harness.offload(DECODE)).runs, 7)
+    harness.pool.stamp(blocks(2, 3), 10)
+    before = harness.pool.blocks.copy()
+    assert (await harness.relay(DECODE, copy, POOL, (2, 3), 9)).runs is None
+    assert (harness.pool.blocks == before).all()
+    assert harness.pool.is_stamped(blocks(2, 3), 10)
 
 
-async def test_what_does_not_verify_is_nobodys_in_the_buffer(desk: Desk) -> None:
-    copy = await desk.in_pool()
-    desk.pool.blocks[4, 3] ^= 0x10
-    assert (await desk.relay(POOL, copy, DECODE, (0, 10), 2)).runs is None
-    assert desk.buffer.generations[[0, 10]].tolist() == [NOBODYS, NOBODYS]
+async def test_what_does_not_verify_is_nobodys_in_the_buffer(harness: BlockCopierHarness) -> None:
+    copy = await harness.in_pool()
+    harness.pool.blocks[4, 3] ^= 0x10
+    assert (await harness.relay(POOL, copy, DECODE, (0, 10), 2)).runs is None
+    assert harness.buffer.generations[[0, 10]].tolist() == [NO_LEASE, NO_LEASE]
 
 
-async def test_a_peer_that_was_never_mapped_refuses_everything(desk: Desk) -> None:
-    copy = await desk.in_pool()
-    assert (await desk.load("nobody", copy, 9, 5)).refused == {R1}
-    assert (await desk.offload("nobody")).runs is None
-    assert (await desk.relay(POOL, copy, "nobody", (0, 1), 2)).runs is None
-    assert (await desk.relay("nobody", copy, DECODE, (0, 1), 2)).runs is None
+async def test_a_peer_that_was_never_mapped_refuses_everything(harness: BlockCopierHarness) -> None:
+    copy = await harness.in_pool()
+    assert (await harness.load("nobody", copy, 9, 5)).refused == {R1}
+    assert (await harness.offload("nobody")).runs is None
+    assert (await harness.relay(POOL, copy, "nobody", (0, 1), 2)).runs is None
+    assert (await harness.relay("nobody", copy, DECODE, (0, 1), 2)).runs is None
 
 
-async def test_a_peer_that_is_gone_refuses_everything(desk: Desk) -> None:
-    copy = await desk.in_pool()
-    desk.copier.unmap_arena(POOL)
-    assert (await desk.load(POOL, copy, 9, 5)).refused == {R1}
+async def test_a_peer_that_is_gone_refuses_everything(harness: BlockCopierHarness) -> None:
+    copy = await harness.in_pool()
+    harness.copier.unmap_arena(POOL)
+    assert (await harness.load(POOL, copy, 9, 5)).refused == {R1}
 
 
-async def test_an_arena_that_cannot_be_mapped_refuses_and_is_tried_again(desk: Desk) -> None:
-    copy = await desk.in_pool()
-    hidden = desk.pool.path.with_suffix(".hidden")
-    desk.pool.path.rename(hidden)
-    desk.copier.map_arena(POOL, desk.offer(desk.pool), stamps=False)
-    assert (await desk.load(POOL, copy, 9, 5)).refused == {R1}
-    hidden.rename(desk.pool.path)
-    assert (await desk.load(POOL, copy, 9, 5)).refused == frozenset()
+async def test_an_arena_that_cannot_be_mapped_refuses_and_is_tried_again(harness: BlockCopierHarness) -> None:
+    copy = await harness.in_pool()
+    hidden = harness.pool.path.with_suffix(".hidden")
+    harness.pool.path.rename(hidden)
+    harness.copier.map_arena(POOL, harness.offer(harness.pool), stamps=False)
+    assert (await harness.load(POOL, copy, 9, 5)).refused == {R1}
+    hidden.rename(harness.pool.path)
+    assert (await harness.load(POOL, copy, 9, 5)).refused == frozenset()
 
 
-async def test_an_arena_of_our_own_is_used_without_an_offer(desk: Desk) -> None:
-    desk.copier.use_arena("decode-1", desk.buffer)
-    assert (await desk.offload("decode-1")).runs is not None
-    assert desk.buffer.is_stamped(blocks(4, 6), 7)
+async def test_an_arena_of_our_own_is_used_without_an_offer(harness: BlockCopierHarness) -> None:
+    harness.copier.use_arena("decode-1", harness.buffer)
+    assert (await harness.offload("decode-1")).runs is not None
+    assert harness.buffer.is_stamped(blocks(4, 6), 7)
 
 
-async def test_copies_with_a_peer_are_done_in_the_order_they_were_asked_for(desk: Desk) -> None:
+async def test_copies_with_a_peer_are_done_in_the_order_they_were_asked_for(harness: BlockCopierHarness) -> None:
     done: list[int] = []
     last: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -182,7 +182,7 @@ async def test_copies_with_a_peer_are_done_in_the_order_they_were_asked_for(desk
     for number in range(30):
         target: tuple[BlockId, ...] = blocks(number % 6, 6 + number % 6)
         command = OffloadBlocks(R1, 1, blocks(*SOURCE), DECODE, target, number + 1)
-        desk.copier.start_offload(command, lambda _, number=number: over(number))  # type: ignore[misc]
+        harness.copier.start_offload(command, lambda _, number=number: over(number))  # type: ignore[misc]
     await last
     assert done == list(range(30))
-    assert desk.buffer.is_stamped(blocks(5, 11), 30)
+    assert harness.buffer.is_stamped(blocks(5, 11), 30)

@@ -9,10 +9,11 @@ import torch
 
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.caches import BlockCopy
-from alignedserve.runtime.kv.block_checksums import blocks_of
+from alignedserve.runtime.kv.block_checksums import source_blocks
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
-from alignedserve.runtime.kv.transfers.shm_transfer import Incoming, Outgoing, ShmTransfer, relay
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
 from tests.harnesses.transfer import NUM_POOL_BLOCKS, changed, content, filled, layout_of, run_of
 from tests.support.samples import blocks
 
@@ -28,7 +29,7 @@ class Arenas:
         self.buffer = Arena.create(folder / "buffer.arena", LAYOUT, NUM_POOL_BLOCKS)
         self.storage = filled(LAYOUT, 1)
         self.pool.stamp(blocks(4, 5, 1, 2, 9), 77)
-        outgoing = Outgoing(blocks(*SOURCE), blocks(4, 5, 1, 2, 9), 77)
+        outgoing = OffloadRequest(blocks(*SOURCE), blocks(4, 5, 1, 2, 9), 77)
         (runs,) = ShmTransfer(self.storage, self.pool).offload([outgoing])
         assert runs is not None
         self.copy = BlockCopy(77, 37, runs)
@@ -50,9 +51,9 @@ def arenas(tmp_path: Path) -> Iterator[Arenas]:
 def test_a_relayed_copy_is_fetched_from_the_buffer(arenas: Arenas, target: tuple[int, ...]) -> None:
     copy = arenas.relay(arenas.copy, *target)
     assert copy is not None
-    assert blocks_of(copy, block_size=8, num_targets=5, num_blocks=NUM_POOL_BLOCKS) == list(target)
+    assert source_blocks(copy, block_size=8, num_targets=5, num_blocks=NUM_POOL_BLOCKS) == list(target)
     receiver = filled(LAYOUT, 2)
-    assert ShmTransfer(receiver, arenas.buffer).fetch([Incoming(copy, blocks(0, 1, 2, 3, 4))]) == [True]
+    assert ShmTransfer(receiver, arenas.buffer).fetch([FetchRequest(copy, blocks(0, 1, 2, 3, 4))]) == [True]
     assert (content(receiver, range(5)) == content(arenas.storage, SOURCE)).all()
 
 
@@ -85,10 +86,10 @@ def test_targets_that_do_not_fit_are_refused(arenas: Arenas, target: tuple[int, 
 
 def test_into_a_buffer_on_a_device(arenas: Arenas) -> None:
     buffer = DeviceBuffer(LAYOUT, NUM_POOL_BLOCKS, torch.device("cpu"))
-    runs = buffer.take_in(arenas.pool, arenas.copy, blocks(7, 6, 5, 9, 3), 5)
+    runs = buffer.relay_from(arenas.pool, arenas.copy, blocks(7, 6, 5, 9, 3), 5)
     assert [(run.first_block, run.num_blocks) for run in runs] == [(7, 1), (6, 1), (5, 1), (9, 1), (3, 1)]
     assert (buffer.blocks.numpy()[[7, 6, 5, 9, 3]] == content(arenas.storage, SOURCE)).all()
     assert buffer.is_stamped(blocks(7, 6, 5, 9, 3), 5)
     with pytest.raises(HandoffRejected):
-        buffer.take_in(arenas.pool, msgspec.structs.replace(arenas.copy, generation=76), blocks(0, 1, 2, 4, 8), 6)
+        buffer.relay_from(arenas.pool, msgspec.structs.replace(arenas.copy, generation=76), blocks(0, 1, 2, 4, 8), 6)
     assert not buffer.generations[[0, 1, 2, 4, 8]].any()

@@ -1,4 +1,4 @@
-"""Blocks to and from the host by queues, in pieces; and who waits for whom at the same blocks."""
+"""Blocks to and from the host by streams, in pieces; and who waits for whom at the same blocks."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from alignedserve.runtime.device.arrays import FixedArrays, Packing, to_device
 from alignedserve.runtime.device.streams import CheckedStreams, DeviceStreams, HostStreams
-from alignedserve.runtime.kv.block_codecs import exact_rows
+from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.pending_copies import PendingCopies
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 
 NUM_BLOCKS, BLOCK_BYTES, PIECE = 11, 24, 3
 CPU = torch.device("cpu")
 
-queue_kinds = pytest.mark.parametrize("make_queues", [HostStreams, lambda: CheckedStreams(3)])
+stream_kinds = pytest.mark.parametrize("make_streams", [HostStreams, lambda: CheckedStreams(3)])
 block_lists = pytest.mark.parametrize("ids", [[], [5], [4, 1, 9], [0, 10, 3, 7, 2, 8, 1, 6]])
 
 
@@ -24,35 +24,37 @@ def some_blocks() -> Tensor:
     return torch.arange(NUM_BLOCKS * BLOCK_BYTES).to(torch.uint8).view(NUM_BLOCKS, BLOCK_BYTES)
 
 
-def copies(blocks: Tensor, queues: DeviceStreams, is_staged: bool) -> StagedCopies:
-    form, queue = exact_rows(blocks), queues.queue("copies")
-    return StagedCopies(form, queue, CPU, staged_bytes=PIECE * BLOCK_BYTES, is_staged=is_staged)
+def copies(blocks: Tensor, streams: DeviceStreams, is_staged: bool) -> StagedCopies:
+    form, stream = exact_codec(blocks), streams.stream("copies")
+    return StagedCopies(form, stream, CPU, staged_bytes=PIECE * BLOCK_BYTES, is_staged=is_staged)
 
 
-@queue_kinds
+@stream_kinds
 @block_lists
 @pytest.mark.parametrize("is_staged", [True, False])
-def test_blocks_come_out_and_go_back(ids: list[int], is_staged: bool, make_queues: Callable[[], DeviceStreams]) -> None:
+def test_blocks_come_out_and_go_back(
+    ids: list[int], is_staged: bool, make_streams: Callable[[], DeviceStreams]
+) -> None:
     blocks, block_ids = some_blocks(), np.array(ids, np.int64)
-    queues = make_queues()
-    staged = copies(blocks, queues, is_staged)
+    streams = make_streams()
+    staged = copies(blocks, streams, is_staged)
     rows = staged.pinned(len(ids))
     staged.copy_out(block_ids, rows)
-    queues.queue("copies").record().wait_on_host()
+    streams.stream("copies").record().synchronize()
     assert torch.equal(rows, some_blocks()[ids])
     blocks.zero_()
     staged.copy_in(rows, block_ids)
-    queues.queue("copies").record().wait_on_host()
+    streams.stream("copies").record().synchronize()
     assert torch.equal(blocks[ids], some_blocks()[ids])
     others = [block for block in range(NUM_BLOCKS) if block not in ids]
     assert not blocks[others].any()
 
 
-@queue_kinds
+@stream_kinds
 @block_lists
-def test_rows_are_walked_while_the_next_ones_travel(ids: list[int], make_queues: Callable[[], DeviceStreams]) -> None:
+def test_rows_are_walked_while_the_next_ones_travel(ids: list[int], make_streams: Callable[[], DeviceStreams]) -> None:
     blocks, block_ids = some_blocks(), np.array(ids, np.int64)
-    staged = copies(blocks, make_queues(), True)
+    staged = copies(blocks, make_streams(), True)
     assert [row.tolist() for row in staged.rows_to_read(block_ids)] == some_blocks()[ids].tolist()
     for row, block_id in zip(staged.rows_to_write(block_ids), ids, strict=True):
         row[:] = 100 + block_id
@@ -60,32 +62,32 @@ def test_rows_are_walked_while_the_next_ones_travel(ids: list[int], make_queues:
 
 
 def test_who_uses_a_block_next_waits_for_a_copy_and_nobody_else_does() -> None:
-    queues, uses = CheckedStreams(0), PendingCopies(4)
+    streams, pending = CheckedStreams(0), PendingCopies(4)
     taken: list[str] = []
-    first, second = queues.queue("first"), queues.queue("second")
+    first, second = streams.stream("first"), streams.stream("second")
     first.run(lambda: taken.append("copy"))
-    uses.end(first, np.array([1, 2]))
-    assert not uses.is_idle
-    uses.begin(second, np.array([0, 3]))
+    pending.record(first, np.array([1, 2]))
+    assert not pending.is_idle
+    pending.wait(second, np.array([0, 3]))
     second.run(lambda: taken.append("elsewhere"))
-    second.record().wait_on_host()
+    second.record().synchronize()
     assert "elsewhere" in taken  # whether or not the copy has happened
-    uses.begin(second, np.array([2]))
+    pending.wait(second, np.array([2]))
     second.run(lambda: taken.append("same block"))
-    second.record().wait_on_host()
+    second.record().synchronize()
     assert taken.index("copy") < taken.index("same block")
-    uses.settle(np.array([1]))
-    assert uses.is_idle
+    pending.synchronize(np.array([1]))
+    assert pending.is_idle
 
 
 def test_the_host_waits_for_a_copy() -> None:
-    queues, uses = CheckedStreams(1), PendingCopies(2)
+    streams, pending = CheckedStreams(1), PendingCopies(2)
     taken: list[str] = []
-    queues.queue("out").run(lambda: taken.append("copy"))
-    uses.end(queues.queue("out"), np.array([1]))
-    uses.settle(np.array([0]))
+    streams.stream("out").run(lambda: taken.append("copy"))
+    pending.record(streams.stream("out"), np.array([1]))
+    pending.synchronize(np.array([0]))
     assert taken == []
-    uses.settle(np.array([0, 1]))
+    pending.synchronize(np.array([0, 1]))
     assert taken == ["copy"]
 
 

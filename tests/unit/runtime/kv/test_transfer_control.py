@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from alignedserve.core.errors import PeerLost
-from alignedserve.runtime.kv.transfers.control import Control
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 
 
 class LatePoll:
@@ -36,17 +36,17 @@ class LatePoll:
 @pytest.fixture
 def late_poll(monkeypatch: pytest.MonkeyPatch) -> LatePoll:
     late = LatePoll()
-    monkeypatch.setattr("alignedserve.runtime.kv.transfers.control.select.poll", late)
+    monkeypatch.setattr("alignedserve.runtime.kv.transfers.control_socket.select.poll", late)
     return late
 
 
 def test_a_connection_that_is_dropped_as_its_thread_begins_to_wait(late_poll: LatePoll) -> None:
     here, there = socket.socketpair()
-    control, ended = Control(here, 5.0), []
+    control, ended = ControlSocket(here, 5.0), []
 
     def serve() -> None:
         try:
-            control.wait()
+            control.wait_readable()
             control.receive()
         except PeerLost as error:
             ended.append(str(error))
@@ -56,11 +56,11 @@ def test_a_connection_that_is_dropped_as_its_thread_begins_to_wait(late_poll: La
     thread = threading.Thread(target=serve)
     thread.start()
     assert late_poll.is_waiting.wait(30)
-    control.hang_up()
-    control.hang_up()  # may be repeated
+    control.disconnect()
+    control.disconnect()  # may be repeated
     late_poll.is_dropped.set()
     thread.join(30)
     assert ended == ["the other end of a block transfer closed the connection"]
-    control.hang_up()
+    control.disconnect()
     for one in (there, *late_poll.others):
         one.close()

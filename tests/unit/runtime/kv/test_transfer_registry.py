@@ -13,9 +13,10 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
-from alignedserve.runtime.kv.transfers.memory import ArenaBuffer
+from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
+from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from alignedserve.runtime.kv.transfers.registry import open_transfer
-from alignedserve.runtime.kv.transfers.shm_transfer import KVTransfer, ShmTransfer
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.transfer import ASKING, OWNER, filled, layout_of
 
 LAYOUT = layout_of("float32")

@@ -22,42 +22,42 @@ CLOSED = ["/v1/models", "/v1/models/tiny", "/metrics", "/v1/nothing", "/tokenize
     "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic right", "right", "Bearer ri\xe9"]
 )
 async def test_every_route_is_closed_once_a_key_is_set(path: str, header: str | None) -> None:
-    async with gateway(api_keys=("right", "other")) as door:
+    async with gateway(api_keys=("right", "other")) as served:
         headers = {} if header is None else {"authorization": header.encode("latin-1")}
-        response = await door.client.get(path, headers=headers)  # type: ignore[arg-type]
+        response = await served.client.get(path, headers=headers)  # type: ignore[arg-type]
     error = error_of(response, 401)
     assert error["code"] == "invalid_api_key"
     assert response.headers["www-authenticate"] == "Bearer"
 
 
 async def test_what_stays_open_and_what_a_key_opens() -> None:
-    async with gateway(api_keys=("right", "other")) as door:
+    async with gateway(api_keys=("right", "other")) as served:
         for path, status in (("/", 200), ("/health", 200), ("/ready", 503), ("/version", 200)):
-            assert (await door.client.get(path)).status_code == status
+            assert (await served.client.get(path)).status_code == status
         for scheme in ("Bearer right", "bearer other"):
-            assert (await door.chat(headers={"authorization": scheme})).status_code == 200
+            assert (await served.chat(headers={"authorization": scheme})).status_code == 200
 
 
 async def test_a_quota_is_429_with_the_time_to_come_back() -> None:
-    async with gateway(api_keys=("a", "b"), requests_per_minute=2) as door:
+    async with gateway(api_keys=("a", "b"), requests_per_minute=2) as served:
         for _ in range(2):
-            assert (await door.chat(headers={"authorization": "Bearer a"})).status_code == 200
-        response = await door.chat(headers={"authorization": "Bearer a"})
+            assert (await served.chat(headers={"authorization": "Bearer a"})).status_code == 200
+        response = await served.chat(headers={"authorization": "Bearer a"})
         assert error_of(response, 429)["code"] == "rate_limit_exceeded"
         assert int(response.headers["retry-after"]) in (29, 30)
-        assert (await door.chat(headers={"authorization": "Bearer b"})).status_code == 200
+        assert (await served.chat(headers={"authorization": "Bearer b"})).status_code == 200
 
 
 def test_a_quota_refills() -> None:
     now = [0.0]
     gate = ApiKeys((), requests_per_minute=60, clock=lambda: now[0])
     for _ in range(60):
-        gate.spend(0)
+        gate.count_request(0)
     with pytest.raises(QuotaExceeded) as caught:
-        gate.spend(0)
+        gate.count_request(0)
     assert caught.value.retry_after_s == pytest.approx(1.0)
     now[0] = 1.0
-    gate.spend(0)
+    gate.count_request(0)
 
 
 async def test_ready_only_after_a_token_came_through() -> None:
@@ -66,34 +66,34 @@ async def test_ready_only_after_a_token_came_through() -> None:
     def script(_: Any) -> Script:
         return Script((), failure=failures.pop()) if failures else Script((5, EOS))
 
-    async with gateway(script) as door:
-        canary = asyncio.create_task(door.services.canary.run(pause_s=0.01))
+    async with gateway(script) as served:
+        canary = asyncio.create_task(served.services.readiness_probe.run(pause_s=0.01))
         answers: list[httpx.Response] = []
         while not answers or answers[-1].status_code != 200:
-            answers.append(await door.client.get("/ready"))
+            answers.append(await served.client.get("/ready"))
             await asyncio.sleep(0.002)
         assert "no canary token" in error_of(answers[0], 503)["message"]
         assert answers[0].headers["retry-after"] == "1"
         assert any("a worker was lost" in answer.text for answer in answers)
-        num_sent = len(door.backend.submitted)
+        num_sent = len(served.backend.submitted)
         await asyncio.sleep(0.05)
-        assert len(door.backend.submitted) == num_sent  # not repeated while ready
-        door.backend.set_status(None)
-        assert "the router is not connected" in error_of(await door.client.get("/ready"), 503)["message"]
+        assert len(served.backend.submitted) == num_sent  # not repeated while ready
+        served.backend.set_status(None)
+        assert "the router is not connected" in error_of(await served.client.get("/ready"), 503)["message"]
         await asyncio.sleep(0.03)
-        door.backend.set_status(IDLE_STATUS)
-        assert (await door.client.get("/ready")).status_code == 503
+        served.backend.set_status(IDLE_STATUS)
+        assert (await served.client.get("/ready")).status_code == 503
         await asyncio.sleep(0.05)
-        assert (await door.client.get("/ready")).status_code == 200
+        assert (await served.client.get("/ready")).status_code == 200
         canary.cancel()
         await asyncio.gather(canary, return_exceptions=True)
 
 
 async def test_metrics_have_the_names_that_dashboards_read() -> None:
-    async with gateway(saying("the quick brown")) as door:
-        await door.chat()
-        await door.chat(model="unknown")
-        text = (await door.client.get("/metrics")).text
+    async with gateway(saying("the quick brown")) as served:
+        await served.chat()
+        await served.chat(model="unknown")
+        text = (await served.client.get("/metrics")).text
     for name in (
         'vllm:num_requests_running{model_name="tiny"} 0.0',
         'vllm:num_requests_waiting{model_name="tiny"} 0.0',
@@ -120,36 +120,36 @@ async def test_metrics_have_the_names_that_dashboards_read() -> None:
 
 
 async def test_models() -> None:
-    async with gateway() as door:
-        listed = (await door.client.get("/v1/models")).json()
-        one = (await door.client.get("/v1/models/tiny")).json()
+    async with gateway() as served:
+        listed = (await served.client.get("/v1/models")).json()
+        one = (await served.client.get("/v1/models/tiny")).json()
     assert listed == {"object": "list", "data": [one]}
     assert one["id"] == "tiny"
     assert one["max_model_len"] == 256
 
 
 async def test_tokenize_and_detokenize() -> None:
-    async with gateway() as door:
-        asked = (await door.client.post("/tokenize", json={"prompt": "the dog"})).json()
+    async with gateway() as served:
+        asked = (await served.client.post("/tokenize", json={"prompt": "the dog"})).json()
         assert asked == {"count": 2, "max_model_len": 256, "tokens": list(tokens_of("the dog"))}
-        text = await door.client.post("/detokenize", json={"tokens": asked["tokens"]})
+        text = await served.client.post("/detokenize", json={"tokens": asked["tokens"]})
         assert text.json() == {"prompt": "the dog"}
         messages = [{"role": "user", "content": "hello"}]
-        chat = (await door.client.post("/tokenize", json={"messages": messages})).json()
-        await door.chat(messages=messages)
-        assert chat["tokens"] == list(door.backend.submitted[0].prompt_token_ids)
+        chat = (await served.client.post("/tokenize", json={"messages": messages})).json()
+        await served.chat(messages=messages)
+        assert chat["tokens"] == list(served.backend.submitted[0].prompt_token_ids)
         for path, body in (
             ("/tokenize", {}),
             ("/tokenize", {"prompt": "a", "messages": messages}),
             ("/detokenize", {"tokens": [10**6]}),
             ("/detokenize", {"tokens": "a"}),
         ):
-            error_of(await door.client.post(path, json=body), 400)
+            error_of(await served.client.post(path, json=body), 400)
 
 
 async def test_the_page_needs_nothing_from_elsewhere() -> None:
-    async with gateway() as door:
-        response = await door.client.get("/")
+    async with gateway() as served:
+        response = await served.client.get("/")
     page, policy = response.text, response.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy

@@ -1,8 +1,8 @@
-"""The stream socket beside a block transfer: framing, mutual proof of the cluster's secret, deadlines.
+"""The control socket of a block transfer: framing, mutual authentication by the cluster's secret, deadlines.
 
-Blocking, for the thread that moves the blocks. Frames are those of runtime.links (a 4-byte little-endian length, a
-MessagePack message) with a smaller bound. The proofs are of the same construction with other names for the sides, so
-that a proof made for one kind of connection is worth nothing on the other.
+Blocking, for the thread that moves the blocks. Frames are those of runtime.process.links (a 4-byte little-endian
+length, a MessagePack message) with a smaller bound. Proofs are constructed alike but name the two sides differently, so
+that a proof made for one kind of connection is invalid on the other.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from alignedserve.runtime.process.links import Identity, Peer, check_proof, chec
 
 _HEADER = struct.Struct("<I")
 _MAX_HANDSHAKE_BYTES = 4096
-_MAX_QUESTION_BYTES = 8 * 1024 * 1024
+_MAX_REQUEST_BYTES = 8 * 1024 * 1024
 _DIALLER, _LISTENER = "block dialler", "block listener"
 _HANDSHAKE = Codec(HandshakeMessage)
 _SERVER_INBOUND, _CLIENT_INBOUND = Codec(BlockServerInbound), Codec(BlockClientInbound)
 
 
-class Control:
-    """One connected socket, owned. Every method raises PeerLost when the other end is gone or too slow, and
-    ProtocolError when it says what it should not."""
+class ControlSocket:
+    """A connected socket, owned. Every method raises PeerLost when the other end is gone or too slow, and
+    ProtocolError when it violates the protocol."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._socket = connection
@@ -39,7 +39,7 @@ class Control:
 
     @property
     def local_host(self) -> str:
-        """This end's address on the way to the other one; both are on this machine when it is a Unix socket."""
+        """The local address of the connection; the loopback address for a Unix socket."""
         name = self._socket.getsockname()
         return str(name[0]) if self._socket.family in (socket.AF_INET, socket.AF_INET6) else "127.0.0.1"
 
@@ -53,36 +53,38 @@ class Control:
             raise PeerLost(f"the other end of a block transfer does not read: {error}") from error
 
     def receive(self) -> Message:
-        """The next message, which must be complete within the timeout."""
+        """Return the next message, which must be complete within the timeout."""
         deadline_s = time.monotonic() + self._timeout_s
         (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline_s))
         if length > self._max_bytes:
             raise ProtocolError(f"a frame of {length} bytes, more than {self._max_bytes}")
         return self._codec.decode(self._read(length, deadline_s))
 
-    def wait(self) -> None:
-        """Until something is there to receive, however long that takes."""
+    def wait_readable(self) -> None:
+        """Wait without limit until there is something to receive."""
         try:
-            waiting = select.poll()
-            waiting.register(self._socket, select.POLLIN)
-            waiting.poll()
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            poll.poll()
         except (OSError, ValueError) as error:
             raise PeerLost("the connection was closed") from error
 
-    def hang_up(self) -> None:
-        """End the connection under a thread that works on it: that thread loses its peer, and closes. May be repeated.
+    def disconnect(self) -> None:
+        """Shut the connection down from another thread; the thread that uses it gets PeerLost and closes. May be
+        repeated.
 
-        Were it closed here, its number could be a newer connection's by the time that thread waits for it."""
+        If it were closed here, its descriptor could belong to a newer connection by the time that thread waits on it.
+        """
         with contextlib.suppress(OSError):  # it may not be connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Drop the connection, on the thread that works on it. May be repeated."""
-        self.hang_up()
+        """Close the connection, on the thread that uses it. May be repeated."""
+        self.disconnect()
         self._socket.close()
 
-    def prove_as_listener(self, identity: Identity) -> Peer:
-        """Challenge the dialler, answer its challenge; from here on it may ask questions."""
+    def authenticate_as_listener(self, identity: Identity) -> Peer:
+        """Challenge the dialler and answer its challenge; from then on it may send requests."""
         nonce = token_bytes(32)
         self.send(Challenge(PROTOCOL_VERSION, nonce))
         match self.receive():
@@ -93,10 +95,10 @@ class Control:
                 raise ProtocolError("a handshake message out of turn")
         own_proof = proof_of(identity.secret, _LISTENER, its_nonce, identity.name)
         self.send(Welcome(identity.role, identity.name, own_proof))
-        self._speak(_SERVER_INBOUND)
+        self._use_codec(_SERVER_INBOUND)
         return Peer(role, name)
 
-    def prove_as_dialler(self, identity: Identity) -> Peer:
+    def authenticate_as_dialler(self, identity: Identity) -> Peer:
         """Answer the listener's challenge and check its own proof."""
         nonce = token_bytes(32)
         match self.receive():
@@ -111,12 +113,12 @@ class Control:
                 check_proof(identity.secret, proof, _LISTENER, nonce, name)
             case _:
                 raise ProtocolError("a handshake message out of turn")
-        self._speak(_CLIENT_INBOUND)
+        self._use_codec(_CLIENT_INBOUND)
         return Peer(role, name)
 
-    def _speak(self, codec: Codec) -> None:
+    def _use_codec(self, codec: Codec) -> None:
         self._codec = codec
-        self._max_bytes = _MAX_QUESTION_BYTES
+        self._max_bytes = _MAX_REQUEST_BYTES
 
     def _read(self, count: int, deadline_s: float) -> bytes:
         content = bytearray()
@@ -132,15 +134,15 @@ class Control:
         return bytes(content)
 
 
-def dial(address: str, identity: Identity) -> Control:
-    """Connect to `unix:/path` or `tcp:host:port` and prove each other. Raises PeerLost or ProtocolError."""
+def dial(address: str, identity: Identity) -> ControlSocket:
+    """Connect to `unix:/path` or `tcp:host:port` and authenticate both ends. Raises PeerLost or ProtocolError."""
     try:
         connection = _connected(address, identity.peer_timeout_s)
     except (OSError, ValueError) as error:
-        raise PeerLost(f"nobody answers at {address}") from error
-    control = Control(connection, identity.peer_timeout_s)
+        raise PeerLost(f"no connection to {address}") from error
+    control = ControlSocket(connection, identity.peer_timeout_s)
     try:
-        control.prove_as_dialler(identity)
+        control.authenticate_as_dialler(identity)
     except (PeerLost, ProtocolError):
         control.close()
         raise
@@ -165,7 +167,7 @@ def _connected(address: str, timeout_s: float) -> socket.socket:
 
 
 def listen_at(address: str) -> socket.socket:
-    """A listening socket at `unix:/path` or `tcp:host:port` (0: any free port). Raises OSError when it is taken."""
+    """Return a listening socket at `unix:/path` or `tcp:host:port` (0: any free port). Raises OSError when it is taken."""
     kind, _, rest = address.partition(":")
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -184,7 +186,7 @@ def listen_at(address: str) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket, timeout_s: float) -> None:
-    """Have the kernel notice a peer that is cut off while nothing is asked; a Unix socket needs none of it."""
+    """Have the kernel detect a peer that is cut off while the connection is idle; a Unix socket needs none of it."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -10,14 +10,14 @@ from typing import Any
 
 import orjson
 
-from decode_worker.iteration_log.iteration_log import IterationRecord
+from alignedserve.worker_core.iteration_log import IterationRecord
 
 logger = logging.getLogger(__name__)
 
 _DECIMALS = 7  # a tenth of a microsecond
 
 
-def write_ledger(path: Path, records: Sequence[IterationRecord]) -> None:
+def write_iterations(path: Path, records: Sequence[IterationRecord]) -> None:
     """One JSON object per line, oldest first. An earlier file is replaced whole or not at all. Raises OSError."""
     clock_to_date_s = time.time() - time.monotonic()
     lines = [orjson.dumps(_columns_of(record, clock_to_date_s)) + b"\n" for record in records]
@@ -36,11 +36,11 @@ def _columns_of(record: IterationRecord, clock_to_date_s: float) -> dict[str, An
     return {"started_at": datetime.fromtimestamp(record.started_s + clock_to_date_s, UTC).isoformat(), **columns}
 
 
-def leave_ledger(path: Path, records: Sequence[IterationRecord]) -> None:
+def try_write_iterations(path: Path, records: Sequence[IterationRecord]) -> None:
     """Write what there is, if there is anything; where that cannot be done the log says so."""
     if not records:
         return
     try:
-        write_ledger(path, records)
+        write_iterations(path, records)
     except OSError as error:
-        logger.warning("the ledger cannot be written to %s: %s", path, error.strerror)
+        logger.warning("the iteration log cannot be written to %s: %s", path, error.strerror)

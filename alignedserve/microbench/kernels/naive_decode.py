@@ -9,7 +9,7 @@ import torch
 
 from kernels.gpu.blocks import BlockTables
 from kernels.gpu.decode_attention import TILE, DecodeBatch, decode_batch
-from kernels.gpu.work_partition import Division, Int64Array
+from kernels.gpu.work_partition import Int64Array, WorkPartition
 
 
 def naive_batch(
@@ -18,13 +18,15 @@ def naive_batch(
     """For `paged_decode`, with the same window. `lengths` [rows] on the host; `heads`: kv_heads, group, head_dim."""
     arrays = [
         torch.from_numpy(array).to(tables.starts.device)
-        for array in (lengths.astype(np.int32), *whole(lengths, window))
+        for array in (lengths.astype(np.int32), *unpartitioned(lengths, window))
     ]
     return decode_batch(tables, arrays[0], arrays[1:], heads)
 
 
-def whole(lengths: Int64Array, window: int | None = None) -> Division:
+def unpartitioned(lengths: Int64Array, window: int | None = None) -> WorkPartition:
     """Each context is one part, and each part has a program of its own."""
     begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // TILE
     bounds = np.arange(len(lengths) + 1, dtype=np.int32)
-    return Division(bounds[:-1].copy(), begins.astype(np.int32), (-(-lengths // TILE)).astype(np.int32), bounds, bounds)
+    return WorkPartition(
+        bounds[:-1].copy(), begins.astype(np.int32), (-(-lengths // TILE)).astype(np.int32), bounds, bounds
+    )

@@ -1,4 +1,4 @@
-"""Where a cluster keeps its files and batches: a state folder, and a Redis of its own unless one is named."""
+"""Storage of a cluster's files and batches: a state folder, and a Redis of its own unless one is configured."""
 
 import fcntl
 import os
@@ -13,7 +13,8 @@ from alignedserve.core.errors import ResourceError
 
 
 class StateLock:
-    """Held until `release`, or until this process ends, however it ends. Raises ResourceError where another has it."""
+    """Lock of a state folder, held until `release` or the end of this process. Raises ResourceError if another process
+    holds it."""
 
     def __init__(self, folder: Path) -> None:
         self._file: int | None = os.open(folder / "cluster.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -25,26 +26,26 @@ class StateLock:
             raise ResourceError(f"{problem}; set batches.folder to another folder") from None
 
     def release(self) -> None:
-        """May be repeated."""
+        """Release the lock. May be repeated."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
-class OpenLocation(NamedTuple):
-    """A place, and what this process holds of it."""
+class BatchStorage(NamedTuple):
+    """Location of the batches, and the resources that this process holds for it."""
 
-    place: BatchLocation
-    redis: PrivateRedis | None  # that was started for it
-    lock: StateLock | None  # of its folder, which several clusters may use only with a Redis that they name
+    location: BatchLocation
+    redis: PrivateRedis | None  # started for this cluster
+    lock: StateLock | None  # of the folder; clusters may share one only with a Redis that they name
 
 
-def open_location(config: ClusterConfig, run_folder: Path) -> OpenLocation:
-    """Raises ResourceError."""
+def open_batch_storage(config: ClusterConfig, run_folder: Path) -> BatchStorage:
+    """Prepare the state folder and start Redis unless one is configured. Raises ResourceError."""
     folder = _state_folder(config)
     url = redis_url()
     if url is not None:
-        return OpenLocation(BatchLocation(folder, url, config.batches), None, None)
+        return BatchStorage(BatchLocation(folder, url, config.batches), None, None)
     lock = StateLock(folder)
     redis = PrivateRedis(
         folder=folder / "redis", socket_path=run_folder / "redis.sock", log_path=run_folder / "logs" / "redis.log"
@@ -54,7 +55,7 @@ def open_location(config: ClusterConfig, run_folder: Path) -> OpenLocation:
     except BaseException:
         lock.release()
         raise
-    return OpenLocation(BatchLocation(folder, redis.address, config.batches), redis, lock)
+    return BatchStorage(BatchLocation(folder, redis.address, config.batches), redis, lock)
 
 
 def _state_folder(config: ClusterConfig) -> Path:

@@ -1,4 +1,4 @@
-"""One end's blocks as a pair moves them: gathered into pieces, scattered out of them, summed in passing."""
+"""Blocks in host memory, gathered into pieces that travel, scattered out of them, and checksummed on the way."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -9,52 +9,52 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.ids import BlockId
-from alignedserve.runtime.kv.block_checksums import PlacedRun, RunSums, copy_rows
+from alignedserve.runtime.kv.block_checksums import PlacedRun, RunChecksums, copy_rows
 from alignedserve.runtime.kv.shm_arena import Arena
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class RowSource(Protocol):
-    """Blocks that can be walked row by row: a BlockStorage, an Arena."""
+    """Blocks that can be iterated row by row: a BlockStorage or an Arena."""
 
     def rows_to_read(self, block_ids: Sequence[BlockId]) -> Iterator[Bytes]:
-        """Their bytes, one block after the other."""
+        """Iterate over their bytes, block by block."""
 
     def rows_to_write(self, block_ids: Sequence[BlockId]) -> Iterator[Bytes]:
-        """Rows to fill, one for each block."""
+        """Iterate over rows to fill, one per block."""
 
 
-class HostMemory:
-    """Pieces in host memory; blocks wherever their rows can be had."""
+class HostBlocks:
+    """Moves blocks of any RowSource into and out of pieces in host memory."""
 
     def __init__(self, blocks: RowSource, block_bytes: int) -> None:
         self.device = torch.device("cpu")
         self._blocks = blocks
         self._block_bytes = block_bytes
 
-    def sums(self, runs: Sequence[PlacedRun]) -> RunSums:
-        """Checksums to be fed by gather or scatter, over all the blocks in order."""
-        return RunSums(runs, self._block_bytes)
+    def checksums(self, runs: Sequence[PlacedRun]) -> RunChecksums:
+        """Return checksums to be updated by gather or scatter, over all the blocks in order."""
+        return RunChecksums(runs, self._block_bytes)
 
-    def gather(self, block_ids: Sequence[BlockId], rows: Tensor, *sums: RunSums) -> None:
+    def gather(self, block_ids: Sequence[BlockId], rows: Tensor, *checksums: RunChecksums) -> None:
         """Copy blocks into rows: uint8 [len(block_ids), block_bytes]."""
-        copy_rows(self._blocks.rows_to_read(block_ids), rows.numpy(), *sums, from_target=True)
+        copy_rows(self._blocks.rows_to_read(block_ids), rows.numpy(), *checksums, from_target=True)
 
-    def scatter(self, block_ids: Sequence[BlockId], rows: Tensor, *sums: RunSums) -> None:
+    def scatter(self, block_ids: Sequence[BlockId], rows: Tensor, *checksums: RunChecksums) -> None:
         """Copy rows into blocks."""
-        copy_rows(rows.numpy(), self._blocks.rows_to_write(block_ids), *sums, from_target=False)
+        copy_rows(rows.numpy(), self._blocks.rows_to_write(block_ids), *checksums, from_target=False)
 
 
 class ArenaBuffer:
-    """An arena as a block server's buffer. The arena stays its owner's."""
+    """A ServedBuffer over an arena, which it does not own."""
 
     def __init__(self, arena: Arena) -> None:
         self.layout = arena.layout
         self.num_blocks = arena.num_blocks
         self.device = torch.device("cpu")
         self._arena = arena
-        self._memory = HostMemory(arena, arena.layout.block_bytes)
+        self._memory = HostBlocks(arena, arena.layout.block_bytes)
         self.gather = self._memory.gather
         self.scatter = self._memory.scatter
 
@@ -67,4 +67,4 @@ class ArenaBuffer:
         return self._arena.is_stamped(block_ids, generation)
 
     def exported(self) -> None:
-        """Nothing that a CUDA device could map."""
+        """Return None: a CUDA device cannot map it."""

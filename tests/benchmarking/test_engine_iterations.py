@@ -57,8 +57,8 @@ def test_lists_are_copied_and_timed() -> None:
     made = storage()
     before = made.bytes.clone()
     lists = PinnedLists(made, HostStreams(), np.array([5, 2]), np.array([4, 6]))
-    lists.begin(OFFLOAD).wait_on_host()
-    lists.begin(PREFETCH).wait_on_host()
+    lists.begin(OFFLOAD).synchronize()
+    lists.begin(PREFETCH).synchronize()
     assert lists.num_bytes == 2 * made.layout.block_bytes
     assert torch.equal(made.bytes[[0, 1, 2, 3, 5]], before[[0, 1, 2, 3, 5]])
     assert not torch.equal(made.bytes[4], before[4])

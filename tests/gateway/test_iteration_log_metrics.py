@@ -6,13 +6,13 @@ from alignedserve.gateway.backend.scripted import IDLE_STATUS
 from tests.gateway.support import gateway
 from tests.support.samples import TOTALS
 
-BUSY = msgspec.structs.replace(IDLE_STATUS, ledger=TOTALS)
+BUSY = msgspec.structs.replace(IDLE_STATUS, iteration_log=TOTALS)
 
 
 async def scraped() -> list[str]:
-    async with gateway() as door:
-        door.backend.set_status(BUSY)
-        text = (await door.client.get("/metrics")).text
+    async with gateway() as served:
+        served.backend.set_status(BUSY)
+        text = (await served.client.get("/metrics")).text
     return text.splitlines()
 
 
@@ -52,6 +52,6 @@ async def test_how_many_iterations_of_which_batches() -> None:
 
 
 async def test_without_a_router_there_are_none() -> None:
-    async with gateway() as door:
-        door.backend.set_status(None)
-        assert "alignedserve_iterations" not in (await door.client.get("/metrics")).text
+    async with gateway() as served:
+        served.backend.set_status(None)
+        assert "alignedserve_iterations" not in (await served.client.get("/metrics")).text

@@ -1,0 +1,51 @@
+"""The KVTransfer port: copies of whole blocks between a worker's storage and blocks that other processes see.
+
+A receiver checks bounds, lengths, generation and checksums, and fails closed: a handoff that does not verify is a cache
+miss and becomes a recompute, never a wrong token.
+
+A worker that was stopped while it wrote may continue after its lease was revoked, into blocks that belong to another
+request by then. So checksums are never computed from shared blocks: the sender computes them from its own blocks, the
+receiver from what has arrived in its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from alignedserve.core.ids import BlockId
+from alignedserve.messages.caches import BlockCopy, BlockRun
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadRequest:
+    """One request's blocks to copy out of a storage."""
+
+    storage_block_ids: Sequence[BlockId]
+    target_block_ids: Sequence[BlockId]  # as many
+    generation: int  # of the lease on the target blocks
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """One request's copy to fetch into a storage."""
+
+    copy: BlockCopy
+    storage_block_ids: Sequence[BlockId]  # at least as many as the copy has
+
+
+class KVTransfer(Protocol):
+    """Copies whole blocks, one request after the other. Blocking; called from one thread of a worker at a time.
+
+    A refused request is logged with its reason and does not affect the others. Both methods raise PeerLost when the
+    owner of the blocks is gone; the outcome of every request of that call is then unknown. Shared memory outlives its
+    owner, so there the links notice the loss.
+    """
+
+    def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:
+        """Copy out and return the runs with their checksums; None: refused, and the target blocks are undefined."""
+
+    def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
+        """Copy in and verify. False: it does not verify, and its storage blocks are undefined."""
+
+    def close(self) -> None:
+        """Disconnect from the other end. May be repeated; no other method may be called after it."""

@@ -1,0 +1,88 @@
+"""The documentation names only what exists, and its lines fit a screen."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGE_FOLDERS = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker", "kernels")
+FOLDERS = (*PACKAGE_FOLDERS, "benchmarks", "docs", "experiments", "scripts", "tests")
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+MAX_WIDTH = 160
+
+_CODE = re.compile(r"`([^`\s]+)`")
+_PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:/[\w.-]+)*/?")
+_MODULE_FILE = re.compile(r"[\w/]+\.py")
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+_ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)]+)\)")
+
+per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@per_page
+def test_named_files_exist(page: Path) -> None:
+    assert [name for name in _named_paths(page) if not (ROOT / name).exists()] == []
+
+
+@per_page
+def test_named_modules_exist(page: Path) -> None:
+    modules = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    named = [name for name in _CODE.findall(page.read_text()) if _MODULE_FILE.fullmatch(name)]
+    assert [name for name in named if not any(f"/{module}".endswith(f"/{name}") for module in modules)] == []
+
+
+@per_page
+def test_links_lead_somewhere(page: Path) -> None:
+    links = [link for link in _LINK.findall(page.read_text()) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@per_page
+def test_anchors_are_headings(page: Path) -> None:
+    anchors = [(page.parent / link if link else page, anchor) for link, anchor in _ANCHOR.findall(page.read_text())]
+    assert [anchor for target, anchor in anchors if target.suffix == ".md" and anchor not in _anchors_of(target)] == []
+
+
+@per_page
+def test_lines_fit_a_screen(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    assert [line for line in lines if len(line) > MAX_WIDTH] == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = ROOT / "docs/README.md"
+    linked = {(index.parent / link).resolve() for link in _LINK.findall(index.read_text())}
+    assert [page for page in (ROOT / "docs").rglob("*.md") if page != index and page.resolve() not in linked] == []
+
+
+def test_the_readme_shows_the_layers_of_the_import_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["name"].startswith("Imports only point"))
+    rows = re.findall(r"^\| \d+ \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [sorted(_CODE.findall(row)) for row in rows] == [sorted(layer.split(" | ")) for layer in layers]
+
+
+def test_every_package_folder_is_described() -> None:
+    page = (ROOT / "docs/where-things-are.md").read_text()
+    folders = {path.parent.relative_to(ROOT) for name in PACKAGE_FOLDERS for path in (ROOT / name).rglob("*.py")}
+    described = {name.rstrip("/") for name in _CODE.findall(page)}
+    names = {
+        folder.as_posix().removeprefix("alignedserve/") for folder in folders if folder.as_posix() != "alignedserve"
+    }
+    assert {name for name in names if name not in described and name.partition("/")[0] != "microbench"} == set()
+
+
+def _named_paths(page: Path) -> Iterator[str]:
+    for name in _CODE.findall(page.read_text()):
+        if _PATH.fullmatch(name) and not name.endswith("/NAME"):
+            yield name
+
+
+def _anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = _HEADING.findall(page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
