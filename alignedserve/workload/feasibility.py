@@ -9,8 +9,6 @@ _PROBED = 512  # requests of a closed loop that are looked at
 def require_feasible(
     workload: Workload, *, max_context_len: int | None = None, memory_tokens: int | None = None
 ) -> None:
-    workload: Workload, *, max_context_len: int | None = None, memory_tokens: int | None = None
-) -> None:
     """Raise ConfigError where a request can never be served.
 
     Every open-loop request is checked, and the first of every closed loop. `max_context_len`: of the model;
