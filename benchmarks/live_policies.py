@@ -8,7 +8,7 @@ A model of 125M OPT's shape with random weights in bfloat16. Real-time: Poisson,
 answers 32 to 128. Per topology first each kind alone, under `aligned_slo`: best-effort alone gives its throughput,
 real-time alone the share of the workers' time that it takes. Target for `aligned_slo`: both objectives held by 98 %,
 best-effort at 85 % or more of what real-time leaves free. Beside each run stands what the simulator makes of the same
-traffic (other draws from the same laws), with costs fitted to the recording of the two runs alone.
+traffic (other draws from the same distributions), with costs fitted to the recording of the two runs alone.
 """
 
 import argparse

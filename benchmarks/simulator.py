@@ -25,7 +25,7 @@ from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.sim.machines import ClusterHardware, simulated_on
 from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import Description, TimedRequest, Workload
+from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
 from alignedserve.workload.traces import TraceRow, at_rate, read_trace, shipped_trace
 from benchmarks.support.recording import write_result
 
@@ -40,7 +40,7 @@ def workload_of(rows: Sequence[TraceRow], rate: float, duration_s: float) -> Wor
         TimedRequest(row.arrival_s, row.prompt_len, max(row.output_len, 1), max(row.output_len, 1), "chat", slo=_SLO)
         for row in at_rate(rows, rate, duration_s, is_repeated=True)
     )
-    return Workload(Description("azure_conv", 0, {"rate": rate}), requests)
+    return Workload(WorkloadDescription("azure_conv", 0, {"rate": rate}), requests)
 
 
 def measure(model: str, hardware: str, workload: Workload) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from alignedserve.workload.objectives import with_ttft_from_prefill
 from benchmarks.support.recording import commit
 from experiments.common import (
     GIB,
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Labels,
     Row,
@@ -102,7 +102,7 @@ def accelgen_case(
 ) -> LabelledCase:
     """One window. The settings of the policy are the paper's, with these changed."""
     spec = WorkerSpec(setting.model, tensor_parallel=setting.tensor_parallel)
-    worker = ColocatedWorker(spec, source=setting.source, max_tokens=8192)  # vLLM: not below the longest prompt
+    worker = ColocatedWorkerSpec(spec, source=setting.source, max_tokens=8192)  # vLLM: not below the longest prompt
     written = line(workload_line(setting), seed, duration_s=setting.window_s)
     known: Labels = {"model": setting.model, "source": setting.source, "rate": setting.rate, **labels}
     labelled = colocated_case(known, policy, worker, written, {**_settings(policy, setting), **(settings or {})})

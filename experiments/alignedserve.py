@@ -140,7 +140,7 @@ _MAX_PROMPT = 16000
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PaperCell:
     """So many prefill and decode workers, or as many colocated ones."""
 
     num_prefill: int = 1
@@ -169,12 +169,12 @@ class Cell:
         )
 
 
-PAIR = Cell()
-EIGHT = Cell(2, 6)  # the paper's machine; how it divides its accelerators is not said
+PAIR = PaperCell()
+EIGHT = PaperCell(2, 6)  # the paper's machine; how it divides its accelerators is not said
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class AlignedServeLoad:
     """One point of a figure."""
 
     lengths: str
@@ -182,7 +182,7 @@ class Load:
     num_requests: int
     model: str = "opt-2.7b"
     kernel: AttentionKernel = STRAGGLER
-    cell: Cell = PAIR
+    cell: PaperCell = PAIR
 
     def case(self, part: str, system: str, seed: int) -> LabelledCase:
         """One of SYSTEMS."""
@@ -236,7 +236,7 @@ def further_figures(result: SimulationResult) -> Row:
 # --- parts
 
 
-HEADLINE = Load("95% short", synthetic(0.95), 600)
+HEADLINE = AlignedServeLoad("95% short", synthetic(0.95), 600)
 
 
 def headline(num_requests: int, seeds: Sequence[int]) -> list[LabelledCase]:
@@ -248,14 +248,14 @@ def headline(num_requests: int, seeds: Sequence[int]) -> list[LabelledCase]:
 def figures_7_and_9(num_requests: int) -> list[LabelledCase]:
     """Short requests among long ones, on the four models; fewer short ones on the smallest."""
     points = [(model, SHORT_SHARES[-1]) for model in DEGREE] + [("opt-2.7b", share) for share in SHORT_SHARES[:-1]]
-    loads = [Load(f"{share:.0%} short", synthetic(share), num_requests, model) for model, share in points]
+    loads = [AlignedServeLoad(f"{share:.0%} short", synthetic(share), num_requests, model) for model, share in points]
     return [load.case("figures 7, 9", system, 1) for load in loads for system in COMPARED]
 
 
 def figures_8_and_10(num_requests: int) -> list[LabelledCase]:
     """Recordings, on the model of Figure 13, with both kernels."""
     loads = [
-        Load(name, text, num_requests // (4 if name == "longbench" else 1), "opt-13b", kernel)
+        AlignedServeLoad(name, text, num_requests // (4 if name == "longbench" else 1), "opt-13b", kernel)
         for (name, text), kernel in product(applications().items(), KERNELS)
     ]
     return [load.case("figures 8, 10", system, 1) for load in loads for system in COMPARED]
@@ -270,12 +270,12 @@ def eight_accelerators(num_requests: int) -> list[LabelledCase]:
 def figures_13_and_14(num_requests: int, seeds: Sequence[int]) -> list[LabelledCase]:
     """AlignedServe without its parts."""
     texts = applications()
-    azure = Load("azure", texts["azure"], num_requests, "opt-13b")
+    azure = AlignedServeLoad("azure", texts["azure"], num_requests, "opt-13b")
     names = (FCFS_BATCHES, WITHOUT_PREFETCH, WITHOUT_BOTH)
     cases = [azure.ablated("figure 14", name, seed) for name, seed in product(names, seeds)]
     cases += [azure.case("figure 14", "aligned", seed) for seed in seeds]
     others = [
-        Load(name, texts[name], num_requests // (4 if name == "longbench" else 1), "opt-13b")
+        AlignedServeLoad(name, texts[name], num_requests // (4 if name == "longbench" else 1), "opt-13b")
         for name in ("sharegpt", "longbench")
     ]
     return cases + [load.ablated("figure 13", FCFS_BATCHES, 1) for load in others]

@@ -17,7 +17,7 @@ from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
 from experiments.common import (
     GIB,
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Row,
     chosen,
@@ -127,7 +127,7 @@ _RECORDED = ("part", "kernel", *COLUMNS, "all.ttft_s.p50", "all.num_sent", *_MOR
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class AliseLoad:
     """One point of a figure."""
 
     model: str
@@ -140,7 +140,9 @@ class Load:
         """Under the system of this name."""
         system = SYSTEMS[name]
         spec = WorkerSpec(self.model, "v100-32g", kernel=self.kernel)
-        worker = ColocatedWorker(spec, swap_space_bytes=512 * GIB)  # half of the machine's memory: it has two of these
+        worker = ColocatedWorkerSpec(
+            spec, swap_space_bytes=512 * GIB
+        )  # half of the machine's memory: it has two of these
         labels: dict[str, str | float] = {"part": part, "policy": name, "model": self.model, "lengths": self.lengths}
         labels |= {"rate": self.rate, "kernel": self.kernel.value}
         duration_s = self.duration_s or DURATION_S[self.model, self.lengths]
@@ -177,9 +179,9 @@ def figure_6(seeds: Sequence[int]) -> list[LabelledCase]:
         for name, rate in points:
             is_headline = name in COMPARED and model == "opt-13b" and rate == SHARED_RATES[lengths]
             of_point = seeds if is_headline else seeds[:1]
-            cases += [Load(model, lengths, rate).case("figure 6", name, seed) for seed in of_point]
+            cases += [AliseLoad(model, lengths, rate).case("figure 6", name, seed) for seed in of_point]
     for lengths, rates in ORCA_RATES.items():
-        loads = [Load("opt-13b", lengths, rate) for rate in rates]
+        loads = [AliseLoad("opt-13b", lengths, rate) for rate in rates]
         cases += [load.case("figure 6", "ORCA", seeds[0]) for load in loads]
     return cases
 
@@ -191,7 +193,7 @@ def _rates(model: str, lengths: str, name: str) -> tuple[float, ...]:
 
 def figure_8(seeds: Sequence[int], rates: Sequence[float]) -> list[LabelledCase]:
     """Other things to do with the caches of those who were overtaken; swapping is ALISE in Figure 6."""
-    loads = [Load("opt-13b", "alpaca", rate) for rate in rates]
+    loads = [AliseLoad("opt-13b", "alpaca", rate) for rate in rates]
     return [load.case("figure 8", *case) for load in loads for case in product(("Recompute", "Defer"), seeds)]
 
 
@@ -199,7 +201,7 @@ def choices() -> list[LabelledCase]:
     """What the paper does not state (K), what it may have meant (errors), and attention as of old."""
     cases = []
     for lengths, rate in HIGH_RATES.items():
-        load = Load("opt-13b", lengths, rate)
+        load = AliseLoad("opt-13b", lengths, rate)
         cases += [load.case("choices", name, 1) for name in SYSTEMS if name.startswith(("ALISE,", "aligned_slo,"))]
         old = replace(load, kernel=AttentionKernel.ONE_BLOCK_PER_SEQUENCE)
         cases += [old.case("one block per sequence", name, 1) for name in COMPARED]
@@ -208,7 +210,7 @@ def choices() -> list[LabelledCase]:
 
 def long_traces() -> list[LabelledCase]:
     """Longer, at a rate that is a little too much for everybody: what overload adds up to."""
-    load = Load("opt-13b", "sharegpt", 1.5, _LONG_TRACE_S)
+    load = AliseLoad("opt-13b", "sharegpt", 1.5, _LONG_TRACE_S)
     return [load.case("long trace", name, 1) for name in COMPARED]
 
 
@@ -255,7 +257,7 @@ def show(rows: Sequence[Row], reached: Sequence[Row]) -> None:
 def cases_of(*, is_quick: bool) -> list[LabelledCase]:
     """All of them, or a few short ones."""
     if is_quick:
-        loads = [Load("opt-13b", "sharegpt", rate, 60.0) for rate in (1.0, 2.0)]
+        loads = [AliseLoad("opt-13b", "sharegpt", rate, 60.0) for rate in (1.0, 2.0)]
         return [load.case("figure 6", name, 1) for load in loads for name in COMPARED]
     return figure_6((1, 2, 3)) + figure_8((1,), (20, 28, 38)) + choices() + long_traces()
 

@@ -17,7 +17,7 @@ import msgspec
 
 from alignedserve.costmodel.choice import WorkerSpec
 from experiments.common import (
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Options,
     Row,
@@ -34,10 +34,10 @@ from experiments.common import (
     write_record,
 )
 
-WORKERS: Mapping[str, ColocatedWorker] = {  # Table 2
-    "opt-13b": ColocatedWorker(WorkerSpec("opt-13b", "a100-40g", 1)),
-    "opt-30b": ColocatedWorker(WorkerSpec("opt-30b", "a100-40g", 2)),
-    "opt-66b": ColocatedWorker(WorkerSpec("opt-66b", "a100-40g", 4)),
+WORKERS: Mapping[str, ColocatedWorkerSpec] = {  # Table 2
+    "opt-13b": ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-40g", 1)),
+    "opt-30b": ColocatedWorkerSpec(WorkerSpec("opt-30b", "a100-40g", 2)),
+    "opt-66b": ColocatedWorkerSpec(WorkerSpec("opt-66b", "a100-40g", 4)),
 }
 TTFT_S: Mapping[str, tuple[float, ...]] = {  # Table 3, in the order of the workers
     "sharegpt": (1.0, 1.5, 2.0),
@@ -88,7 +88,7 @@ _RECORDED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class AptServeLoad:
     """One trace of so many requests, on one worker."""
 
     dataset: str
@@ -141,7 +141,7 @@ def _with_memory_of(smaller: LabelledCase, larger: LabelledCase) -> LabelledCase
 
 
 @dataclass(slots=True)
-class Curve:
+class AttainmentCurve:
     """Attainment against rate of one policy, as far as it has been asked for."""
 
     dataset: str
@@ -172,7 +172,7 @@ class Curve:
         return math.exp(math.log(self.rate(below)) + share * math.log(_STEP))
 
 
-class Sizes(NamedTuple):
+class WorkerSizes(NamedTuple):
     """How long an experiment is."""
 
     num_requests: int
@@ -180,12 +180,12 @@ class Sizes(NamedTuple):
     processes: int
 
 
-def find_throughputs(curves: Sequence[Curve], sizes: Sizes) -> list[Row]:
+def find_throughputs(curves: Sequence[AttainmentCurve], sizes: WorkerSizes) -> list[Row]:
     """Fills the curves, all of them by one round of simulations after the other; the rows of all rounds."""
     rows: list[Row] = []
     while asked := [(curve, number) for curve in curves for number in curve.wanted()]:
         cases = [
-            Load(curve.dataset, curve.rate(number), sizes.num_requests, model=curve.model).case(
+            AptServeLoad(curve.dataset, curve.rate(number), sizes.num_requests, model=curve.model).case(
                 FIGURE_8, curve.policy, sizes.seeds[0]
             )
             for curve, number in asked
@@ -197,17 +197,17 @@ def find_throughputs(curves: Sequence[Curve], sizes: Sizes) -> list[Row]:
     return rows
 
 
-def curves_in(rows: Iterable[Row]) -> list[Curve]:
+def curves_in(rows: Iterable[Row]) -> list[AttainmentCurve]:
     """What the rows of figure 8 come to."""
-    curves: dict[tuple[str, str, str], Curve] = {}
+    curves: dict[tuple[str, str, str], AttainmentCurve] = {}
     for row in pick(rows, part=FIGURE_8):
         key = (row["dataset"], row["model"], row["policy"])
-        curve = curves.setdefault(key, Curve(*key))
+        curve = curves.setdefault(key, AttainmentCurve(*key))
         curve.held[round(math.log(row["rate"] / curve.rate(0), _STEP))] = row[HELD]
     return list(curves.values())
 
 
-def throughput_rows(curves: Iterable[Curve]) -> list[Row]:
+def throughput_rows(curves: Iterable[AttainmentCurve]) -> list[Row]:
     """One row for each, by level."""
     return [
         {"dataset": curve.dataset, "model": curve.model, "policy": curve.policy}
@@ -251,27 +251,27 @@ def _advantage(rows: Sequence[Row], policy: str, baseline: str, datasets: Sequen
 # --- the other parts
 
 
-def figure_9(sizes: Sizes) -> list[LabelledCase]:
+def figure_9(sizes: WorkerSizes) -> list[LabelledCase]:
     """Bursts: Gamma arrivals of growing variation, at the paper's rates (of LongBench: below)."""
     rates = {"sharegpt": 3.8, "humaneval": 9.0}
-    loads = [Load(name, rate, sizes.num_requests, cv) for name, rate in rates.items() for cv in BURSTS]
+    loads = [AptServeLoad(name, rate, sizes.num_requests, cv) for name, rate in rates.items() for cv in BURSTS]
     policies = ("fcfs", "sarathi", *OURS)
     return [load.case("figure 9", policy, sizes.seeds[0]) for load in loads for policy in policies]
 
 
-def tables_4_and_5(sizes: Sizes) -> list[LabelledCase]:
+def tables_4_and_5(sizes: WorkerSizes) -> list[LabelledCase]:
     """Without hidden caches, with them, and first come, first served. Poisson arrivals with several seeds."""
     rates = [("sharegpt", 3.0), ("sharegpt", 6.0), ("longbench", 1.5)]
-    points = [(Load(*pair, sizes.num_requests), seed) for pair in rates for seed in sizes.seeds]
-    points += [(Load(*pair, sizes.num_requests, cv), sizes.seeds[0]) for pair in rates for cv in BURSTS[1:]]
+    points = [(AptServeLoad(*pair, sizes.num_requests), seed) for pair in rates for seed in sizes.seeds]
+    points += [(AptServeLoad(*pair, sizes.num_requests, cv), sizes.seeds[0]) for pair in rates for cv in BURSTS[1:]]
     policies = ("fcfs", KV_ONLY, *OURS)
     return [load.case("tables 4, 5", policy, seed) for load, seed in points for policy in policies]
 
 
-def other_costs(sizes: Sizes) -> list[LabelledCase]:
+def other_costs(sizes: WorkerSizes) -> list[LabelledCase]:
     """The same with iteration times that others have measured."""
     loads = [
-        Load("sharegpt", rate, sizes.num_requests, costs=costs)
+        AptServeLoad("sharegpt", rate, sizes.num_requests, costs=costs)
         for costs in ("vllm", "distserve")
         for rate in (3.0, 6.0)
     ]
@@ -279,14 +279,14 @@ def other_costs(sizes: Sizes) -> list[LabelledCase]:
     return [load.case("costs", policy, sizes.seeds[0]) for load in loads for policy in policies]
 
 
-def curves_of(*, is_quick: bool) -> list[Curve]:
+def curves_of(*, is_quick: bool) -> list[AttainmentCurve]:
     """Figure 8 on the smallest model, of the other lengths only what counts; on the others of ShareGPT only."""
     compared = ("fcfs", *OURS)
     if is_quick:
-        return [Curve("humaneval", "opt-13b", policy) for policy in compared]
+        return [AttainmentCurve("humaneval", "opt-13b", policy) for policy in compared]
     points = [("sharegpt", "opt-13b", POLICIES), ("humaneval", "opt-13b", compared), ("longbench", "opt-13b", compared)]
     points += [("sharegpt", model, compared) for model in ("opt-30b", "opt-66b")]
-    return [Curve(dataset, model, policy) for dataset, model, policies in points for policy in policies]
+    return [AttainmentCurve(dataset, model, policy) for dataset, model, policies in points for policy in policies]
 
 
 def show(rows: Sequence[Row], throughputs: Sequence[Row], compared: Sequence[Row]) -> None:
@@ -301,7 +301,7 @@ def show(rows: Sequence[Row], throughputs: Sequence[Row], compared: Sequence[Row
 def main() -> None:
     """Simulate, show, record; what is done is recorded after every part."""
     options = read_options(__doc__)
-    sizes = Sizes(60 if options.is_quick else 300, (1, 2, 3), options.processes)
+    sizes = WorkerSizes(60 if options.is_quick else 300, (1, 2, 3), options.processes)
     curves = curves_of(is_quick=options.is_quick)
     curves = [one for one in curves if options.wants({"part": FIGURE_8, "policy": one.policy})]
     rows = with_recorded("apt_serve", [], options) if options.is_recorded else []

@@ -54,7 +54,7 @@ class LabelledCase(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ColocatedWorker:
+class ColocatedWorkerSpec:
     """One worker that computes prompts and decodes. The limits are vLLM's defaults at the time of the papers."""
 
     worker: WorkerSpec
@@ -65,7 +65,11 @@ class ColocatedWorker:
 
 
 def colocated_case(
-    labels: Labels, policy: str, on: ColocatedWorker, workload: WorkloadLine, settings: Mapping[str, Any] | None = None
+    labels: Labels,
+    policy: str,
+    on: ColocatedWorkerSpec,
+    workload: WorkloadLine,
+    settings: Mapping[str, Any] | None = None,
 ) -> LabelledCase:
     """This policy on one such worker, with the mechanisms that it wants. Raises ConfigError for unknown names."""
     cluster = ClusterConfig(

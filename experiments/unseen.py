@@ -18,7 +18,7 @@ from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from experiments.alignedserve import KERNELS, PAIR, further_figures
 from experiments.common import (
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Row,
     chosen,
@@ -108,7 +108,7 @@ def mixed_case(name: str, rate: float, policy: str, seed: int, duration_s: float
     best_effort = f"be: {trace.beside}, {trace.limit}, outstanding={_OUTSTANDING}"
     text = f"rt: {_source(name, seed, rate)}, {trace.objectives}; {best_effort}"
     labels: Mapping[str, str | float] = {"part": MIX, "trace": name, "rate": rate}
-    worker = ColocatedWorker(WORKER, max_tokens=8192)
+    worker = ColocatedWorkerSpec(WORKER, max_tokens=8192)
     return colocated_case(labels, policy, worker, line(text, seed, duration_s=duration_s), SETTINGS.get(policy))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from alignedserve.evaluation.batch_alignment import Alignment
 from alignedserve.evaluation.pocket_calls import CONTEXT_LEN, MAX_PROMPT_LEN, MIN_PROMPT_LEN, SPARE_LEN, TEMPLATE_LEN
-from alignedserve.loadgen.load_plan import Plan, PlannedRequest, TrafficClass
+from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass
 from alignedserve.loadgen.prompts import CountTokens
 from alignedserve.loadgen.summary import LoadReport
 from alignedserve.pocket.tasks import MAX_COUNTED_NUMBERS, PocketTask, make_long_task
@@ -36,7 +36,7 @@ LONG_EVERY = 10
 class CheckedPlan:
     """What to send, the task behind every request (by its index), and how it differs from the trace."""
 
-    plan: Plan
+    plan: LoadPlan
     tasks: tuple[PocketTask, ...]
     stretch: float  # arrival gaps are this many times as long as traced
     num_clamped_prompts: int
@@ -70,9 +70,9 @@ def plan_checked_trace(
         num_clamped_outputs += output_len is not None and output_len < row.output_len
         task = make_long_task(rng, prompt_len, count_tokens, output_len)
         tasks.append(task)
-        requests.append(PlannedRequest(index, CLASS_NAME, row.arrival_s, prompt_len, count_tokens(task.answer)))
+        requests.append(LoadRequest(index, CLASS_NAME, row.arrival_s, prompt_len, count_tokens(task.answer)))
     return CheckedPlan(
-        plan=Plan((TrafficClass(CLASS_NAME),), tuple(requests)),
+        plan=LoadPlan((TrafficClass(CLASS_NAME),), tuple(requests)),
         tasks=tuple(tasks),
         stretch=1.0 / factor,
         num_clamped_prompts=sum(not MIN_PROMPT_LEN <= row.prompt_len <= MAX_PROMPT_LEN for row in chosen),
@@ -99,7 +99,7 @@ def _counted_len(row: TraceRow, prompt_len: int, index: int) -> int | None:
 # --- the verdict -----------------------------------------------------------------------------------------------------
 
 
-class Fate(enum.Enum):
+class WrongAnswerCause(enum.Enum):
     """Why an answer was wrong."""
 
     MODEL_WRONG = "model"  # the same prompt, alone on the idle system, gives the same wrong answer
@@ -116,9 +116,9 @@ class WrongAnswer:
     answered_alone: str | None
 
     @property
-    def fate(self) -> Fate:
+    def cause(self) -> WrongAnswerCause:
         """Decided by the second run; one that failed clears nobody."""
-        return Fate.MODEL_WRONG if self.answered == self.answered_alone else Fate.CORRUPTED
+        return WrongAnswerCause.MODEL_WRONG if self.answered == self.answered_alone else WrongAnswerCause.CORRUPTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,9 @@ class DemoReport:
     num_faults: int = 0  # processes that were killed or stopped meanwhile
     problems: tuple[str, ...] = field(default=(), kw_only=True)
 
-    def count(self, fate: Fate) -> int:
+    def count(self, cause: WrongAnswerCause) -> int:
         """Wrong answers of one kind."""
-        return sum(answer.fate is fate for answer in self.wrong)
+        return sum(answer.cause is cause for answer in self.wrong)
 
 
 def find_problems(report: DemoReport) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ def find_problems(report: DemoReport) -> tuple[str, ...]:
         problems.append("no request was sent")
     if num_lost:
         problems.append(f"{num_lost} requests were lost")
-    if corrupted := report.count(Fate.CORRUPTED):
+    if corrupted := report.count(WrongAnswerCause.CORRUPTED):
         problems.append(f"{corrupted} answers were corrupted")
     if report.blocks_leaked is None:
         problems.append(f"the server's /metrics lacks {' or '.join(BLOCKS_USED)}")

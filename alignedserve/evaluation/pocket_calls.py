@@ -3,7 +3,7 @@
 from importlib import resources
 from pathlib import Path
 
-from alignedserve.loadgen.client import Call, Endpoint
+from alignedserve.loadgen.client import CompletionApi, CompletionCall
 from alignedserve.loadgen.prompts import CountTokens, load_tokenizer
 from alignedserve.pocket.tasks import PocketTask
 
@@ -18,7 +18,7 @@ def pocket_tokenizer() -> CountTokens:
     return load_tokenizer(Path(str(resources.files("alignedserve.pocket"))) / "model")
 
 
-def task_call(task: PocketTask, model: str, count_tokens: CountTokens) -> Call:
+def task_call(task: PocketTask, model: str, count_tokens: CountTokens) -> CompletionCall:
     """The task as a greedy chat completion with a little more room than its answer needs."""
     room = CONTEXT_LEN - TEMPLATE_LEN - count_tokens(task.prompt)
     body = {
@@ -27,4 +27,4 @@ def task_call(task: PocketTask, model: str, count_tokens: CountTokens) -> Call:
         "temperature": 0,
         "max_tokens": max(1, min(count_tokens(task.answer) + SPARE_LEN, room)),
     }
-    return Call(Endpoint.CHAT, body)
+    return CompletionCall(CompletionApi.CHAT, body)

@@ -12,8 +12,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.loadgen.client import Call, Endpoint
-from alignedserve.loadgen.load_plan import PlannedRequest, TrafficClass
+from alignedserve.loadgen.client import CompletionApi, CompletionCall
+from alignedserve.loadgen.load_plan import LoadRequest, TrafficClass
 
 # Short, common words: one token each, with the space before them, in nearly every tokenizer.
 # fmt: off
@@ -66,7 +66,7 @@ class CallMaker:
     """
 
     def __init__(
-        self, *, model: str, endpoint: Endpoint, seed: int, limits_output: bool = True, ignore_eos: bool = False
+        self, *, model: str, endpoint: CompletionApi, seed: int, limits_output: bool = True, ignore_eos: bool = False
     ) -> None:
         self._fixed: dict[str, Any] = {"model": model, "temperature": 0}
         if ignore_eos:
@@ -84,17 +84,17 @@ class CallMaker:
         """
         self._tokens_per_word = count_tokens(" ".join(WORDS)) / len(WORDS)
 
-    def prepare(self, request: PlannedRequest, count_tokens: CountTokens) -> None:
+    def prepare(self, request: LoadRequest, count_tokens: CountTokens) -> None:
         """Make the prompt ahead of time, exactly as long as planned: too slow to do between two arrivals."""
         self._prepared[request.index] = exact_prompt(request.prompt_len, self._rng(request), count_tokens)
 
-    def call(self, request: PlannedRequest, traffic: TrafficClass) -> Call:
+    def call(self, request: LoadRequest, traffic: TrafficClass) -> CompletionCall:
         """The call of one planned request."""
         prompt = self._prepared.pop(request.index, None)
         if prompt is None:
             prompt = words(round(request.prompt_len / self._tokens_per_word), self._rng(request))
         body = dict(self._fixed)
-        if self._endpoint is Endpoint.CHAT:
+        if self._endpoint is CompletionApi.CHAT:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
             body["prompt"] = prompt
@@ -102,9 +102,9 @@ class CallMaker:
             body["max_tokens"] = request.output_len
         if traffic.tier is not None:
             body["service_tier"] = traffic.tier
-        return Call(self._endpoint, body, slo_headers(traffic))
+        return CompletionCall(self._endpoint, body, slo_headers(traffic))
 
-    def _rng(self, request: PlannedRequest) -> random.Random:
+    def _rng(self, request: LoadRequest) -> random.Random:
         return random.Random(f"{self._seed}/prompt/{request.index}")  # noqa: S311 - a workload, not a secret
 
 

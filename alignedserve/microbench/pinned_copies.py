@@ -70,7 +70,7 @@ class PinnedLists:
         return stream.record()
 
 
-class Traffic:
+class BackgroundCopies:
     """Offload and prefetch that go on beside something else."""
 
     def __init__(self, lists: PinnedLists, *, num_ahead: int) -> None:

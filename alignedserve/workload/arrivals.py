@@ -18,7 +18,7 @@ MAX_ARRIVALS = 10_000_000  # more in one workload is a mistake
 _BLOCK = 4096
 
 
-class GapLaw(enum.Enum):
+class GapDistribution(enum.Enum):
     """How gaps of a given coefficient of variation are distributed."""
 
     GAMMA = "gamma"
@@ -33,7 +33,7 @@ class Renewal:
     """
 
     cv: float = 1.0
-    law: GapLaw = GapLaw.GAMMA
+    distribution: GapDistribution = GapDistribution.GAMMA
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.cv <= 100.0:
@@ -43,7 +43,7 @@ class Renewal:
         """So many gaps with mean 1."""
         if self.cv == 0:
             return np.ones(count)
-        if self.law is GapLaw.WEIBULL:
+        if self.distribution is GapDistribution.WEIBULL:
             shape = weibull_shape(self.cv)
             return weibull_gaps(shape, rng, count)
         return gamma_gaps(1.0 / self.cv**2, rng, count)

@@ -17,13 +17,13 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.workload.arrivals import GapLaw, Renewal
+from alignedserve.workload.arrivals import GapDistribution, Renewal
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.distributions import FloatArray, ValueDistribution
 from alignedserve.workload.grammar import RECORDED, ClassSpec, parse_classes
 from alignedserve.workload.lengths import DrawnLengths, IntArray, Lengths
 from alignedserve.workload.recordings import Extract, RecordedSource, Recording
-from alignedserve.workload.requests import ClosedLoop, Description, TimedRequest, Workload
+from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 from alignedserve.workload.traces import Terms
 
 DEFAULT_NUM_REQUESTS = 100
@@ -56,14 +56,14 @@ def build_workload(
     opened = [spec for spec in specs if not spec.is_closed]
     if num_requests is None and duration_s is None and not (opened and all(map(_is_recorded, opened))):
         num_requests = DEFAULT_NUM_REQUESTS
-    classes = [_Traffic(spec, seed, library) for spec in specs]
+    classes = [_ClassTraffic(spec, seed, library) for spec in specs]
     loops = tuple(traffic.closed_loop() for traffic in classes if traffic.spec.is_closed)
     arriving = (request for traffic in classes for request in traffic.opened(num_requests, duration_s))
     requests = tuple(islice(sorted(arriving, key=lambda request: request.arrival_s), num_requests))
     ends_s = duration_s
     if loops and ends_s is None and opened:
         ends_s = requests[-1].arrival_s if requests else 0.0
-    description = Description(specification, seed, {"num_requests": num_requests, "duration_s": duration_s})
+    description = WorkloadDescription(specification, seed, {"num_requests": num_requests, "duration_s": duration_s})
     return Workload(description, requests, loops, ends_s, None if opened or not loops else num_requests)
 
 
@@ -80,7 +80,7 @@ def _blamed_on(spec: ClassSpec) -> Iterator[None]:
         raise ConfigError(f"workload {spec.name}: {error}") from None
 
 
-class _Traffic:
+class _ClassTraffic:
     """One class."""
 
     def __init__(self, spec: ClassSpec, seed: int, library: Library) -> None:
@@ -112,9 +112,9 @@ class _Traffic:
     def _arrivals(self, count: int | None, duration_s: float | None) -> FloatArray:
         spec, rng = self.spec, self._generator(_Purpose.ARRIVALS)
         assert spec.rate is not None, "checked by the grammar"
-        if spec.arrivals in [law.value for law in GapLaw]:
+        if spec.arrivals in [distribution.value for distribution in GapDistribution]:
             until = math.inf if duration_s is None else spec.rate * duration_s
-            return Renewal(spec.cv, GapLaw(spec.arrivals)).arrivals(rng, count=count, until=until) / spec.rate
+            return Renewal(spec.cv, GapDistribution(spec.arrivals)).arrivals(rng, count=count, until=until) / spec.rate
         profile = self._library.profile(spec.arrivals)
         until, rate = math.inf, spec.rate
         if duration_s is not None:
@@ -196,7 +196,7 @@ class _Traffic:
 class _DrawnStream:
     """A class's requests by number, drawn a block at a time."""
 
-    def __init__(self, traffic: _Traffic) -> None:
+    def __init__(self, traffic: _ClassTraffic) -> None:
         self._traffic = traffic
         self._blocks: dict[int, list[TimedRequest]] = {}
 
@@ -210,19 +210,23 @@ class _DrawnStream:
 def _objectives(spec: ClassSpec, rng: Generator, count: int) -> tuple[list[RequestClass], list[Slo]]:
     """Class and objectives of every request. In a shared class, best-effort requests have the deadline only."""
 
-    def drawn(law: ValueDistribution | None) -> list[float] | list[None]:
-        if law is None:
+    def drawn(distribution: ValueDistribution | None) -> list[float] | list[None]:
+        if distribution is None:
             return [None] * count
-        return [law.constant] * count if law.constant is not None else law.draw(rng, count).tolist()
+        return (
+            [distribution.constant] * count
+            if distribution.constant is not None
+            else distribution.draw(rng, count).tolist()
+        )
 
     is_best_effort = (rng.random(count) < spec.be_share).tolist()
-    laws = (spec.ttft_s, spec.tpot_s, spec.deadline_s)
+    distributions = (spec.ttft_s, spec.tpot_s, spec.deadline_s)
     if not spec.be_share:
-        if all(law is None or law.constant is not None for law in laws):
-            slo = Slo(*(None if law is None else law.constant for law in laws))
+        if all(distribution is None or distribution.constant is not None for distribution in distributions):
+            slo = Slo(*(None if distribution is None else distribution.constant for distribution in distributions))
             return [spec.request_class] * count, [slo] * count
-        return [spec.request_class] * count, list(map(Slo, *map(drawn, laws)))
-    ttft_s, tpot_s, deadline_s = map(drawn, laws)
+        return [spec.request_class] * count, list(map(Slo, *map(drawn, distributions)))
+    ttft_s, tpot_s, deadline_s = map(drawn, distributions)
     classes = [RequestClass.BEST_EFFORT if is_be else RequestClass.REAL_TIME for is_be in is_best_effort]
     slos = [
         Slo(deadline_s=deadline) if is_be else Slo(ttft, tpot)

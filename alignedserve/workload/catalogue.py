@@ -8,10 +8,10 @@ from pathlib import Path
 from alignedserve.core.errors import ConfigError
 from alignedserve.workload.arrivals import RateProfile
 from alignedserve.workload.lengths import LengthSource
-from alignedserve.workload.reading import read_lines
+from alignedserve.workload.readers import read_lengths, read_profile, read_tasks, read_texts
 from alignedserve.workload.recordings import ClientDaySource, TraceSource
 from alignedserve.workload.servegen import read_clients
-from alignedserve.workload.tables import read_lengths, read_profile, read_tasks, read_texts
+from alignedserve.workload.text_lines import read_lines
 from alignedserve.workload.traces import parse_trace, read_trace
 
 SHIPPED = Path(__file__).parent / "shipped"

@@ -74,7 +74,7 @@ _NAMES = (*(name for name in _KINDS if name != "constant"), "mix")
 
 
 def constant(number: float) -> ValueDistribution:
-    """The law of a number that never changes."""
+    """The distribution of a number that never changes."""
     return ValueDistribution("constant", (number,))
 
 
@@ -85,7 +85,7 @@ def parse_distribution(text: str) -> ValueDistribution:
     """A number or a distribution with its arguments in parentheses. Raises ConfigError.
 
     `uniform(low,high)`, `exponential(mean)`, `choice(a,b,...)`, `lognormal(median,p95)`, `skewed(mean,deviation)` (the
-    log-normal with these two moments), `mix(weight: law, weight: law, ...)`.
+    log-normal with these two moments), `mix(weight: distribution, weight: distribution, ...)`.
     """
     text = text.strip()
     name, parenthesis, rest = text.partition("(")
@@ -106,22 +106,22 @@ def parse_distribution(text: str) -> ValueDistribution:
 def _parse_mix(text: str, arguments: list[str]) -> ValueDistribution:
     weights, parts = [], []
     for argument in arguments:
-        weight, colon, law = argument.partition(":")
+        weight, colon, distribution = argument.partition(":")
         if not colon:
-            raise ConfigError(f"{text!r}: a mix is written mix(weight: law, weight: law, ...)")
+            raise ConfigError(f"{text!r}: a mix is written mix(weight: distribution, weight: distribution, ...)")
         weights.append(parse_number("weight", weight))
-        parts.append(parse_distribution(law))
+        parts.append(parse_distribution(distribution))
     if min(weights) <= 0:
         raise ConfigError(f"{text!r}: weights must be above 0")
     return ValueDistribution("mix", tuple(weights), tuple(parts))
 
 
-def _sensible(text: str, law: ValueDistribution) -> ValueDistribution:
-    if min(law.arguments) <= 0:
+def _sensible(text: str, distribution: ValueDistribution) -> ValueDistribution:
+    if min(distribution.arguments) <= 0:
         raise ConfigError(f"{text!r}: numbers must be above 0")
-    if _KINDS[law.kind].is_range and law.arguments[0] > law.arguments[1]:
+    if _KINDS[distribution.kind].is_range and distribution.arguments[0] > distribution.arguments[1]:
         raise ConfigError(f"{text!r}: the first number must not exceed the second")
-    return law
+    return distribution
 
 
 def parse_number(name: str, text: str) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass
-from alignedserve.workload.arrivals import GapLaw
+from alignedserve.workload.arrivals import GapDistribution
 from alignedserve.workload.distributions import (
     ValueDistribution,
     parse_distribution,
@@ -36,7 +36,7 @@ class ClassSpec:
     source: str | None = None  # of prompt and output lengths
     prompt: ValueDistribution | None = None  # in place of the source's
     output: ValueDistribution | None = None
-    arrivals: str = GapLaw.GAMMA.value  # or weibull, recorded, or the name of a rate profile
+    arrivals: str = GapDistribution.GAMMA.value  # or weibull, recorded, or the name of a rate profile
     rate: float | None = None  # requests per second
     cv: float = 1.0
     start_s: float = 0.0  # of a recording or a profile
@@ -229,8 +229,8 @@ def _check_arrivals(settings: dict[str, object]) -> None:
         )
     if is_recorded and "lengths" not in settings:
         raise ConfigError(f"arrivals={RECORDED} needs the name of a trace")
-    laws = [law.value for law in GapLaw]
-    is_steady = settings.get("arrivals", laws[0]) in laws
+    distributions = [distribution.value for distribution in GapDistribution]
+    is_steady = settings.get("arrivals", distributions[0]) in distributions
     for key, is_meant in (
         ("cv", not is_recorded and not closed),
         ("arrivals", not closed),

@@ -70,7 +70,7 @@ def whole(drawn: FloatArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class DrawnLengths:
-    """Lengths of a recording, with laws in place of the columns that it lacks or that were given explicitly."""
+    """Lengths of a recording, with distributions for the columns that it lacks or that were given explicitly."""
 
     source: LengthSource | None
     prompt: ValueDistribution | None = None
@@ -82,7 +82,7 @@ class DrawnLengths:
         return self.completed(found, rng, count)
 
     def completed(self, found: Lengths, rng: Generator, count: int) -> Lengths:
-        """The rows with the laws applied."""
+        """The rows with the distributions applied."""
         prompt_len = found.prompt_len if self.prompt is None else whole(self.prompt.draw(rng, count))
         output_len = found.output_len if self.output is None else whole(self.output.draw(rng, count))
         for name, column in (("prompt", prompt_len), ("output", output_len)):

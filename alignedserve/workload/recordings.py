@@ -94,7 +94,7 @@ class ClientDaySource:
         return self.day.draw(rng, count)
 
     def record(self, rng: Generator, extract: Extract) -> Recording:
-        """Arrivals by the clients' laws, every client's rate scaled alike. It is not repeated."""
+        """Arrivals by the clients' distributions, every client's rate scaled alike. It is not repeated."""
         if extract.is_repeated:
             raise ConfigError("repeat=: a generated day is not repeated; choose another part with start=")
         duration_s = extract.duration_s or self.day.end_s - extract.start_s

@@ -31,7 +31,7 @@ class TimedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class WorkloadDescription:
     """Where a workload came from, as it stands in results: enough to make it again."""
 
     name: str
@@ -39,7 +39,7 @@ class Description:
     parameters: Mapping[str, str | float | int | None] = field(default_factory=dict)
 
 
-class RequestStream(Protocol):
+class RequestSource(Protocol):
     """Requests without end. The one of a number is always the same, however they are taken."""
 
     def __getitem__(self, number: int) -> TimedRequest:
@@ -53,7 +53,7 @@ class ClosedLoop:
     class_name: str
     size: int
     is_wave: bool  # the next `size` requests come when all have ended, else one for each that ends
-    stream: RequestStream
+    stream: RequestSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Workload:
     there are loops.
     """
 
-    description: Description
+    description: WorkloadDescription
     requests: tuple[TimedRequest, ...]
     closed_loops: tuple[ClosedLoop, ...] = ()
     ends_s: float | None = None

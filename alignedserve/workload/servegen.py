@@ -16,7 +16,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.workload.arrivals import gamma_gaps, weibull_gaps
 from alignedserve.workload.distributions import FloatArray
 from alignedserve.workload.lengths import IntArray, Lengths, joined, whole
-from alignedserve.workload.reading import parsed_lines, read_lines
+from alignedserve.workload.text_lines import parsed_lines, read_lines
 
 WINDOW_S = 600.0
 QUANTILES = (*(number * 0.025 for number in range(40)), 0.99, 0.999, 1.0)
@@ -151,13 +151,15 @@ def _windows_of_line(line: str) -> list[ClientWindow]:
         raise ValueError("a client without lengths")
     starts = sorted(int(start) for start in client.lengths)
     windows = []
-    for start_s, rate, _cv, law, shape, _scale in client.windows:
-        if law not in ("Gamma", "Weibull") or rate <= 0 or shape <= 0:
-            raise ValueError(f"window {start_s:g}: {law} with rate {rate:g} and shape {shape:g}")
+    for start_s, rate, _cv, distribution, shape, _scale in client.windows:
+        if distribution not in ("Gamma", "Weibull") or rate <= 0 or shape <= 0:
+            raise ValueError(f"window {start_s:g}: {distribution} with rate {rate:g} and shape {shape:g}")
         # The lengths of its six hours, or of the nearest that the client has.
         nearest = min(starts, key=lambda start: (start > start_s, abs(start - start_s)))
         lengths = client.lengths[str(nearest)]
         windows.append(
-            ClientWindow(start_s, rate, law == "Weibull", shape, lengths.input_tokens.q, lengths.output_tokens.q)
+            ClientWindow(
+                start_s, rate, distribution == "Weibull", shape, lengths.input_tokens.q, lengths.output_tokens.q
+            )
         )
     return windows

@@ -22,7 +22,7 @@ import msgspec
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.workload.reading import MAX_LENGTH, Columns, parsed_lines, read_lines
+from alignedserve.workload.text_lines import MAX_LENGTH, Columns, parsed_lines, read_lines
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 OWN_COLUMNS = ("arrival_s", "prompt_len", "output_len")

@@ -30,7 +30,7 @@ import psutil
 from benchmarks.batch_kills import kill_cluster, make_tasks
 from benchmarks.batches.bookkeeping import measure_bookkeeping
 from benchmarks.live_policies import SETTINGS, make_model
-from benchmarks.support.batch_client import BatchClient, chat_file
+from benchmarks.support.batch_client import BatchHttpClient, chat_file
 from benchmarks.support.kill_cluster import KillCluster
 from benchmarks.support.kill_schedules import Target
 from benchmarks.support.recording import RESULTS, write_result
@@ -56,7 +56,7 @@ def accept() -> dict[str, Any]:
     return figures
 
 
-def accepted(cluster: KillCluster, client: BatchClient, content: bytes) -> dict[str, Any]:
+def accepted(cluster: KillCluster, client: BatchHttpClient, content: bytes) -> dict[str, Any]:
     """One file of so many lines."""
     began_s = time.monotonic()
     file_id = client.upload(content)
@@ -174,10 +174,10 @@ def settings() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def cluster_of(model: str, *options: str) -> Iterator[tuple[KillCluster, BatchClient]]:
+def cluster_of(model: str, *options: str) -> Iterator[tuple[KillCluster, BatchHttpClient]]:
     """A cluster of its own."""
     with tempfile.TemporaryDirectory(prefix="batches-") as name, kill_cluster(Path(name), (model, *options)) as cluster:
-        yield cluster, BatchClient(cluster.url, patience_s=600.0)
+        yield cluster, BatchHttpClient(cluster.url, patience_s=600.0)
 
 
 def driver_mib(cluster: KillCluster) -> float:

@@ -31,7 +31,7 @@ WORKLOADS = ("w1", "w2", "w3", W4)
 OPENVINO = frozenset({"openvino", "openvino_exact"})
 
 
-class Case(NamedTuple):
+class ComparedCase(NamedTuple):
     """One row of the table."""
 
     shape: str
@@ -93,7 +93,7 @@ def main() -> None:
     for shape in arguments.shape:
         for workload in arguments.workload:
             for dtype in arguments.dtype:
-                rows.append(compare(Case(shape, workload, dtype), arguments))
+                rows.append(compare(ComparedCase(shape, workload, dtype), arguments))
                 print(line_of(rows[-1]), flush=True)
                 write_result(arguments.name, {"rounds": arguments.rounds, "openvino": PACKAGES[1], "rows": rows})
 
@@ -110,7 +110,7 @@ def make_environment(folder: Path) -> None:
     (folder / "made").touch()
 
 
-def compare(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+def compare(case: ComparedCase, arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of every contender, and our ratio to each other one."""
     names = [name for name in arguments.contenders if name != "transformers" or case.workload != W4]
     contenders = {name: Contender(command_of(name, case, arguments.environment)) for name in names}
@@ -127,7 +127,7 @@ def compare(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     return {**case._asdict(), "output_tokens_per_s": rates, "ratio_to": ratios, "seconds": seconds}
 
 
-def command_of(name: str, case: Case, environment: Path) -> list[str]:
+def command_of(name: str, case: ComparedCase, environment: Path) -> list[str]:
     """What starts this contender."""
     workload = json.dumps(case.lengths)
     if name not in OPENVINO:

@@ -28,7 +28,7 @@ from rich.table import Table
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_choice import chosen_device
 from alignedserve.runtime.device.devices import CPU, cuda_obstacle
-from benchmarks.gpu.targets import Outcome, outcomes
+from benchmarks.gpu.targets import TargetOutcome, outcomes
 from benchmarks.support.recording import RESULTS, write_result
 
 TOTAL_S = 540.0
@@ -37,20 +37,20 @@ _WIDTH = 160  # of the table where there is no terminal
 _SHOWN_LINES = 30  # of what a part printed that did not end well
 
 
-class Share(NamedTuple):
+class TimeShare(NamedTuple):
     """One part and its share of the time; what a part does not need, the next ones have."""
 
     part: str
     weight: float
 
 
-TESTS = Share("tests", 2.5)
+TESTS = TimeShare("tests", 2.5)
 PARTS = (
-    Share("logits", 1.0),
-    Share("kernels", 2.0),
-    Share("iterations", 1.5),
-    Share("transfers", 1.0),
-    Share("generation", 1.5),
+    TimeShare("logits", 1.0),
+    TimeShare("kernels", 2.0),
+    TimeShare("iterations", 1.5),
+    TimeShare("transfers", 1.0),
+    TimeShare("generation", 1.5),
 )
 
 
@@ -76,7 +76,7 @@ class Runner:
         self._output = output
         self._deadline_s = time.monotonic() + total_s
 
-    def run(self, shares: Sequence[Share]) -> None:
+    def run(self, shares: Sequence[TimeShare]) -> None:
         """All of them, within the time that is left."""
         for index, share in enumerate(shares):
             left_s = self._deadline_s - time.monotonic()
@@ -170,7 +170,7 @@ def _report(runner: Runner, output: Path | None, *, is_toy: bool) -> int:
     return 1 if failed else 0
 
 
-def _print_targets(found: Sequence[Outcome]) -> None:
+def _print_targets(found: Sequence[TargetOutcome]) -> None:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     table = Table(title="targets", title_justify="left", header_style="bold")
     for heading in ("what", "target", "seen", ""):

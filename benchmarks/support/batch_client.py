@@ -13,7 +13,7 @@ _RETRY_S = 0.1
 T = TypeVar("T")
 
 
-class BatchClient:
+class BatchHttpClient:
     """Every method tries again for `patience_s` when nobody answers, or the answer is a 5xx."""
 
     def __init__(self, url: str, patience_s: float = 120.0) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.startup import free_port, wait_ready
-from benchmarks.support.kill_schedules import Fault, Hit, Target
+from benchmarks.support.kill_schedules import Hit, KillFault, Target
 
 _COMMAND = Path(sys.executable).with_name("alignedserve")
 _ENDS_BY_ITSELF_S = 15.0
@@ -66,7 +66,7 @@ class KillCluster:
             process.wait(60)
         self._kill(self._alive())
 
-    def hit(self, fault: Fault) -> bool:
+    def hit(self, fault: KillFault) -> bool:
         """Do it, and put the cluster on its feet again where that takes more than itself. False: nobody was there."""
         victims = self._victims(fault.target)
         if not victims:

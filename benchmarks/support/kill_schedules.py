@@ -26,7 +26,7 @@ class Hit(enum.Enum):
     STOP = "SIGSTOP"  # and SIGCONT after a while
 
 
-class Fault(NamedTuple):
+class KillFault(NamedTuple):
     """One blow."""
 
     target: Target
@@ -39,7 +39,7 @@ class KillSchedule(NamedTuple):
     """What one batch has to survive."""
 
     seed: int
-    faults: tuple[Fault, ...]
+    faults: tuple[KillFault, ...]
 
 
 _WEIGHTS = {
@@ -64,10 +64,10 @@ def make_schedule(seed: int) -> KillSchedule:
     return KillSchedule(seed, tuple(_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3)))))
 
 
-def _fault(rng: random.Random) -> Fault:
+def _fault(rng: random.Random) -> KillFault:
     target = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
     pause_s = round(rng.uniform(0.0, _LONGEST_PAUSE_S), 3)
     if target is not Target.COMMAND and rng.random() < _STOP_SHARE:
         low, high = _STOPS_S
-        return Fault(target, Hit.STOP, pause_s, round(low * (high / low) ** rng.random(), 3))
-    return Fault(target, Hit.KILL, pause_s)
+        return KillFault(target, Hit.STOP, pause_s, round(low * (high / low) ** rng.random(), 3))
+    return KillFault(target, Hit.KILL, pause_s)

@@ -10,9 +10,9 @@ from alignedserve.cli.console import FAILURE, notes, progress, results, write_js
 from alignedserve.config.environment import client_api_key, data_dir
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
-from alignedserve.loadgen.client import Endpoint, OpenAiClient, Outcome
-from alignedserve.loadgen.load_generator import LoadGenerator, Run, Sent
-from alignedserve.loadgen.load_plan import Plan, PlannedRequest, TrafficClass, plan_synthetic, plan_trace
+from alignedserve.loadgen.client import CompletionApi, CompletionOutcome, OpenAiClient
+from alignedserve.loadgen.load_generator import LoadGenerator, LoadRun, SentRequest
+from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass, plan_synthetic, plan_trace
 from alignedserve.loadgen.prompts import CallMaker, load_tokenizer, to_json
 from alignedserve.loadgen.report import print_load_report
 from alignedserve.loadgen.summary import summarise
@@ -35,7 +35,7 @@ def bench_serve(options: LoadOptions) -> int:
     return 0 if report.total.num_completed else FAILURE
 
 
-def make_plan(options: LoadOptions) -> Plan:
+def make_plan(options: LoadOptions) -> LoadPlan:
     """What to send, from the trace or the specification. Raises ConfigError."""
     slo = Slo(options.slo_ttft_s, options.slo_tpot_s)
     if options.trace is None:
@@ -69,13 +69,13 @@ def _with_default_slo(traffic: TrafficClass, slo: Slo) -> TrafficClass:
     return replace(traffic, slo=Slo(ttft_s, tpot_s, traffic.slo.deadline_s))
 
 
-async def _run(options: LoadOptions, plan: Plan) -> tuple[Run, str]:
+async def _run(options: LoadOptions, plan: LoadPlan) -> tuple[LoadRun, str]:
     client = OpenAiClient(url=options.url, api_key=client_api_key(), timeout_s=options.timeout_s)
     async with client:
         model = options.model or await client.model_name()
         maker = CallMaker(
             model=model,
-            endpoint=Endpoint(options.endpoint),
+            endpoint=CompletionApi(options.endpoint),
             seed=options.seed,
             limits_output=options.output_len == "exact",
             ignore_eos=options.ignore_eos,
@@ -86,7 +86,7 @@ async def _run(options: LoadOptions, plan: Plan) -> tuple[Run, str]:
     return run, model
 
 
-def _prepare_prompts(options: LoadOptions, plan: Plan, maker: CallMaker, bar: Progress) -> None:
+def _prepare_prompts(options: LoadOptions, plan: LoadPlan, maker: CallMaker, bar: Progress) -> None:
     if options.tokenizer is None:
         return
     count_tokens = load_tokenizer(options.tokenizer)
@@ -100,18 +100,20 @@ def _prepare_prompts(options: LoadOptions, plan: Plan, maker: CallMaker, bar: Pr
         maker.prepare(request, count_tokens)
 
 
-async def _send_all(plan: Plan, maker: CallMaker, client: OpenAiClient, bar: Progress, *, cuts_off: bool) -> Run:
+async def _send_all(
+    plan: LoadPlan, maker: CallMaker, client: OpenAiClient, bar: Progress, *, cuts_off: bool
+) -> LoadRun:
     classes = {traffic.name: traffic for traffic in plan.classes}
     total = None if plan.closed_loops and plan.max_closed is None else plan.max_closed or len(plan.open_requests)
     task = bar.add_task("requests", total=total, status="")
     num_failed = 0
 
-    def on_done(sent: Sent) -> None:
+    def on_done(sent: SentRequest) -> None:
         nonlocal num_failed
         num_failed += sent.outcome.failure is not None
         bar.update(task, advance=1, status=f"{num_failed} failed" if num_failed else "")
 
-    async def send(request: PlannedRequest, outcome: Outcome) -> None:
+    async def send(request: LoadRequest, outcome: CompletionOutcome) -> None:
         await client.complete(maker.call(request, classes[request.class_name]), outcome)
 
     return await LoadGenerator(plan=plan, send=send, on_done=on_done, cuts_off=cuts_off).run()

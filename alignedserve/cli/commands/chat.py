@@ -16,7 +16,14 @@ from alignedserve.cli.commands.options import ChatOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
 from alignedserve.core.errors import ConfigError
-from alignedserve.loadgen.client import Call, Endpoint, Failure, FailureKind, OpenAiClient, Outcome
+from alignedserve.loadgen.client import (
+    ClientFailure,
+    ClientFailureKind,
+    CompletionApi,
+    CompletionCall,
+    CompletionOutcome,
+    OpenAiClient,
+)
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401 - gives input() line editing and a history
@@ -130,10 +137,10 @@ class ChatSession:
                 notes().print(f"There is no command {command}. /help lists them.", markup=False)
         return True
 
-    def _answer(self, prompt: str) -> tuple[Outcome, bool]:
+    def _answer(self, prompt: str) -> tuple[CompletionOutcome, bool]:
         """Stream the answer to stdout; also returns whether the person stopped it."""
         self._conversation.ask(prompt)
-        outcome, was_interrupted = Outcome(), False
+        outcome, was_interrupted = CompletionOutcome(), False
         try:
             # A loop per answer: asyncio turns Ctrl-C into the cancellation of just this answer.
             asyncio.run(self._stream(outcome))
@@ -146,7 +153,7 @@ class ChatSession:
             print_error(_explain(outcome.failure, self._options.url))
         return outcome, was_interrupted
 
-    async def _stream(self, outcome: Outcome) -> None:
+    async def _stream(self, outcome: CompletionOutcome) -> None:
         options = self._options
         body = {
             "model": self._model,
@@ -156,19 +163,19 @@ class ChatSession:
         if options.max_tokens is not None:
             body["max_tokens"] = options.max_tokens
         async with OpenAiClient(url=options.url, api_key=client_api_key()) as client:
-            await client.complete(Call(Endpoint.CHAT, body), outcome, _print_piece)
+            await client.complete(CompletionCall(CompletionApi.CHAT, body), outcome, _print_piece)
 
 
 def _print_piece(text: str) -> None:
     print(printable(text), end="", flush=True)
 
 
-def _explain(failure: Failure, url: str) -> str:
+def _explain(failure: ClientFailure, url: str) -> str:
     """One line for a person."""
-    if failure.kind is FailureKind.CONNECT:
+    if failure.kind is ClientFailureKind.CONNECT:
         return f"nothing answers at {url}. Start a server there with: alignedserve serve"
     if failure.status in (401, 403):
         return f"{failure.message} (set {CLIENT_KEY_VARIABLE} to a key that the server knows)"
-    if failure.kind is FailureKind.ERROR_EVENT:
+    if failure.kind is ClientFailureKind.ERROR_EVENT:
         return f"the answer broke off: {failure.message}"
     return f"{failure.label}: {failure.message}"

@@ -9,7 +9,7 @@ from alignedserve.cli.console import FAILURE, printable, progress, results, writ
 from alignedserve.config.environment import client_api_key
 from alignedserve.evaluation.accuracy import EvalAnswer, EvalItem, EvalReport, GroupScore, make_items, score
 from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
-from alignedserve.loadgen.client import OpenAiClient, Outcome
+from alignedserve.loadgen.client import CompletionOutcome, OpenAiClient
 from alignedserve.loadgen.prompts import CountTokens, to_json
 
 _SHOWN_CHARACTERS = 300
@@ -40,7 +40,7 @@ async def _ask_all(options: EvalOptions, items: list[EvalItem], count_tokens: Co
 
             async def ask_in_turn() -> None:
                 for index, item in waiting:
-                    outcome = await client.complete(task_call(item.task, model, count_tokens), Outcome())
+                    outcome = await client.complete(task_call(item.task, model, count_tokens), CompletionOutcome())
                     failure = None if outcome.failure is None else f"{outcome.failure.label}: {outcome.failure.message}"
                     answers[index] = EvalAnswer(item, outcome.text, failure)
                     bar.advance(task_id)

@@ -25,7 +25,7 @@ def serve(options: ServeOptions) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises an error of the tree, with nothing left running, when it cannot start."""
     started_s = time.monotonic()
     config = load_config(options.config, options.all_overrides)
-    ending = _Ending()
+    ending = _StopSignals()
     try:
         cluster = _start(config, ending)
     except KeyboardInterrupt:
@@ -43,7 +43,7 @@ def serve(options: ServeOptions) -> None:
         cluster.stop()
 
 
-class _Ending:
+class _StopSignals:
     """Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored.
 
     They raise where the main thread is, and are remembered as well: Python drops what is raised inside a destructor.
@@ -59,7 +59,7 @@ class _Ending:
         raise KeyboardInterrupt
 
 
-def _start(config: ClusterConfig, ending: _Ending) -> RunningCluster:
+def _start(config: ClusterConfig, ending: _StopSignals) -> RunningCluster:
     with notes().status("Starting the cluster …"):
         cluster = start_cluster(config)
     if ending.is_asked_for:

@@ -60,7 +60,7 @@ class Variant(NamedTuple):
     settings: Mapping[str, Any]
 
 
-class _Traffic(NamedTuple):
+class _RatedWorkload(NamedTuple):
     """The workload at one rate."""
 
     rate: float  # requests per second that come
@@ -194,7 +194,7 @@ def _require_feasible(workload: Workload, config: SimConfig, machines: ClusterHa
     )
 
 
-def _traffics(options: SimulateOptions) -> list[_Traffic]:
+def _traffics(options: SimulateOptions) -> list[_RatedWorkload]:
     rates = [_rate(text) for given in options.rates for text in given.split(",")]
     if options.workload is None:
         rates = rates or list(DEFAULT_RATES)
@@ -212,14 +212,14 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _traffic(options: SimulateOptions, text: str, rate: float | None) -> _Traffic:
+def _traffic(options: SimulateOptions, text: str, rate: float | None) -> _RatedWorkload:
     duration_s = DEFAULT_DURATION_S if options.workload is None else None
     line = WorkloadLine(text, options.seed, duration_s=options.duration_s or duration_s, data_dir=data_dir())
-    traffic = _Traffic(rate or 0.0, line, line.build())
+    traffic = _RatedWorkload(rate or 0.0, line, line.build())
     return traffic if rate is not None else traffic._replace(rate=_own_rate(traffic))
 
 
-def _own_rate(traffic: _Traffic) -> float:
+def _own_rate(traffic: _RatedWorkload) -> float:
     """Of the open loop, to three digits; 0 without one."""
     num_requests = len(traffic.workload.requests)
     return float(f"{num_requests / max(traffic.ends_s, 1e-3):.3g}") if num_requests else 0.0

@@ -16,7 +16,7 @@ import torch
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ceilings
 from alignedserve.microbench.engine.throughput import load_decoder, step_weight_bytes
-from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, Traffic, lists_at_the_end
+from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
 from alignedserve.microbench.results import DeviceCeilings, IterationReport, IterationRow
 from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.devices import CUDA
@@ -86,7 +86,7 @@ def run_iteration_benchmark(
         sizes = TOY_SIZES if spec.is_toy else None
         ceilings = measure_device_ceilings(device, torch_dtype(spec.dtype), timer, sizes)
     del timer
-    bench = _Bench(spec, load_decoder(spec.model, spec.dtype, spec.device, spec.seed), ceilings)
+    bench = _IterationBenchmark(spec, load_decoder(spec.model, spec.dtype, spec.device, spec.seed), ceilings)
     report = IterationReport(spec.model, spec.dtype, spec.attention, ceilings, [], [])
     measures = [bench.decode, bench.prefill]
     if device.type == CUDA or spec.is_toy:
@@ -100,7 +100,7 @@ def run_iteration_benchmark(
     return report
 
 
-class _Bench:
+class _IterationBenchmark:
     """An engine, and lists of blocks that it does not use."""
 
     def __init__(self, spec: IterationSpec, decoder: Decoder, ceilings: DeviceCeilings) -> None:
@@ -156,7 +156,7 @@ class _Bench:
     def decode_beside_copies(self) -> IterationRow:
         """The same decodes alone and beside both directions, by turns; iterations that outlasted the copies do not
         count where others do."""
-        traffic = Traffic(self._lists, num_ahead=self._spec.num_ahead)
+        traffic = BackgroundCopies(self._lists, num_ahead=self._spec.num_ahead)
         alone: list[float] = []
         beside: list[float] = []
         outlasted: list[float] = []

@@ -105,8 +105,8 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
     wall_s = time.perf_counter() - started
     if not is_cpu:
         peaks = (peak_rss_bytes(), int(torch.cuda.max_memory_allocated()))
-        return _result(spec, engine, _Measured(run.times, None, wall_s, *peaks), None)
-    measured = _Measured(run.times, clock.seconds, wall_s, peak_rss_bytes(), None)
+        return _result(spec, engine, _TimedRun(run.times, None, wall_s, *peaks), None)
+    measured = _TimedRun(run.times, clock.seconds, wall_s, peak_rss_bytes(), None)
     bytes_per_step = step_weight_bytes(config, spec.dtype, spec.quantization)
     return _result(spec, engine, measured, measure_ceilings(weights, clock, bytes_per_step, run.times.num_steps))
 
@@ -147,7 +147,7 @@ def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
 
 
 @dataclass(slots=True)
-class _Running:
+class _ActiveRequest:
     prompt_len: int
     output_len: int
     block_ids: tuple[BlockId, ...]
@@ -168,7 +168,7 @@ class WorkloadTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _TimedRun:
     times: WorkloadTimes
     linear_s: float | None  # None on a GPU, as the ceilings
     wall_s: float
@@ -184,7 +184,7 @@ class WorkloadRun:
     spec: EngineBenchmarkSpec
     groups: tuple[RequestGroup, ...]
     times: WorkloadTimes = field(default_factory=WorkloadTimes)
-    _running: dict[RequestId, _Running] = field(default_factory=dict)
+    _running: dict[RequestId, _ActiveRequest] = field(default_factory=dict)
 
     def run(self) -> None:
         """Run every request to its end."""
@@ -219,7 +219,7 @@ class WorkloadRun:
             return False
         self.engine.add_sequence(request)
         self.engine.append_blocks(request.request_id, block_ids)
-        self._running[request.request_id] = _Running(request.prompt_len, output_len, block_ids)
+        self._running[request.request_id] = _ActiveRequest(request.prompt_len, output_len, block_ids)
         return True
 
     def _slices(self) -> tuple[list[StepSlice], bool]:
@@ -264,7 +264,7 @@ def _check_context(config: ModelConfig, spec: EngineBenchmarkSpec) -> None:
 
 
 def _result(
-    spec: EngineBenchmarkSpec, engine: Engine, measured: _Measured, ceilings: Ceilings | None
+    spec: EngineBenchmarkSpec, engine: Engine, measured: _TimedRun, ceilings: Ceilings | None
 ) -> EngineBenchmarkResult:
     config, times, wall_s = engine.model.config, measured.times, measured.wall_s
     linear_s = measured.linear_s

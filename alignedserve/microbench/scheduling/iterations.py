@@ -79,7 +79,7 @@ def measure_iteration_schedule(
     *, num_running: int = 128, num_pooled: int = 1000, num_iterations: int = 2000, seed: int = 0
 ) -> IterationScheduleFigures:
     """Run that many iterations with the pool kept at its size; lengths of the shipped Azure slice."""
-    bench = _Bench(num_running, num_pooled, seed)
+    bench = _SchedulingBenchmark(num_running, num_pooled, seed)
     bench.run(_WARM_UP + num_iterations)
     times_ms = sorted(1e3 * one for one in bench.schedule_s[_WARM_UP:])
     messages_ms = sorted(1e3 * one for one in bench.messages_s[_WARM_UP:])
@@ -98,7 +98,7 @@ def measure_iteration_schedule(
     )
 
 
-class _Bench:
+class _SchedulingBenchmark:
     """A decode worker, a pool and a prefill worker's buffers, joined by a queue."""
 
     def __init__(self, num_running: int, num_pooled: int, seed: int) -> None:

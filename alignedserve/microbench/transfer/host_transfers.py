@@ -38,12 +38,12 @@ def host_rows(spec: TransferBenchmarkSpec) -> Iterator[TransferResult]:
     torch.set_num_threads(1)
     for shape, num_blocks in spec.sizes():
         with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
-            bench = _Bench(BlockMoves(spec, shape, num_blocks), Path(folder), spec.seed)
+            bench = _HostTransferBenchmark(BlockMoves(spec, shape, num_blocks), Path(folder), spec.seed)
             yield from bench.in_shared_memory()
             yield from bench.between_processes()
 
 
-class _Bench:
+class _HostTransferBenchmark:
     """One size of one shape: a storage with random content."""
 
     def __init__(self, moves: BlockMoves, folder: Path, seed: int) -> None:

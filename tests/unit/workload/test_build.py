@@ -250,9 +250,9 @@ def test_a_request_that_no_worker_can_hold() -> None:
         require_feasible(workload, max_context_len=100)
 
 
-@pytest.mark.parametrize(("cv", "law"), [(1, "gamma"), (3, "gamma"), (2, "weibull")])
-def test_rate_and_burstiness_are_what_was_asked_for(cv: int, law: str) -> None:
-    workload = build(f"sharegpt, rate=10, cv={cv}, arrivals={law}", duration_s=3600.0)
+@pytest.mark.parametrize(("cv", "distribution"), [(1, "gamma"), (3, "gamma"), (2, "weibull")])
+def test_rate_and_burstiness_are_what_was_asked_for(cv: int, distribution: str) -> None:
+    workload = build(f"sharegpt, rate=10, cv={cv}, arrivals={distribution}", duration_s=3600.0)
     gaps = np.diff([request.arrival_s for request in workload.requests])
     assert len(gaps) / gaps.sum() == pytest.approx(10.0, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)

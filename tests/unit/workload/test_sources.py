@@ -10,9 +10,9 @@ from alignedserve.config import environment
 from alignedserve.core.errors import ConfigError
 from alignedserve.workload.catalogue import DATA_VARIABLE, SHIPPED, SOURCES, Library
 from alignedserve.workload.lengths import Lengths
+from alignedserve.workload.readers import count_pieces, read_lengths, read_profile, read_tasks, read_texts
 from alignedserve.workload.recordings import ClientDaySource, Extract, TraceSource
 from alignedserve.workload.servegen import QUANTILES, WINDOW_S, read_clients
-from alignedserve.workload.tables import count_pieces, read_lengths, read_profile, read_tasks, read_texts
 
 SHIPPED_NAMES = sorted(name for name, entry in SOURCES.items() if entry.is_shipped)
 

@@ -14,7 +14,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.workload.arrivals import RateProfile
 from alignedserve.workload.distributions import ValueDistribution, parse_number
 from alignedserve.workload.lengths import IntArray, Lengths, whole
-from alignedserve.workload.reading import Columns, parse_length, parsed_lines, read_lines
+from alignedserve.workload.text_lines import Columns, parse_length, parsed_lines, read_lines
 
 # Texts have no tokenizer with them: their pieces (words and signs) are counted. On Alpaca outputs there are 0.82 of
 # them per token of the LLaMA tokenizer.

@@ -18,7 +18,7 @@ from kernels.rotary import rotary_angles
 TORCH, TRITON = "torch", "triton"
 
 
-class KernelWork(NamedTuple):
+class KernelCase(NamedTuple):
     """One kernel over one batch, by one implementation."""
 
     kernel: str
@@ -31,7 +31,7 @@ class KernelWork(NamedTuple):
 
 
 @dataclass(slots=True)
-class KernelBench:
+class KernelSetup:
     """Where and for which model; which work does not run."""
 
     device: torch.device
@@ -45,9 +45,9 @@ class KernelBench:
         """Its interpreter takes seconds for what is not a toy."""
         return gpu_kernels_available(self.device) and (self.device.type == "cuda" or self.is_toy)
 
-    def that_runs(self, works_of_group: list[KernelWork]) -> list[KernelWork]:
+    def that_runs(self, cases_of_group: list[KernelCase]) -> list[KernelCase]:
         """Those whose first call, which also compiles and warms up, goes through."""
-        return [work for work in works_of_group if self._runs(work)]
+        return [case for case in cases_of_group if self._runs(case)]
 
     def randn(self, *shape: int) -> Tensor:
         """Normally distributed numbers in the dtype and on the device of the benchmark."""
@@ -63,12 +63,12 @@ class KernelBench:
         frequencies = 10000.0 ** (-torch.arange(half, device=self.device) / half)
         return rotary_angles(torch.arange(num_tokens, device=self.device), frequencies, torch.float32)
 
-    def _runs(self, work: KernelWork) -> bool:
+    def _runs(self, case: KernelCase) -> bool:
         def trial() -> None:
-            work.run()
+            case.run()
             synchronize(self.device)
 
-        if work.by == TORCH or self.device.type == "cpu":
+        if case.by == TORCH or self.device.type == "cpu":
             trial()
             return True
         runs = can_launch(f"{work.kernel}, {work.case}, {dtype_name(self.dtype)}, {work.by}", trial)
@@ -78,20 +78,20 @@ class KernelBench:
 
 
 def rows_of(
-    works_of_group: list[KernelWork], seconds: list[float], bound_of: Callable[[KernelWork], tuple[str, float]]
+    cases_of_group: list[KernelCase], seconds: list[float], bound_of: Callable[[KernelCase], tuple[str, float]]
 ) -> list[KernelRow]:
     """Figures of works and their times; `bound_of` gives the name and seconds of what a work cannot be faster than."""
     rows = []
-    for work, taken in zip(works_of_group, seconds, strict=True):
-        bound, bound_s = bound_of(work)
+    for case, taken in zip(cases_of_group, seconds, strict=True):
+        bound, bound_s = bound_of(case)
         rows.append(
             KernelRow(
-                kernel=work.kernel,
-                case=work.case,
-                by=work.by,
+                kernel=case.kernel,
+                case=case.case,
+                by=case.by,
                 microseconds=taken * 1e6,
-                gb_per_s=work.num_bytes / taken / 1e9,
-                tflop_per_s=work.num_operations / taken / 1e12,
+                gb_per_s=case.num_bytes / taken / 1e9,
+                tflop_per_s=case.num_operations / taken / 1e12,
                 bound=bound,
                 share=bound_s / taken,
             )
