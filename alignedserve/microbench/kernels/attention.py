@@ -52,7 +52,7 @@ def attention_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
         layout, max(num_blocks_of(own, _BLOCK_SIZE) for own in lengths), setup.device, has_scratch=True
     )
     storage.blocks.normal_()
-    yield [case for groups in batches(setup) for case in _decode_cases(setup, storage, groups)]
+    yield [kernel_case for groups in batches(setup) for kernel_case in _decode_cases(setup, storage, groups)]
     for sequences, num_new, context in chunks:
         yield list(_prefill_cases(setup, storage, sequences, num_new, context))
 
@@ -74,15 +74,15 @@ def _decode_cases(setup: KernelSetup, storage: BlockStorage, groups: Groups) -> 
     num_bytes = num_tokens * 2 * config.kv_width * setup.dtype.itemsize
     num_operations = 4 * num_tokens * config.query_width
 
-    def case(by: str, run: Callable[[int], object]) -> KernelCase:
+    def kernel_case(by: str, run: Callable[[int], object]) -> KernelCase:
         return KernelCase(DECODE, name_of(groups), by, _in_turn(run), num_bytes, num_operations, is_copy=False)
 
     planners = _planners(setup, batch)
     planners.pop(FLASH, None)
     for by, planner in planners.items():
-        yield case(by, _decoding(batch.decodes(planner), queries))
+        yield kernel_case(by, _decoding(batch.decodes(planner), queries))
     if TRITON in planners:
-        yield case(NAIVE, _naively_decoding(batch, planners[TRITON], queries))
+        yield kernel_case(NAIVE, _naively_decoding(batch, planners[TRITON], queries))
 
 
 def _decoding(step: StepAttention, queries: torch.Tensor) -> Callable[[int], object]:

@@ -11,8 +11,8 @@ from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ce
 from alignedserve.microbench.device_choice import AUTO, chosen_device
 from alignedserve.microbench.kernels.attention import DECODE, attention_cases, batches, name_of
 from alignedserve.microbench.kernels.blocks import block_cases
-from alignedserve.microbench.kernels.rows import row_cases
 from alignedserve.microbench.kernels.cases import KernelCase, KernelSetup, rows_of
+from alignedserve.microbench.kernels.rows import row_cases
 from alignedserve.microbench.results import DeviceCeilings, KernelReport, KernelRow
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.device.dtypes import torch_dtype
@@ -66,12 +66,12 @@ def _measure(
     if not runnable:
         return []
 
-    def bound_of(case: KernelCase) -> tuple[str, float]:
-        bound_s = ceilings.bound_s(case.num_bytes, case.num_operations, is_copy=case.is_copy)
-        moves = ceilings.bound_s(case.num_bytes, 0, is_copy=case.is_copy) == bound_s
-        return ("copy" if case.is_copy else "read") if moves else "matrix", bound_s
+    def bound_of(kernel_case: KernelCase) -> tuple[str, float]:
+        bound_s = ceilings.bound_s(kernel_case.num_bytes, kernel_case.num_operations, is_copy=kernel_case.is_copy)
+        moves = ceilings.bound_s(kernel_case.num_bytes, 0, is_copy=kernel_case.is_copy) == bound_s
+        return ("copy" if kernel_case.is_copy else "read") if moves else "matrix", bound_s
 
-    rows = rows_of(runnable, timer.by_turns([case.run for case in runnable]), bound_of)
+    rows = rows_of(runnable, timer.by_turns([kernel_case.run for kernel_case in runnable]), bound_of)
     return _compared(setup, rows) if runnable[0].kernel == DECODE else rows
 
 

@@ -60,7 +60,7 @@ def _int8_blocks(setup: KernelSetup) -> Iterator[KernelCase]:
     _, runs, block_size, width = blocks.shape
     row_bytes = (block_size + RANGE_BYTES) * runs * width
     rows = torch.empty((len(ids), row_bytes), dtype=torch.uint8, device=setup.device)
-    case = f"{len(ids)} blocks of {dtype_name(bench.dtype)}"
+    case = f"{len(ids)} blocks of {dtype_name(setup.dtype)}"
     num_bytes = rows.numel() + len(ids) * blocks[0].numel() * setup.dtype.itemsize
     outwards, inwards = (
         partial(KernelCase, kernel, case, num_bytes=num_bytes) for kernel in ("blocks to int8", "blocks from int8")

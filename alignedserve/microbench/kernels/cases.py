@@ -47,7 +47,7 @@ class KernelSetup:
 
     def that_runs(self, cases_of_group: list[KernelCase]) -> list[KernelCase]:
         """Those whose first call, which also compiles and warms up, goes through."""
-        return [case for case in cases_of_group if self._runs(case)]
+        return [kernel_case for kernel_case in cases_of_group if self._runs(kernel_case)]
 
     def randn(self, *shape: int) -> Tensor:
         """Normally distributed numbers in the dtype and on the device of the benchmark."""
@@ -63,17 +63,21 @@ class KernelSetup:
         frequencies = 10000.0 ** (-torch.arange(half, device=self.device) / half)
         return rotary_angles(torch.arange(num_tokens, device=self.device), frequencies, torch.float32)
 
-    def _runs(self, case: KernelCase) -> bool:
+    def _runs(self, kernel_case: KernelCase) -> bool:
         def trial() -> None:
-            case.run()
+            kernel_case.run()
             synchronize(self.device)
 
-        if case.by == TORCH or self.device.type == "cpu":
+        if kernel_case.by == TORCH or self.device.type == "cpu":
             trial()
             return True
-        runs = can_launch(f"{work.kernel}, {work.case}, {dtype_name(self.dtype)}, {work.by}", trial)
+        runs = can_launch(
+            f"{kernel_case.kernel}, {kernel_case.case}, {dtype_name(self.dtype)}, {kernel_case.by}", trial
+        )
         if not runs:
-            self.left_out.append(f"{work.kernel}, {work.case}, by {work.by}: its launch fails, the log says why")
+            self.left_out.append(
+                f"{kernel_case.kernel}, {kernel_case.case}, by {kernel_case.by}: its launch fails, the log says why"
+            )
         return runs
 
 
@@ -82,16 +86,16 @@ def rows_of(
 ) -> list[KernelRow]:
     """Figures of works and their times; `bound_of` gives the name and seconds of what a work cannot be faster than."""
     rows = []
-    for case, taken in zip(cases_of_group, seconds, strict=True):
-        bound, bound_s = bound_of(case)
+    for kernel_case, taken in zip(cases_of_group, seconds, strict=True):
+        bound, bound_s = bound_of(kernel_case)
         rows.append(
             KernelRow(
-                kernel=case.kernel,
-                case=case.case,
-                by=case.by,
+                kernel=kernel_case.kernel,
+                case=kernel_case.case,
+                by=kernel_case.by,
                 microseconds=taken * 1e6,
-                gb_per_s=case.num_bytes / taken / 1e9,
-                tflop_per_s=case.num_operations / taken / 1e12,
+                gb_per_s=kernel_case.num_bytes / taken / 1e9,
+                tflop_per_s=kernel_case.num_operations / taken / 1e12,
                 bound=bound,
                 share=bound_s / taken,
             )

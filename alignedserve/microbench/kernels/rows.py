@@ -33,11 +33,11 @@ def _norms(setup: KernelSetup, count: int) -> Iterator[KernelCase]:
     weight = torch.ones(width, dtype=setup.dtype, device=setup.device)
     x, residual = setup.randn(count, width), setup.randn(count, width)
     kernels, num_bytes = setup.kernels("row_norm"), 4 * count * width * setup.dtype.itemsize
-    case = partial(KernelCase, "residual and norm", f"{count} x {width}", num_bytes=num_bytes)
-    yield case(TORCH, lambda: rms_norm(residual.add_(x), weight, eps))
+    kernel_case = partial(KernelCase, "residual and norm", f"{count} x {width}", num_bytes=num_bytes)
+    yield kernel_case(TORCH, lambda: rms_norm(residual.add_(x), weight, eps))
     if kernels is not None:
         norm = kernels.RowNorm(weight, None, eps, is_rms=True)
-        yield case(TRITON, lambda: norm(x, residual))
+        yield kernel_case(TRITON, lambda: norm(x, residual))
 
 
 def _heads(setup: KernelSetup, count: int) -> Iterator[KernelCase]:
@@ -57,21 +57,21 @@ def _heads(setup: KernelSetup, count: int) -> Iterator[KernelCase]:
 
     # Queries and keys are changed in place, values read; keys and values are written to the cache.
     num_elements = count * head_dim * (2 * first_value + 3 * kv_heads)
-    case = partial(KernelCase, "heads placed", f"{count} tokens", num_bytes=num_elements * setup.dtype.itemsize)
-    yield case(TORCH, plain)
+    kernel_case = partial(KernelCase, "heads placed", f"{count} tokens", num_bytes=num_elements * setup.dtype.itemsize)
+    yield kernel_case(TORCH, plain)
     if kernels is not None:
         place = kernels.HeadRows(num_heads, kv_heads, head_dim)
-        yield case(TRITON, lambda: place(fused, None, (cos, sin), slots, keys, values))
+        yield kernel_case(TRITON, lambda: place(fused, None, (cos, sin), slots, keys, values))
 
 
 def _gates(setup: KernelSetup, count: int) -> Iterator[KernelCase]:
     width, kernels = setup.config.intermediate_size, setup.kernels("gating")
     x = setup.randn(count, 2 * width)
-    case = partial(KernelCase, "gates", f"{count} x {width}", num_bytes=3 * count * width * setup.dtype.itemsize)
-    yield case(TORCH, lambda: gated(x, ACTIVATIONS[_ACTIVATION]))
+    kernel_case = partial(KernelCase, "gates", f"{count} x {width}", num_bytes=3 * count * width * setup.dtype.itemsize)
+    yield kernel_case(TORCH, lambda: gated(x, ACTIVATIONS[_ACTIVATION]))
     if kernels is not None:
         gates = kernels.Gates(_ACTIVATION)
-        yield case(TRITON, lambda: gates(x))
+        yield kernel_case(TRITON, lambda: gates(x))
 
 
 def _sampling(setup: KernelSetup, name: str) -> Iterator[KernelCase]:
@@ -86,10 +86,10 @@ def _sampling(setup: KernelSetup, name: str) -> Iterator[KernelCase]:
     if name == "greedy":
         plain = partial(greedy, logits)
     case, num_bytes = f"{name}, {rows} x {vocabulary}", 4 * logits.numel()
-    case = partial(KernelCase, "sampling", case, num_bytes=num_bytes, is_copy=False)
-    yield case(TORCH, plain)
+    kernel_case = partial(KernelCase, "sampling", case, num_bytes=num_bytes, is_copy=False)
+    yield kernel_case(TORCH, plain)
     if kernels is not None:
-        yield case(TRITON, lambda: kernels.sample_tokens(logits, parameters))
+        yield kernel_case(TRITON, lambda: kernels.sample_tokens(logits, parameters))
 
 
 def _parameters(device: torch.device, rows: int, temperature: float, top_k: int, top_p: float) -> RowParameters:
