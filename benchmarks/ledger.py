@@ -36,7 +36,7 @@ MAX_COST, MAX_GAP = 0.01, 0.02
 
 
 def measure_cost(num_running: int, *, is_changing: bool) -> float:
-    """Seconds per iteration."""
+    """Return the seconds per iteration."""
     sampling = SamplingParams(max_tokens=NUM_ITERATIONS)
     running = {}
     for number in range(num_running):
@@ -58,7 +58,7 @@ def measure_cost(num_running: int, *, is_changing: bool) -> float:
 
 
 def measure_run() -> dict[str, Any]:
-    """One real run: medians of the iterations with everybody decoding, and the parts beside two kinds of wall time."""
+    """Measure one real run: medians of iterations in which all decode, and the parts beside two kinds of wall time."""
     stamps, ledger = serve_peer(PROMPT_LEN)
     records = ledger.records()
     assert len(stamps) == len(records), "an iteration without a forward pass, or more of them than records"
@@ -87,8 +87,10 @@ def measure_run() -> dict[str, Any]:
 
 
 def measure_padding(count: int, num_blocks: int) -> dict[str, Any]:
-    """One call of decode attention for `count` sequences, half of them a fifth shorter than the others: what the ledger
-    claims as lost to padding, and what is lost beside the mean of two calls, one all long and one all short."""
+    """Measure one call of decode attention for `count` sequences, half of them a fifth shorter than the others: what
+    the ledger claims as lost to padding, and what is lost beside the mean of two calls, one all long and one all
+    short.
+    """
     num_short = num_blocks * 4 // 5
     padded_s, short_s = attention_s(count, (num_blocks, num_short))
     num_read, block_bytes = count * num_blocks, 2 * 4 * BLOCK_SIZE * KV_HEADS * HEAD_DIM
@@ -104,7 +106,7 @@ def measure_padding(count: int, num_blocks: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def attention_s(count: int, widths: tuple[int, ...]) -> list[float]:
-    """Seconds of one call by its number of blocks: lower quartiles of calls in turns, as other work disturbs many."""
+    """Return seconds of one call by its number of blocks: lower quartiles of calls in turns, as many are disturbed."""
     runs = torch.randn(NUM_STORED, BLOCK_SIZE * KV_HEADS * HEAD_DIM)
     queries = torch.randn(count, KV_HEADS, 2, HEAD_DIM)
     buffers = GatherBuffers(torch.device("cpu"))

@@ -99,14 +99,14 @@ class AptServeLoad:
     costs: str = "roofline"
 
     def line(self) -> str:
-        """As docs/workloads.md has it."""
+        """Return the workload line (docs/workloads.md)."""
         ttft_s = TTFT_S[self.dataset][list(WORKERS).index(self.model)]
         objectives = f"ttft={ttft_s}, tpot={TBT_S[self.dataset]}"
         lengths = source_or(*LENGTHS[self.dataset])
         return f"{lengths}, max_total={_CONTEXT}, rate={self.rate:.4g}, cv={self.cv:g}, {objectives}"
 
     def case(self, part: str, policy: str, seed: int) -> LabelledCase:
-        """Under this policy, or KV_ONLY."""
+        """Return the case under this policy, or KV_ONLY."""
         labels: dict[str, str | float] = {
             "part": part,
             "dataset": self.dataset,
@@ -128,7 +128,7 @@ class AptServeLoad:
 
 
 def _with_memory_of(smaller: LabelledCase, larger: LabelledCase) -> LabelledCase:
-    """Published costs are of A100-80GB: its times with the memory of the smaller one."""
+    """Return the case with the times of the A100-80GB, as published, and the memory of the smaller one."""
     kv_cache_bytes = smaller.case.config.cluster.decode.kv_cache_bytes
     cluster = larger.case.config.cluster
     cluster = msgspec.structs.replace(
@@ -150,21 +150,21 @@ class AttainmentCurve:
     held: dict[int, float] = field(default_factory=dict)  # by number of the rate
 
     def rate(self, number: int) -> float:
-        """Of the grid."""
+        """Return a rate of the grid."""
         return _LOWEST_RATES[self.dataset] * _STEP**number
 
     def bracket(self, level: float) -> tuple[int, int]:
-        """The highest rate known to hold the level (-1: none), and the lowest that does not."""
+        """Return the highest rate known to hold the level (-1: none), and the lowest that does not."""
         above = min((number for number, held in self.held.items() if held < level), default=_NUM_RATES)
         return max((number for number in self.held if number < above), default=-1), above
 
     def wanted(self) -> list[int]:
-        """The next rate to try for each level; none when all are found."""
+        """Return the next rate to try for each level; none when all are found."""
         brackets = map(self.bracket, LEVELS)
         return sorted({(below + above) // 2 for below, above in brackets if above - below > 1})
 
     def throughput(self, level: float) -> float | None:
-        """Interpolated between the two rates about the level (in the logarithm); None beyond the grid."""
+        """Interpolate between the two rates about the level (in the logarithm); None beyond the grid."""
         below, above = self.bracket(level)
         if below < 0 or above == _NUM_RATES:
             return None
@@ -173,7 +173,7 @@ class AttainmentCurve:
 
 
 class WorkerSizes(NamedTuple):
-    """How long an experiment is."""
+    """Length of an experiment."""
 
     num_requests: int
     seeds: Sequence[int]
@@ -181,7 +181,7 @@ class WorkerSizes(NamedTuple):
 
 
 def find_throughputs(curves: Sequence[AttainmentCurve], sizes: WorkerSizes) -> list[Row]:
-    """Fills the curves, all of them by one round of simulations after the other; the rows of all rounds."""
+    """Fill the curves by one round of simulations after the other; return the rows of all rounds."""
     rows: list[Row] = []
     while asked := [(curve, number) for curve in curves for number in curve.wanted()]:
         cases = [
@@ -198,7 +198,7 @@ def find_throughputs(curves: Sequence[AttainmentCurve], sizes: WorkerSizes) -> l
 
 
 def curves_in(rows: Iterable[Row]) -> list[AttainmentCurve]:
-    """What the rows of figure 8 come to."""
+    """Return the curves in the rows of figure 8."""
     curves: dict[tuple[str, str, str], AttainmentCurve] = {}
     for row in pick(rows, part=FIGURE_8):
         key = (row["dataset"], row["model"], row["policy"])
@@ -208,7 +208,7 @@ def curves_in(rows: Iterable[Row]) -> list[AttainmentCurve]:
 
 
 def throughput_rows(curves: Iterable[AttainmentCurve]) -> list[Row]:
-    """One row for each, by level."""
+    """Return one row for each, by level."""
     return [
         {"dataset": curve.dataset, "model": curve.model, "policy": curve.policy}
         | {_at(level): curve.throughput(level) for level in LEVELS}
@@ -224,7 +224,10 @@ _THROUGHPUT = ("dataset", "model", "policy", *map(_at, LEVELS))
 
 
 def advantages(rows: Sequence[Row]) -> list[Row]:
-    """The rate of ours by that of each baseline: the mean over the models, and the highest; by lengths and overall."""
+    """Return the rate of ours by that of each baseline: the mean over the models, and the highest.
+
+    By lengths and overall.
+    """
     pairs = [*product(OURS, POLICIES[:3]), ("aligned_slo", "apt_serve")]
     groups = [[name] for name in dict.fromkeys(row["dataset"] for row in rows)]
     groups = [*groups, [name for group in groups for name in group]] if len(groups) > 1 else groups
@@ -252,7 +255,7 @@ def _advantage(rows: Sequence[Row], policy: str, baseline: str, datasets: Sequen
 
 
 def figure_9(sizes: WorkerSizes) -> list[LabelledCase]:
-    """Bursts: Gamma arrivals of growing variation, at the paper's rates (of LongBench: below)."""
+    """Return bursts: Gamma arrivals of growing variation, at the paper's rates (of LongBench: below)."""
     rates = {"sharegpt": 3.8, "humaneval": 9.0}
     loads = [AptServeLoad(name, rate, sizes.num_requests, cv) for name, rate in rates.items() for cv in BURSTS]
     policies = ("fcfs", "sarathi", *OURS)
@@ -260,7 +263,10 @@ def figure_9(sizes: WorkerSizes) -> list[LabelledCase]:
 
 
 def tables_4_and_5(sizes: WorkerSizes) -> list[LabelledCase]:
-    """Without hidden caches, with them, and first come, first served. Poisson arrivals with several seeds."""
+    """Return runs without hidden caches, with them, and first come, first served.
+
+    Poisson arrivals with several seeds.
+    """
     rates = [("sharegpt", 3.0), ("sharegpt", 6.0), ("longbench", 1.5)]
     points = [(AptServeLoad(*pair, sizes.num_requests), seed) for pair in rates for seed in sizes.seeds]
     points += [(AptServeLoad(*pair, sizes.num_requests, cv), sizes.seeds[0]) for pair in rates for cv in BURSTS[1:]]
@@ -269,7 +275,7 @@ def tables_4_and_5(sizes: WorkerSizes) -> list[LabelledCase]:
 
 
 def other_costs(sizes: WorkerSizes) -> list[LabelledCase]:
-    """The same with iteration times that others have measured."""
+    """Return the same with iteration times that others have measured."""
     loads = [
         AptServeLoad("sharegpt", rate, sizes.num_requests, costs=costs)
         for costs in ("vllm", "distserve")
@@ -280,7 +286,7 @@ def other_costs(sizes: WorkerSizes) -> list[LabelledCase]:
 
 
 def curves_of(*, is_quick: bool) -> list[AttainmentCurve]:
-    """Figure 8 on the smallest model, of the other lengths only what counts; on the others of ShareGPT only."""
+    """Return figure 8 on the smallest model, of the other lengths only what counts; on the others of ShareGPT only."""
     compared = ("fcfs", *OURS)
     if is_quick:
         return [AttainmentCurve("humaneval", "opt-13b", policy) for policy in compared]
@@ -290,7 +296,7 @@ def curves_of(*, is_quick: bool) -> list[AttainmentCurve]:
 
 
 def show(rows: Sequence[Row], throughputs: Sequence[Row], compared: Sequence[Row]) -> None:
-    """All tables."""
+    """Print all tables."""
     print_table(throughputs, {name: name for name in _THROUGHPUT}, title="figure 8")
     print_table(compared, {name: name for name in compared[0]}, title="figure 8: by how much higher")
     for part in dict.fromkeys(row["part"] for row in rows if row["part"] != FIGURE_8):
@@ -315,7 +321,7 @@ def main() -> None:
 
 
 def _record(rows: Sequence[Row], options: Options) -> tuple[list[Row], list[Row]]:
-    """What figure 8 comes to, as far as it has been run; recorded unless the run is quick."""
+    """Record figure 8, as far as it has been run, unless the run is quick."""
     throughputs = chosen(throughput_rows(curves_in(rows)), _THROUGHPUT)
     compared = advantages(throughputs)
     if options.is_recorded:

@@ -35,13 +35,16 @@ class LinearCoefficients:
 
     @property
     def straggler_share(self) -> float | None:
-        """Of the time of decode attention, what follows the longest context rather than the sum; None without any."""
+        """Return the share of decode attention's time that follows the longest context, not the sum.
+
+        None without any.
+        """
         both = self.context_token_s + self.padded_token_s
         return self.padded_token_s / both if both else None
 
 
 def features_of(work: IterationWork) -> tuple[float, ...]:
-    """What each of LinearCoefficients is multiplied with, in their order."""
+    """Return the factors of LinearCoefficients, in their order."""
     return (
         1.0,
         work.num_prompt_tokens,
@@ -74,7 +77,7 @@ class LinearIterationModel:
 
 
 def weighted(weights: tuple[float, ...], work: IterationWork) -> float:
-    """The sum of weights times features, written out: it is asked for hundreds of times while a policy packs."""
+    """Return the sum of weights times features, written out: it is asked for hundreds of times while a policy packs."""
     base, token, pair, chunk, decode, context, padded, hidden, sampled = weights
     return (
         base
@@ -90,7 +93,7 @@ def weighted(weights: tuple[float, ...], work: IterationWork) -> float:
 
 
 def fit_linear(samples: Sequence[Sample], swap_token_s: float = 0.0) -> LinearIterationModel:
-    """The model whose squared relative errors on these samples are least, with no coefficient negative.
+    """Return the model whose squared relative errors on these samples are least, with no coefficient negative.
 
     A kind of work that no sample has costs nothing. Samples without any time, or none at all, are a broken call.
     """
@@ -103,7 +106,7 @@ def fit_linear(samples: Sequence[Sample], swap_token_s: float = 0.0) -> LinearIt
 
 
 class FitError(NamedTuple):
-    """How far predictions lie from measured times: |predicted / measured - 1|."""
+    """Distance of predictions from measured times: |predicted / measured - 1|."""
 
     num_samples: int
     median: float
@@ -112,7 +115,7 @@ class FitError(NamedTuple):
 
 
 def fit_error(costs: CostModel, samples: Iterable[Sample]) -> FitError:
-    """Of any cost model on measured iterations; at least one."""
+    """Compare a cost model with measured iterations; at least one."""
     errors: npt.NDArray[np.float64] = np.array([costs.iteration_s(work) / seconds - 1.0 for work, seconds in samples])
     sizes = np.abs(errors)
     return FitError(len(errors), float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(np.median(errors)))

@@ -1,4 +1,4 @@
-"""How long bytes take from one memory to another."""
+"""Time that bytes take from one memory to another."""
 
 from dataclasses import dataclass
 
@@ -20,15 +20,15 @@ class LinkModel:
     bytes_per_s: float
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Seconds until that many bytes have arrived; nothing takes no time."""
+        """Return the seconds until that many bytes have arrived; nothing takes no time."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
 
 def pcie_link(machine: Hardware) -> LinkModel:
-    """Between an accelerator and the memory of its host: offload, swap, prefetch."""
+    """Return the link between an accelerator and the memory of its host: offload, swap, prefetch."""
     return LinkModel(_PCIE_LATENCY_S, _PCIE_SHARE * machine.pcie_bytes_per_s)
 
 
 def nvlink_link(machine: Hardware) -> LinkModel:
-    """Between two accelerators of one machine: admission."""
+    """Return the link between two accelerators of one machine: admission."""
     return LinkModel(_NVLINK_LATENCY_S, _NVLINK_SHARE * machine.nvlink_bytes_per_s)

@@ -1,4 +1,4 @@
-"""How much cache fits beside a model."""
+"""Cache memory beside a model."""
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.hardware import Hardware
@@ -18,7 +18,9 @@ def num_cache_blocks(
     block_size: int = 16,
     memory_share: float = MEMORY_SHARE,
 ) -> int:
-    """Blocks of keys and values that a worker of so many devices holds. Raises ConfigError when the model does not fit.
+    """Return the blocks of keys and values that a worker of so many devices holds.
+
+    Raises ConfigError when the model does not fit.
 
     memory_share * memory - weights - activations, by the bytes of a block; every device holds a part of each block.
     """
@@ -34,6 +36,6 @@ def num_cache_blocks(
 
 
 def _activation_bytes(shape: ModelShape) -> int:
-    """Of the widest moment of a pass: residual, its normalised copy, and the inner values of the feed-forward part."""
+    """Return the bytes of a pass at its widest: residual, its normalised copy, feed-forward values."""
     width = 2 * shape.hidden_size + (2 if shape.is_gated else 1) * shape.ffn_size
     return _ACTIVATION_TOKENS * width * shape.dtype_bytes

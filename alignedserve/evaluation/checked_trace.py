@@ -34,7 +34,7 @@ LONG_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class CheckedPlan:
-    """What to send, the task behind every request (by its index), and how it differs from the trace."""
+    """Plan of a load, the task behind every request (by its index), and its differences from the trace."""
 
     plan: LoadPlan
     tasks: tuple[PocketTask, ...]
@@ -53,7 +53,7 @@ def plan_checked_trace(
     count_tokens: CountTokens,
     is_mixed: bool = False,
 ) -> CheckedPlan:
-    """The beginning of the trace, stretched to `rate` requests per second, as far as `duration_s` goes.
+    """Return the beginning of the trace, stretched to `rate` requests per second, as far as `duration_s` goes.
 
     `is_mixed`: its prompts are replaced by many short and some long ones, its arrivals and answers stay.
     """
@@ -88,7 +88,7 @@ def _mixed(rows: Sequence[TraceRow], rng: random.Random) -> Iterator[TraceRow]:
 
 
 def _counted_len(row: TraceRow, prompt_len: int, index: int) -> int | None:
-    """How many numbers to count, within what model and context allow; None for a reading task."""
+    """Return how many numbers to count, as model and context allow; None for a reading task."""
     if row.output_len <= LONGEST_READING or index % READING_EVERY == 0:
         return None
     longest_prompt = prompt_len + prompt_len // 20  # tasks hold the wanted length within 5 %
@@ -100,7 +100,7 @@ def _counted_len(row: TraceRow, prompt_len: int, index: int) -> int | None:
 
 
 class WrongAnswerCause(enum.Enum):
-    """Why an answer was wrong."""
+    """Cause of a wrong answer."""
 
     MODEL_WRONG = "model"  # the same prompt, alone on the idle system, gives the same wrong answer
     CORRUPTED = "corrupted"  # it gives another answer: this one was spoilt on its way
@@ -117,7 +117,7 @@ class WrongAnswer:
 
     @property
     def cause(self) -> WrongAnswerCause:
-        """Decided by the second run; one that failed clears nobody."""
+        """Return the cause, decided by the second run; a failed second run clears neither side."""
         return WrongAnswerCause.MODEL_WRONG if self.answered == self.answered_alone else WrongAnswerCause.CORRUPTED
 
 
@@ -138,12 +138,15 @@ class DemoReport:
     problems: tuple[str, ...] = field(default=(), kw_only=True)
 
     def count(self, cause: WrongAnswerCause) -> int:
-        """Wrong answers of one kind."""
+        """Return the wrong answers of one kind."""
         return sum(answer.cause is cause for answer in self.wrong)
 
 
 def find_problems(report: DemoReport) -> tuple[str, ...]:
-    """What makes the demo fail; empty when all is well. A model that is wrong by itself is no fault of the serving."""
+    """Return what makes the demo fail; empty when all is well.
+
+    A model that is wrong by itself is no fault of the serving.
+    """
     problems = []
     num_lost = report.load.total.num_sent - report.load.total.num_completed
     if report.load.total.num_sent == 0:
@@ -163,7 +166,10 @@ def find_problems(report: DemoReport) -> tuple[str, ...]:
 
 
 def parse_metrics(page: str) -> dict[str, float]:
-    """Sum of every metric over its labels, from Prometheus' text format; lines that are no samples are skipped."""
+    """Return the sum of every metric over its labels, from Prometheus' text format.
+
+    Lines that are no samples are skipped.
+    """
     sums: dict[str, float] = {}
     for line in page.splitlines():
         if not line or line.startswith("#"):
@@ -182,7 +188,7 @@ def parse_metrics(page: str) -> dict[str, float]:
 
 
 def blocks_used(metrics: Mapping[str, float]) -> float | None:
-    """Blocks held anywhere in the cluster; None when the page does not say."""
+    """Return blocks held anywhere in the cluster; None when the page does not say."""
     if any(name not in metrics for name in BLOCKS_USED):
         return None
     return sum(metrics[name] for name in BLOCKS_USED)

@@ -1,4 +1,4 @@
-"""What evaluation and demo share: the pocket model's tokenizer, and a task as a call."""
+"""The pocket model's tokenizer, and tasks as calls: shared by evaluation and demo."""
 
 from importlib import resources
 from pathlib import Path
@@ -14,12 +14,12 @@ SPARE_LEN = 16  # tokens beyond the right answer before a wrong one is cut off
 
 
 def pocket_tokenizer() -> CountTokens:
-    """Counts tokens as the pocket model does."""
+    """Return a function that counts tokens as the pocket model does."""
     return load_tokenizer(Path(str(resources.files("alignedserve.pocket"))) / "model")
 
 
 def task_call(task: PocketTask, model: str, count_tokens: CountTokens) -> CompletionCall:
-    """The task as a greedy chat completion with a little more room than its answer needs."""
+    """Return the task as a greedy chat completion with a little more room than its answer needs."""
     room = CONTEXT_LEN - TEMPLATE_LEN - count_tokens(task.prompt)
     body = {
         "model": model,

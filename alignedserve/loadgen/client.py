@@ -30,19 +30,19 @@ TextListener = Callable[[str], None]
 
 
 class CompletionApi(enum.Enum):
-    """Which of the two completion interfaces."""
+    """Completion interfaces of OpenAI."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
 
     @property
     def path(self) -> str:
-        """Below the server's address."""
+        """Return the path below the server's address."""
         return "/v1/chat/completions" if self is CompletionApi.CHAT else "/v1/completions"
 
 
 class ClientFailureKind(enum.Enum):
-    """How a request can fail, as a client sees it."""
+    """Ways a request can fail, as a client sees it."""
 
     CONNECT = "no connection"
     TIMEOUT = "timeout"
@@ -54,7 +54,7 @@ class ClientFailureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClientFailure:
-    """Why a request did not complete."""
+    """Reason that a request did not complete."""
 
     kind: ClientFailureKind
     message: str
@@ -62,13 +62,13 @@ class ClientFailure:
 
     @property
     def label(self) -> str:
-        """What failures are counted under."""
+        """Return the label under which failures are counted."""
         return f"http {self.status}" if self.kind is ClientFailureKind.HTTP else self.kind.value
 
 
 @dataclass(slots=True)
 class CompletionOutcome:
-    """What became of one completion. Filled while it runs, so a cancelled one keeps what it had."""
+    """Outcome of one completion, filled while it runs, so that a cancelled one keeps what it had."""
 
     sent_s: float = 0.0
     ended_s: float = 0.0
@@ -81,12 +81,12 @@ class CompletionOutcome:
 
     @property
     def text(self) -> str:
-        """The answer so far."""
+        """Return the answer so far."""
         return "".join(self.text_parts)
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens: the server's count where it gave one."""
+        """Return output tokens: the server's count where it gave one."""
         return len(self.token_times_s) if self.num_output_tokens is None else self.num_output_tokens
 
 
@@ -100,7 +100,9 @@ class CompletionCall:
 
 
 class OpenAiClient:
-    """Used as an async context manager. Completions never raise for what a server does: see CompletionOutcome.failure.
+    """Async client of an OpenAI-compatible server, a context manager.
+
+    Completions never raise for a server's faults: see CompletionOutcome.failure.
 
     `url` may end in /v1 or not. Raises ConfigError when it is no HTTP address.
     """
@@ -170,14 +172,14 @@ class OpenAiClient:
     # --- everything else ----------------------------------------------------------------------------------------------
 
     async def model_name(self) -> str:
-        """The first model that the server lists. Raises PeerError."""
+        """Return the first model that the server lists. Raises PeerError."""
         try:
             return str(msgspec.json.decode(await self.get("/v1/models"))["data"][0]["id"])
         except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
             raise ProtocolError(f"{self.url}/v1/models does not list a model") from error
 
     async def get(self, path: str) -> bytes:
-        """The body of a page. Raises PeerLost when nothing answers, PeerError on any status but 200."""
+        """Return the body of a page. Raises PeerLost when nothing answers, PeerError on any status but 200."""
         try:
             async with asyncio.timeout(PLAIN_TIMEOUT_S), self._open.get(self.url + path) as response:
                 body = await response.content.read(-1)

@@ -28,7 +28,7 @@ class SentRequest:
 
 @dataclass(slots=True)
 class LoadRun:
-    """Everything that happened."""
+    """Requests and timing of a whole run."""
 
     started_s: float = 0.0
     ended_s: float = 0.0
@@ -38,12 +38,12 @@ class LoadRun:
 
     @property
     def duration_s(self) -> float:
-        """From the start to the last answer."""
+        """Return the seconds from the start to the last answer."""
         return self.ended_s - self.started_s
 
 
 class LoadGenerator:
-    """Runs one plan once."""
+    """Generator of the load of one plan, for one run."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class LoadGenerator:
         return plan.max_closed is not None or not self._opens_done.is_set()
 
     def _left_s(self) -> float | None:
-        """Until the plan ends, where it has an end of its own."""
+        """Return the seconds until the plan ends, where it has an end of its own."""
         ends_s = self._plan.ends_s
         return None if ends_s is None else self._run.started_s + ends_s - time.monotonic()
 

@@ -1,4 +1,4 @@
-"""What to send and when: a plan made from a trace, or from a line in the language of workloads.
+"""Plan of the requests to send, made from a trace or from a line in the language of workloads.
 
 The language is that of alignedserve.workload.grammar (docs/workloads.md). What a client cannot send is refused.
 """
@@ -53,7 +53,7 @@ class PlannedLoop:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Everything the load generator needs to know.
+    """Requests, loops and end of one run, as the load generator needs them.
 
     Open requests go out at their arrival. Closed loops run until `ends_s`, until `max_closed` requests were
     sent, or, when both are None, until the last open request was sent.
@@ -72,7 +72,7 @@ class LoadPlan:
 
 
 def plan_trace(rows: list[TraceRow], traffic: TrafficClass, limits: LengthLimits, num_requests: int | None) -> LoadPlan:
-    """The trace as one open-loop class. Raises ConfigError where the trace has objectives of its own."""
+    """Return the trace as one open-loop class. Raises ConfigError where the trace has objectives of its own."""
     chosen = rows[:num_requests]
     if any(row.terms is not None for row in chosen):
         raise ConfigError("the trace states classes or objectives per request, which this command cannot send")
@@ -105,7 +105,7 @@ def plan_synthetic(
     limits: LengthLimits,
     library: Library | None = None,
 ) -> LoadPlan:
-    """A plan from a specification. Raises ConfigError.
+    """Return a plan from a specification. Raises ConfigError.
 
     `num_requests` counts open-loop requests (closed ones when there is no open class); `duration_s` ends both kinds.
     `limits` apply after those of the specification. Without a `library`, only what ships with the package is known.
@@ -131,7 +131,7 @@ def plan_synthetic(
 
 
 def _traffic_class(spec: ClassSpec) -> TrafficClass:
-    """Raises ConfigError for what a client of an OpenAI-compatible server cannot send, or this one does not."""
+    """Return a class of the grammar. Raises ConfigError for what no client of an OpenAI-compatible server can send."""
     unsent = {
         "wave": spec.wave is not None,
         "be_share": spec.be_share > 0,
@@ -163,6 +163,6 @@ def _planned(index: int, request: TimedRequest, limits: LengthLimits) -> LoadReq
 
 
 def _numbered(stream: RequestSource, limits: LengthLimits, *, first: int, step: int) -> Iterator[LoadRequest]:
-    """Several closed loops count by turns, so that no two requests share an index."""
+    """Number the requests of a loop; several loops take turns, so that no two requests share an index."""
     for count in itertools.count():
         yield _planned(first + count * step, stream[count], limits)

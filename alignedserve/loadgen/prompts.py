@@ -33,7 +33,10 @@ CountTokens = Callable[[str], int]
 
 
 def load_tokenizer(folder: Path) -> CountTokens:
-    """Counts the tokens of a text, without special ones. `folder` holds a tokenizer.json. Raises ConfigError."""
+    """Return a function that counts the tokens of a text, without special ones.
+
+    `folder` holds a tokenizer.json. Raises ConfigError.
+    """
     try:
         tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing more precise
@@ -42,12 +45,12 @@ def load_tokenizer(folder: Path) -> CountTokens:
 
 
 def words(num_words: int, rng: random.Random) -> str:
-    """`num_words` random words: about as many tokens."""
+    """Return `num_words` random words: about as many tokens."""
     return " ".join(rng.choices(WORDS, k=max(1, num_words)))
 
 
 def exact_prompt(num_tokens: int, rng: random.Random, count_tokens: CountTokens) -> str:
-    """A text that `count_tokens` finds `num_tokens` long, or a little shorter where no filler fits its tokenizer."""
+    """Return a text of `num_tokens` tokens by `count_tokens`, or a little less where no filler fits its tokenizer."""
     chosen = rng.choices(WORDS, k=num_tokens)
     tokens_per_word = max(1.0, count_tokens(" ".join(chosen)) / len(chosen))
     del chosen[int(num_tokens / tokens_per_word) :]
@@ -89,7 +92,7 @@ class CallMaker:
         self._prepared[request.index] = exact_prompt(request.prompt_len, self._rng(request), count_tokens)
 
     def call(self, request: LoadRequest, traffic: TrafficClass) -> CompletionCall:
-        """The call of one planned request."""
+        """Return the call of one planned request."""
         prompt = self._prepared.pop(request.index, None)
         if prompt is None:
             prompt = words(round(request.prompt_len / self._tokens_per_word), self._rng(request))
@@ -109,11 +112,11 @@ class CallMaker:
 
 
 def slo_headers(traffic: TrafficClass) -> dict[str, str]:
-    """Objectives as AlignedServe's gateway reads them; other servers ignore unknown headers."""
+    """Return objectives as AlignedServe's gateway reads them; other servers ignore unknown headers."""
     named = (("x-slo-ttft-ms", traffic.slo.ttft_s), ("x-slo-tpot-ms", traffic.slo.tpot_s))
     return {name: f"{seconds * 1000:g}" for name, seconds in named if seconds is not None}
 
 
 def to_json(report: object) -> bytes:
-    """A report as indented JSON."""
+    """Return a report as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"

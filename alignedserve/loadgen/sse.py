@@ -18,7 +18,10 @@ class SseEvent(NamedTuple):
 
 
 class SseParser:
-    """Bytes in, events out. A trailing event without its blank line is never given out (the stream was cut)."""
+    """Parser with bytes in and events out.
+
+    A trailing event without its blank line is never given out (the stream was cut).
+    """
 
     def __init__(self) -> None:
         self._rest = b""
@@ -26,7 +29,7 @@ class SseParser:
         self._name = b""
 
     def feed(self, received: bytes) -> list[SseEvent]:
-        """The events that `received` completes. Raises ProtocolError on an endless line."""
+        """Return the events that `received` completes. Raises ProtocolError on an endless line."""
         lines = (self._rest + received).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > MAX_EVENT_BYTES:
@@ -91,7 +94,7 @@ class _ErrorEnvelope(msgspec.Struct):
 
 
 class StreamChunk(NamedTuple):
-    """What one event says."""
+    """Content of one event."""
 
     text: str = ""
     has_token: bool = False  # text, thoughts or logprobs came with it
@@ -106,7 +109,7 @@ _decode_envelope = msgspec.json.Decoder(_ErrorEnvelope).decode
 
 
 def read_chunk(event: SseEvent) -> StreamChunk:
-    """The chunk in an event. Raises ProtocolError when it is not one."""
+    """Return the chunk in an event. Raises ProtocolError when it is not one."""
     if event.name == b"error":
         return StreamChunk(error=error_message(event.payload))
     try:
@@ -131,7 +134,7 @@ def _from_choice(choice: _ChoiceJson, usage: StreamUsage | None) -> StreamChunk:
 
 
 def error_message(body: bytes) -> str:
-    """The message of an OpenAI error object, or the beginning of whatever came instead."""
+    """Return the message of an OpenAI error object, or the beginning of whatever came instead."""
     try:
         envelope = _decode_envelope(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""From what happened to the numbers of a report. Pure; the formulas themselves stand in core/metrics.py."""
+"""Numbers of a report, computed from a run. Pure; the formulas themselves stand in core/metrics.py."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class ClassReport:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorReport:
-    """How well the generator kept its own times."""
+    """Punctuality of the generator itself."""
 
     lateness_s: Distribution | None  # of open-loop requests: sent after their planned moment
     loop_lag_s: Distribution | None  # wake-ups of its event loop
@@ -61,7 +61,7 @@ class LoadReport:
 
 
 def summarise(run: LoadRun, classes: Sequence[TrafficClass], *, num_clamped: tuple[int, int] = (0, 0)) -> LoadReport:
-    """The report of a run; `num_clamped` prompts and outputs were shortened by the plan."""
+    """Return the report of a run; `num_clamped` prompts and outputs were shortened by the plan."""
     slos = {traffic.name: traffic.slo for traffic in classes}
     reports = tuple(
         _class_report(traffic.name, [sent for sent in run.sent if sent.request.class_name == traffic.name], slos, run)

@@ -1,4 +1,4 @@
-"""From the language of workloads to requests.
+"""Workloads built from the language of workloads.
 
 Every class of traffic draws its arrivals, lengths, objectives and predictions from generators of their own, made from
 the seed and the class's name: another rate leaves the lengths as they are, and a further class changes no other.
@@ -45,7 +45,7 @@ def build_workload(
     num_requests: int | None = None,
     duration_s: float | None = None,
 ) -> Workload:
-    """The workload of a specification (grammar.py). Raises ConfigError.
+    """Return the workload of a specification (grammar.py). Raises ConfigError.
 
     `num_requests` counts open-loop requests (closed ones where there is no open class), `duration_s` ends both kinds.
     Without either, recordings are played to their end, and everything else has DEFAULT_NUM_REQUESTS.
@@ -73,7 +73,7 @@ def _is_recorded(spec: ClassSpec) -> bool:
 
 @contextmanager
 def _blamed_on(spec: ClassSpec) -> Iterator[None]:
-    """Complaints name the class."""
+    """Name the class in complaints."""
     try:
         yield
     except ConfigError as error:
@@ -92,13 +92,13 @@ class _ClassTraffic:
         self._drawn = DrawnLengths(source, spec.prompt, spec.output)
 
     def _generator(self, purpose: _Purpose, block: int = 0) -> Generator:
-        """The generator that draws for this purpose and nothing else."""
+        """Return the generator that draws for this purpose and nothing else."""
         return np.random.default_rng([self._seed, zlib.crc32(self.spec.name.encode()), purpose, block])
 
     # --- open loop
 
     def opened(self, count: int | None, duration_s: float | None) -> Iterable[TimedRequest]:
-        """Its requests in order; none where it is a closed loop."""
+        """Return its requests in order; none where it is a closed loop."""
         if self.spec.is_closed:
             return []
         with _blamed_on(self.spec):
@@ -143,27 +143,27 @@ class _ClassTraffic:
     # --- closed loop
 
     def closed_loop(self) -> ClosedLoop:
-        """The loop; its requests are drawn when they are asked for."""
+        """Return the loop; its requests are drawn when they are asked for."""
         size = self.spec.outstanding or self.spec.wave
         assert size is not None, "checked by the grammar"
         return ClosedLoop(self.spec.name, size, self.spec.wave is not None, _DrawnStream(self))
 
     def block(self, number: int) -> list[TimedRequest]:
-        """The requests of a closed loop from `number * _BLOCK` on."""
+        """Return the requests of a closed loop from `number * _BLOCK` on."""
         with _blamed_on(self.spec):
             return self._block(number, [0.0] * _BLOCK)
 
     # --- requests
 
     def _block(self, number: int, arrival_s: Sequence[float]) -> list[TimedRequest]:
-        """As many requests of a block as there are arrivals."""
+        """Return as many requests of a block as there are arrivals."""
         return self._timed(arrival_s, self._lengths(number), number)
 
     def _lengths(self, block: int) -> Lengths:
         return self.spec.limits.draw(self._drawn, self._generator(_Purpose.LENGTHS, block), _BLOCK)
 
     def _timed(self, arrival_s: Sequence[float], lengths: Lengths, block: int = 0) -> list[TimedRequest]:
-        """The first of these requests, one for each arrival; all are drawn, so that a later end changes none."""
+        """Return the first of these requests, one for each arrival; all are drawn, so that a later end changes none."""
         spec, count = self.spec, len(lengths)
         assert lengths.prompt_len is not None, "lengths are complete"
         output_len = self._answers(lengths)
@@ -208,7 +208,7 @@ class _DrawnStream:
 
 
 def _objectives(spec: ClassSpec, rng: Generator, count: int) -> tuple[list[RequestClass], list[Slo]]:
-    """Class and objectives of every request. In a shared class, best-effort requests have the deadline only."""
+    """Return class and objectives of every request. In a shared class, best-effort requests have the deadline only."""
 
     def drawn(distribution: ValueDistribution | None) -> list[float] | list[None]:
         if distribution is None:
@@ -236,7 +236,7 @@ def _objectives(spec: ClassSpec, rng: Generator, count: int) -> tuple[list[Reque
 
 
 def _on_terms(request: TimedRequest, terms: Terms | None) -> TimedRequest:
-    """What a trace says of its request counts more than what the class says."""
+    """Apply a trace's terms to its request; they take precedence over the class's."""
     if terms is None:
         return request
     return replace(

@@ -129,14 +129,14 @@ PROFILES: Mapping[str, str] = {"burstgpt_week": "burstgpt_1_tokens_per_second_by
 
 
 class Library:
-    """Finds sources by name or path. `data_dir`: the user's folder for what cannot be shipped."""
+    """Library that finds sources by name or path. `data_dir`: the user's folder for what cannot be shipped."""
 
     def __init__(self, data_dir: Path | None = None) -> None:
         self._data_dir = data_dir
         self._read: dict[str, LengthSource] = {}
 
     def source(self, name: str) -> LengthSource:
-        """The source of a name, or of a file of one's own (a trace, or `prompt_len,output_len`). Read once.
+        """Return the source of a name, or of a file of one's own (a trace, or `prompt_len,output_len`). Read once.
 
         Raises ConfigError listing the valid names.
         """
@@ -145,7 +145,7 @@ class Library:
         return self._read[name]
 
     def profile(self, name: str) -> RateProfile:
-        """A rate profile. Raises ConfigError."""
+        """Find a rate profile. Raises ConfigError."""
         if name not in PROFILES:
             raise ConfigError(f"unknown rate profile {name!r}; there are {', '.join(PROFILES)}")
         return read_profile(self._data_file(name, PROFILES[name]))

@@ -1,4 +1,4 @@
-"""Random numbers as a person writes them: `60`, `uniform(32,128)`, `lognormal(100,300)`, `mix(0.9: ..., 0.1: ...)`."""
+"""Distributions as a person writes them: `60`, `uniform(32,128)`, `lognormal(100,300)`, `mix(0.9: ..., 0.1: ...)`."""
 
 import math
 from collections.abc import Callable
@@ -24,11 +24,11 @@ class ValueDistribution:
 
     @property
     def constant(self) -> float | None:
-        """The number that is always drawn, if there is one."""
+        """Return the number that is always drawn, if there is one."""
         return self.arguments[0] if self.kind == "constant" else None
 
     def draw(self, rng: Generator, count: int) -> FloatArray:
-        """So many numbers; the caller rounds and clamps."""
+        """Draw `count` numbers; the caller rounds and clamps."""
         if self.parts:
             return self._draw_mix(rng, count)
         return _KINDS[self.kind].draw(rng, count, self.arguments)
@@ -74,7 +74,7 @@ _NAMES = (*(name for name in _KINDS if name != "constant"), "mix")
 
 
 def constant(number: float) -> ValueDistribution:
-    """The distribution of a number that never changes."""
+    """Return the distribution of a number that never changes."""
     return ValueDistribution("constant", (number,))
 
 
@@ -82,7 +82,7 @@ def constant(number: float) -> ValueDistribution:
 
 
 def parse_distribution(text: str) -> ValueDistribution:
-    """A number or a distribution with its arguments in parentheses. Raises ConfigError.
+    """Parse a number, or a distribution with its arguments in parentheses. Raises ConfigError.
 
     `uniform(low,high)`, `exponential(mean)`, `choice(a,b,...)`, `lognormal(median,p95)`, `skewed(mean,deviation)` (the
     log-normal with these two moments), `mix(weight: distribution, weight: distribution, ...)`.
@@ -125,7 +125,7 @@ def _sensible(text: str, distribution: ValueDistribution) -> ValueDistribution:
 
 
 def parse_number(name: str, text: str) -> float:
-    """A finite number. Raises ConfigError that begins with `name`."""
+    """Parse a finite number. Raises ConfigError that begins with `name`."""
     try:
         number = float(text)
     except ValueError:
@@ -136,7 +136,7 @@ def parse_number(name: str, text: str) -> float:
 
 
 def split_outside_parentheses(text: str, separator: str) -> list[str]:
-    """`text.split(separator)`, blind inside parentheses."""
+    """Split the text at separators outside parentheses."""
     pieces, depth, begin = [], 0, 0
     for position, character in enumerate(text):
         depth += (character == "(") - (character == ")")

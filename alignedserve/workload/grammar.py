@@ -56,12 +56,12 @@ class ClassSpec:
 
     @property
     def is_closed(self) -> bool:
-        """Whether a request waits for an earlier one to end."""
+        """Return whether a request waits for an earlier one to end."""
         return self.outstanding is not None or self.wave is not None
 
 
 def parse_classes(specification: str) -> tuple[ClassSpec, ...]:
-    """All classes. Raises ConfigError that names the class and the setting."""
+    """Parse all classes. Raises ConfigError that names the class and the setting."""
     parts = [part for part in split_outside_parentheses(specification, ";") if part.strip()]
     if not parts:
         raise ConfigError("the workload is empty (write for example rate=2,prompt=100,output=60)")

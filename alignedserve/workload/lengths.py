@@ -1,4 +1,4 @@
-"""How long prompts and answers are: columns, where they are drawn from, and how they are cut."""
+"""Lengths of prompts and answers: columns, where they are drawn from, and how they are cut."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Lengths:
         return len(column)
 
     def take(self, rows: IntArray) -> "Lengths":
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         return Lengths(
             prompt_len=None if self.prompt_len is None else self.prompt_len[rows],
             output_len=None if self.output_len is None else self.output_len[rows],
@@ -37,12 +37,12 @@ class Lengths:
         )
 
     def draw(self, rng: Generator, count: int) -> "Lengths":
-        """Rows at random, with replacement."""
+        """Draw rows at random, with replacement."""
         return self.take(rng.integers(len(self), size=count))
 
 
 def joined(pieces: Sequence[Lengths]) -> Lengths:
-    """The rows of all of them; a column that one lacks is lacking."""
+    """Return the rows of all of them; a column that one lacks is lacking."""
 
     def column(columns: list[IntArray | None]) -> IntArray | None:
         present = [column for column in columns if column is not None]
@@ -57,14 +57,14 @@ def joined(pieces: Sequence[Lengths]) -> Lengths:
 
 
 class LengthSource(Protocol):
-    """Where the lengths of requests are drawn from."""
+    """Source that lengths of requests are drawn from."""
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """So many rows. The same generator gives the same rows."""
+        """Draw `count` rows. The same generator gives the same rows."""
 
 
 def whole(drawn: FloatArray) -> IntArray:
-    """Drawn numbers as lengths: rounded, at least 1."""
+    """Convert drawn numbers to lengths: rounded, at least 1."""
     return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
@@ -77,12 +77,12 @@ class DrawnLengths:
     output: ValueDistribution | None = None
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """So many rows. Raises ConfigError where a column is missing."""
+        """Draw `count` rows. Raises ConfigError where a column is missing."""
         found = Lengths(None, None) if self.source is None else self.source.draw(rng, count)
         return self.completed(found, rng, count)
 
     def completed(self, found: Lengths, rng: Generator, count: int) -> Lengths:
-        """The rows with the distributions applied."""
+        """Return the rows with the distributions applied."""
         prompt_len = found.prompt_len if self.prompt is None else whole(self.prompt.draw(rng, count))
         output_len = found.output_len if self.output is None else whole(self.output.draw(rng, count))
         for name, column in (("prompt", prompt_len), ("output", output_len)):
@@ -102,15 +102,15 @@ class LengthLimits:
     max_total: int | None = None
 
     def prompt_lens(self, lengths: IntArray) -> IntArray:
-        """The lengths to send for traced or drawn prompt lengths."""
+        """Return the lengths to send for traced or drawn prompt lengths."""
         return _limited(lengths, self.prompt_scale, self.max_prompt)
 
     def output_lens(self, lengths: IntArray) -> IntArray:
-        """The lengths to ask for."""
+        """Return the lengths to ask for."""
         return _limited(lengths, self.output_scale, self.max_output)
 
     def cut(self, lengths: Lengths) -> tuple[Lengths, IntArray]:
-        """What is left of the rows, and their numbers."""
+        """Return the rows that are left, and their numbers."""
         assert lengths.prompt_len is not None, "limits come after the columns are complete"
         assert lengths.output_len is not None, "limits come after the columns are complete"
         prompt_len, output_len = self.prompt_lens(lengths.prompt_len), self.output_lens(lengths.output_len)
@@ -118,13 +118,13 @@ class LengthLimits:
         if self.max_total is not None:
             kept = np.flatnonzero(prompt_len + output_len <= self.max_total)
         texts = lengths.texts
-        if texts is not None:  # one that was cut would mislead whoever reads it
+        if texts is not None:  # one that was cut would mislead a predictor
             is_whole = (prompt_len == lengths.prompt_len).tolist()
             texts = [text if whole else None for text, whole in zip(texts, is_whole, strict=True)]
         return Lengths(prompt_len, output_len, texts).take(kept), kept
 
     def draw(self, source: LengthSource, rng: Generator, count: int) -> Lengths:
-        """So many rows within the limits; dropped ones are drawn again. Raises ConfigError if hardly any fits."""
+        """Draw `count` rows within the limits; dropped ones are drawn again. Raises ConfigError if hardly any fits."""
         pieces: list[Lengths] = []
         num_kept = 0
         for _ in range(_MAX_ROUNDS):

@@ -1,4 +1,4 @@
-"""Whether the GPU path computes what it must, and how fast, on one GPU: every target of docs/gpu.md in nine minutes.
+"""Correctness and speed of the GPU path, on one GPU: every target of docs/gpu.md in nine minutes.
 
     python -m benchmarks.gpu                        # figures in benchmarks/results/gpu_<part>.json
     python -m benchmarks.gpu --toy --device cpu     # shows without a GPU whether everything runs; records nothing
@@ -56,7 +56,7 @@ PARTS = (
 
 @dataclass(slots=True)
 class Ended:
-    """How one part ended. Every field is plain JSON."""
+    """Ending of one part. Every field is plain JSON."""
 
     part: str
     seconds: float
@@ -77,7 +77,7 @@ class Runner:
         self._deadline_s = time.monotonic() + total_s
 
     def run(self, shares: Sequence[TimeShare]) -> None:
-        """All of them, within the time that is left."""
+        """Run all parts, within the time that is left."""
         for index, share in enumerate(shares):
             left_s = self._deadline_s - time.monotonic()
             limit_s = max(1.0, left_s * share.weight / sum(one.weight for one in shares[index:]))
@@ -102,7 +102,7 @@ class Runner:
         print(f"   {seconds:.0f} s, {'; '.join((*ended.failures, *ended.left_out)) or 'went through'}", flush=True)
 
     def _in_a_process(self, part: str, limit_s: float, folder: Path) -> tuple[str | None, str]:
-        """What went wrong, and everything that it printed."""
+        """Run a part in a process; return what went wrong, and everything that it printed."""
         command = [*PART_COMMAND, part, "--output", str(folder), *self._arguments]
         with (folder / "log").open("w+") as log:
             process = subprocess.Popen(
@@ -120,7 +120,7 @@ class Runner:
             return problem, log.read()
 
     def _take(self, part: str, folder: Path) -> dict[str, Any]:
-        """Figures of the part, as far as it came; its file is kept."""
+        """Return the figures of the part, as far as it came; its file is kept."""
         found = folder / f"gpu_{part}.json"
         try:
             figures: dict[str, Any] = json.loads(found.read_text())["figures"]

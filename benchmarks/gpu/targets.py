@@ -1,4 +1,4 @@
-"""What the GPU path is to reach, and whether the figures of benchmarks.gpu say so."""
+"""Targets of the GPU path, and whether the figures of benchmarks.gpu reach them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,12 +56,12 @@ class _TargetRule(NamedTuple):
 
 
 def outcomes(parts: Mapping[str, Figures], *, is_toy: bool) -> list[TargetOutcome]:
-    """Of every target. What a toy shows is no measurement."""
+    """Return the outcome of every target. Results of a toy are no measurement."""
     return [target.outcome(parts.get(target.part), is_toy=is_toy) for target in _TARGETS]
 
 
 def _decode_cases(figures: Figures) -> list[str]:
-    """Names of the decode batches as they were measured, each once."""
+    """Return the names of the decode batches as they were measured, each once."""
     return list(dict.fromkeys(row["case"] for row in figures.get("rows", ()) if row["kernel"] == "decode"))
 
 

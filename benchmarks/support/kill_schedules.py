@@ -1,4 +1,4 @@
-"""What is done to a cluster while a batch runs: a schedule of faults, the same for the same seed."""
+"""Faults of a cluster while a batch runs: a schedule of faults, the same for the same seed."""
 
 import enum
 import random
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Target(enum.Enum):
-    """Who is hit."""
+    """Process that is hit."""
 
     GATEWAY = "gateway"
     DRIVER = "batch driver"
@@ -20,7 +20,7 @@ class Target(enum.Enum):
 
 
 class Hit(enum.Enum):
-    """How."""
+    """Kind of fault."""
 
     KILL = "SIGKILL"
     STOP = "SIGSTOP"  # and SIGCONT after a while
@@ -36,7 +36,7 @@ class KillFault(NamedTuple):
 
 
 class KillSchedule(NamedTuple):
-    """What one batch has to survive."""
+    """Faults that one batch has to survive."""
 
     seed: int
     faults: tuple[KillFault, ...]
@@ -59,7 +59,7 @@ _STOPS_S = (0.05, 7.0)  # some longer than a peer may be silent
 
 
 def make_schedule(seed: int) -> KillSchedule:
-    """One to three faults."""
+    """Make a schedule of one to three faults."""
     rng = random.Random(seed)
     return KillSchedule(seed, tuple(_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3)))))
 

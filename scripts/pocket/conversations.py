@@ -44,7 +44,7 @@ class ConversationMaker:
         self._bos, self._end, self._system, self._user, self._assistant = (_token_id(tokenizer, name) for name in names)
 
     def make_row(self, length: int) -> Row:
-        """A row of at most `length` tokens, nearly full."""
+        """Make a row of at most `length` tokens, nearly full."""
         row = Row()
         self._add(row, [self._bos], 0.0)
         if self._rng.random() < _SYSTEM_SHARE:
@@ -57,7 +57,7 @@ class ConversationMaker:
         return row
 
     def encode_task(self, task: PocketTask) -> Row:
-        """One question and its answer as a conversation of its own."""
+        """Encode one question and its answer as a conversation of its own."""
         row = Row()
         self._add(row, [self._bos], 0.0)
         self._add_turn(row, task, 1 << 20)
@@ -73,7 +73,7 @@ class ConversationMaker:
         row.weights += [weight] * len(token_ids)
 
     def _add_turn(self, row: Row, task: PocketTask, length: int) -> bool:
-        """False, and the row as it was, when the turn does not fit."""
+        """Add a turn; return False, and leave the row as it was, when it does not fit."""
         prompt, answer = self._encode(task.prompt), [*self._encode(task.answer), self._end]
         if len(row.token_ids) + len(prompt) + len(answer) + 3 > length:
             return False
@@ -86,7 +86,7 @@ class ConversationMaker:
         return self._rng.choices(skills, [self.mixture[skill] for skill in skills])[0]
 
     def _add_reading_turns(self, row: Row, length: int) -> None:
-        """A long text and several questions about it: long contexts pay off only with many answers each."""
+        """Add a long text and several questions about it: long contexts pay off only with many answers each."""
         rng = self._rng
         skill = self._pick(_READING_SKILLS)
         room = length - len(row.token_ids) - 2 * _READING_COST

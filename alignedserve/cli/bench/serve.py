@@ -22,7 +22,7 @@ from alignedserve.workload.traces import mean_rate, read_trace, sped_up, window
 
 
 def bench_serve(options: LoadOptions) -> int:
-    """Run the command; returns its exit code (1 when no request completed)."""
+    """Run the command and return its exit code (1 when no request completed)."""
     plan = make_plan(options)
     run, model = asyncio.run(_run(options, plan))
     report = summarise(run, plan.classes, num_clamped=(plan.num_clamped_prompts, plan.num_clamped_outputs))
@@ -36,7 +36,7 @@ def bench_serve(options: LoadOptions) -> int:
 
 
 def make_plan(options: LoadOptions) -> LoadPlan:
-    """What to send, from the trace or the specification. Raises ConfigError."""
+    """Plan what to send, from the trace or the specification. Raises ConfigError."""
     slo = Slo(options.slo_ttft_s, options.slo_tpot_s)
     if options.trace is None:
         assert options.synthetic is not None, "checked by the options themselves"
@@ -63,7 +63,7 @@ def _limits(options: LoadOptions) -> LengthLimits:
 
 
 def _with_default_slo(traffic: TrafficClass, slo: Slo) -> TrafficClass:
-    """The objectives of the command line, where the class has none of its own."""
+    """Return the objectives of the command line, where the class has none of its own."""
     ttft_s = slo.ttft_s if traffic.slo.ttft_s is None else traffic.slo.ttft_s
     tpot_s = slo.tpot_s if traffic.slo.tpot_s is None else traffic.slo.tpot_s
     return replace(traffic, slo=Slo(ttft_s, tpot_s, traffic.slo.deadline_s))

@@ -44,15 +44,15 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def messages(self) -> list[dict[str, str]]:
-        """As the server wants them."""
+        """Return the messages in the order and form of a chat request."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
     def ask(self, text: str) -> None:
-        """The person's next message."""
+        """Add the user's next message."""
         self.turns.append({"role": "user", "content": text})
 
     def settle(self, answer: str) -> None:
-        """The answer, whole or not; without any text the question is taken back."""
+        """Add the answer, whole or not; without any text take the question back."""
         if answer:
             self.turns.append({"role": "assistant", "content": answer})
         else:
@@ -64,7 +64,7 @@ class Conversation:
 
 
 def chat(options: ChatOptions) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     model = options.model or asyncio.run(_served_model(options.url))
     session = ChatSession(options=options, model=model)
     if options.once is not None:
@@ -88,7 +88,7 @@ class ChatSession:
         self._conversation = Conversation(system=options.system)
 
     def answer_once(self, prompt: str) -> int:
-        """For scripts: one prompt, its answer on stdout. Ctrl-C ends it with code 130."""
+        """Answer one prompt on stdout, for scripts. Ctrl-C ends it with code 130."""
         if not prompt.strip():
             raise ConfigError("there is no prompt: neither --once nor anything on stdin")
         outcome, was_interrupted = self._answer(prompt.strip())
@@ -171,7 +171,7 @@ def _print_piece(text: str) -> None:
 
 
 def _explain(failure: ClientFailure, url: str) -> str:
-    """One line for a person."""
+    """Explain a failure in one line."""
     if failure.kind is ClientFailureKind.CONNECT:
         return f"nothing answers at {url}. Start a server there with: alignedserve serve"
     if failure.status in (401, 403):

@@ -49,7 +49,10 @@ _SHOWN_WRONG = 5
 
 
 def demo(options: DemoOptions) -> int:
-    """Run the command; returns its exit code (1 when a request was lost, a block leaked or an answer was corrupted)."""
+    """Run the command and return its exit code.
+
+    It is 1 when a request was lost, a block leaked or an answer was corrupted.
+    """
     count_tokens = pocket_tokenizer()
     checked = plan_checked_trace(
         shipped_trace(),
@@ -71,7 +74,7 @@ def demo(options: DemoOptions) -> int:
 
 @contextlib.contextmanager
 def _server(options: DemoOptions) -> Iterator[str]:
-    """The address of the running server, or of a cluster that lives as long as the context."""
+    """Return the address of the running server, or of a cluster that lives as long as the context."""
     if options.url is not None:
         yield options.url
         return
@@ -168,7 +171,7 @@ class _Demo:
         return [sent for sent in run.sent if sent.outcome.failure is None and not self._is_correct(sent)]
 
     async def _ask_again(self, wrong: list[SentRequest], bar: Progress) -> list[WrongAnswer]:
-        """One at a time, on the idle system."""
+        """Ask every wrong one again, one at a time, on the idle system."""
         answers = []
         for sent in bar.track(wrong, description="wrong answers again, alone") if wrong else ():
             task = self._checked.tasks[sent.request.index]
@@ -184,7 +187,7 @@ class _Demo:
         return parse_metrics(await self._metrics_page())
 
     async def _drained_metrics(self) -> dict[str, float]:
-        """The metrics once no block is in use, or when waiting for that became pointless."""
+        """Return the metrics once no block is in use, or when waiting for that became pointless."""
         end_s = time.monotonic() + DRAIN_TIMEOUT_S
         await asyncio.sleep(_SETTLE_S)
         metrics = await self._metrics()

@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 300
 
 
 def evaluate(options: EvalOptions) -> int:
-    """Run the command; returns its exit code (1 when a skill is below the threshold)."""
+    """Run the command and return its exit code (1 when a skill is below the threshold)."""
     count_tokens = pocket_tokenizer()
     items = make_items(options.num_per_skill, options.seed, count_tokens)
     report = score(asyncio.run(_ask_all(options, items, count_tokens)))
@@ -29,7 +29,7 @@ def evaluate(options: EvalOptions) -> int:
 
 
 async def _ask_all(options: EvalOptions, items: list[EvalItem], count_tokens: CountTokens) -> list[EvalAnswer]:
-    """The answers, in the order of the tasks."""
+    """Return the answers, in the order of the tasks."""
     answers: list[EvalAnswer | None] = [None] * len(items)
     waiting = iter(enumerate(items))
     client = OpenAiClient(url=options.url, api_key=client_api_key())
@@ -77,7 +77,7 @@ def _row(group: GroupScore) -> tuple[str, ...]:
 
 
 def _shortened(text: str) -> str:
-    """Enough of a long prompt to see both its beginning and the question at its end."""
+    """Shorten a prompt to its beginning and the question at its end."""
     text = printable(text).replace("\n", " / ")
     half = _SHOWN_CHARACTERS // 2
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"

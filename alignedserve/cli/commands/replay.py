@@ -49,7 +49,7 @@ class SimulatedTimes:
 
 
 def replay(options: ReplayOptions) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     outstanding = parse_outstanding(options.outstanding)
     with notes().status("Deciding again …"):
         checks, run = replay_folder(options.folder, options.component)
@@ -67,7 +67,7 @@ def replay(options: ReplayOptions) -> int:
 
 
 def replay_folder(folder: Path, component: str | None = None) -> tuple[list[ComponentCheck], ObservedRun]:
-    """Decide everything again; what was seen on the way. Raises RecordingError."""
+    """Decide everything again and return the checks and the observed run. Raises RecordingError."""
     run, checks = ObservedRun(), []
     replays = [ComponentReplay(path) for path in recordings_in(folder)]
     chosen = [one for one in replays if component in (None, one.name)]
@@ -104,7 +104,7 @@ def simulate_beside(options: ReplayOptions, run: ObservedRun, outstanding: Mappi
 
 
 def parse_outstanding(values: Sequence[str]) -> dict[str, int]:
-    """CLASS=N of the command line. Raises ConfigError."""
+    """Parse CLASS=N of the command line. Raises ConfigError."""
     outstanding = {}
     for value in values:
         name, _, number = value.partition("=")

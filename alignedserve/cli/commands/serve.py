@@ -44,7 +44,7 @@ def serve(options: ServeOptions) -> None:
 
 
 class _StopSignals:
-    """Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored.
+    """Handler of Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored.
 
     They raise where the main thread is, and are remembered as well: Python drops what is raised inside a destructor.
     """
@@ -72,7 +72,7 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() else ""
     body = f'{{"model":"{cluster.served.name}","messages":[{{"role":"user","content":"spell otter"}}]}}'
     table = Table.grid(padding=(0, 2))
-    # As this command was called: nobody need have activated the environment.
+    # As this command was called: the environment need not be activated.
     table.add_row("Chat here", f"[bold]{sys.argv[0]} chat[/]  (in another terminal)")
     table.add_row("Web page", f"[bold]{cluster.url}/[/]")
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")

@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchmarkSpec:
-    """What to run. Raises ConfigError naming the field."""
+    """Parameters of the benchmark. Raises ConfigError naming the field."""
 
     model: str  # a name in SHAPES (random weights) or a model folder
     groups: tuple[RequestGroup, ...]
@@ -68,12 +68,12 @@ class EngineBenchmarkSpec:
 
     @property
     def max_context_len(self) -> int:
-        """Longest prompt and output together."""
+        """Return the longest prompt and output together."""
         return max(group.prompt_len + group.output_len for group in self.groups)
 
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
-    """A named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
+    """Load a named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
     return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, None, device, seed=seed)))
 
 
@@ -112,7 +112,7 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
 
 
 def step_weight_bytes(config: ModelConfig, dtype: str, quantization: str | None) -> int:
-    """Weights that every step reads whole, whatever its tokens."""
+    """Return the weights that every step reads whole, whatever its tokens."""
     return config.num_projected * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
 
 
@@ -123,12 +123,12 @@ def _warm_up(engine: Engine, spec: EngineBenchmarkSpec) -> None:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has held."""
+    """Return the most memory that this process has held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
-    """An engine with blocks for the `max_sequences` longest requests of the workload, and not for more; on a GPU with
+    """Make an engine with blocks for just the `max_sequences` longest requests of the workload; on a GPU with
     its decode steps recorded."""
     layout = decoder.config.block_layout(spec.block_size, spec.dtype)
     blocks = [blocks_for(group.prompt_len + group.output_len, spec.block_size) for group in spec.groups]

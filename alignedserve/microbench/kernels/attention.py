@@ -32,17 +32,17 @@ TOY_CHUNKS = ((1, 32, 32), (1, 8, 40), (2, 8, 24))
 
 
 def name_of(groups: Groups) -> str:
-    """As rows show it."""
+    """Return the name that rows show."""
     return " + ".join(f"{number} x {length}" for number, length in groups)
 
 
 def batches(setup: KernelSetup) -> tuple[Groups, ...]:
-    """The decode batches of this benchmark; the second is mixed, the third is as many tokens evenly long."""
+    """Return the decode batches of this benchmark; the second is mixed, the third is as many tokens evenly long."""
     return TOY_BATCHES if setup.is_toy else BATCHES
 
 
 def attention_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
-    """Groups to be measured by turns: all decode batches, then the chunks."""
+    """Yield groups to be measured by turns: all decode batches, then the chunks."""
     chunks = TOY_CHUNKS if setup.is_toy else CHUNKS
     lengths = [_lengths(groups) for groups in batches(setup)]
     lengths += [[context] * sequences for sequences, _, context in chunks]
@@ -142,6 +142,6 @@ def _computing(
 
 
 def _in_turn(run: Callable[[int], object]) -> Callable[[], object]:
-    """A layer at each call, one after the other."""
+    """Return a function that computes one layer per call, one after the other."""
     calls = count()
     return lambda: run(next(calls) % _NUM_LAYERS)

@@ -23,7 +23,7 @@ _TOY_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class KernelBenchmarkSpec:
-    """What to run. Raises ConfigError naming the field."""
+    """Parameters of the benchmark. Raises ConfigError naming the field."""
 
     device: str = AUTO  # auto, cpu or cuda
     shape: str = "llama-3-8b"  # a name in SHAPES
@@ -76,7 +76,7 @@ def _measure(
 
 
 def _compared(setup: KernelSetup, rows: list[KernelRow]) -> list[KernelRow]:
-    """The rows of the mixed batch with their time against that of the even one by the same kernel."""
+    """Return the rows of the mixed batch with their time against that of the even one by the same kernel."""
     mixed, even = (name_of(groups) for groups in batches(setup)[1:3])
     times = {(row.case, row.by): row.microseconds for row in rows}
     return [

@@ -17,13 +17,13 @@ _TOY_BLOCKS = 3
 
 
 def block_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
-    """Groups to be measured by turns."""
+    """Yield groups to be measured by turns."""
     for group in (_block_lists, _int8_blocks):
         yield list(group(setup))
 
 
 def _listed_blocks(setup: KernelSetup) -> tuple[Tensor, Tensor]:
-    """Blocks [num_blocks, runs, block_size, width], and half of them in no order."""
+    """Return blocks [num_blocks, runs, block_size, width], and half of their ids in no order."""
     config = setup.config
     shape = (2 * config.num_layers, _BLOCK_SIZE, config.kv_width)
     block_bytes = int(np.prod(shape)) * setup.dtype.itemsize

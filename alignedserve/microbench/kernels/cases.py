@@ -1,4 +1,4 @@
-"""What the benchmark of the kernels measures: pieces of work by whatever computes them here."""
+"""Cases of the kernel benchmark: one kernel over one batch, by every implementation that runs here."""
 
 import importlib
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class KernelCase(NamedTuple):
 
 @dataclass(slots=True)
 class KernelSetup:
-    """Where and for which model; which work does not run."""
+    """Device and model of a run, and the cases that do not run there."""
 
     device: torch.device
     dtype: torch.dtype
@@ -42,23 +42,23 @@ class KernelSetup:
 
     @property
     def runs_triton(self) -> bool:
-        """Its interpreter takes seconds for what is not a toy."""
+        """Return whether Triton's kernels are measured; its interpreter takes seconds for all but toys."""
         return gpu_kernels_available(self.device) and (self.device.type == "cuda" or self.is_toy)
 
     def that_runs(self, cases_of_group: list[KernelCase]) -> list[KernelCase]:
-        """Those whose first call, which also compiles and warms up, goes through."""
+        """Return the cases whose first call, which also compiles and warms up, succeeds."""
         return [kernel_case for kernel_case in cases_of_group if self._runs(kernel_case)]
 
     def randn(self, *shape: int) -> Tensor:
-        """Normally distributed numbers in the dtype and on the device of the benchmark."""
+        """Draw normally distributed numbers in the dtype and on the device of the benchmark."""
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def kernels(self, name: str) -> Any | None:
-        """A module of kernels.gpu where its kernels run."""
+        """Return a module of kernels.gpu where its kernels run."""
         return importlib.import_module(f"kernels.gpu.{name}") if self.runs_triton else None
 
     def angles(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [tokens, 1, head_dim / 2] float32."""
+        """Return cos, sin [tokens, 1, head_dim / 2] float32."""
         half = self.config.head_dim // 2
         frequencies = 10000.0 ** (-torch.arange(half, device=self.device) / half)
         return rotary_angles(torch.arange(num_tokens, device=self.device), frequencies, torch.float32)
@@ -84,7 +84,7 @@ class KernelSetup:
 def rows_of(
     cases_of_group: list[KernelCase], seconds: list[float], bound_of: Callable[[KernelCase], tuple[str, float]]
 ) -> list[KernelRow]:
-    """Figures of works and their times; `bound_of` gives the name and seconds of what a work cannot be faster than."""
+    """Return the figures of cases and their times; `bound_of` gives the name and seconds of a case's lower bound."""
     rows = []
     for kernel_case, taken in zip(cases_of_group, seconds, strict=True):
         bound, bound_s = bound_of(kernel_case)

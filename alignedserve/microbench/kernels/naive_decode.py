@@ -15,7 +15,10 @@ from kernels.gpu.work_partition import Int64Array, WorkPartition
 def naive_batch(
     tables: BlockTables, lengths: Int64Array, heads: tuple[int, int, int], *, window: int | None = None
 ) -> DecodeBatch:
-    """For `paged_decode`, with the same window. `lengths` [rows] on the host; `heads`: kv_heads, group, head_dim."""
+    """Make the batch for `paged_decode`, with the same window.
+
+    `lengths` [rows] on the host; `heads`: kv_heads, group, head_dim.
+    """
     arrays = [
         torch.from_numpy(array).to(tables.starts.device)
         for array in (lengths.astype(np.int32), *unpartitioned(lengths, window))
@@ -24,7 +27,7 @@ def naive_batch(
 
 
 def unpartitioned(lengths: Int64Array, window: int | None = None) -> WorkPartition:
-    """Each context is one part, and each part has a program of its own."""
+    """Partition each context into one part, with a program of its own."""
     begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // TILE
     bounds = np.arange(len(lengths) + 1, dtype=np.int32)
     return WorkPartition(

@@ -1,4 +1,4 @@
-"""How fast blocks move, against moving the same bytes without looking at them.
+"""Speed of block transfers between processes, against moving the same bytes without looking at them.
 
 `shm` and `relay` are compared with a numpy copy of the same blocks from and to the same places, block by block; `gloo`
 with one bare send of as many bytes between the same two processes. Both ends of a comparison alternate, so that a load
@@ -34,7 +34,7 @@ from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
 
 
 def host_rows(spec: TransferBenchmarkSpec) -> Iterator[TransferResult]:
-    """Every way between processes without a device, one after the other."""
+    """Measure every way between processes without a device, one after the other."""
     torch.set_num_threads(1)
     for shape, num_blocks in spec.sizes():
         with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
@@ -115,7 +115,7 @@ def _relayed(pool: Arena, copy: BlockCopy, buffer: Arena, targets: list[BlockId]
 
 
 def _own_blocks(told: Connection, folder: Path, layout: BlockLayout, num_blocks: int) -> None:
-    """Entry point: a candidate buffer with its block server, and a bare process group beside it."""
+    """Serve a candidate buffer with its block server, and a bare process group beside it."""
     torch.set_num_threads(1)
     arena = Arena.create(folder / "candidates.arena", layout, num_blocks)
     own = identity(Role.PREFILL_WORKER)
@@ -141,5 +141,5 @@ def _bare_group(folder: Path, rank: int) -> Any:
 
 
 def _memory_folder() -> str | None:
-    """Where the pool's arena would lie."""
+    """Return the folder in which the pool's arena would lie."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
