@@ -1,4 +1,4 @@
-"""Share of the engine's speed that the whole system keeps: 128 requests of W4, all at once, through gateway, router, workers.
+"""Share of engine speed that the whole system keeps: 128 requests at once, through gateway, router and workers.
 
     python -m benchmarks.serve_vs_engine [--topology colocated disaggregated] [--rounds 3]
 

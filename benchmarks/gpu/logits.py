@@ -103,13 +103,14 @@ def _by_engine(decoder: Decoder, attention: str, is_toy: bool) -> tuple[list[Ten
     whole = {RequestId(str(length)): length + num_decoded for length in lengths}
     engine = _engine(decoder, attention, whole, num_decoded)
     found: dict[RequestId, list[float]] = {request_id: [] for request_id in whole}
+    num_computed = dict.fromkeys(whole, 0)
     while True:
-        unfinished = [one for one, length in whole.items() if engine.num_tokens(one) < length]
-        if not unfinished:
+        known = {one: len(engine.token_ids(one)) for one in whole}
+        scheduled = [(one, min(CHUNK, known[one] - num_computed[one])) for one in whole if known[one] < whole[one]]
+        if not scheduled:
             break
-        output = engine.execute(
-            [(one, min(CHUNK, engine.num_tokens(one) - engine.num_computed(one))) for one in unfinished]
-        )
+        output = engine.execute(scheduled)
+        num_computed |= {one: num_computed[one] + count for one, count in scheduled}
         assert not output.failed, "logits that are not numbers"
         for part in output.prompt_logprobs:
             found[part.request_id] += [entry.logprob for entry in part.entries]
