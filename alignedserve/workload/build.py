@@ -170,11 +170,10 @@ class _ClassTraffic:
         limits = output_len if spec.max_tokens is None else np.full(count, spec.max_tokens)
         classes, slos = _objectives(spec, self._generator(_Purpose.OBJECTIVES, block), count)
         columns = (lengths.prompt_len.tolist(), output_len.tolist(), limits.tolist(), classes, slos)
-        texts = lengths.texts or [None] * count
         return [
-            TimedRequest(arrival, prompt, output, limit, spec.name, request_class, slo, spec.priority, prediction, text)
-            for arrival, prompt, output, limit, request_class, slo, prediction, text in zip(
-                arrival_s, *columns, self._predicted(output_len, block), texts, strict=False
+            TimedRequest(arrival, prompt, output, limit, spec.name, request_class, slo, spec.priority, prediction)
+            for arrival, prompt, output, limit, request_class, slo, prediction in zip(
+                arrival_s, *columns, self._predicted(output_len, block), strict=False
             )
         ]
 

@@ -21,7 +21,6 @@ class Lengths:
 
     prompt_len: IntArray | None
     output_len: IntArray | None
-    texts: Sequence[str | None] | None = None  # of the prompts
 
     def __len__(self) -> int:
         column = self.prompt_len if self.prompt_len is not None else self.output_len
@@ -33,7 +32,6 @@ class Lengths:
         return Lengths(
             prompt_len=None if self.prompt_len is None else self.prompt_len[rows],
             output_len=None if self.output_len is None else self.output_len[rows],
-            texts=None if self.texts is None else [self.texts[row] for row in rows.tolist()],
         )
 
     def draw(self, rng: Generator, count: int) -> "Lengths":
@@ -48,12 +46,7 @@ def joined(pieces: Sequence[Lengths]) -> Lengths:
         present = [column for column in columns if column is not None]
         return np.concatenate(present) if len(present) == len(columns) else None
 
-    texts = [piece.texts for piece in pieces if piece.texts is not None]
-    return Lengths(
-        column([piece.prompt_len for piece in pieces]),
-        column([piece.output_len for piece in pieces]),
-        [text for some in texts for text in some] if len(texts) == len(pieces) else None,
-    )
+    return Lengths(column([piece.prompt_len for piece in pieces]), column([piece.output_len for piece in pieces]))
 
 
 class LengthSource(Protocol):
@@ -88,7 +81,7 @@ class DrawnLengths:
         for name, column in (("prompt", prompt_len), ("output", output_len)):
             if column is None:
                 raise ConfigError(f"{name}= is missing: nothing says how long a {name} is")
-        return Lengths(prompt_len, output_len, found.texts if self.prompt is None else None)
+        return Lengths(prompt_len, output_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +110,7 @@ class LengthLimits:
         kept = np.arange(len(prompt_len))
         if self.max_total is not None:
             kept = np.flatnonzero(prompt_len + output_len <= self.max_total)
-        texts = lengths.texts
-        if texts is not None:  # one that was cut would mislead a predictor
-            is_whole = (prompt_len == lengths.prompt_len).tolist()
-            texts = [text if whole else None for text, whole in zip(texts, is_whole, strict=True)]
-        return Lengths(prompt_len, output_len, texts).take(kept), kept
+        return Lengths(prompt_len, output_len).take(kept), kept
 
     def draw(self, source: LengthSource, rng: Generator, count: int) -> Lengths:
         """Draw `count` rows within the limits; dropped ones are drawn again. Raises ConfigError if hardly any fits."""

@@ -59,7 +59,7 @@ def count_pieces(text: str) -> int:
 
 
 def read_texts(path: Path, *, prompt: Sequence[str], output: str, where: Mapping[str, str] = NO_FILTER) -> Lengths:
-    """Read prompts (fields of a JSON object per line, joined by newlines) and the lengths of their answers.
+    """Read the lengths of prompts (fields of a JSON object per line, joined by newlines) and of their answers.
 
     Only the rows whose other fields are as `where` says. Raises ConfigError.
     """
@@ -80,7 +80,6 @@ def read_texts(path: Path, *, prompt: Sequence[str], output: str, where: Mapping
     return Lengths(
         prompt_len=np.array([count_pieces(text) for text, _ in rows], dtype=np.int64),
         output_len=np.array([count_pieces(answer) for _, answer in rows], dtype=np.int64),
-        texts=tuple(text for text, _ in rows),
     )
 
 

@@ -22,7 +22,6 @@ class TimedRequest:
     slo: Slo = NO_SLO
     priority: int = 0  # smaller goes first among equals
     predicted_len: int | None = None  # of the answer; None: no prediction
-    prompt_text: str | None = None
 
     @property
     def final_context_len(self) -> int:
