@@ -136,7 +136,7 @@ def measure(prompt_len: int) -> list[float]:
 
 
 def serve_peer(prompt_len: int) -> tuple[list[tuple[float, float, int]], IterationLog]:
-    """Serve one peer process; (begin, end, tokens) of every forward pass, and the worker's own ledger."""
+    """Serve one peer process; (begin, end, tokens) of every forward pass, and the worker's own iteration log."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         peer = multiprocessing.get_context("spawn").Process(target=play_peer, args=(folder, prompt_len))
@@ -150,8 +150,8 @@ async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]
     stamps = _stamp_forward_passes(engine)
     registered = WorkerRegistered(engine.num_blocks, 16, NUM_REQUESTS, "", can_prefill=True, can_decode=True)
     config = DecodeWorkerConfig(max_running_requests=NUM_REQUESTS, max_num_batched_tokens=2048, swap_space_bytes=0)
-    book = AddressBook(folder)
-    process_spec = ProcessSpec(Role.DECODE_WORKER, "decode-0", "bench", SECRET, 60.0, book, folder)
+    address_book = AddressBook(folder)
+    process_spec = ProcessSpec(Role.DECODE_WORKER, "decode-0", "bench", SECRET, 60.0, address_book, folder)
     make = partial(
         make_colocated_logic,
         registered=registered,

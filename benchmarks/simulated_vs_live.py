@@ -141,7 +141,7 @@ def _compare(folder: Path, seed: int, outstanding: dict[str, int]) -> tuple[list
 def _decisions(check: ComponentCheck) -> dict[str, Any]:
     per_s = round(check.num_equal / check.seconds) if check.seconds else None
     return {
-        "room": check.room,
+        "room": check.component,
         "equal": check.num_equal,
         "differs": check.difference is not None,
         "events_per_s": per_s,

@@ -225,14 +225,14 @@ class AlignedServeLoad:
 def further_figures(result: SimulationResult) -> Row:
     """Return further figures: iterations of one decode worker, and the iteration logs of all."""
     durations_s = [one.ended_s - one.started_s for one in result.timeline]
-    ledger, num = result.iteration_log, max(result.iteration_log.num_iterations, 1)
+    log, num = result.iteration_log, max(result.iteration_log.num_iterations, 1)
     return {
         "iteration.within_30ms": sum(one <= 0.03 for one in durations_s) / max(len(durations_s), 1),
-        "ledger.batch": ledger.num_requests / num,
-        "ledger.spread": ledger.sum_of_spreads / num,
-        "ledger.switch_share": ledger.num_switch_iterations / num,
-        "ledger.prefetch_not_ready_s": ledger.prefetch_not_ready_s,
-        "ledger.waiting_for_prefill_s": ledger.waiting_for_prefill_s,
+        "ledger.batch": log.num_requests / num,
+        "ledger.spread": log.sum_of_spreads / num,
+        "ledger.switch_share": log.num_switch_iterations / num,
+        "ledger.prefetch_not_ready_s": log.prefetch_not_ready_s,
+        "ledger.waiting_for_prefill_s": log.waiting_for_prefill_s,
     }
 
 

@@ -7,7 +7,7 @@ from alignedserve.costmodel.model_shapes import ModelShape
 MEMORY_SHARE = (
     0.9  # of the device's memory that a server takes, vLLM's default; the rest is the driver's and libraries'
 )
-_ACTIVATION_TOKENS = 8192  # of the largest pass that room is kept for
+_ACTIVATION_TOKENS = 8192  # of the largest pass that memory is kept for
 
 
 def num_cache_blocks(
@@ -24,8 +24,8 @@ def num_cache_blocks(
 
     memory_share * memory - weights - activations, by the bytes of a block; every device holds a part of each block.
     """
-    room = tensor_parallel * memory_share * machine.memory_bytes - shape.weight_bytes - _activation_bytes(shape)
-    num_blocks = int(room // (block_size * shape.kv_token_bytes))
+    free_bytes = tensor_parallel * memory_share * machine.memory_bytes - shape.weight_bytes - _activation_bytes(shape)
+    num_blocks = int(free_bytes // (block_size * shape.kv_token_bytes))
     if num_blocks < 1:
         gib = 1 << 30
         raise ConfigError(

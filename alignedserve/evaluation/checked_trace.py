@@ -92,8 +92,8 @@ def _counted_len(row: TraceRow, prompt_len: int, index: int) -> int | None:
     if row.output_len <= LONGEST_READING or index % READING_EVERY == 0:
         return None
     longest_prompt = prompt_len + prompt_len // 20  # tasks hold the wanted length within 5 %
-    room = CONTEXT_LEN - TEMPLATE_LEN - SPARE_LEN - longest_prompt
-    return max(2, min(row.output_len, MAX_COUNTED_NUMBERS, room))
+    num_left = CONTEXT_LEN - TEMPLATE_LEN - SPARE_LEN - longest_prompt
+    return max(2, min(row.output_len, MAX_COUNTED_NUMBERS, num_left))
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------

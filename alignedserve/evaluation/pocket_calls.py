@@ -19,12 +19,12 @@ def pocket_tokenizer() -> CountTokens:
 
 
 def task_call(task: PocketTask, model: str, count_tokens: CountTokens) -> CompletionCall:
-    """Return the task as a greedy chat completion with a little more room than its answer needs."""
-    room = CONTEXT_LEN - TEMPLATE_LEN - count_tokens(task.prompt)
+    """Return the task as a greedy chat completion of a few tokens more than its answer needs."""
+    num_left = CONTEXT_LEN - TEMPLATE_LEN - count_tokens(task.prompt)
     body = {
         "model": model,
         "messages": [{"role": "user", "content": task.prompt}],
         "temperature": 0,
-        "max_tokens": max(1, min(count_tokens(task.answer) + SPARE_LEN, room)),
+        "max_tokens": max(1, min(count_tokens(task.answer) + SPARE_LEN, num_left)),
     }
     return CompletionCall(CompletionApi.CHAT, body)

@@ -234,21 +234,23 @@ def _long_reading(
     reading = _fit_rows(source, num_prompt_tokens - _QUESTION_TOKENS, count_tokens)
     row = rng.randrange(len(reading.rows))
     question = reading.question(row, rng)
-    room = num_prompt_tokens - count_tokens(question) - _GAP_TOKENS
+    num_left = num_prompt_tokens - count_tokens(question) - _GAP_TOKENS
     return PocketTask(
-        skill, _fit_title(reading, room, rng, count_tokens).with_question(question, rng), reading.rows[row]
+        skill, _fit_title(reading, num_left, rng, count_tokens).with_question(question, rng), reading.rows[row]
     )
 
 
 def _after_text(
     task: PocketTask, rng: random.Random, num_prompt_tokens: int, count_tokens: Callable[[str], int]
 ) -> PocketTask:
-    """Return the task, with as much of a text in front of it as the wanted length leaves room for."""
-    room = num_prompt_tokens - count_tokens(task.prompt) - _GAP_TOKENS
-    if room < 8:
+    """Return the task, with as much of a text in front of it as the wanted length allows."""
+    num_left = num_prompt_tokens - count_tokens(task.prompt) - _GAP_TOKENS
+    if num_left < 8:
         return task
-    source = make_reading(rng.choice((Skill.LOOKUP, Skill.NTH_LINE)) if room > 60 else Skill.LOOKUP, 2 * room + 80, rng)
-    reading = _fit_title(_fit_rows(source, room, count_tokens), room, rng, count_tokens)
+    source = make_reading(
+        rng.choice((Skill.LOOKUP, Skill.NTH_LINE)) if num_left > 60 else Skill.LOOKUP, 2 * num_left + 80, rng
+    )
+    reading = _fit_title(_fit_rows(source, num_left, count_tokens), num_left, rng, count_tokens)
     return PocketTask(task.skill, f"{reading.text()}\n\n{task.prompt}", task.answer)
 
 

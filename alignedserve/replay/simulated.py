@@ -15,7 +15,7 @@ from alignedserve.sim.config import SimConfig, SimLinks
 from alignedserve.sim.records import Ending, GapSample, OpenRequest
 from alignedserve.sim.result import ClassResult, Measure, classes_of
 from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import ClosedLoop, WorkloadDescription, TimedRequest, Workload
+from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 
 OTHERS = "others"  # canaries, and requests that did not complete: part of the load, not of the comparison
 NUM_RUNS = 5

@@ -89,8 +89,8 @@ class ConversationMaker:
         """Add a long text and several questions about it: long contexts pay off only with many answers each."""
         rng = self._rng
         skill = self._pick(_READING_SKILLS)
-        room = length - len(row.token_ids) - 2 * _READING_COST
-        reading = make_reading(skill, rng.randint(room // 4, int(room * 0.93)), rng)
+        num_left = length - len(row.token_ids) - 2 * _READING_COST
+        reading = make_reading(skill, rng.randint(num_left // 4, int(num_left * 0.93)), rng)
         if not self._add_turn(row, self._first_question(skill, reading), length):
             return
         for _ in range(rng.randint(1, 10)):
@@ -102,14 +102,14 @@ class ConversationMaker:
         other = self._make_short_task(60)
         return PocketTask(other.skill, f"{reading.text()}\n\n{other.prompt}", other.answer)
 
-    def _make_short_task(self, room: int) -> PocketTask:
+    def _make_short_task(self, num_left: int) -> PocketTask:
         rng = self._rng
         skill = self._pick(tuple(Skill))
         if skill in _READING_SKILLS:
-            reading = make_reading(skill, log_uniform(12, max(13, min(120, room - _READING_COST)), rng), rng)
+            reading = make_reading(skill, log_uniform(12, max(13, min(120, num_left - _READING_COST)), rng), rng)
             return ask(skill, reading, rng)
         if skill is Skill.COUNTING:
-            return make_counting(rng, log_uniform(2, max(3, min(300, room - _READING_COST)), rng))
+            return make_counting(rng, log_uniform(2, max(3, min(300, num_left - _READING_COST)), rng))
         return make_task(skill, rng)
 
 

@@ -38,7 +38,7 @@ from alignedserve.loadgen.summary import summarise
 from alignedserve.pocket.tasks import is_correct
 from alignedserve.workload.traces import shipped_trace
 
-# Requests per second that two cores hold with room to spare under the default configuration (TTFT median 0.2 s). The
+# Requests per second that two cores hold easily under the default configuration (TTFT median 0.2 s). The
 # trace itself has 6.26.
 DEFAULT_RATE = 2.0
 READY_TIMEOUT_S = 120.0
@@ -259,4 +259,4 @@ def _batches(alignment: Alignment) -> str:
 
 
 def _count(value: float | None) -> str:
-    return "not told" if value is None else f"{value:g}"
+    return "not reported" if value is None else f"{value:g}"

@@ -80,13 +80,13 @@ class _Bar:
         self._over: set[str] = set()
         self._task = bar.add_task("simulating", total=100 * len(planned), status="")
 
-    def update(self, word: CaseProgress) -> None:
+    def update(self, case: CaseProgress) -> None:
         """Show how far a simulation has come."""
-        ends_s = self._ends_s[word.name]
-        so_far = int(100 * min(word.simulated_s / ends_s, 1.0)) if ends_s > 0 else 0
-        self._steps[word.name] = 100 if word.is_over else so_far
-        if word.is_over:
-            self._over.add(word.name)
+        ends_s = self._ends_s[case.name]
+        so_far = int(100 * min(case.simulated_s / ends_s, 1.0)) if ends_s > 0 else 0
+        self._steps[case.name] = 100 if case.is_over else so_far
+        if case.is_over:
+            self._over.add(case.name)
         status = f"{len(self._over)} of {len(self._ends_s)} simulations"
         self._bar.update(self._task, completed=sum(self._steps.values()), status=status)
 

@@ -76,14 +76,14 @@ class ProfileSpec:
 
 @dataclass(frozen=True, slots=True)
 class PointResult:
-    """A point and its times in seconds, one for each visit."""
+    """A point and its times in seconds, one for each measurement."""
 
     point: Point
     seconds: list[float] = field(default_factory=list)
 
     @property
     def sample(self) -> Sample:
-        """Return the median visit."""
+        """Return the median."""
         return Sample(self.point.work, statistics.median(self.seconds))
 
 
@@ -138,24 +138,26 @@ class _Profiler:
         engine.record_graphs()
         # In no order, as the blocks of a worker that has served for a while.
         self._block_ids: list[int] = np.random.default_rng(0).permutation(self._storage.num_blocks).tolist()
-        self._visits = IterationTimer(engine, block_ids=self._block_ids, clock=self._clock)
+        self._iteration_timer = IterationTimer(engine, block_ids=self._block_ids, clock=self._clock)
 
     def possible(self, points: Sequence[Point]) -> list[Point]:
         """Return the points that fit the model and the storage."""
-        return self._visits.possible(points, self._max_context_len)
+        return self._iteration_timer.possible(points, self._max_context_len)
 
     def measure(self, results: list[PointResult], on_measured: Callable[[float], None]) -> int:
-        """Visit the points, those with fewest tokens first, until the time is up. Returns the number of whole rounds.
+        """Measure the points, those with fewest tokens first, until the time is up. Returns the number of whole rounds.
 
         Of a model too slow for one round, the points with most tokens have no time.
         """
         results = sorted(results, key=lambda result: (result.point.work.num_tokens, result.point.work.prompt_pairs))
-        self._visits.visit(results[-1].point if len(results) < 2 else results[len(results) // 2].point)  # warms up
+        self._iteration_timer.visit(
+            results[-1].point if len(results) < 2 else results[len(results) // 2].point
+        )  # warms up
         started = time.perf_counter()
         num_rounds = 0
         while True:
             for result in results:
-                result.seconds.append(self._visits.visit(result.point))
+                result.seconds.append(self._iteration_timer.visit(result.point))
                 gone = time.perf_counter() - started
                 on_measured(min(gone, self._duration_s))
                 if gone > self._duration_s:
@@ -170,8 +172,8 @@ class _Profiler:
         rows = []
         for count in counts:
             # Other blocks each time: those just copied would come from the processor's caches.
-            visits = [self._block_ids[index * count :][:count] for index in range(_NUM_COPIES)]
-            seconds = statistics.median(self._timed(partial(copy, blocks)) for blocks in visits)
+            chosen = [self._block_ids[index * count :][:count] for index in range(_NUM_COPIES)]
+            seconds = statistics.median(self._timed(partial(copy, blocks)) for blocks in chosen)
             rows.append((1.0 / seconds, count * block_bytes / seconds))
         latency_s, byte_s = nonnegative_least_squares(np.array(rows), np.ones(len(rows))).tolist()
         return LinkModel(latency_s, 1.0 / byte_s)

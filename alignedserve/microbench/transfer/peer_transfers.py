@@ -85,12 +85,12 @@ def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
 
 
 def _serve_blocks(
-    told: Connection, folder: Path, layout: BlockLayout, num_blocks: int, device: str, transport: str
+    connection: Connection, folder: Path, layout: BlockLayout, num_blocks: int, device: str, transport: str
 ) -> None:
     """Serve a candidate buffer on a device, in the other process."""
     buffer = DeviceBuffer(layout, num_blocks, torch.device(device))
     server = BlockServer(buffer, address(folder), identity=identity(Role.PREFILL_WORKER), transports=(transport,))
-    told.send("ready")
-    while told.recv() != END:
+    connection.send("ready")
+    while connection.recv() != END:
         pass
     server.close()
