@@ -1,4 +1,4 @@
-"""What copies of 8 bits in host memory (decode.swap_format=int8; ALISE, section 3.2) do to the pocket model's answers.
+"""Effect of 8-bit copies in host memory (decode.swap_format=int8; ALISE, section 3.2) on the pocket model's answers.
 
     python -m benchmarks.int8_swaps [tasks per skill and context length]
 
@@ -48,7 +48,7 @@ class SwappingEngine:
         self._executor.close()
 
     def answer(self, prompts: Sequence[tuple[int, ...]], max_tokens: Sequence[int]) -> list[list[int]]:
-        """Greedy, up to an end-of-sequence token; at most BATCH_SIZE at a time."""
+        """Answer greedily, up to an end-of-sequence token; at most BATCH_SIZE at a time."""
         requests = [
             Request(RequestId(str(number)), prompt, SamplingParams(temperature=0.0, max_tokens=limit), "", 0.0)
             for number, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
@@ -86,7 +86,7 @@ def _next_command(
     generated: dict[RequestId, list[int]],
     blocks: dict[RequestId, tuple[BlockId, ...]],
 ) -> RunIteration:
-    """One token of each; those in `again` leave for host memory and come back before."""
+    """Return a command for one token of each; those in `again` are swapped out and in before."""
     swaps, additions = [], []
     for request in again:
         own, tokens = blocks[request.request_id], tuple(generated[request.request_id])
@@ -103,7 +103,7 @@ def _next_command(
 
 
 def answer_all(items: Sequence[EvalItem], swap_format: str | None) -> list[EvalAnswer]:
-    """The answer to every task."""
+    """Return the answer to every task."""
     count_tokens, tokenizer = load_tokenizer(pocket_folder()), Tokenizer.load(pocket_folder())
     now = datetime.now().astimezone()
     engine = SwappingEngine(swap_format=swap_format)

@@ -15,7 +15,7 @@ from alignedserve.sim.config import SimConfig, SimLinks
 from alignedserve.sim.records import Ending, GapSample, OpenRequest
 from alignedserve.sim.result import ClassResult, Measure, classes_of
 from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import ClosedLoop, Description, TimedRequest, Workload
+from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 
 OTHERS = "others"  # probes, and requests that did not complete: part of the load, not of the comparison
 NUM_RUNS = 5
@@ -89,7 +89,7 @@ def workload_of(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, i
     present = {one.timed.class_name for one in requests}
     loops = tuple(_loop(name, size, requests) for name, size in sorted(outstanding.items()) if name in present)
     return Workload(
-        Description("recorded", 0),
+        WorkloadDescription("recorded", 0),
         tuple(one.timed for one in requests if one.timed.class_name not in outstanding),
         loops,
         max_closed=sum(one.timed.class_name in outstanding for one in requests) if loops else None,

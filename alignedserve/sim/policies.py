@@ -13,7 +13,7 @@ from alignedserve.scheduling.policies import policy_entry, require_policy, wante
 from alignedserve.scheduling.policy import Mechanism
 from alignedserve.sim.cluster_hardware import ClusterHardware, simulated_as_profiled, simulated_on
 from alignedserve.sim.config import SimConfig, SimMechanisms
-from alignedserve.workload.requests import RequestStream, TimedRequest, Workload
+from alignedserve.workload.requests import RequestSource, TimedRequest, Workload
 
 
 def with_policy(
@@ -81,7 +81,7 @@ def as_predicted_for(scheduling: SchedulingConfig, workload: Workload) -> Worklo
 class _KnownStream:
     """A stream with exact predictions."""
 
-    stream: RequestStream
+    stream: RequestSource
 
     def __getitem__(self, number: int) -> TimedRequest:
         return _known(self.stream[number])

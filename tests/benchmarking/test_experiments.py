@@ -8,7 +8,7 @@ import pytest
 from alignedserve.costmodel.choice import WorkerSpec
 from experiments import common
 from experiments.common import (
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Options,
     Row,
@@ -23,7 +23,7 @@ from experiments.common import (
     with_recorded,
 )
 
-WORKER = ColocatedWorker(WorkerSpec("opt-13b", "a100-80g"), max_running_requests=64)
+WORKER = ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-80g"), max_running_requests=64)
 
 
 def _case(policy: str, seed: int = 1) -> LabelledCase:

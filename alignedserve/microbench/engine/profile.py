@@ -44,7 +44,7 @@ _NUM_COPIES = 9
 
 @dataclass(frozen=True, slots=True)
 class ProfileSpec:
-    """What to measure. Raises ConfigError naming the field."""
+    """Parameters of the profile. Raises ConfigError naming the field."""
 
     model: str  # pocket, a name in SHAPES (random weights) or a model folder
     dtype: str = "float32"
@@ -66,7 +66,7 @@ class ProfileSpec:
 
     @property
     def where(self) -> str:
-        """What `load_decoder` understands. Raises ConfigError listing the names."""
+        """Return the name that `load_decoder` understands. Raises ConfigError listing the names."""
         if self.model == POCKET:
             return str(pocket_folder())
         if self.model not in SHAPES and not Path(self.model).is_dir():
@@ -76,20 +76,20 @@ class ProfileSpec:
 
 @dataclass(frozen=True, slots=True)
 class PointResult:
-    """A point and its times in seconds, one for each visit."""
+    """A point and its times in seconds, one for each measurement."""
 
     point: Point
     seconds: list[float] = field(default_factory=list)
 
     @property
     def sample(self) -> Sample:
-        """The median visit."""
+        """Return the median."""
         return Sample(self.point.work, statistics.median(self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileResult:
-    """What was measured, and the model fitted to it."""
+    """Measured points, and the model fitted to them."""
 
     profile: MachineProfile
     fitted: list[PointResult]
@@ -99,7 +99,7 @@ class ProfileResult:
 
     @property
     def errors(self) -> dict[str, FitError]:
-        """Of the fitted model, by kind of point; those held out come last."""
+        """Return the errors of the fitted model by kind of point; held-out points come last."""
         costs = self.profile.cost_model()
         by_kind: dict[str, list[Sample]] = {}
         for result in (*self.fitted, *self.held_out):
@@ -145,7 +145,7 @@ class _Profiler:
         return self._timer.feasible(points, self._max_context_len)
 
     def measure(self, results: list[PointResult], on_measured: Callable[[float], None]) -> int:
-        """Visit the points, those with fewest tokens first, until the time is up. Returns the number of whole rounds.
+        """Measure the points, those with fewest tokens first, until the time is up. Returns the number of whole rounds.
 
         Of a model too slow for one round, the points with most tokens have no time.
         """
@@ -163,7 +163,7 @@ class _Profiler:
             num_rounds += 1
 
     def memory_link(self) -> LinkModel:
-        """Copies of whole blocks, one after the other, to another place in host memory and in another order."""
+        """Measure copies of whole blocks to another place in host memory, in another order."""
         num_blocks, block_bytes = self._storage.bytes.shape
         counts = [count for count in _COPY_BLOCKS if count * _NUM_COPIES <= num_blocks]
         copy = self._copier(counts[-1])
@@ -177,7 +177,7 @@ class _Profiler:
         return LinkModel(latency_s, 1.0 / byte_s)
 
     def _copier(self, max_blocks: int) -> Callable[[Sequence[int]], object]:
-        """Copies blocks to host memory; from a GPU as an engine does, until they are there."""
+        """Return a function that copies blocks to host memory and waits; from a GPU as an engine does."""
         if self._storage.device.type == "cpu":
             target = np.zeros((max_blocks, self._storage.layout.block_bytes), np.uint8)
             return partial(_copy, self._storage.bytes.numpy(), target)
