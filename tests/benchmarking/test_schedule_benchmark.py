@@ -60,7 +60,7 @@ def test_lengths_that_fit_no_batch_are_refused() -> None:
 
 
 def test_the_narrowest_range_is_one_that_fits() -> None:
-    """Of the windows of two, 33 and 34 would be the narrowest but need 6 blocks; 65 and 90 span two leaves."""
+    """Among windows of two, 33 and 34 would be the narrowest but need 6 blocks; 65 and 90 span two leaves."""
     pool = [
         PooledRequest(RequestId(str(length)), length, num_blocks, 0.0, None)
         for length, num_blocks in ((1, 1), (33, 3), (34, 3), (65, 1), (90, 1), (300, 1))

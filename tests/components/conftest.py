@@ -1,4 +1,4 @@
-"""What holds for every test of rooms."""
+"""Fixtures of every test of joined components."""
 
 import pytest
 

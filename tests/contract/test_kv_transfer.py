@@ -1,4 +1,4 @@
-"""What every KVTransfer must do: bring exactly the bytes that were sent, or refuse.
+"""The contract of every KVTransfer: bring exactly the bytes that were sent, or refuse.
 
 Sender and receiver have storages of their own; blocks are scattered on both sides and in between. Checksums, bounds,
 order and generation are the receiver's to check: it is told nothing that it may believe.
@@ -366,7 +366,7 @@ class InterferingStorage(BlockStorage):
 
 
 def fetched_while(sent: Sent, interfere: Callable[[], None]) -> bool:
-    """Whether the copy was refused; what was not is right."""
+    """Return True for a copy that was refused; any other must be right."""
     storage = InterferingStorage(sent.setup.layout, NUM_STORAGE_BLOCKS, sent.setup.medium.device)
     storage.interfere = interfere
     transfer = sent.setup.medium.transfer(storage)

@@ -182,7 +182,7 @@ def raw(served: ServedMedium) -> socket.socket:
 
 
 def ends(connection: socket.socket) -> bool:
-    """Whether the server hangs up, whatever it says before."""
+    """Return True when the server hangs up, after any answer."""
     try:
         while connection.recv(65536):
             pass
@@ -289,7 +289,7 @@ def test_a_peer_without_the_secret_is_refused(served: ServedMedium) -> None:
 
 
 def test_a_server_without_the_secret_is_refused(tmp_path: Path) -> None:
-    """It lets everybody in, but cannot prove itself."""
+    """Accepts every peer, but cannot prove itself."""
     path = str(tmp_path / "false.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)

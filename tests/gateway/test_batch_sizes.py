@@ -56,13 +56,13 @@ def test_the_check_does_not_read_201_megabytes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """Of the same number of lines, at ten times the length."""
+    """Make the same number of lines, at ten times the length."""
     peaks = [await peak_bytes(tmp_path, "x" * size) for size in (4_000, 40_000)]
     assert peaks[1] - peaks[0] < 2_000_000
 
 
 async def peak_bytes(folder: Path, content: str) -> int:
-    """What reading and inspecting a file of 2 000 such lines takes at most: 8 and 80 MB."""
+    """Return the peak memory of reading and inspecting 2 000 such lines: files of 8 and 80 MB."""
     blobs = DiskBlobs(folder)
     record = batch_record()
     writer = await blobs.begin(record.input_file_id)

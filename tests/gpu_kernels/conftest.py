@@ -1,4 +1,4 @@
-"""What the tests of the GPU kernels share."""
+"""Fixtures of the GPU kernels' tests."""
 
 import pytest
 import torch

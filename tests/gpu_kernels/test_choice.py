@@ -43,7 +43,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def logits(folder: Path, tokens: dict[str, list[int]]) -> dict[str, Tensor]:
-    """Of a prompt in two chunks, with another that decodes beside it."""
+    """Generate from a prompt in two chunks, with another that decodes beside it."""
     probe = LogitsProbe(tiny_decoder(folder))
     for name, own in tokens.items():
         probe.add(name, own)

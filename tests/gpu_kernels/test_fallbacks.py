@@ -81,7 +81,7 @@ def test_heads_that_no_kernel_is_for(caplog: pytest.LogCaptureFixture, device: t
 def plain_prompts(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int, window: int | None
 ) -> Tensor:
-    """What flash-attn computes."""
+    """Compute as flash-attn does."""
     bounds = starts.tolist()
     assert longest == max(last - first for first, last in pairwise(bounds))
     parts = [

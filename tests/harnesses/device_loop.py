@@ -32,7 +32,7 @@ BLOCKS, STAGING = "blocks", "staging"
 
 
 class Dependency(NamedTuple):
-    """What this stream does with the memory comes after what that one did with it last."""
+    """Order this stream's use of the memory after the last use by that one."""
 
     waiter: str
     awaited: str

@@ -31,7 +31,7 @@ ASKING = Identity(Role.DECODE_WORKER, "decode-0", SECRET, peer_timeout_s=20.0)
 
 
 class Owner:
-    """What the other process does when it is told."""
+    """Commands that the other process performs."""
 
     def make(self, folder: Path, layout: BlockLayout, num_blocks: int, transport: str, device: str) -> None:
         self._arena = Arena.create(folder / "shared.arena", layout, num_blocks) if device == "cpu" else None

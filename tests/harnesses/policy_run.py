@@ -27,7 +27,7 @@ class Arrival:
 
 @dataclass
 class Course:
-    """What became of one request."""
+    """The course of one request."""
 
     token_times_s: list[float] = field(default_factory=list)
     num_preemptions: int = 0
@@ -47,7 +47,7 @@ class PolicyRun:
     num_iterations: int = 0
 
     def run(self, arrivals: Sequence[Arrival], max_iterations: int = 100_000) -> dict[str, Course]:
-        """Everybody's course, by request id. Fails when a plan is unsound, or nothing moves though somebody waits."""
+        """Return the course of every request, by id. Fails when a plan is unsound, or nothing moves."""
         self.state = WorkerState(self.memory)
         self._left: dict[RequestId, int] = {}
         coming = iter(sorted(arrivals, key=lambda one: (one.request.arrival_s, one.request.request_id)))

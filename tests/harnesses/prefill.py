@@ -108,7 +108,7 @@ def reserved(lease: int = 1, attempt: int = 1) -> BlocksReserved:
 
 
 def offload(lease: int = 1, attempt: int = 1, *, target: str = POOL) -> OffloadBlocks:
-    """What follows from `reserved` for r1, whose context lies in block 0."""
+    """Return the command that follows `reserved` for r1, whose context lies in block 0."""
     return OffloadBlocks(R1, attempt, blocks(0), target, blocks(5), lease, LeaseId(lease))
 
 

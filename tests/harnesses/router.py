@@ -126,5 +126,5 @@ def dropped(request_id: RequestId = R1, nth: int = 1) -> Send:
 
 
 def aborted(by: str, nth: int = 1) -> Send:
-    """Whoever has r1 is told that its n-th life is over."""
+    """Abort the n-th epoch of r1 at the worker that holds it."""
     return Send(by, AbortRequest(R1, epoch_end(epoch(nth))))

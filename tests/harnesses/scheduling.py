@@ -125,7 +125,7 @@ def view_of(
     can_evict: bool = True,
     **memory: Any,
 ) -> WorkerView:
-    """What the policy sees of a worker that holds these requests. `history`: how long its iterations took."""
+    """Return a policy's view of a worker that holds these requests. `history`: durations of its iterations."""
     table = table_of(rows, block_size)
     past = IterationHistory()
     for duration_s in history:
@@ -153,7 +153,7 @@ def evicted_of(view: WorkerView, plan: IterationPlan) -> list[tuple[str, str]]:
 
 
 def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = True) -> None:
-    """What every plan must keep: places, tokens, blocks, host room, one share a request, no more than remains."""
+    """Check the bounds of every plan: places, tokens, blocks, host memory, one share a request, never over the rest."""
     table, memory = view.table, view.memory
     rows: Sequence[int] = [share.row for share in plan.shares]
     assert len(set(rows)) == len(rows)

@@ -1,4 +1,4 @@
-"""AccelGen's choice against all others on small instances, and how long anybody waits over long histories."""
+"""AccelGen's choice against all others on small instances, and the longest wait over long histories."""
 
 import itertools
 import random

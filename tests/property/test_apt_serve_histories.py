@@ -31,7 +31,7 @@ def _random_candidates(rng: np.random.Generator, count: int) -> Candidates:
 
 
 def _best_value(candidates: Candidates, num_blocks: int) -> float:
-    """Over everybody left out, with keys and values, or with a hidden cache."""
+    """Over every request left out, with keys and values, or with a hidden cache."""
     sizes = np.stack((np.zeros_like(candidates.num_blocks), candidates.num_blocks, candidates.hidden_blocks))
     gains = np.stack((np.zeros_like(candidates.value), candidates.value, candidates.value - candidates.penalty))
     choices = np.array(list(product(range(3), repeat=len(candidates.value))))

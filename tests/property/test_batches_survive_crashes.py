@@ -91,7 +91,7 @@ class World:
         self._driving = asyncio.create_task(one.run())
 
     async def crash(self) -> None:
-        """What had ended and was not written is lost, as with SIGKILL."""
+        """Lose what had ended and was not written, as with SIGKILL."""
         assert self._driving is not None
         self._driving.cancel()
         await asyncio.gather(self._driving, return_exceptions=True)

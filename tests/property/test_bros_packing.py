@@ -43,7 +43,7 @@ class Instance:
         return sum(not table.is_real_time[row] for row in rows) / duration_s if rows else 0.0
 
     def best(self, real_time: frozenset[int] | None = None) -> float | None:
-        """Of all subsets, or of those with just these real-time rows; None: there is no solution."""
+        """Return the best of all subsets, or of those with just these real-time rows; None: there is no solution."""
         rows = range(len(self.view.table))
         subsets = map(frozenset, chain.from_iterable(combinations(rows, size) for size in range(len(rows) + 1)))
         wanted = (one for one in subsets if real_time is None or self.real_time(one) == real_time)

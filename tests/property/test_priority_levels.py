@@ -1,5 +1,5 @@
-"""ALISE and FastServe over random histories: every variant is sound, nobody starves past the bound, and who displaced
-somebody is not displaced by them in turn."""
+"""ALISE and FastServe over random histories: every variant is sound, no request starves past the bound, and a request
+is not displaced in turn by one that it displaced."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_fastserve_starves_nobody_past_its_bound() -> None:
 
 
 class _NoRevenge:
-    """Watches a policy: nobody enters at the cost of one who displaced them an iteration ago."""
+    """Watches a policy: no request enters at the cost of one that displaced it an iteration ago."""
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
         self._policy = make_policy(name, config)

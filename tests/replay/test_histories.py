@@ -1,4 +1,4 @@
-"""What was decided is decided again, whatever happened; another decision is found."""
+"""Recorded decisions are decided again; another decision is found."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What decides in the simulator is what decides live: every logic is made in one place, which both import."""
+"""Live cluster and simulator share their logics: each is made in one place, which both import."""
 
 import ast
 from pathlib import Path

@@ -224,7 +224,7 @@ class RoomCluster:
         return self.arena_path.with_name(f"{name}.iterations.jsonl")
 
     def num_buffer_blocks_used(self) -> int:
-        """Of all decode workers, in all prefill workers' memory."""
+        """Return the buffers of all decode workers, in all prefill workers' memory."""
         logics = [one._driver._logic for one in self.rooms.values() if isinstance(one, DecodeWorker)]
         return sum(logic._candidates.space.num_used for logic in logics if isinstance(logic, DecodeLogic))
 

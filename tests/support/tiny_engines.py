@@ -158,7 +158,7 @@ def random_tokens(seed: int, count: int, vocab_size: int = 199) -> list[int]:
 
 
 def reference_generation(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """What transformers generates greedily after the prompt."""
+    """Return the tokens that transformers generates greedily after the prompt."""
     generated = reference.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -1,4 +1,4 @@
-"""Whose line is next, by when, and when a batch is expected to end."""
+"""The order and deadlines of lines, and the expected end of a batch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `alignedserve profile` measures, and that it refuses what it cannot."""
+"""`alignedserve profile`: its measurements, and what it refuses."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Which batch runs, which comes next, and when the one gives way to the other: batches of three or more are full."""
+"""The running batch, the next one, and when the one replaces the other: batches of three or more are full."""
 
 from collections.abc import Collection
 

@@ -1,4 +1,4 @@
-"""The colocated worker, decision by decision: twenty blocks of four tokens, whoever its script names."""
+"""The colocated worker, decision by decision: twenty blocks of four tokens, and the requests that its script names."""
 
 import pytest
 

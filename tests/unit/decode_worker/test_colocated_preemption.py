@@ -1,4 +1,4 @@
-"""Whose cache leaves a colocated worker's device, and how it comes back."""
+"""Caches that leave a colocated worker's device, and how they come back."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Who is evicted when, where to, and how evicted requests come back or return to the pool."""
+"""Evictions: which request goes, when and where to, and how it comes back or returns to the pool."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Who fits into the running batch, and what it needs for the next iteration: blocks of four tokens."""
+"""Admission to the running batch, and its needs for the next iteration: blocks of four tokens."""
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import SampledToken
@@ -12,7 +12,7 @@ from tests.support.samples import blocks, handoff, request
 
 
 def candidate(name: str, prompt_len: int, max_tokens: int = 40) -> Candidate:
-    """Of one token more than its prompt."""
+    """Make a candidate with one token more than its prompt."""
     of = handoff(request(name, prompt_len=prompt_len, max_tokens=max_tokens), 1)
     return Candidate.of_handoff(of, BatchId(1), 0.0)
 
@@ -47,7 +47,7 @@ class RunningBatchHarness:
         return running
 
     def iterate(self) -> None:
-        """Everybody who does not stall gets a token."""
+        """Give a token to every request that does not stall."""
         self.batch.take_changes()
         for request_id, num_tokens in self.batch.slices(0.0):
             running = self.batch[request_id]

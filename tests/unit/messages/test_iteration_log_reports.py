@@ -1,4 +1,4 @@
-"""How a ledger's sums travel: from the decode worker to the router, added up there, to every gateway."""
+"""Sums of an iteration log on their way: from the decode worker to the router, added up there, to every gateway."""
 
 import pytest
 

@@ -25,7 +25,7 @@ class Paced:
         self.script.steps.extend(steps)
 
     def seen(self) -> list[tuple[RequestId, int]]:
-        """Tokens that everybody has left, as the policy saw it last."""
+        """Return the tokens left to every request, as the policy saw it last."""
         assert self.script.view is not None, "it was never asked"
         table = self.script.view.table
         return [(name, int(table.num_remaining[table.row(name)])) for name in table.request_ids]

@@ -1,4 +1,4 @@
-"""Who skips the pool, and where to."""
+"""Requests that bypass the pool, and their targets."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a pool is asked for on behalf of which decode worker: batches that are worth a switch, and requests to join."""
+"""Batches that a pool is asked for, for a decode worker: batches that are worth a switch, and requests to join."""
 
 from alignedserve.messages.workers import WorkerLoad
 from router.state import BatchRequestKind

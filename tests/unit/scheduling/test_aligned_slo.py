@@ -8,7 +8,7 @@ from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view
 
 
 def example(tpot_s: float, **worker: Any) -> WorkerView:
-    """Somebody reads an answer, a question has just come, one document is being written and one has to be read."""
+    """A user reads an answer, a question has just come, one document is being written and one has to be read."""
     answer = {"prompt_len": 90, "num_generated": 10, "ttft_s": 0.4, "tpot_s": tpot_s}
     return view_of(
         {

@@ -17,7 +17,7 @@ _AHEAD = {
 
 
 def _tokens_of_question(answer: dict[str, Any], due_in_s: float) -> int:
-    """Of 120, which take 132 ms with the answer's next token."""
+    """Make a prompt of 120 tokens, which take 132 ms with the answer's next token."""
     question = {"prompt_len": 120, "ttft_s": 0.4, "arrival_s": 0.6 + due_in_s}
     view = view_of({"answer": answer, "question": question}, now=1.0)
     plan = make_policy("aligned_slo").plan(view)

@@ -1,4 +1,4 @@
-"""What decides on a worker, put together from the configuration."""
+"""Decision parts of a worker, put together from the configuration."""
 
 import pytest
 

@@ -31,7 +31,7 @@ def planned(
     [
         ("sarathi", {"token_budget": 256}, {"one": 1, "two": 1, "begun": 200, "long": 54}),
         ("fastgen", {"token_budget": 256}, {"one": 1, "two": 1, "begun": 200, "long": 54}),
-        ("orca", {}, {"one": 1, "two": 1, "begun": 200}),  # the long one is not cut, and nobody overtakes it
+        ("orca", {}, {"one": 1, "two": 1, "begun": 200}),  # the long one is not cut, and no request overtakes it
     ],
 )
 def test_with_plenty_of_memory(name: str, settings: dict[str, Any], shares: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Who computes how much where nobody can be evicted: in order of coming, or as a policy says."""
+"""Shares of an iteration where no request can be evicted: in order of arrival, or as a policy says."""
 
 import math
 

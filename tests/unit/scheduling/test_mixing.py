@@ -1,4 +1,4 @@
-"""Which contexts are worth computing beside those that run: what the kernel's costs say, and nothing else."""
+"""Contexts worth computing beside those that run, by the kernel's costs alone."""
 
 import pytest
 

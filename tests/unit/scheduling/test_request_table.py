@@ -102,7 +102,7 @@ def test_when_the_next_token_is_due() -> None:
     rows = {
         "first": {"arrival_s": 1.0, "ttft_s": 0.5, "tpot_s": 0.1},
         "fourth": {"num_generated": 3, "first_token_s": 2.0, "tpot_s": 0.1},
-        "first, nobody counts": {"arrival_s": 1.0},
-        "second, nobody counts": {"num_generated": 1, "ttft_s": 0.5},
+        "first, no request counts": {"arrival_s": 1.0},
+        "second, no request counts": {"num_generated": 1, "ttft_s": 0.5},
     }
     assert table_of(rows).next_token_due_s.tolist() == [1.5, pytest.approx(2.3), np.inf, np.inf]

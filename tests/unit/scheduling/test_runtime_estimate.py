@@ -1,4 +1,4 @@
-"""How long a request will run: three coefficients, read off a cost model, and predictions that double."""
+"""Predicted run time of a request: three coefficients, read off a cost model, and predictions that double."""
 
 import numpy as np
 import pytest

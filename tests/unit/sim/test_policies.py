@@ -1,4 +1,4 @@
-"""What is simulated when a policy is named."""
+"""The simulated deployment when a policy is named."""
 
 import pytest
 

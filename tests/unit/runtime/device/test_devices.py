@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and what is said where it cannot be had."""
+"""The device that a worker computes on, and the error where it cannot be had."""
 
 import dataclasses
 import warnings

@@ -44,7 +44,7 @@ def test_they_are_offered_where_they_are_smaller(family: str, tmp_path: Path) ->
 def generated(
     decoder: Decoder, attention: str, hidden: str, block_tokens: int | None
 ) -> tuple[dict[str, list[int]], list[float]]:
-    """Of four sequences, those named in `hidden` with a hidden cache, prompts in chunks beside decodes: their tokens,
+    """Run four sequences, those in `hidden` with a hidden cache, prompts in chunks beside decodes: return their tokens,
     and the log-probabilities of a prompt."""
     engine = TinyEngine(decoder, attention=attention, has_hidden_cache=bool(hidden))
     for seed, (name, length) in enumerate(LENGTHS.items()):

@@ -75,7 +75,7 @@ def test_copies_of_8_bits_are_close_whatever_lies_behind_the_last_token() -> Non
     harness = SwapSpaceHarness(is_int8=True)
     shape = (6, LAYOUT.runs_per_block, LAYOUT.block_size, LAYOUT.kv_width)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    values[1, :, 3:] = float("nan")  # slots of nobody
+    values[1, :, 3:] = float("nan")  # slots without a token
     harness.storage.blocks.copy_(values.view(harness.storage.blocks.shape))
     harness.perform(outs=[Swap(R1, 7, blocks(4, 1))])
     harness.overwrite(4, 1)

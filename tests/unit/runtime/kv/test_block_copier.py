@@ -142,10 +142,10 @@ async def test_what_does_not_verify_is_nobodys_in_the_buffer(harness: BlockCopie
 
 async def test_a_peer_that_was_never_mapped_refuses_everything(harness: BlockCopierHarness) -> None:
     copy = await harness.in_pool()
-    assert (await harness.load("nobody", copy, 9, 5)).refused == {R1}
-    assert (await harness.offload("nobody")).runs is None
-    assert (await harness.relay(POOL, copy, "nobody", (0, 1), 2)).runs is None
-    assert (await harness.relay("nobody", copy, DECODE, (0, 1), 2)).runs is None
+    assert (await harness.load("unknown", copy, 9, 5)).refused == {R1}
+    assert (await harness.offload("unknown")).runs is None
+    assert (await harness.relay(POOL, copy, "unknown", (0, 1), 2)).runs is None
+    assert (await harness.relay("unknown", copy, DECODE, (0, 1), 2)).runs is None
 
 
 async def test_a_peer_that_is_gone_refuses_everything(harness: BlockCopierHarness) -> None:

@@ -1,4 +1,4 @@
-"""Which way blocks go: the fastest that both ends have, or the one that was asked for, or says why not."""
+"""The choice of a transport: the fastest that both ends have, the one that was asked for, or the reason against it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A room in a process of its own: known errors are kept for whoever asks, anything else ends the process."""
+"""A component in a process of its own: known errors are kept for the caller, anything else ends the process."""
 
 import subprocess
 import sys
