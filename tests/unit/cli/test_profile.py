@@ -1,4 +1,4 @@
-"""What `alignedserve profile` measures, and that it refuses what it cannot."""
+"""`alignedserve profile`: its measurements, and what it refuses."""
 
 import json
 import sys
@@ -65,7 +65,6 @@ def test_a_tiny_model_is_profiled(tmp_path: Path) -> None:
     assert gone == sorted(gone)
     assert gone[-1] == 0.3
     assert result.num_threads == 1
-    assert result.profile.shape.num_heads > 0
     assert result.profile.cost_model().iteration_s(decodes(4, 100)) > 0.0
     assert result.profile.memory_link.bytes_per_s > 1e6
 

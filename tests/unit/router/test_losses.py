@@ -279,6 +279,10 @@ def test_resuming_what_goes_on_changes_nothing(stage: Any) -> None:
     assert stage().hear(GATEWAY, ResumeRequest(request(), (7,))) == []
 
 
+def test_a_first_token_that_the_client_never_got_is_made_again() -> None:
+    assert pooled().hear(GATEWAY, ResumeRequest(request(), ())) == [dropped(), given(request(), 2, has_copy=True)]
+
+
 def test_resuming_from_another_gateway_is_ignored() -> None:
     made = decoding()
     made.lose(DECODE)
