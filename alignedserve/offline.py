@@ -1,9 +1,9 @@
-"""The engine in this process: generate from Python without a cluster.
+"""Offline inference: generate from Python in this process, without a cluster.
 
     from alignedserve import LLM, SamplingParams
     LLM("pocket").chat(["spell otter"])[0].text
 
-One colocated worker's logic decides and its engine performs, exactly as behind the gateway, only without links.
+The logic and the engine are those of a colocated worker behind the gateway; only the links are missing.
 """
 
 import secrets
@@ -25,9 +25,8 @@ from alignedserve.runtime.device.devices import worker_devices
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
-from alignedserve.scheduling.factory import make_scheduler
 from decode_worker.colocated.logic import ColocatedCommand
-from decode_worker.factory import iteration_limits, make_colocated_logic, memory_of
+from decode_worker.factory import make_colocated_logic, memory_of
 
 _BLOCK_SIZE = 16
 _MAX_TOKENS = 2048
@@ -35,8 +34,8 @@ _ROUTER = "caller"
 
 
 @dataclass(slots=True)
-class Output:
-    """What was generated for one prompt."""
+class RequestOutput:
+    """The text generated for one prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -44,7 +43,7 @@ class Output:
 
 
 class LLM:
-    """A model ready to generate. `memory_bytes` bounds the KV cache; requests beyond it wait their turn.
+    """A model ready to generate. `memory_bytes` bounds the KV cache; requests beyond it wait.
 
     Raises ModelError, ConfigError or NotEnoughMemory when made.
     """
@@ -59,12 +58,12 @@ class LLM:
         memory_bytes: int = 256 * 2**20,
         device: str = "auto",
     ) -> None:
-        """`device`: as engine.device."""
-        (on,) = worker_devices(EngineConfig(device=device).device, 1)
-        served = resolve_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization), on)
+        """Load the model onto `device`, given like engine.device."""
+        (worker_device,) = worker_devices(EngineConfig(device=device).device, 1)
+        served = resolve_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization), worker_device)
         self._tokenizer = Tokenizer.load(served.folder)
         self._max_context_len = served.max_context_len
-        self._engine = ModelExecutor(served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=on))
+        self._engine = ModelExecutor(served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=worker_device))
         registered = WorkerRegistered(
             num_blocks=self._engine.num_blocks,
             block_size=_BLOCK_SIZE,
@@ -79,16 +78,17 @@ class LLM:
         self._logic = make_colocated_logic(
             registered=registered,
             memory=memory_of(config, self._engine.layout, num_blocks=self._engine.num_blocks),
-            scheduler=make_scheduler(SchedulingConfig(policy="fcfs"), iteration_limits(config)),
+            config=config,
+            scheduling=SchedulingConfig(policy="fcfs"),
             eos_token_ids=self._engine.eos_token_ids,
         )
         self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, _ROUTER), 0.0), {})
 
-    def generate(self, prompts: Sequence[str], sampling: SamplingParams | None = None) -> list[Output]:
-        """Continue every prompt. Returns one output per prompt, in order. Raises ContextTooLong, InvalidRequest."""
+    def generate(self, prompts: Sequence[str], sampling: SamplingParams | None = None) -> list[RequestOutput]:
+        """Continue every prompt and return one output per prompt, in order. Raises ContextTooLong, InvalidRequest."""
         return self._run([self._tokenizer.encode(prompt) for prompt in prompts], sampling)
 
-    def chat(self, messages: Sequence[str], sampling: SamplingParams | None = None) -> list[Output]:
+    def chat(self, messages: Sequence[str], sampling: SamplingParams | None = None) -> list[RequestOutput]:
         """Answer every message as the first of a conversation. Raises like `generate`."""
         now = datetime.now().astimezone()
         prompts = [self._tokenizer.encode_chat([{"role": "user", "content": text}], now=now) for text in messages]
@@ -98,9 +98,9 @@ class LLM:
         """End the engine's threads."""
         self._engine.close()
 
-    def _run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None) -> list[Output]:
+    def _run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None) -> list[RequestOutput]:
         requests = [self._request(prompt, sampling) for prompt in prompts]
-        outputs = {request.request_id: Output() for request in requests}
+        outputs = {request.request_id: RequestOutput() for request in requests}
         commands: list[ColocatedCommand] = []
         for number, request in enumerate(requests):
             commands += self._logic.on_event(Received(_ROUTER, PrefillRequest(request, number)), 0.0)
@@ -110,17 +110,17 @@ class LLM:
         return list(outputs.values())
 
     def _request(self, prompt: Sequence[int], sampling: SamplingParams | None) -> Request:
-        room = self._max_context_len - len(prompt)
-        if room < 1:
+        max_tokens = self._max_context_len - len(prompt)
+        if max_tokens < 1:
             raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the model's context {self._max_context_len}")
-        wanted = sampling or SamplingParams(max_tokens=room, temperature=0.0)
-        wanted = replace(wanted, max_tokens=min(wanted.max_tokens, room))
+        wanted = sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        wanted = replace(wanted, max_tokens=min(wanted.max_tokens, max_tokens))
         if blocks_for(len(prompt) + wanted.max_tokens, _BLOCK_SIZE) > self._engine.num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
         return Request(RequestId(secrets.token_hex(8)), tuple(prompt), wanted, reply_to="", arrival_s=0.0)
 
-    def _perform(self, commands: Sequence[ColocatedCommand], outputs: dict[RequestId, Output]) -> None:
-        """Until nothing is left to do. What would go to a router is of no interest here."""
+    def _perform(self, commands: Sequence[ColocatedCommand], outputs: dict[RequestId, RequestOutput]) -> None:
+        """Perform commands until none is left. Messages to the router are dropped."""
         pending = list(commands)
         while pending:
             command = pending.pop(0)
@@ -131,7 +131,7 @@ class LLM:
                 _collect(command.message, outputs)
 
 
-def _collect(message: TokensEmitted, outputs: dict[RequestId, Output]) -> None:
+def _collect(message: TokensEmitted, outputs: dict[RequestId, RequestOutput]) -> None:
     for delta in message.deltas:
         output = outputs[delta.request_id]
         output.token_ids += delta.token_ids

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 POLICIES = ("fcfs", "density_first")
 

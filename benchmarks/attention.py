@@ -21,7 +21,7 @@ from alignedserve.microbench.shapes import LLAMA_0_5B
 from alignedserve.runtime.attention.backend import StepAttention
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 from kernels.linear import Linear
 
 BLOCK_SIZE = 16

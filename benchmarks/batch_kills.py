@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from alignedserve.pocket.tasks import PocketTask, Skill, is_correct, make_task
-from benchmarks.batch_client import BatchClient, chat_file
-from benchmarks.kill_cluster import KillCluster
-from benchmarks.kill_schedules import KillSchedule, make_schedule
-from benchmarks.recording import RESULTS, commit, write_result
+from benchmarks.support.batch_client import BatchClient, chat_file
+from benchmarks.support.kill_cluster import KillCluster
+from benchmarks.support.kill_schedules import KillSchedule, make_schedule
+from benchmarks.support.recording import RESULTS, commit, write_result
 
 NUM_LINES = 500
 _SKILLS = (Skill.SPELLING, Skill.SUMS, Skill.REVERSING)

@@ -17,7 +17,7 @@ from alignedserve.costmodel.published.opt_fits import HARDWARE_NAME
 from alignedserve.costmodel.published.prompt_tables import table_samples
 from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.costmodel.work import IterationWork
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 _OPT = (*(("opt-13b", degree) for degree in (1, 2, 4)), *(("opt-66b", degree) for degree in (2, 3, 4, 8)))
 _TABLES = (

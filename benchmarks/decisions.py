@@ -25,7 +25,7 @@ from alignedserve.costmodel.roofline import RooflineModel
 from alignedserve.scheduling.policies import POLICIES, make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationHistory, IterationLimits, Mechanism, WorkerView
 from alignedserve.scheduling.table import Ints, RequestTable
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 CANDIDATES = (100, 1600, 20_000)
 SITUATIONS = ("room", "short", "late")

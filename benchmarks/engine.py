@@ -11,7 +11,7 @@ import subprocess
 from typing import Any
 
 from benchmarks.live_policies import ALIGNEDSERVE
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 CASES = (("opt-125m", "w1"), ("opt-125m", "w3"), ("llama-0.5b", "one"))
 DTYPES = ("float32", "bfloat16")

@@ -23,7 +23,7 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import RopeConfig
 from alignedserve.runtime.model.weight_loader import random_weights
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 NUM_ROWS, NUM_STEPS, BLOCK_SIZE = 64, 200, 16
 

@@ -26,7 +26,7 @@ from alignedserve.microbench.engine.throughput import (
     load_decoder,
     make_engine,
 )
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 BATCH, PROMPT_LEN, OUTPUT_LEN = 64, 32, 64
 

@@ -14,13 +14,13 @@ import time
 import uvloop
 
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.app import build_services
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.model_card import ModelCard
 from alignedserve.gateway.server import HttpServer, bind
+from alignedserve.gateway.services import build_services
 from alignedserve.runtime.model.served_model import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 
 async def stream_once(port: int, max_tokens: int) -> tuple[int, float]:

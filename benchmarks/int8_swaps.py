@@ -23,7 +23,7 @@ from alignedserve.messages.iterations import Addition, RunIteration, Swap, Swaps
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
 from alignedserve.runtime.model.served_model import pocket_folder, resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 BLOCK_SIZE, BATCH_SIZE = 16, 32
 DEFAULT_TASKS = 50

@@ -41,10 +41,10 @@ from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
 from alignedserve.runtime.process.process_spec import ProcessSpec
-from benchmarks.recording import write_result
+from alignedserve.worker_core.iteration_log import IterationLog
+from benchmarks.support.recording import write_result
 from decode_worker.colocated.service import ColocatedWorker
-from decode_worker.factory import make_live_colocated_logic, memory_of
-from decode_worker.iteration_log.iteration_log import IterationLog
+from decode_worker.factory import make_colocated_logic, memory_of
 
 SECRET = b"b" * 32
 NUM_REQUESTS = 64
@@ -153,7 +153,7 @@ async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]
     book = AddressBook(folder)
     process_spec = ProcessSpec(Role.DECODE_WORKER, "decode-0", "bench", SECRET, 60.0, book, folder)
     make = partial(
-        make_live_colocated_logic,
+        make_colocated_logic,
         registered=registered,
         memory=memory_of(config, engine.layout, num_blocks=engine.num_blocks),
         config=config,
@@ -164,7 +164,7 @@ async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]
     await worker.start(router_at=f"unix:{folder}/router.sock")
     await asyncio.to_thread(peer.join)
     await worker.close()
-    return stamps, worker.ledger
+    return stamps, worker.iteration_log
 
 
 def _stamp_forward_passes(engine: ModelExecutor) -> list[tuple[float, float, int]]:

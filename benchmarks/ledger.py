@@ -20,9 +20,9 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SampledToken, SamplingParams
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
 from alignedserve.runtime.attention.torch_plan import CALL_BYTES
+from alignedserve.worker_core.iteration_log import IterationLog
 from benchmarks.iteration_gap import NUM_REQUESTS, serve_peer
-from benchmarks.recording import write_result
-from decode_worker.iteration_log.iteration_log import IterationLog
+from benchmarks.support.recording import write_result
 from decode_worker.state import RunningRequest
 from kernels.attention import GatherBuffers, attend_decode
 

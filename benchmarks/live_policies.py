@@ -39,8 +39,8 @@ from alignedserve.sim.policies import with_policy
 from alignedserve.sim.result import ALL, ClassResult
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
-from benchmarks.recording import write_result
 from benchmarks.startup import free_port, wait_ready
+from benchmarks.support.recording import write_result
 
 ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
 POLICIES = ("fcfs", "round_robin", "bros", "accelgen", "aligned_slo")

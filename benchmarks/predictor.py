@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from alignedserve.microbench.predictor.benchmark import PredictorBenchmarkSpec, run_predictor_benchmark
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 _TEXTS = ("alpaca_12k.jsonl.gz", "sharegpt_first_turn_text.jsonl.gz")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 from kernels.cpu.packed_linear import INT8, PackedLinear, packed_levels
 from kernels.linear import Linear, OneDnnLinear
 

@@ -33,7 +33,7 @@ from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.served_model import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 QUANTIZATIONS = (None, "int8")
 BLOCK_SIZE = 16

@@ -14,7 +14,7 @@ from typing import Any
 
 from alignedserve.microbench.scheduling.benchmark import ScheduleBenchmarkSpec, run_schedule_benchmark
 from alignedserve.microbench.scheduling.pool_arrivals import LENGTHS
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 
 def measure(lengths: str, rounds: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from alignedserve.microbench.engine.workloads import parse_workload
 from benchmarks.live_policies import ALIGNEDSERVE, TOPOLOGIES, make_model, served
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 WORKLOAD = "w4"
 POLICY = "fcfs"

@@ -16,10 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cli.bench.commands import LoadOptions, bench_serve
+from alignedserve.cli.bench.options import LoadOptions
+from alignedserve.cli.bench.serve import bench_serve
+from alignedserve.cli.commands.options import ReplayOptions
 from alignedserve.cli.commands.replay import (
     ComponentCheck,
-    ReplayOptions,
     SimulatedTimes,
     replay_folder,
     simulate_beside,
@@ -28,7 +29,7 @@ from alignedserve.cli.wiring import start_cluster
 from alignedserve.config.loading import load_config
 from alignedserve.microbench.shapes import OPT_125M
 from alignedserve.runtime.model.served_model import pocket_folder
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 RT = "rt: rate={rate}, prompt=lognormal(100,300), output=exponential(60), max_output=200, ttft=0.4, tpot=0.2"
 BE = "be: outstanding={outstanding}, prompt=uniform(200,500), output=uniform(32,128), tier=flex"

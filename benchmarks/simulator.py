@@ -27,7 +27,7 @@ from alignedserve.sim.machines import ClusterHardware, simulated_on
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import Description, TimedRequest, Workload
 from alignedserve.workload.traces import TraceRow, at_rate, read_trace, shipped_trace
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 _GIB = 1 << 30
 _SLO = Slo(ttft_s=2.0, tpot_s=0.1)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 _READY_TIMEOUT_S = 120.0
 _IDLE_S = 5.0

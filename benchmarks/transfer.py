@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from alignedserve.microbench.transfer.host_transfers import host_rows
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 
 
 def main() -> None:

@@ -11,15 +11,9 @@ from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
+from alignedserve.worker_core.registration import registration_of
 from decode_worker.colocated.service import ColocatedWorker
-from decode_worker.factory import (
-    colocated_registration_of,
-    make_live_colocated_logic,
-    make_live_logic,
-    max_held,
-    memory_of,
-    registration_of,
-)
+from decode_worker.factory import make_colocated_logic, make_logic, max_held, memory_of
 from decode_worker.service import DecodeWorker
 
 
@@ -43,9 +37,15 @@ class DecodeWorkerActor(ActorHost):
 
         async def build() -> DecodeWorker:
             engine = ModelExecutor(served, sizes)
-            registered = registration_of(config, layout, num_blocks=engine.num_blocks, pool_name=POOL)
+            registered = registration_of(
+                layout,
+                num_blocks=engine.num_blocks,
+                max_running_requests=config.max_running_requests,
+                pool_name=POOL,
+                can_decode=True,
+            )
             make = partial(
-                make_live_logic,
+                make_logic,
                 registered=registered,
                 config=config,
                 batching=batching,
@@ -96,8 +96,14 @@ class ColocatedWorkerActor(ActorHost):
         async def build() -> ColocatedWorker:
             engine = ModelExecutor(served, sizes)
             make = partial(
-                make_live_colocated_logic,
-                registered=colocated_registration_of(config, layout, num_blocks=engine.num_blocks),
+                make_colocated_logic,
+                registered=registration_of(
+                    layout,
+                    num_blocks=engine.num_blocks,
+                    max_running_requests=max_held(config),
+                    can_prefill=True,
+                    can_decode=True,
+                ),
                 memory=memory_of(config, layout, num_blocks=engine.num_blocks, hidden_block_tokens=block_tokens),
                 config=config,
                 scheduling=scheduling,

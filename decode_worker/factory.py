@@ -3,32 +3,16 @@
 from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.costmodel.linear import Sample
+from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.scheduling.factory import make_decode_iteration_scheduler, make_scheduler
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
-from alignedserve.scheduling.policy import DeviceMemory, IterationLimits
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.factory import limits_of, make_decode_iteration_scheduler, make_scheduler
+from alignedserve.scheduling.policy import DeviceMemory
 from decode_worker.batching.batch_order import SwitchLimits
 from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLimits, DecodeLogic
 
 
-def registration_of(
-    config: DecodeWorkerConfig, layout: BlockLayout, *, num_blocks: int, pool_name: str
-) -> WorkerRegistered:
-    """What a decode worker with so many blocks tells the router about itself."""
-    return WorkerRegistered(
-        num_blocks=num_blocks,
-        block_size=layout.block_size,
-        max_running_requests=config.max_running_requests,
-        pool_name=pool_name,
-        can_prefill=False,
-        can_decode=True,
-        layout_digest=layout.digest().hex(),
-    )
-
-
-def limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num_blocks: int) -> DecodeLimits:
+def batch_limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num_blocks: int) -> DecodeLimits:
     """What bounds the running batch of a worker with so many blocks.
 
     `min_requests` saturate any worker, however many places it has; and so do fewer that fill its memory.
@@ -43,48 +27,28 @@ def limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num_block
 def make_logic(
     *,
     registered: WorkerRegistered,
-    limits: DecodeLimits,
-    pacing: PolicyPacing | None,
-    eos_token_ids: frozenset[int],
-) -> DecodeLogic:
-    """Build the logic of one decode worker; `pacing` decides who computes how many tokens."""
-    return DecodeLogic(registered=registered, limits=limits, eos_token_ids=eos_token_ids, pacing=pacing)
-
-
-def make_live_logic(
-    *,
-    registered: WorkerRegistered,
     config: DecodeWorkerConfig,
     batching: BatchingConfig,
     scheduling: SchedulingConfig,
     eos_token_ids: frozenset[int],
+    costs: CostModel | None = None,
     measured: tuple[Sample, ...] = (),
 ) -> DecodeLogic:
-    """Of a worker that learns its costs and begins with `measured` iterations, from what can be recorded.
+    """Build the logic of one decode worker. Without `costs` it learns them, beginning with `measured` iterations.
 
     Raises ConfigError naming what is unknown.
     """
-    pacing = make_decode_iteration_scheduler(scheduling, iteration_limits(config), measured=measured)
-    limits = limits_of(config, batching, num_blocks=registered.num_blocks)
-    return make_logic(registered=registered, limits=limits, pacing=pacing, eos_token_ids=eos_token_ids)
+    return DecodeLogic(
+        registered=registered,
+        limits=batch_limits_of(config, batching, num_blocks=registered.num_blocks),
+        eos_token_ids=eos_token_ids,
+        pacing=make_decode_iteration_scheduler(scheduling, limits_of(config), costs, measured),
+    )
 
 
 def max_held(config: DecodeWorkerConfig) -> int:
     """Requests that a colocated worker holds at most; who pauses keeps its place in the engine."""
     return config.max_running_requests + config.max_waiting_requests
-
-
-def colocated_registration_of(config: DecodeWorkerConfig, layout: BlockLayout, *, num_blocks: int) -> WorkerRegistered:
-    """What a colocated worker with so many blocks tells the router about itself."""
-    return WorkerRegistered(
-        num_blocks=num_blocks,
-        block_size=layout.block_size,
-        max_running_requests=max_held(config),
-        pool_name="",
-        can_prefill=True,
-        can_decode=True,
-        layout_digest=layout.digest().hex(),
-    )
 
 
 def memory_of(
@@ -104,30 +68,20 @@ def memory_of(
     )
 
 
-def iteration_limits(config: DecodeWorkerConfig) -> IterationLimits:
-    """What bounds an iteration."""
-    return IterationLimits(config.max_running_requests, config.max_num_batched_tokens)
-
-
 def make_colocated_logic(
-    *, registered: WorkerRegistered, memory: DeviceMemory, scheduler: Scheduler, eos_token_ids: frozenset[int]
-) -> ColocatedLogic:
-    """The logic of one colocated worker."""
-    return ColocatedLogic(registered=registered, memory=memory, scheduler=scheduler, eos_token_ids=eos_token_ids)
-
-
-def make_live_colocated_logic(
     *,
     registered: WorkerRegistered,
     memory: DeviceMemory,
     config: DecodeWorkerConfig,
     scheduling: SchedulingConfig,
     eos_token_ids: frozenset[int],
+    costs: CostModel | None = None,
     measured: tuple[Sample, ...] = (),
 ) -> ColocatedLogic:
-    """Of a worker that learns its costs and begins with `measured` iterations, from what can be recorded.
-
-    Raises ConfigError naming what is unknown.
-    """
-    scheduler = make_scheduler(scheduling, iteration_limits(config), measured=measured)
-    return make_colocated_logic(registered=registered, memory=memory, scheduler=scheduler, eos_token_ids=eos_token_ids)
+    """Build the logic of one colocated worker; the rest as for `make_logic`."""
+    return ColocatedLogic(
+        registered=registered,
+        memory=memory,
+        scheduler=make_scheduler(scheduling, limits_of(config), costs, measured),
+        eos_token_ids=eos_token_ids,
+    )

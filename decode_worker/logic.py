@@ -29,7 +29,7 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.fields import NO_BATCH, FailureKind
-from alignedserve.messages.gateways import AbortRequest, TokenDelta
+from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     BlocksLoaded,
@@ -41,26 +41,24 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     RunIteration,
     UnmapArena,
-    group_by_gateway,
 )
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import AttemptFailed, RequestFinished, SetPredictedLength, WorkerRegistered
+from alignedserve.messages.workers import SetPredictedLength, WorkerRegistered
 from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.worker_core.iteration_cycle import IterationCycle
+from alignedserve.worker_core.iteration_log import IterationLog
+from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, WaitingBatch
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.iteration_log.iteration_log import IterationLog
 from decode_worker.load import LoadCounter, LoadCounts
-from decode_worker.reports import RouterReports
 from decode_worker.state import (
     CachePlace,
     Candidate,
     Loading,
     RunningRequest,
-    is_up_to,
-    preempted,
     set_predicted_length,
 )
 
@@ -92,7 +90,6 @@ class DecodeLogic:
         self._pacing = pacing
         self._registered = registered
         self._limits = limits
-        self._eos_token_ids = eos_token_ids
         self._batch = RunningBatch(
             num_blocks=registered.num_blocks,
             block_size=registered.block_size,
@@ -102,15 +99,20 @@ class DecodeLogic:
         self._candidates = Candidates(registered.pool_name)
         self._order = BatchOrder(limits.switch, pacing.is_worth_mixing if pacing is not None else None)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
-        self._is_iterating = False
         self._aborted: list[RunningRequest] = []  # to be dropped when the iteration is over
         self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
         self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last looked through
         self._num_iterations = 0
         self._num_verified = 0
         self._counted: LoadCounts | None = None  # as last reported
-        self.ledger = IterationLog()
-        self._reports = RouterReports(registered, self.ledger)
+        self.iteration_log = IterationLog()
+        self._router = RouterLink(registered)
+        self._iterations: IterationCycle[RunningRequest, DecodeCommand] = IterationCycle(
+            router=self._router,
+            eos_token_ids=eos_token_ids,
+            release=self._release,
+            iteration_log=self.iteration_log,
+        )
 
     def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
@@ -123,7 +125,6 @@ class DecodeLogic:
     def _handle(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
         match event:
             case IterationCompleted():
-                self.ledger.iteration_completed(now, event)
                 return self._iteration_completed(event, now)
             case BlocksLoaded():
                 return self._loaded(event, now)
@@ -136,7 +137,7 @@ class DecodeLogic:
             case PeerDisconnected(role, peer):
                 return self._on_lost(role, peer)
             case Ticked():
-                return [*self._reports.totals(now)]
+                return [*self._router.totals(self.iteration_log, now)]
 
     # --- peers and messages
 
@@ -149,7 +150,7 @@ class DecodeLogic:
             dropped += self._abort(running.request.request_id)
         for candidate in (*self._batch.loading_candidates(), *self._evictions.candidates()):
             candidate.is_aborted = True
-        return [*self._reports.linked(peer), *dropped]
+        return [*self._router.connected(peer), *dropped]
 
     def _on_lost(self, role: Role, peer: str) -> list[DecodeCommand]:
         if peer == self._registered.pool_name:
@@ -193,9 +194,9 @@ class DecodeLogic:
         raise AssertionError(f"a decode worker does not take {type(message).__name__}")
 
     def _granted(self, message: BatchGranted, now: float) -> list[DecodeCommand]:
-        self._reports.await_load()
+        self._router.await_load()
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in message.handoffs)
-        commands = self._to_router(BatchReceived(message.batch_id, members))
+        commands: list[DecodeCommand] = [*self._router.send(BatchReceived(message.batch_id, members))]
         batch_id = message.batch_id if message.joins is None else message.joins
         if message.joins is None:
             self._order.granted(WaitingBatch(batch_id, message.is_aligned, len(members), now))
@@ -217,7 +218,7 @@ class DecodeLogic:
         if candidate is None:
             return [*answer]
         received = BatchReceived(NO_BATCH, ((candidate.request.request_id, candidate.attempt),))
-        return [*answer, *self._to_router(received), *self._take(candidate)]
+        return [*answer, *self._router.send(received), *self._take(candidate)]
 
     def _take(self, candidate: Candidate) -> list[DecodeCommand]:
         # What an earlier attempt left here is stale: its abort is on the way, over another link. So is what is still to
@@ -233,14 +234,14 @@ class DecodeLogic:
         commands: list[DecodeCommand] = []
         self._candidates.forget_given_back(request_id, attempt)
         waiting = self._candidates.get(request_id)
-        if waiting is not None and is_up_to(waiting, attempt):
+        if waiting is not None and waiting.is_up_to(attempt):
             commands += self._candidates.abort(request_id)
         for candidate in (self._batch.loading_candidate(request_id), self._evictions.get(request_id)):
-            if candidate is not None and is_up_to(candidate, attempt):
-                candidate.is_aborted = True
+            if candidate is not None:
+                candidate.abort(attempt)
         running = self._batch.get(request_id)
-        if running is not None and is_up_to(running, attempt):
-            if not self._is_iterating:
+        if running is not None and running.is_up_to(attempt):
+            if not self._iterations.is_running:
                 self._batch.drop(running)
             elif not running.is_aborted:
                 running.is_aborted = True
@@ -305,7 +306,7 @@ class DecodeLogic:
     # --- starting an iteration
 
     def _start_iteration(self, now: float) -> list[DecodeCommand]:
-        if self._is_iterating:
+        if self._iterations.is_running:
             return []
         commands: list[DecodeCommand] = [*self._evictions.evict_outgoing()]
         growth = self._batch.grow()
@@ -317,14 +318,12 @@ class DecodeLogic:
         if not slices:
             return commands + self._give_up_stuck()
         changes = self._batch.take_changes()
-        self._is_iterating = True
-        self._started_s = now
         self._num_iterations += 1
         members, has_changed = self._batch.all(), bool(changes.additions or changes.removals)
         if self._pacing is not None:  # some of them pause
             members, has_changed = [self._batch[request_id] for request_id, _ in slices], True
         is_switching = self._order.is_switching
-        self.ledger.iteration_started(now, members, has_changed=has_changed, is_switching=is_switching)
+        self._iterations.start(now, members, has_changed=has_changed, is_switching=is_switching)
         return [RunIteration(*changes, slices), *commands]
 
     def _give_up_stuck(self) -> list[DecodeCommand]:
@@ -334,60 +333,43 @@ class DecodeLogic:
             return []
         self._batch.drop(stuck)
         reason = "its context needs more cache blocks than a decode worker has"
-        return self._to_router(AttemptFailed(stuck.request.request_id, stuck.attempt, FailureKind.UNSERVABLE, reason))
+        return [*self._router.failed(stuck, FailureKind.UNSERVABLE, reason)]
 
     # --- ending an iteration
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
-        self._is_iterating = False
+        duration_s = self._iterations.end(event, now)
         if self._pacing is not None:
-            self._pacing.completed(now, event.duration_s(self._started_s, now))
-        commands: list[DecodeCommand] = []
+            self._pacing.completed(now, duration_s)
         self._batch.note_chunks()
-        deltas: list[tuple[str, TokenDelta]] = []
-        for token in event.sampled:
-            running = self._batch[token.request_id]
-            if running.is_aborted:
-                continue
-            delta = running.sampled(token, self._eos_token_ids)
-            deltas.append((running.request.reply_to, delta))
-            if delta.finish_reason is not None:
-                commands += self._finish(running)
-        for request_id in event.failed:
-            running = self._batch[request_id]
-            self._batch.drop(running)
-            reason = "the model gave no usable logits"
-            commands += self._to_router(AttemptFailed(request_id, running.attempt, FailureKind.INTERNAL, reason))
+        commands = self._iterations.outcome(event, self._batch)
         aborted, self._aborted = self._aborted, []
         for running in aborted:
             if running.request.request_id not in event.failed:
                 self._batch.drop(running)
-        # Reports to the router last, nobody waits for them.
-        return [*group_by_gateway(deltas), *commands]
+        return commands
 
-    def _finish(self, running: RunningRequest) -> list[DecodeCommand]:
+    def _release(self, running: RunningRequest) -> list[DecodeCommand]:
         self._batch.drop(running)
-        num_generated = len(running.generated_token_ids)
-        return self._to_router(RequestFinished(running.request.request_id, running.attempt, num_generated))
+        return []
 
     # --- reports
 
     def _preempted(self, *candidates: Candidate, is_refused: bool = False) -> list[DecodeCommand]:
         """Their only cache is gone. `is_refused`: what was granted did not verify, or went with the pool."""
-        return [send for one in candidates for send in self._to_router(preempted(one, is_refused=is_refused))]
-
-    def _to_router(self, message: Message) -> list[DecodeCommand]:
-        return [*self._reports.send(message)]
+        return [send for one in candidates for send in self._router.send(one.preempted(is_refused=is_refused))]
 
     def _told(self, outcomes: list[EvictionCommand]) -> list[DecodeCommand]:
         """Copies as they are; who was preempted goes to the router."""
-        parts = [[one] if isinstance(one, OffloadBlocks) else self._to_router(one) for one in outcomes]
-        return [command for part in parts for command in part]
+        commands: list[DecodeCommand] = []
+        for one in outcomes:
+            commands += [one] if isinstance(one, OffloadBlocks) else self._router.send(one)
+        return commands
 
     def _report(self, *, is_tick: bool) -> list[DecodeCommand]:
         """The load where it has changed. Free blocks alone can wait for the next tick."""
         counts = self._load.counts(num_verified=self._num_verified, num_iterations=self._num_iterations)
-        if counts == self._counted and not (self._reports.is_load_awaited or is_tick):
+        if counts == self._counted and not (self._router.is_load_awaited or is_tick):
             return []
         self._counted = counts
-        return [*self._reports.load(self._load.load_of(counts))]
+        return [*self._router.load(self._load.load_of(counts))]

@@ -12,7 +12,7 @@ from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.transfers.registry import AUTO
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
-from decode_worker.iteration_log.writer import leave_ledger
+from decode_worker.iteration_log_writer import try_write_iterations
 from decode_worker.logic import DecodeEvent, DecodeLogic, WorkCommand
 
 
@@ -31,34 +31,34 @@ class DecodeWorker:
         """`make`: makes its logic, out of what can be recorded."""
         logic = make()
         self._engine = engine
-        self._ledger_path = process_spec.log_folder / f"{process_spec.name}.ledger.jsonl"
+        self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self._pool_name = pool_name
         identity = process_spec.identity()
         self._copier: BlockCopier = engine.copier(identity, transport=transport)
-        self.ledger = logic.ledger
-        self._room: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
+        self.iteration_log = logic.iteration_log
+        self._driver: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
             logic, identity, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, router_at: str, pool_at: str, prefillers_at: Sequence[str]) -> None:
         """Introduce ourselves to the router, the pool and every prefill worker."""
         for address in (pool_at, *prefillers_at, router_at):
-            self._room.links.dial(address)
+            self._driver.links.dial(address)
 
     async def close(self) -> None:
-        """Drop the links, end the threads and leave the ledger behind."""
-        await self._room.close()
+        """Drop the links, end the threads and write the iteration log."""
+        await self._driver.close()
         self._engine.close()
-        leave_ledger(self._ledger_path, self.ledger.records())
+        try_write_iterations(self._iteration_log_path, self.iteration_log.records())
 
     def _perform(self, command: WorkCommand) -> None:
         match command:
             case RunIteration():
-                self._engine.start_iteration(command, self._room.dispatch)
+                self._engine.start_iteration(command, self._driver.dispatch)
             case LoadBlocks():
-                self._copier.start_load(command, self._room.dispatch)
+                self._copier.start_load(command, self._driver.dispatch)
             case OffloadBlocks():
-                self._copier.start_offload(command, self._room.dispatch)
+                self._copier.start_offload(command, self._driver.dispatch)
             case MapArena(peer, offered):
                 self._copier.map_arena(peer, offered, stamps=peer != self._pool_name)
             case UnmapArena(peer):

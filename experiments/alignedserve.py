@@ -222,7 +222,7 @@ class Load:
 def further_figures(result: SimulationResult) -> Row:
     """Of the iterations of one decode worker, and of the ledger of all."""
     durations_s = [one.ended_s - one.started_s for one in result.timeline]
-    ledger, num = result.ledger, max(result.ledger.num_iterations, 1)
+    ledger, num = result.iteration_log, max(result.iteration_log.num_iterations, 1)
     return {
         "iteration.within_30ms": sum(one <= 0.03 for one in durations_s) / max(len(durations_s), 1),
         "ledger.batch": ledger.num_requests / num,

@@ -13,7 +13,7 @@ from kvpool.service import KvPool
 
 @ray.remote
 class KvPoolActor(ActorHost):
-    """Started, restarted and placed by Ray; everything else goes over its links."""
+    """Actor started, restarted and placed by Ray; all other communication uses its links."""
 
     def __init__(
         self, config: PoolConfig, batching: BatchingConfig, layout: BlockLayout, process_spec: ProcessSpec

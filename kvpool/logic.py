@@ -1,16 +1,16 @@
-"""What the KV pool decides. It owns the arena's blocks and says who may touch them; it never touches a byte of them.
+"""Decides for the KV pool which process may read or write which blocks of the arena. It never touches the bytes.
 
 The life of a request in the pool:
-1. A worker with a finished prefill sends ReserveBlocks; when there is room (in order) it gets a lease: BlocksReserved.
-2. It copies its blocks into the arena and sends BlocksWritten; the request is indexed, the router hears of it, and
-   the worker may forget it (BlocksTaken). What went straight to a decode worker comes as a copy, and is only kept.
+1. After a prefill a worker sends ReserveBlocks; when blocks are free (in order) it gets a lease: BlocksReserved.
+2. It copies its blocks into the arena and sends BlocksWritten; the request is indexed, the router is notified, and the
+   worker may forget it (BlocksTaken). A request that bypassed the pool comes as a copy, and is only kept.
 3. The router sends FormBatch for a decode worker; the batch former chooses; the worker gets BatchGranted, the router
-   hears of it from us and from the worker.
-4. LeasesReleased: the worker has what it needs. The copy is kept for as long as there is room, best-effort ones going
+   BatchFormed from the pool and BatchReceived from the worker.
+4. LeasesReleased: the worker has what it needs. The copy is kept while blocks are free; best-effort copies are evicted
    first and the oldest real-time one last. LeasesReturned: plans have changed, and the request is indexed again.
-5. When a worker was lost, whoever computes the request again asks for the copy first: FetchCopy.
-6. DropRequest: it is over. All its blocks are free and their generation is void.
-A lease whose holder is lost or late is taken back. A lost pool entry is a miss, never data: it is computed again.
+5. After the loss of a worker, the worker that recomputes the request asks for the copy first: FetchCopy.
+6. DropRequest: the request has ended. All its blocks are freed and their generation is void.
+A lease whose holder is lost or late is revoked. A lost pool entry is a miss, never data: it is computed again.
 """
 
 from collections import deque
@@ -53,13 +53,13 @@ from kvpool.policies.batch_former import AlignedBatch, BatchFormer, BatchLimits,
 from kvpool.state import Lease, LeaseStage, PooledRequest, Reservation
 
 NO_GENERATION = 0
-# Time that one more token takes, for the question when a request must stop waiting to meet its deadline.
+# Assumed time per token, to decide when a request must stop waiting to meet its deadline.
 _EXPECTED_TPOT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class SetBlockGeneration:
-    """Command: write this generation into the arena's table for these blocks."""
+    """Command: write this generation into the arena's table for each of these blocks."""
 
     block_ids: tuple[BlockId, ...]
     generation: int
@@ -69,7 +69,7 @@ PoolCommand = Send | SetBlockGeneration
 
 
 class PoolLogic:
-    """Leases, reservations and the index. `arena` describes what workers map; `lease_s` bounds the writing of one."""
+    """The pool's state machine. `arena` describes the memory that workers map; `lease_s` bounds the time to write."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class PoolLogic:
             return [Send(peer, self._arena)]
         self._router = peer
         self._reported = None
-        # Whatever a router knew of us ended with its link: it recomputes those requests, so their blocks go.
+        # What a router knew of this pool ended with its link: it recomputes those requests, so their blocks are freed.
         self._reservations.clear()
         commands = [command for lease in self._lease_table.all() for command in self._invalidate(lease)]
         return [
@@ -134,7 +134,7 @@ class PoolLogic:
             if lease.stage is LeaseStage.RESERVED:
                 commands += self._end(lease)
             elif lease.stage is LeaseStage.GRANTED:
-                # Whether it was used is the router's to find out; what lies here is whole.
+                # The router finds out whether it was used; the blocks here are intact.
                 commands += self._to_router(CopyLost(lease.request_id, lease.attempt)) + self._release(lease)
         return commands + self._serve_reservations(now)
 
@@ -168,17 +168,17 @@ class PoolLogic:
     def _reserve(self, peer: str, message: ReserveBlocks, now: float) -> list[PoolCommand]:
         request_id, attempt, num_blocks = message.request_id, message.attempt, message.num_blocks
         is_hopeless = num_blocks > self._lease_table.num_blocks or attempt < self._latest_attempt(request_id)
-        has_no_room = bool(self._reservations) or not self._lease_table.can_allocate(num_blocks)
-        if is_hopeless or (not message.may_wait and has_no_room):
+        must_wait = bool(self._reservations) or not self._lease_table.can_allocate(num_blocks)
+        if is_hopeless or (must_wait and not message.may_wait):
             return [Send(peer, ReservationRefused(request_id, attempt))]
-        # A request that comes again must not be pooled or written twice; a copy stays until there is a better one.
+        # A retried request must not be pooled or written twice; a copy stays until there is a better one.
         commands = self._end_earlier(request_id, attempt, (LeaseStage.RESERVED, LeaseStage.POOLED))
         self._cancel_reservations(request_id, attempt)
         self._reservations.append(Reservation(request_id, attempt, num_blocks, peer, message.is_copy))
         return commands + self._serve_reservations(now)
 
     def _latest_attempt(self, request_id: RequestId) -> int:
-        """The latest attempt at a request that reserves or holds anything here; 0 when none does."""
+        """Return the latest attempt at a request that reserves or holds blocks here; 0 if none does."""
         attempts = [entry.attempt for entry in self._reservations if entry.request_id == request_id]
         return max([*attempts, *(lease.attempt for lease in self._lease_table.of_request(request_id))], default=0)
 
@@ -199,7 +199,7 @@ class PoolLogic:
         is_accepted = lease is not None and self._describes(lease, peer, written)
         taken = Send(peer, BlocksTaken(written.request.request_id, written.attempt, is_accepted))
         if lease is None or not is_accepted:
-            return [taken]  # stale or malformed: nothing that it says about the arena is believed
+            return [taken]  # stale or malformed: its blocks are not believed
         lease.content = written
         stages = (LeaseStage.POOLED, LeaseStage.KEPT, LeaseStage.GRANTED)
         earlier = self._end_earlier(lease.request_id, lease.attempt, stages, but=lease)
@@ -212,7 +212,7 @@ class PoolLogic:
     def _describes(self, lease: Lease, peer: str, written: BlocksWritten) -> bool:
         copy = written.copy
         if copy.num_blocks != len(lease.block_ids):
-            return False  # before the runs are spelt out: they may say anything
+            return False  # checked before the runs are expanded: they may claim anything
         covered = tuple(run.first_block + offset for run in copy.runs for offset in range(run.num_blocks))
         return (
             lease.stage is LeaseStage.RESERVED
@@ -224,7 +224,7 @@ class PoolLogic:
         )
 
     def _index(self, lease: Lease, now: float) -> list[PoolCommand]:
-        """The request waits for a batch from now on, one step further than it was."""
+        """Index the request, which waits for a batch from now on, one step further than it was."""
         assert lease.content is not None, "nothing to index"
         if lease.is_void:
             return self._end(lease)
@@ -238,7 +238,7 @@ class PoolLogic:
     # --- blocks to read
 
     def _form(self, message: FormBatch, now: float) -> list[PoolCommand]:
-        # A worker whose link is down would never get its grant, nor release it.
+        # A worker whose link is down would never get the grant, nor release it.
         batch = self._choose(message, now) if message.worker in self._workers else None
         if batch is None:
             return self._to_router(BatchFormed(message.batch_id, message.worker, ()))
@@ -281,7 +281,7 @@ class PoolLogic:
         ]
 
     def _release(self, lease: Lease) -> list[PoolCommand]:
-        """Read, or given up: kept from now on, unless the request is over."""
+        """Keep the blocks as a copy once their reader is done, unless the request has ended."""
         if lease.is_void:
             return self._end(lease)
         self._lease_table.move(lease, LeaseStage.KEPT)
@@ -298,7 +298,7 @@ class PoolLogic:
     # --- ends of leases
 
     def _drop(self, request_id: RequestId, attempt: int, stage: LeaseStage | None, now: float) -> list[PoolCommand]:
-        """End what is here (with a stage: only in that) of this attempt at a request and earlier ones."""
+        """End the leases (with a stage: only those in it) of this attempt at a request and earlier ones."""
         self._cancel_reservations(request_id, attempt)
         commands = self._end_earlier(request_id, attempt, tuple(LeaseStage) if stage is None else (stage,))
         return commands + self._serve_reservations(now)
@@ -318,7 +318,7 @@ class PoolLogic:
         )
 
     def _invalidate(self, lease: Lease) -> list[PoolCommand]:
-        """Nobody needs it any more. One that is being read goes when its reader lets go."""
+        """End a lease that is no longer needed; one being read ends when its reader releases it."""
         if lease.stage is LeaseStage.GRANTED:
             lease.is_void = True
             return []
@@ -332,7 +332,7 @@ class PoolLogic:
     def _end(self, lease: Lease) -> list[PoolCommand]:
         if lease.stage is LeaseStage.POOLED:
             self._unindex(lease)
-        return [SetBlockGeneration(self._lease_table.end(lease), NO_GENERATION)]
+        return [SetBlockGeneration(self._lease_table.close(lease), NO_GENERATION)]
 
     def _unindex(self, lease: Lease) -> None:
         self._former.remove(lease.request_id)
@@ -359,8 +359,11 @@ def _indexed(lease: Lease, content: BlocksWritten) -> PooledRequest:
 
 
 def _urgent_at_s(content: BlocksWritten) -> float | None:
-    """When waiting must end: what may still be generated has to fit before the deadline, and is given half of the
-    whole time at most, as few answers are as long as they may become."""
+    """Return when waiting must end for the deadline to be met.
+
+    All tokens that may still be generated have to fit before the deadline, in half of the whole time at most, as few
+    answers reach their limit.
+    """
     request = content.request
     if request.slo.deadline_s is None:
         return None

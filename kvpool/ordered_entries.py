@@ -1,7 +1,7 @@
-"""Requests in a fixed order, each with its size: finds the first ones that fit without looking at all of them.
+"""Requests in a fixed order, each with its size: finds the first that fit without looking at all of them.
 
 A sorted list cut into chunks of a few dozen, each chunk with the size of its smallest entry. Adding and removing
-searches two short lists; whoever looks for what fits skips whole chunks.
+searches two short lists; a search for what fits skips whole chunks.
 """
 
 from bisect import bisect_left, insort
@@ -11,10 +11,10 @@ from operator import itemgetter
 
 from alignedserve.core.ids import RequestId
 
-# (when its turn counts from, arrival, id, blocks); the id is unique, so the blocks never decide the order.
+# (time it is ordered by, arrival, id, blocks); the id is unique, so the blocks never decide the order.
 Entry = tuple[float, float, RequestId, int]
 
-NO_SIZE = 1 << 62  # the smallest of nothing: fits no limit
+NO_SIZE = 1 << 62  # smallest size of an empty list: fits no limit
 _MAX_CHUNK = 64
 _MIN_CHUNK = 8  # smaller ones are merged with their neighbour
 _blocks_of = itemgetter(3)
@@ -22,14 +22,14 @@ _blocks_of = itemgetter(3)
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """Entries that fit together, in order, and the smallest that was left."""
+    """Entries that fit together, in order, and the size of the smallest one left."""
 
     entries: list[Entry]
-    smallest_left: int  # NO_SIZE: nothing was left
+    smallest_left: int  # NO_SIZE: none was left
 
 
 class OrderedEntries:
-    """Entries in ascending order. `smallest` is the size of the smallest one, in blocks."""
+    """Entries in ascending order. `smallest` is the size of the smallest, in blocks."""
 
     __slots__ = ("_chunks", "_lasts", "_smallest", "smallest")
 
@@ -77,7 +77,7 @@ class OrderedEntries:
             self.smallest = min(self._smallest, default=NO_SIZE)
 
     def _shrink(self, place: int) -> None:
-        """Merge a chunk that became small with its neighbour, where both together are not large."""
+        """Merge a chunk that became small with its neighbour if both together are not large."""
         first = max(0, min(place, len(self._chunks) - 2))
         merged = [entry for chunk in self._chunks[first : first + 2] for entry in chunk]
         if len(merged) > _MAX_CHUNK:
@@ -92,13 +92,13 @@ class OrderedEntries:
         self._smallest[place : place + count] = [min(map(_blocks_of, chunk)) for chunk in chunks]
 
     def up_to(self, max_blocks: int) -> Iterator[Entry]:
-        """In order, the entries that are no larger than this."""
+        """Yield the entries no larger than this, in order."""
         for chunk, smallest in zip(self._chunks, self._smallest, strict=True):
             if smallest <= max_blocks:
                 yield from (entry for entry in chunk if entry[3] <= max_blocks)
 
     def first_fit(self, max_blocks: int, max_requests: int) -> FitResult:
-        """In order, every entry that fits into what those before it left."""
+        """Take every entry, in order, that fits into what those before it left."""
         entries: list[Entry] = []
         smallest_left = NO_SIZE
         for place, smallest in enumerate(self._smallest):

@@ -1,8 +1,8 @@
 """Quad-tree over context lengths: how many requests, and how many blocks, lie in which range.
 
 Every node covers a range of lengths, split in four down to one block. Nodes are numbered level by level, as in a heap:
-the root is 0, the children of n are 4n+1 to 4n+4, the leaves come last, shortest lengths first. What is known of a node
-stands in flat lists under its number. Lengths over the maximum are counted as the maximum.
+the root is 0, the children of n are 4n+1 to 4n+4, the leaves come last, shortest lengths first. The values of a node
+are in flat lists under its number. Lengths over the maximum are counted as the maximum.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from kvpool.ordered_entries import NO_SIZE, Entry, OrderedEntries
 from kvpool.state import PooledRequest
 
 ROOT = 0
-NEVER = float("inf")  # the waiting time of an empty range has not begun
+NEVER = float("inf")  # an empty range does not wait
 
 
 class QuadTree:
     """Pooled requests by context length; inserting and removing touch one node per level.
 
-    The lists hold one number per node. They are read by whoever searches the tree, and written here alone.
+    The lists hold one number per node. Policies read them to search the tree; only the tree writes them.
     """
 
     def __init__(self, *, block_size: int = 16, max_context_len: int = 65536) -> None:
@@ -37,7 +37,7 @@ class QuadTree:
         # of their leaves.
         self.waiting_since_s = [NEVER] * num_nodes
         self._entries: list[OrderedEntries | None] = [None] * num_leaves
-        self._paths: list[tuple[int, ...] | None] = [None] * num_leaves  # made when first needed
+        self._paths: list[tuple[int, ...] | None] = [None] * num_leaves  # built on first use
         self._members: dict[RequestId, PooledRequest] = {}
 
     def __len__(self) -> int:
@@ -47,11 +47,11 @@ class QuadTree:
         return self._members[request_id]
 
     def leaf_of(self, context_len: int) -> int:
-        """The node of one block's lengths that this length belongs to."""
+        """Return the leaf, one block of lengths wide, that this length belongs to."""
         return self.first_leaf + (min(context_len, self._max_context_len) - 1) // self._block_size
 
     def oldest_first(self, leaf: int) -> OrderedEntries:
-        """The requests of a leaf that is not empty."""
+        """Return the requests of a leaf that is not empty."""
         entries = self._entries[leaf - self.first_leaf]
         assert entries is not None, "an empty leaf"
         return entries
@@ -68,7 +68,7 @@ class QuadTree:
         self._put_into(leaf, pooled, now)
 
     def remove(self, request_id: RequestId) -> PooledRequest:
-        """Take a request out; it must be there."""
+        """Remove a request, which must be there, and return it."""
         pooled = self._members.pop(request_id)
         leaf = self.leaf_of(pooled.context_len)
         self._count(self._path(leaf), -1, -pooled.num_blocks)
@@ -76,7 +76,7 @@ class QuadTree:
         return pooled
 
     def mark_served(self, leaves: list[int], now: float) -> None:
-        """These leaves, in ascending order, gave requests to a batch."""
+        """Restart the waiting time of these leaves, in ascending order, which gave requests to a batch."""
         for leaf in leaves:
             self.waiting_since_s[leaf] = now
         nodes = leaves
@@ -96,7 +96,7 @@ class QuadTree:
         if entries is None:
             entries = self._entries[leaf - self.first_leaf] = OrderedEntries()
         else:
-            waiting_since_s = NEVER  # the leaf's own time goes on
+            waiting_since_s = NEVER  # the leaf keeps its own time
         entries.add(order_entry(pooled))
         num_blocks = pooled.num_blocks
         for node in self._path(leaf):
@@ -109,7 +109,7 @@ class QuadTree:
         entries = self.oldest_first(leaf)
         entries.remove(order_entry(pooled))
         if entries.smallest == self.smallest[leaf]:
-            return  # nothing that the nodes above know of it has changed
+            return  # nothing above changes
         self.smallest[leaf] = entries.smallest
         if entries.smallest == NO_SIZE:
             self._entries[leaf - self.first_leaf] = None
@@ -122,7 +122,7 @@ class QuadTree:
             self.smallest[node], self.waiting_since_s[node] = smallest, since_s
 
     def _path(self, leaf: int) -> tuple[int, ...]:
-        """The nodes from a leaf up to the root."""
+        """Return the nodes from a leaf up to the root."""
         path = self._paths[leaf - self.first_leaf]
         if path is None:
             nodes = [leaf]
@@ -131,10 +131,10 @@ class QuadTree:
             path = self._paths[leaf - self.first_leaf] = tuple(nodes)
         return path
 
-    # --- searches that belong to the tree alone
+    # --- searches
 
     def longest_waiting(self, before_s: float, max_blocks: int) -> int | None:
-        """The leaf that waits longest, since `before_s` or earlier, with a request within the limit; then left-most."""
+        """Return the leaf waiting longest, since `before_s` or earlier, with a request within the limit; ties: left."""
         candidates = [(self.waiting_since_s[ROOT], 0, ROOT, len(self._entries))]  # since, first leaf, node, leaves
         while candidates:
             since_s, first, node, width = heappop(candidates)
@@ -151,12 +151,12 @@ class QuadTree:
         return None
 
     def occupied_between(self, start: int, stop: int) -> Iterator[int]:
-        """The leaves that hold lengths of [start, stop) and are not empty, shortest first."""
+        """Yield the leaves that hold lengths of [start, stop) and are not empty, shortest first."""
         for leaf in range(self.leaf_of(start), self.leaf_of(stop - 1) + 1):
             if self.num_requests[leaf]:
                 yield leaf
 
 
 def order_entry(pooled: PooledRequest) -> Entry:
-    """A request as it stands in its leaf."""
+    """Return the entry of a request in its leaf."""
     return (pooled.arrival_s, pooled.arrival_s, pooled.request_id, pooled.num_blocks)

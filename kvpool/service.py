@@ -1,4 +1,4 @@
-"""The pool at work: the arena it owns, and the room in which its logic runs."""
+"""The running pool: its logic, its links and the arena that it owns."""
 
 import secrets
 from functools import partial
@@ -21,7 +21,7 @@ _MAX_FIRST_LEASE = 1 << 39  # half of what a message can carry
 
 
 class KvPool:
-    """One node's pool. `arena_path` lies in a memory file system; its file lives as long as this object."""
+    """The KV pool of one node. `arena_path` is in a memory file system; the file exists as long as this object."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class KvPool:
             block_size=layout.block_size,
             first_lease=1 + secrets.randbelow(_MAX_FIRST_LEASE),
         )
-        self._room: LogicDriver[CommonEvent, SetBlockGeneration] = LogicDriver(
-            make(), process_spec.identity(), Codec(PoolInbound), self._stamp, process_spec.recorder(make)
+        self._driver: LogicDriver[CommonEvent, SetBlockGeneration] = LogicDriver(
+            make(), process_spec.identity(), Codec(PoolInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, listen_at: str, router_at: str) -> None:
-        """Accept workers and introduce ourselves to the router."""
-        await self._room.links.listen(listen_at)
-        self._room.links.dial(router_at)
+        """Accept workers and connect to the router."""
+        await self._driver.links.listen(listen_at)
+        self._driver.links.dial(router_at)
 
     async def close(self) -> None:
-        """Drop the links and give the memory back."""
-        await self._room.close()
+        """Drop the links and free the memory."""
+        await self._driver.close()
         self._arena.close(unlink=True)
 
-    def _stamp(self, command: SetBlockGeneration) -> None:
+    def _perform(self, command: SetBlockGeneration) -> None:
         self._arena.stamp(command.block_ids, command.generation)

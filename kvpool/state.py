@@ -1,4 +1,4 @@
-"""The pool's records: one lease per run of blocks that somebody may touch."""
+"""The pool's records of leases, reservations and pooled requests."""
 
 import enum
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from alignedserve.messages.caches import BlocksWritten
 
 
 class LeaseStage(enum.Enum):
-    """Who may touch the blocks of a lease."""
+    """Stages of a lease, by the process that may touch its blocks."""
 
-    RESERVED = "reserved"  # a worker writes
-    POOLED = "pooled"  # nobody; indexed, waiting for a batch
-    GRANTED = "granted"  # a worker reads
-    KEPT = "kept"  # nobody; a copy of what a worker has, there as long as there is room
+    RESERVED = "reserved"  # a worker writes them
+    POOLED = "pooled"  # none; indexed, waiting for a batch
+    GRANTED = "granted"  # a worker reads them
+    KEPT = "kept"  # none; a copy of what a worker has, evicted when blocks are short
 
 
 @dataclass(slots=True)
@@ -27,14 +27,14 @@ class Lease:
     block_ids: tuple[BlockId, ...]
     stage: LeaseStage
     holder: str  # the worker that writes or reads
-    deadline_s: float  # RESERVED ends here
+    deadline_s: float  # end of RESERVED
     is_copy: bool = False  # to be kept, never indexed
-    is_void: bool = False  # granted, but the request is over: to be freed, not kept, when it is released
-    content: BlocksWritten | None = None  # set once written
+    is_void: bool = False  # granted, but the request has ended: freed, not kept, when released
+    content: BlocksWritten | None = None  # once written
 
     @property
     def reclaim_key(self) -> tuple[bool, float, LeaseId]:
-        """Kept copies go in this order: best-effort before real-time, the youngest first."""
+        """Sort key of eviction: best-effort copies before real-time ones, the youngest first."""
         assert self.content is not None, "a copy of nothing"
         request = self.content.request
         return request.request_class is RequestClass.REAL_TIME, -request.arrival_s, self.lease_id
@@ -42,7 +42,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A worker waiting for room."""
+    """A ReserveBlocks waiting for free blocks."""
 
     request_id: RequestId
     attempt: int
@@ -53,10 +53,10 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class PooledRequest:
-    """What a batch former sees of a request in the pool."""
+    """A request in the pool as batch formers see it."""
 
     request_id: RequestId
     context_len: int
     num_blocks: int
     arrival_s: float
-    urgent_at_s: float | None  # from this time on waiting longer would miss its deadline; None: it has none
+    urgent_at_s: float | None  # waiting longer than this would miss its deadline; None: it has none

@@ -12,7 +12,8 @@ from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
-from prefill_worker.factory import buffer_blocks_of, make_live_logic, registration_of
+from alignedserve.worker_core.registration import registration_of
+from prefill_worker.factory import buffer_blocks_of, make_logic
 from prefill_worker.service import PrefillWorker
 
 
@@ -35,9 +36,15 @@ class PrefillWorkerActor(ActorHost):
 
         async def build() -> PrefillWorker:
             engine = ModelExecutor(served, sizes)
-            registered = registration_of(config, layout, num_blocks=engine.num_blocks, pool_name=POOL)
+            registered = registration_of(
+                layout,
+                num_blocks=engine.num_blocks,
+                max_running_requests=config.max_running_requests,
+                pool_name=POOL,
+                can_prefill=True,
+            )
             make = partial(
-                make_live_logic,
+                make_logic,
                 registered=registered,
                 config=config,
                 scheduling=scheduling,

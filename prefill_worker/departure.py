@@ -77,9 +77,9 @@ class Leaving:
         if job.target != command.target or event.runs is None:
             return self.begin(job)
         assert command.lease_id is not None, "a copy out without a lease"
-        copy = BlockCopy(command.generation, job.context_len, event.runs)
+        copy = BlockCopy(command.generation, job.num_cached, event.runs)
         written = BlocksWritten(
-            command.lease_id, copy, job.attempt, job.request, job.generated_token_ids, job.predicted_output_len
+            command.lease_id, copy, job.attempt, job.request, tuple(job.generated_token_ids), job.predicted_output_len
         )
         job.is_written = True
         return LeavingStep((Send(command.target, written),))

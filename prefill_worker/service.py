@@ -33,32 +33,32 @@ class PrefillWorker:
         self._memory = memory
         self._copier = engine.copier(identity)
         self._pool_name = pool_name
-        self._room: LogicDriver[CommonEvent | PrefillEvent, WorkCommand] = LogicDriver(
+        self._driver: LogicDriver[CommonEvent | PrefillEvent, WorkCommand] = LogicDriver(
             make(), identity, Codec(PrefillWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:
         """Accept decode workers and introduce ourselves to router and pool."""
-        await self._room.links.listen(listen_at)
-        self._room.links.dial(pool_at)
-        self._room.links.dial(router_at)
+        await self._driver.links.listen(listen_at)
+        self._driver.links.dial(pool_at)
+        self._driver.links.dial(router_at)
 
     async def close(self) -> None:
         """Drop the links, end the threads and give the buffers' memory back."""
-        await self._room.close()
+        await self._driver.close()
         self._engine.close()
         self._memory.close()
 
     def _perform(self, command: WorkCommand) -> None:
         match command:
             case RunIteration():
-                self._engine.start_iteration(command, self._room.dispatch)
+                self._engine.start_iteration(command, self._driver.dispatch)
             case LoadBlocks():
-                self._copier.start_load(command, self._room.dispatch)
+                self._copier.start_load(command, self._driver.dispatch)
             case OffloadBlocks():
-                self._copier.start_offload(command, self._room.dispatch)
+                self._copier.start_offload(command, self._driver.dispatch)
             case RelayBlocks():
-                self._copier.start_relay(command, self._buffer_of(command), self._room.dispatch)
+                self._copier.start_relay(command, self._buffer_of(command), self._driver.dispatch)
             case MapArena(peer, offered):
                 self._copier.map_arena(peer, offered, stamps=False)
             case OpenBuffer(peer, life):
@@ -73,7 +73,7 @@ class PrefillWorker:
             self._copier.use_arena(peer, opened.arena)
         event = BufferOpened(peer, life, opened.offered if opened is not None else None)
         # Not within the dispatch that asked for it: the rest of its commands comes first.
-        asyncio.get_running_loop().call_soon(self._room.dispatch, event)
+        asyncio.get_running_loop().call_soon(self._driver.dispatch, event)
 
     def _buffer_of(self, command: RelayBlocks) -> str:
         """The decode worker whose buffer is at one end; the pool is at the other."""

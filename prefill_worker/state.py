@@ -5,11 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from alignedserve.core.ids import BlockId
-from alignedserve.core.request import Request, RequestClass, SampledToken
+from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import Handoff, ReturnRequest
-from alignedserve.messages.gateways import TokenDelta
-from alignedserve.messages.iterations import delta_of
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
+from alignedserve.worker_core.request import WorkerRequest
 
 
 class JobStage(enum.Enum):
@@ -22,14 +21,10 @@ class JobStage(enum.Enum):
     LEAVING = "leaving"  # computed; waits for room elsewhere, or is being copied there
 
 
-@dataclass(slots=True)
-class PrefillJob:
+@dataclass(slots=True, eq=False)
+class PrefillJob(WorkerRequest):
     """One request on this worker."""
 
-    request: Request
-    attempt: int
-    generated_token_ids: tuple[int, ...]  # emitted before (recompute) and, once computed, the new one
-    predicted_output_len: float | None = None
     stage: JobStage = JobStage.WAITING
     block_ids: tuple[BlockId, ...] = ()
     is_retry: bool = False  # given out before
@@ -40,33 +35,24 @@ class PrefillJob:
     is_taken: bool = False  # by a decode worker: what leaves for the pool now is a copy
     is_copying: bool = False  # the transfer thread reads its blocks: they must not be freed
     is_written: bool = False  # offered to its target, which may have taken it already
-    is_aborted: bool = False
-    successor: PrefillRequest | None = None  # the same request, given again while this life of it was ending
 
     @classmethod
     def of(cls, message: PrefillRequest) -> "PrefillJob":
-        """As it was given out."""
-        request, generated = message.request, message.generated_token_ids
-        job = cls(request, message.attempt, generated)
-        job.bypass_to, job.predicted_output_len = message.bypass_to, message.predicted_output_len
-        job.is_retry, job.has_copy = bool(generated) or message.has_copy, message.has_copy
-        return job
+        """Build the job that the router gave out."""
+        return cls(
+            message.request,
+            message.attempt,
+            list(message.generated_token_ids),
+            predicted_output_len=message.predicted_output_len,
+            is_retry=bool(message.generated_token_ids) or message.has_copy,
+            has_copy=message.has_copy,
+            bypass_to=message.bypass_to,
+        )
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens known: prompt and generated."""
-        return self.request.prompt_len + len(self.generated_token_ids)
-
-    @property
-    def context_len(self) -> int:
-        """Tokens whose cache its blocks hold once it is computed."""
-        return self.num_tokens - (self.stage is JobStage.LEAVING)
-
-    def sampled(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
-        """Its context is computed and this is its next token: note it, and say what the gateway is told."""
-        delta = delta_of(self.request, token, len(self.generated_token_ids), eos_token_ids)
-        self.generated_token_ids += delta.token_ids
-        return delta
+    def num_cached(self) -> int:
+        """Tokens whose cache its blocks hold once it is computed: all but the one sampled last."""
+        return self.context_len - (self.stage is JobStage.LEAVING)
 
     def is_leaving_for(self, peer: str, attempt: int) -> bool:
         """Whether it waits for this peer's word about this attempt."""
@@ -78,12 +64,11 @@ class PrefillJob:
 
         What an earlier attempt generated and the client never saw may differ from what the client has.
         """
-        num_usable = min(handoff.copy.context_len, self.num_tokens - 1)
+        num_usable = min(handoff.copy.context_len, self.context_len - 1)
         num_generated = max(num_usable - self.request.prompt_len, 0)
-        is_same = (
-            handoff.request.prompt_token_ids == self.request.prompt_token_ids
-            and handoff.generated_token_ids[:num_generated] == self.generated_token_ids[:num_generated]
-        )
+        is_same = handoff.request.prompt_token_ids == self.request.prompt_token_ids and handoff.generated_token_ids[
+            :num_generated
+        ] == tuple(self.generated_token_ids[:num_generated])
         return num_usable if is_same else 0
 
 

@@ -11,7 +11,7 @@ from router.service import Router
 
 @ray.remote
 class RouterActor(ActorHost):
-    """Started, restarted and placed by Ray; everything else goes over its links."""
+    """Actor started, restarted and placed by Ray; all other communication uses its links."""
 
     def __init__(
         self, config: RouterConfig, batching: BatchingConfig, served: ServedModel, process_spec: ProcessSpec

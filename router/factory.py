@@ -1,4 +1,4 @@
-"""How the router's logic is put together from its configuration, alike for the live router and the simulated one."""
+"""Builds the router's logic from its configuration, for the live router and the simulated one."""
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
 from router.logic import RouterLogic
@@ -7,7 +7,7 @@ from router.policies.bypass import DirectHandoff, UrgentBypass
 
 
 def make_logic(*, config: RouterConfig, batching: BatchingConfig) -> RouterLogic:
-    """Raises ConfigError naming the field when a policy does not exist. What is unset is as `aligned_slo` has it."""
+    """Build the logic; what is unset defaults to `aligned_slo`. Raises ConfigError naming the field."""
     return RouterLogic(
         config=config,
         batching=batching,

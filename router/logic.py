@@ -1,18 +1,19 @@
-"""What the router decides: admission, the order of prefills, placement, and when a batch is formed for whom.
+"""Decides admission, the order of prefills, placement, and when a batch is formed for which decode worker.
 
 The life of a request in the router:
-1. SubmitRequest: admitted into the bounded queue, or rejected with the time after which to come back.
-2. As soon as a worker has room it gets PrefillRequest, in the order of the policy; it emits the first token itself.
-3. RequestPooled: the blocks lie in a pool. (A colocated worker keeps the request: PrefillCompleted moves it on.)
-4. When a decode worker wants work, the pool is told to form a batch for it: BatchFormed says who is on the way,
-   BatchReceived who has arrived.
+1. SubmitRequest: admitted to the bounded queue, or rejected with the time after which to retry.
+2. A worker with free capacity gets PrefillRequest, in the order of the policy; it emits the first token itself.
+3. RequestPooled: the blocks are in a pool. (A colocated worker keeps the request: PrefillCompleted moves it on.)
+4. When a decode worker needs work, the pool gets FormBatch: BatchFormed names the requests on their way,
+   BatchReceived those that have arrived.
    An urgent request goes straight from its prefill worker to a decode worker, and only a copy of it to the pool.
-5. LengthPredicted says how long it is expected to get. It waits for nobody: a request that has gone to a worker by then
-   went with the mean of its class, and the worker is told (SetPredictedLength).
-6. RequestFinished ends it, and the pool's copy. A decode worker may bring it back to the pool (RequestPooled again),
-   or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
-Whoever holds a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
-asks it (RequestInterrupted) and goes on from its answer (ResumeRequest). The router never sees a token or a block.
+5. LengthPredicted gives the expected output length. Nothing waits for it: a request dispatched earlier carries the mean
+   of its class, and its worker gets SetPredictedLength.
+6. RequestFinished ends it and drops the pool's copy. Before that, a decode worker may return it to the pool
+   (RequestPooled again), or RequestPreempted sends it back to the queue, to be recomputed from the pool's copy.
+The holder of a request may be lost at any moment. Only the gateway knows which tokens the client has, so the router
+asks it (RequestInterrupted) and resumes from its answer (ResumeRequest): see request_registry.py. The router never sees
+a token or a block.
 """
 
 from alignedserve.config.sections import BatchingConfig, RouterConfig
@@ -62,7 +63,7 @@ _TICKS_PER_STATUS = 4
 
 
 class RouterLogic:
-    """Every request that was accepted and is not over, every worker and pool, and the queue between them."""
+    """The router's state machine over accepted requests, workers, pools and the prefill queue."""
 
     def __init__(self, *, config: RouterConfig, batching: BatchingConfig, order: PrefillOrder, bypass: Bypass) -> None:
         self._config = config
@@ -82,7 +83,7 @@ class RouterLogic:
     def on_event(self, event: RouterEvent, now: float) -> list[Send]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
         match event:
-            case Received(peer, PoolLoad() as load):  # decides nothing, and comes with all that a pool does
+            case Received(peer, PoolLoad() as load):  # changes no decision, and is frequent
                 self._placement.update_load(peer, load)
                 return []
             case Received(peer, message):
@@ -166,8 +167,7 @@ class RouterLogic:
 
     def _track(self, gateway: str, request: Request, generated_token_ids: tuple[int, ...]) -> None:
         tracked = TrackedRequest(request, gateway, self._lengths.predict(request))
-        tracked.generated_token_ids = generated_token_ids
-        tracked.num_emitted = len(generated_token_ids)
+        tracked.set_generated(generated_token_ids)
         self._registry.accept(tracked)
 
     def _resume(self, gateway: str, message: ResumeRequest) -> list[Send]:
@@ -175,7 +175,7 @@ class RouterLogic:
         if tracked is None:  # accepted by a router before this one, or finished with tokens that never arrived
             self._track(gateway, message.request, message.generated_token_ids)
             return []
-        # One that goes on needs nothing, unless it goes on from tokens that a lost worker took with it.
+        # A request still being served needs nothing, unless tokens that it builds on were lost with a worker.
         has_gap = len(message.generated_token_ids) < tracked.num_emitted
         if tracked.gateway != gateway or (tracked.stage is not Stage.QUEUED and not has_gap):
             return []
@@ -185,7 +185,7 @@ class RouterLogic:
         tracked = self._registry.requests.get(request_id)
         if tracked is None:
             return []
-        return self._registry.let_go(tracked, Stage.ABORTED)
+        return self._registry.abort(tracked)
 
     def _prefill_completed(self, peer: str, message: PrefillCompleted, now: float) -> list[Send]:
         worker = self._placement.workers.get(peer)
@@ -202,7 +202,7 @@ class RouterLogic:
         pool = self._placement.pool_of(peer)
         if pool is not None and pool.epoch == tracked.pool_epoch:
             return []
-        # The pool was lost meanwhile, perhaps after it had taken the blocks and before its word could reach us.
+        # The pool was lost meanwhile, perhaps after it had taken the blocks and before its message arrived.
         return [Send(peer, AbortRequest(message.request_id, message.attempt)), *self._registry.interrupt([tracked])]
 
     def _observe_drain(self, num_tokens: int, now: float) -> None:
@@ -222,7 +222,7 @@ class RouterLogic:
     def _preempted(self, peer: str, message: RequestPreempted) -> list[Send]:
         tracked = self._registry.current(message.request_id, message.attempt)
         worker = self._placement.workers.get(peer)
-        # It gives up what it offered to somebody who was lost; whoever has taken it by then goes on with it.
+        # It gives up a handoff whose receiver was lost; if another holder has the request by then, that one keeps it.
         if tracked is None or worker is None or tracked.holder != peer or message.attempt < tracked.attempt:
             return []
         self._counters.count_preemption(is_refused=message.handoff_refused)
@@ -241,14 +241,14 @@ class RouterLogic:
         limit = float(tracked.request.sampling.max_tokens)
         tracked.predicted_output_len, tracked.is_length_predicted = min(event.predicted_len, limit), True
         worker = self._placement.workers.get(tracked.holder or "")
-        # Only word that is a whole prefill late would have to go to a pool, or to a worker that only decodes.
+        # Pools and pure decode workers would get it only if it came later than a whole prefill.
         if worker is None or not worker.registered.can_prefill:
             return []
         expected = SetPredictedLength(event.request_id, tracked.attempt, self._expected_len(tracked))
         return [Send(worker.name, expected)]
 
     def _expected_len(self, tracked: TrackedRequest) -> float:
-        """As predicted on arrival, doubled where it has generated more than that since."""
+        """Return the length predicted on arrival, doubled until it exceeds what was generated since."""
         limit = tracked.request.sampling.max_tokens
         return doubled_past(tracked.predicted_output_len, len(tracked.generated_token_ids), limit)
 
@@ -257,7 +257,7 @@ class RouterLogic:
     def _on_disconnected(self, peer: str) -> list[Send]:
         self._gateways.pop(peer, None)
         orphans = [tracked for tracked in self._registry.requests.values() if tracked.gateway == peer]
-        commands = [command for tracked in orphans for command in self._registry.let_go(tracked, Stage.ABORTED)]
+        commands = [command for tracked in orphans for command in self._registry.abort(tracked)]
         if peer not in self._placement:
             return commands
         lost = [tracked for tracked in self._registry.requests.values() if self._placement.depends_on(tracked, peer)]
@@ -268,7 +268,7 @@ class RouterLogic:
     # --- placement
 
     def _dispatch_prefills(self, now: float) -> list[Send]:
-        """Keep every worker that prefills supplied, the least loaded first; the rest waits here, still in order."""
+        """Give queued requests to workers with free prefill capacity, the least loaded first; the rest stays queued."""
         commands: list[Send] = []
         while (worker := self._placement.least_loaded_prefiller()) is not None:
             request_id = self._next_prefill_for(worker)
@@ -298,22 +298,22 @@ class RouterLogic:
         )
 
     def _next_prefill_for(self, worker: WorkerRecord) -> RequestId | None:
-        if worker.registered.can_decode:  # whose own policy is to see everybody
-            return self._registry.queue.pop_if(lambda waiting: True)
+        if worker.registered.can_decode:  # its own policy orders all requests
+            return self._registry.queue.pop_if(lambda queued: True)
         queue, allowance = self._registry.queue, self._config.max_prefill_tokens_per_worker
-        room, real_time_room = allowance - worker.num_prefill_tokens, allowance - worker.num_real_time_tokens
+        free, real_time_free = allowance - worker.num_prefill_tokens, allowance - worker.num_real_time_tokens
 
-        def is_wanted(waiting: QueuedPrefill) -> bool:
-            lets_by = waiting.is_real_time and queue.order.has_real_time_allowance
+        def fits(queued: QueuedPrefill) -> bool:
+            is_apart = queued.is_real_time and queue.order.has_real_time_allowance
             # A prompt longer than the whole allowance goes to a worker that has nothing else.
-            return waiting.num_tokens <= (real_time_room if lets_by else room) or not worker.prefilling
+            return queued.num_tokens <= (real_time_free if is_apart else free) or not worker.prefilling
 
-        return queue.pop_if(is_wanted)
+        return queue.pop_if(fits)
 
     # --- status
 
     def _on_tick(self) -> list[Send]:
-        self._placement.clear_refusals()  # a pool may know of a worker by now that it did not know before
+        self._placement.clear_refusals()  # a pool may have connected to a worker since
         self._num_ticks += 1
         if self._num_ticks % _TICKS_PER_STATUS:
             return []

@@ -1,8 +1,8 @@
-"""What pools and decode workers say of requests on their way from one to the other, and of the copies that pools keep.
+"""Changes of ownership: requests moving between pools and decode workers, and the copies that pools keep.
 
-The word of the pool and that of the decode worker come over different links, in any order. The attempt, one step
-further at every hand-over, says which is the later. Word of a life that is over is answered by telling the sender to
-let go of all of it.
+Messages of the pool and of the decode worker come over different links, in any order. The attempt number, one step
+larger at every handoff, tells which is the later. A message of an epoch that has ended is answered by telling the
+sender to release the whole epoch.
 """
 
 from alignedserve.core.attempts import epoch_end
@@ -18,7 +18,7 @@ from router.state import TrackedRequest
 
 
 class OwnershipTransitions:
-    """Moves requests between pools and decode workers as it is told of them."""
+    """Updates the owner of a request from what pools and decode workers report."""
 
     def __init__(self, *, registry: RequestRegistry, placement: Placement, bypass: Bypass) -> None:
         self._registry = registry
@@ -26,23 +26,23 @@ class OwnershipTransitions:
         self._bypass = bypass
 
     def pooled(self, pool: str, message: RequestPooled, now: float) -> list[Send]:
-        """The request waits in this pool."""
+        """Make this pool the owner: the request waits there for a batch."""
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None or pool not in self._placement:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
-        if message.attempt <= tracked.attempt:  # it has gone on from there
+        if message.attempt <= tracked.attempt:  # it has moved on from there
             return self._record_copy(tracked, pool) or [Send(pool, DropRequest(message.request_id, message.attempt))]
         commands = self._registry.drop_copies(tracked) if self._placement.copy_of(tracked) != pool else []
         commands += _acknowledge(tracked)
         tracked.attempt = message.attempt
         tracked.pooled_s = now
-        # The last token that went out is not in the cache yet.
+        # The last token sent is not in the cache yet.
         tracked.num_emitted = message.context_len + 1 - tracked.request.prompt_len
         self._placement.set_pooled(tracked, pool, message.num_blocks)
         return commands
 
     def batch_formed(self, message: BatchFormed, now: float) -> list[Send]:
-        """The pool has answered what was asked for a worker."""
+        """Take the pool's answer to a FormBatch: the members are on their way to the worker."""
         worker = self._placement.workers.get(message.worker)
         is_expected = worker is not None and worker.pending_batch == message.batch_id
         if worker is not None and is_expected and not message.members:
@@ -51,15 +51,15 @@ class OwnershipTransitions:
         for request_id, attempt in message.members:
             tracked = self._registry.current(request_id, attempt)
             if tracked is None or tracked.attempt >= attempt or tracked.stage is not Stage.POOLED:
-                continue  # it ended, or its worker's word was faster
+                continue  # it has ended, or its worker's message was faster
             if is_expected:
                 tracked.destination = message.worker
-            else:  # granted to a worker that is gone; should its next life get it, it will be told to let go
+            else:  # granted to a worker that was lost; if the restarted one gets it, it is told to release it
                 commands += self._registry.interrupt([tracked])
         return commands
 
     def batch_received(self, peer: str, message: BatchReceived, now: float) -> list[Send]:
-        """A decode worker has these requests."""
+        """Make this decode worker the owner of these requests."""
         worker = self._placement.workers.get(peer)
         if worker is not None and worker.pending_batch == message.batch_id:
             self._placement.close_batch_request(worker, is_empty=False, now=now)
@@ -67,41 +67,41 @@ class OwnershipTransitions:
         for request_id, attempt in message.members:
             tracked = self._registry.current(request_id, attempt)
             if tracked is None or worker is None:
-                commands.append(Send(peer, AbortRequest(request_id, epoch_end(attempt))))  # it ended on the way
+                commands.append(Send(peer, AbortRequest(request_id, epoch_end(attempt))))  # it ended in transit
             elif attempt > tracked.attempt:
                 if tracked.stage is Stage.POOLED:
                     self._bypass.observe_wait(now - tracked.pooled_s)
                 elif message.batch_id == NO_BATCH:
                     self._bypass.observe_bypass()
-                    tracked.num_emitted = len(tracked.generated_token_ids) + 1  # the prefill worker's
+                    tracked.num_emitted = len(tracked.generated_token_ids) + 1  # emitted by the prefill worker
                 commands += _acknowledge(tracked)
                 tracked.attempt = attempt
                 self._placement.set_decoding(tracked, worker)
         return commands
 
     def copy_kept(self, pool: str, message: CopyKept) -> list[Send]:
-        """The pool keeps a copy of a request that went past it."""
+        """Record that the pool keeps a copy of a request that bypassed it."""
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None or pool not in self._placement:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
         return self._record_copy(tracked, pool)
 
     def _record_copy(self, tracked: TrackedRequest, pool: str) -> list[Send]:
-        """One copy is enough: where another pool is known to have one, this one lets go of its own."""
+        """Record a copy, or tell the pool to drop it if another pool has one already."""
         if self._placement.copy_of(tracked) not in (None, pool):
             return [Send(pool, DropRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
         self._placement.set_copy(tracked, pool)
         return []
 
     def copy_lost(self, pool: str, message: CopyLost) -> list[Send]:
-        """A worker was lost while the request was on its way to it."""
+        """Interrupt a request that was on its way to a worker which the pool has lost."""
         if message.request_id not in self._registry.requests:
             return [Send(pool, DropRequest(message.request_id, epoch_end(message.attempt)))]
         tracked = self._registry.current(message.request_id, message.attempt)
         if tracked is None or message.attempt < tracked.attempt:
             return []
         if tracked.stage is Stage.DECODING and tracked.holder is not None:
-            # The link may be gone and not the worker; if it has returned the request, that word was lost with the link.
+            # The link may be down and not the worker; if it returned the request, that message was lost with the link.
             abort = Send(tracked.holder, AbortRequest(message.request_id, epoch_end(message.attempt)))
             return [abort, *self._registry.interrupt([tracked])]
         worker = self._placement.workers.get(tracked.destination or "")
@@ -111,7 +111,7 @@ class OwnershipTransitions:
 
 
 def _acknowledge(tracked: TrackedRequest) -> list[Send]:
-    """A decode worker that gave the request back answers for it until it hears that somebody else has it."""
+    """Tell a decode worker that returned the request that it has a new owner; until then it stays responsible."""
     if tracked.stage is not Stage.DECODING or tracked.holder is None:
         return []
     return [Send(tracked.holder, AbortRequest(tracked.request.request_id, tracked.attempt))]

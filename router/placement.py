@@ -1,4 +1,4 @@
-"""The workers and pools that are there, what each was given, and who should get what next."""
+"""Load balancing: the registered workers and pools, what each holds, and which gets what next."""
 
 from alignedserve.config.sections import BatchingConfig
 from alignedserve.core.block_allocator import blocks_for
@@ -10,7 +10,7 @@ from router.state import BatchRequestKind, PoolRecord, TrackedRequest, WorkerRec
 
 
 class Placement:
-    """Records of workers and pools by name. Keeps count of what tracked requests hold; decides nothing about them."""
+    """Records of workers and pools by name, and the choice of a worker for prefills and batches."""
 
     def __init__(self, *, max_candidate_requests: int, batching: BatchingConfig) -> None:
         self.workers: dict[str, WorkerRecord] = {}
@@ -20,10 +20,10 @@ class Placement:
         self._next_batch = 1
         self._num_pool_epochs = 0
 
-    # --- who is there
+    # --- registration
 
     def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
-        """A worker or pool came, or came back with nothing. Returns why it is refused, if it is."""
+        """Add a worker or pool that (re)connected, holding nothing; return why it is refused, or None."""
         self.remove(peer)
         others = {known.layout_digest for known in self.workers.values()}
         others |= {known.layout_digest for known in self.pools.values()}
@@ -37,33 +37,33 @@ class Placement:
         return None
 
     def remove(self, peer: str) -> None:
-        """A worker or pool is gone."""
+        """Remove a worker or pool."""
         self.workers.pop(peer, None)
         if self.pools.pop(peer, None) is None:
             return
         for worker in self.workers.values():
             if worker.registered.pool_name == peer:
-                worker.pending_batch = None  # what the pool was asked, it will not answer any more
+                worker.pending_batch = None  # the pool will never answer it
         self.clear_refusals()
 
     def __contains__(self, peer: str) -> bool:
         return peer in self.workers or peer in self.pools
 
     def pool_of(self, worker_name: str) -> PoolRecord | None:
-        """The pool on this worker's node, if both are there."""
+        """Return the pool on this worker's node, or None if either is not registered."""
         worker = self.workers.get(worker_name)
         return self.pools.get(worker.registered.pool_name) if worker is not None else None
 
     def can_ever_hold(self, max_context_len: int) -> bool:
-        """Whether a request of this length fits some decode worker; True while none is there to tell."""
+        """Return True if a request of this length fits some decode worker, or while no decode worker is registered."""
         decoders = [worker.registered for worker in self.workers.values() if worker.registered.can_decode]
         fits = [blocks_for(max_context_len, known.block_size) <= known.num_blocks for known in decoders]
         return any(fits) or not fits
 
-    # --- what they report
+    # --- reports
 
     def update_load(self, peer: str, load: WorkerLoad | PoolLoad) -> None:
-        """Latest counts of a worker or pool."""
+        """Take the latest counts of a worker or pool."""
         if isinstance(load, PoolLoad):
             if peer in self.pools:
                 self.pools[peer].num_blocks_used = load.num_blocks_used
@@ -74,21 +74,21 @@ class Placement:
             worker.refused_kinds.clear()
 
     def clear_refusals(self) -> None:
-        """Something changed that may let a batch be formed where none could be before."""
+        """Allow every FormBatch again: something has changed that may let a batch be formed."""
         for worker in self.workers.values():
             worker.refused_kinds.clear()
 
-    # --- what tracked requests hold
+    # --- owners of requests
 
     def set_decoding(self, tracked: TrackedRequest, worker: WorkerRecord) -> None:
-        """The request is this worker's now."""
+        """Make this worker the holder of the request."""
         self.unassign(tracked)
         tracked.move(Stage.DECODING, worker.name)
         worker.decoding.add(tracked.request.request_id)
 
     def set_pooled(self, tracked: TrackedRequest, pool: str, num_blocks: int) -> None:
-        """The request lies in this pool now, from a prefill worker or back from a decode worker."""
-        if tracked.stage is not Stage.PREFILLING:  # whose prefill is counted until it reports that it is done
+        """Make this pool the holder of the request, which comes from a prefill worker or back from a decode worker."""
+        if tracked.stage is not Stage.PREFILLING:  # a prefill is counted until its worker reports it completed
             self.unassign(tracked)
         tracked.move(Stage.POOLED, pool)
         self.set_copy(tracked, pool)
@@ -98,7 +98,7 @@ class Placement:
         self.clear_refusals()
 
     def _least_share(self, pool: str) -> int:
-        """Blocks that a batch for any decode worker of this pool may have while that one is busy."""
+        """Return the fewest blocks that a batch for a busy decode worker of this pool may have."""
         known = [worker for worker in self.workers.values() if worker.registered.can_decode]
         return min((self._share(worker) for worker in known if worker.registered.pool_name == pool), default=0)
 
@@ -106,18 +106,18 @@ class Placement:
         return int(self._batching.max_block_share * worker.registered.num_blocks)
 
     def set_copy(self, tracked: TrackedRequest, pool: str) -> None:
-        """The pool has, or keeps, a copy of the request."""
+        """Record that the pool has, or keeps, a copy of the request."""
         tracked.copy_at = (pool, self.pools[pool].epoch)
 
     def copy_of(self, tracked: TrackedRequest) -> str | None:
-        """The pool that may keep a copy of the request."""
+        """Return the pool that may keep a copy of the request."""
         if tracked.copy_at is None:
             return None
         pool = self.pools.get(tracked.copy_at[0])
         return pool.name if pool is not None and pool.epoch == tracked.copy_at[1] else None
 
     def unassign(self, tracked: TrackedRequest) -> None:
-        """Whoever held this request does so no more."""
+        """Remove the request from the records of its holder."""
         request_id: RequestId = tracked.request.request_id
         worker = self.workers.get(tracked.holder or "")
         if worker is not None:
@@ -129,7 +129,7 @@ class Placement:
             self.pools[tracked.holder].large_requests.pop(request_id, None)
 
     def depends_on(self, tracked: TrackedRequest, peer: str) -> bool:
-        """Whether this request may be lost with this peer: held by it, or on its way to it."""
+        """Return True if the request may be lost with this peer: held by it, or on its way to it."""
         if peer in (tracked.holder, tracked.destination):
             return True
         worker = self.workers.get(tracked.holder or "")
@@ -137,21 +137,21 @@ class Placement:
 
     @property
     def num_pooled(self) -> int:
-        """Requests that wait for a batch."""
+        """Number of requests waiting for a batch."""
         return sum(pool.num_pooled for pool in self.pools.values())
 
-    # --- who should get what
+    # --- choices
 
     def least_loaded_prefiller(self) -> WorkerRecord | None:
-        """The worker that can take a prefill now and has the fewest tokens to compute.
+        """Return the worker with the fewest tokens to prefill among those that can take a prefill now.
 
-        Of those with as few, the one with fewest decodes beside them (colocated workers), then by name.
+        Ties: the fewest decoding requests (colocated workers), then the name.
         """
         able = [worker for worker in self.workers.values() if self._can_prefill_now(worker)]
         return min(able, key=lambda one: (one.num_prefill_tokens, len(one.decoding), one.name), default=None)
 
     def _can_prefill_now(self, worker: WorkerRecord) -> bool:
-        """A colocated worker takes no more requests than it can run; others need a pool, and are bounded by tokens."""
+        """Return True if the worker has a slot (colocated workers), or a pool (others, which are bounded by tokens)."""
         if not worker.registered.can_prefill:
             return False
         if worker.registered.can_decode:
@@ -159,9 +159,9 @@ class Placement:
         return worker.registered.pool_name in self.pools
 
     def batches_to_form(self, now: float) -> list[tuple[str, FormBatch]]:
-        """What to ask of which pool, for decode workers that will soon have room; the emptiest worker goes first.
+        """Return the FormBatch messages to send, with their pools, the decode worker with the fewest requests first.
 
-        Who may get all that is pooled is waited for: others would mostly be asked for in vain.
+        A pool gets no FormBatch while those without an answer may take all that is pooled: most would come back empty.
         """
         asked = []
         num_requested_of = dict.fromkeys(self.pools, 0)
@@ -190,7 +190,7 @@ class Placement:
         return asked
 
     def close_batch_request(self, worker: WorkerRecord, *, is_empty: bool, now: float) -> None:
-        """The pool or the worker has answered what was asked for it."""
+        """Note the answer to the worker's FormBatch."""
         worker.pending_batch = None
         if is_empty:
             worker.refused_kinds.add(worker.requested_kind)
@@ -200,8 +200,10 @@ class Placement:
             worker.last_batch_s = now
 
     def _request_batch(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        """The batch after the one that runs, as soon as there is none; while the worker has enough to do, only one
-        that is worth a switch, or when none came for long."""
+        """Request the worker's next batch if it has none.
+
+        While the worker has enough running requests, only a batch worth a switch, or one after a long time without.
+        """
         load, batching = worker.load or WorkerLoad(), self._batching
         if BatchRequestKind.BATCH in worker.refused_kinds or load.num_batch_candidates:
             return None
@@ -221,7 +223,7 @@ class Placement:
         )
 
     def _request_joining(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        """More of the lengths that run, a few ahead of need; not while another batch has waited too long for that."""
+        """Request more of the running lengths, a few ahead of need, unless another batch has waited too long."""
         load = worker.load
         if load is None or load.running is None or BatchRequestKind.JOIN in worker.refused_kinds:
             return None
@@ -260,7 +262,9 @@ class Placement:
 
 
 def _largest_overdue(pool: PoolRecord, worker: WorkerRecord, pooled_before_s: float) -> int:
-    """Blocks of the largest request that no batch for a busy worker may have room for, and that has waited too long
-    for the worker to become idle."""
+    """Return the blocks of the largest overdue request.
+
+    It is too large for the batch of a busy worker, and has waited too long for the worker to become idle.
+    """
     sizes = [num_blocks for num_blocks, pooled_s in pool.large_requests.values() if pooled_s <= pooled_before_s]
     return max((size for size in sizes if size <= worker.registered.num_blocks), default=0)

@@ -1,4 +1,4 @@
-"""The queue of requests that wait for a prefill worker."""
+"""The queue of requests waiting for a prefill worker."""
 
 import heapq
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from router.policies.prefill_order import OrderKey, PrefillOrder
 
 
 class QueuedPrefill(NamedTuple):
-    """One request in the queue."""
+    """One request in the queue, without its identity."""
 
     num_tokens: int  # to compute
     is_real_time: bool
 
 
 class PrefillQueue:
-    """Ordered by policy, then arrival, then id. Removal is lazy: an entry whose request left is skipped."""
+    """Priority queue by policy, then arrival, then id. Removal is lazy: an entry whose request has left is skipped."""
 
     def __init__(self, order: PrefillOrder) -> None:
         self.order = order
@@ -29,14 +29,14 @@ class PrefillQueue:
         return len(self._waiting)
 
     def push(self, request: Request, num_tokens: int) -> None:
-        """Add a request that has `num_tokens` to compute; it must not be queued already."""
+        """Add a request with `num_tokens` to compute; it must not be queued already."""
         assert request.request_id not in self._waiting, "a request queued twice"
         self._waiting[request.request_id] = QueuedPrefill(num_tokens, request.request_class is RequestClass.REAL_TIME)
         self.num_tokens += num_tokens
         heapq.heappush(self._heap, (self.order.key(request), request.arrival_s, request.request_id))
 
     def pop_if(self, is_wanted: Callable[[QueuedPrefill], bool]) -> RequestId | None:
-        """Take the first request if it is wanted, else None: nobody overtakes."""
+        """Take the first request if it is wanted, else None; a later request never overtakes it."""
         while self._heap and self._heap[0][2] not in self._waiting:
             heapq.heappop(self._heap)
         if not self._heap or not is_wanted(self._waiting[self._heap[0][2]]):

@@ -1,4 +1,8 @@
-"""The requests that were accepted and are not over: who has each, and how one is taken back, queued again or ended."""
+"""The accepted requests that have not ended, and where a request is retried.
+
+`interrupt` takes a request from a holder that was lost; its gateway then tells which tokens the client has, and
+`resume_from` queues it again. `requeue` queues a preempted request again. Both fail it after `max_requeues` retries.
+"""
 
 from collections.abc import Iterable
 
@@ -15,7 +19,10 @@ from router.state import TrackedRequest
 
 
 class RequestRegistry:
-    """Every accepted request by id, and the queue of those that wait. Tells whoever holds one to let go of it."""
+    """Every accepted request by id, and the queue of those waiting for a prefill worker.
+
+    Whatever takes a request from its holder (the worker or pool that has it) returns the commands that tell the holder.
+    """
 
     def __init__(self, *, placement: Placement, queue: PrefillQueue, max_retries: int) -> None:
         self.requests: dict[RequestId, TrackedRequest] = {}
@@ -24,23 +31,19 @@ class RequestRegistry:
         self._max_retries = max_retries
 
     def accept(self, tracked: TrackedRequest) -> None:
-        """It is ours from now on, and waits."""
+        """Add a request and queue it."""
         self.requests[tracked.request.request_id] = tracked
-        self.enqueue(tracked)
-
-    def enqueue(self, tracked: TrackedRequest) -> None:
-        """It waits for a prefill worker."""
-        self.queue.push(tracked.request, tracked.num_prefill_tokens)
+        self._enqueue(tracked)
 
     def current(self, request_id: RequestId, attempt: int) -> TrackedRequest | None:
-        """The request, if this is said of the life of it that goes on; None: that life is over."""
+        """Return the request if `attempt` belongs to its current epoch; None: the message is stale."""
         tracked = self.requests.get(request_id)
         if tracked is None or tracked.stage is Stage.QUEUED or not is_same_epoch(tracked.attempt, attempt):
             return None
         return tracked
 
     def interrupt(self, lost: Iterable[TrackedRequest]) -> list[Send]:
-        """Take requests back from whoever held them; their gateways say how far they got."""
+        """Take requests from holders that were lost and ask their gateways which tokens the clients have."""
         commands = []
         for tracked in lost:
             self._placement.unassign(tracked)
@@ -52,38 +55,55 @@ class RequestRegistry:
                 commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
         return commands
 
+    def resume_from(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...]) -> list[Send]:
+        """Queue a request again, to be recomputed up to these tokens; its holder, if any, releases it."""
+        commands = self._revoke(tracked)
+        self.queue.discard(tracked.request.request_id)
+        tracked.set_generated(generated_token_ids)
+        self._enqueue(tracked)
+        return commands
+
     def requeue(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...], *, is_refused: bool) -> list[Send]:
-        """Its worker gave it up: it is queued again, but not when its cache was refused too often."""
+        """Queue a preempted request again. `is_refused`: its cache did not verify, which counts as a retry."""
         commands = self.drop_copies(tracked) if is_refused else []
         self._placement.unassign(tracked)
         tracked.move(Stage.QUEUED)
-        tracked.generated_token_ids = generated_token_ids
-        tracked.num_emitted = len(generated_token_ids)
+        tracked.set_generated(generated_token_ids)
         tracked.num_requeues += is_refused
         if tracked.num_requeues > self._max_retries:
             return commands + self.fail(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
-        self.enqueue(tracked)
-        return commands
-
-    def resume_from(self, tracked: TrackedRequest, generated_token_ids: tuple[int, ...]) -> list[Send]:
-        """Whoever has it lets go, and it waits to be computed again from these tokens."""
-        commands = self._revoke(tracked)
-        self.queue.discard(tracked.request.request_id)
-        tracked.generated_token_ids = generated_token_ids
-        tracked.num_emitted = len(generated_token_ids)
-        self.enqueue(tracked)
+        self._enqueue(tracked)
         return commands
 
     def finish(self, tracked: TrackedRequest) -> list[Send]:
-        """Its worker has ended it."""
+        """Remove a request whose worker has completed it."""
         dropped = self.drop_copies(tracked)
         self._placement.unassign(tracked)
         tracked.move(Stage.FINISHED)
         del self.requests[tracked.request.request_id]
         return dropped
 
-    def let_go(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
-        """End a request and tell whoever holds it to free what it holds."""
+    def abort(self, tracked: TrackedRequest) -> list[Send]:
+        """Remove a request that its client no longer wants."""
+        return self._end(tracked, Stage.ABORTED)
+
+    def fail(self, tracked: TrackedRequest, kind: FailureKind, reason: str) -> list[Send]:
+        """Remove a request as failed and tell its gateway."""
+        failed = RequestFailed(tracked.request.request_id, kind, reason)
+        return [*self._end(tracked, Stage.FAILED), Send(tracked.gateway, failed)]
+
+    def drop_copies(self, tracked: TrackedRequest) -> list[Send]:
+        """Tell the pool that may keep a copy of the request to drop it."""
+        pool, tracked.copy_at = self._placement.copy_of(tracked), None
+        if pool is None:
+            return []
+        return [Send(pool, DropRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
+
+    def _enqueue(self, tracked: TrackedRequest) -> None:
+        self.queue.push(tracked.request, tracked.num_prefill_tokens)
+
+    def _end(self, tracked: TrackedRequest, stage: Stage) -> list[Send]:
+        """Remove a request, wherever it is, and tell its holder to free what it holds."""
         commands = self._revoke(tracked)
         commands += [drop for drop in self.drop_copies(tracked) if drop not in commands]
         self.queue.discard(tracked.request.request_id)
@@ -91,20 +111,8 @@ class RequestRegistry:
         del self.requests[tracked.request.request_id]
         return commands
 
-    def fail(self, tracked: TrackedRequest, kind: FailureKind, reason: str) -> list[Send]:
-        """End a request as failed."""
-        failed = RequestFailed(tracked.request.request_id, kind, reason)
-        return [*self.let_go(tracked, Stage.FAILED), Send(tracked.gateway, failed)]
-
-    def drop_copies(self, tracked: TrackedRequest) -> list[Send]:
-        """The pool keeps a copy of what a worker has: not any longer."""
-        pool, tracked.copy_at = self._placement.copy_of(tracked), None
-        if pool is None:
-            return []
-        return [Send(pool, DropRequest(tracked.request.request_id, epoch_end(tracked.attempt)))]
-
     def _revoke(self, tracked: TrackedRequest) -> list[Send]:
-        """Into the queue's stage (not yet the queue), and tell whoever holds it to let go of this attempt."""
+        """Tell the holder to release the whole epoch; the request returns to stage QUEUED, but not yet to the queue."""
         request_id, holder, was = tracked.request.request_id, tracked.holder, tracked.stage
         if holder is None:
             return []

@@ -1,4 +1,4 @@
-"""The router's records: what it tracks of each request, worker and pool."""
+"""The router's records of requests, workers and pools."""
 
 import enum
 from dataclasses import dataclass, field
@@ -12,60 +12,65 @@ from alignedserve.messages.workers import WorkerLoad, WorkerRegistered
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """Progress of one accepted request. It exists from admission until its terminal stage."""
+    """Progress of one accepted request, from admission until its terminal stage."""
 
     request: Request
     gateway: str
-    predicted_output_len: float  # on arrival; the mean of its class until the predictor has said more
-    is_length_predicted: bool = False  # it has
+    predicted_output_len: float  # as of arrival; the mean of its class until the predictor has answered
+    is_length_predicted: bool = False  # the predictor has answered
     stage: Stage = Stage.QUEUED
     holder: str | None = None  # the worker or pool that has it; None while queued
     generated_token_ids: tuple[int, ...] = ()  # known here only when they must be recomputed
-    num_emitted: int = 0  # tokens that went out before whoever holds it now got it
-    pool_epoch: int | None = None  # life of the pool that its prefill is to end in
-    is_prefilled: bool = False  # prefilled, on its way to that pool
-    destination: str | None = None  # perhaps on its way to this worker already
-    attempt: int = 0  # the latest that is known of it (core/attempts.py); messages about an earlier one are stale
-    copy_at: tuple[str, int] | None = None  # the pool, and its life, that may keep a copy of it
-    pooled_s: float = 0.0  # when it came into the pool
+    num_emitted: int = 0  # tokens sent to the client before the current holder got the request
+    pool_epoch: int | None = None  # epoch of the pool that takes its blocks after prefill
+    is_prefilled: bool = False  # prefill is complete, the blocks are on their way to that pool
+    destination: str | None = None  # the worker that it may already be on its way to
+    attempt: int = 0  # the latest known (core/attempts.py); messages with a smaller one are stale
+    copy_at: tuple[str, int] | None = None  # the pool that may keep a copy, and that pool's epoch
+    pooled_s: float = 0.0  # when it entered the pool
     num_requeues: int = 0
 
     def move(self, stage: Stage, holder: str | None = None) -> None:
-        """Take a legal step of the lifecycle."""
+        """Take a legal step of the lifecycle; raise AssertionError for any other."""
         self.stage = advance(self.stage, stage)
         self.holder = holder
         self.is_prefilled = False
         self.destination = None
 
+    def set_generated(self, token_ids: tuple[int, ...]) -> None:
+        """Set the tokens that the client has, to be recomputed with the prompt."""
+        self.generated_token_ids = token_ids
+        self.num_emitted = len(token_ids)
+
     @property
     def is_real_time(self) -> bool:
-        """Whether somebody waits for its tokens."""
+        """True if a client waits for its tokens as they come."""
         return self.request.request_class is RequestClass.REAL_TIME
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens that a prefill worker has to compute for it."""
+        """Number of tokens that a prefill worker has to compute."""
         return self.request.prompt_len + len(self.generated_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class LengthPredicted:
-    """Event: so many output tokens are expected of a request, in all. Comes when it is ready; nobody waits for it."""
+    """Event: the predictor's estimate of a request's total output tokens. Nothing waits for it."""
 
     request_id: RequestId
     predicted_len: float
 
 
 class BatchRequestKind(enum.Enum):
-    """What a pool is asked for on behalf of a decode worker."""
+    """Kinds of FormBatch that the router sends to a pool on behalf of a decode worker."""
 
-    BATCH = "batch"  # the batch after the one that runs
-    JOIN = "join"  # more of the lengths that run
+    BATCH = "batch"  # the next batch
+    JOIN = "join"  # requests of similar length, to join the running batch
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchedPrefill:
-    """A prefill that a worker has not yet reported as computed."""
+    """A prefill given to a worker and not yet reported as completed."""
 
     attempt: int
     num_tokens: int
@@ -74,39 +79,39 @@ class DispatchedPrefill:
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """One registered worker and what it was given."""
+    """One registered worker and the requests it holds."""
 
     name: str
     registered: WorkerRegistered
     load: WorkerLoad | None = None
     prefilling: dict[RequestId, DispatchedPrefill] = field(default_factory=dict)
-    decoding: set[RequestId] = field(default_factory=set)  # running or candidates there; membership only
-    pending_batch: BatchId | None = None  # an unanswered FormBatch
-    requested_kind: BatchRequestKind = BatchRequestKind.BATCH  # by that one, or the last
-    num_requested: int = 0  # requests that it may get by that one
-    is_load_stale: bool = False  # a batch came since the last report
+    decoding: set[RequestId] = field(default_factory=set)  # running or candidate; membership only
+    pending_batch: BatchId | None = None  # of a FormBatch without an answer
+    requested_kind: BatchRequestKind = BatchRequestKind.BATCH  # of that FormBatch, or the last one
+    num_requested: int = 0  # its `max_requests`
+    is_load_stale: bool = False  # the worker got a batch since its last report
     refused_kinds: set[BatchRequestKind] = field(
         default_factory=set
-    )  # asked in vain since the last news; membership only
-    last_batch_s: float = float("-inf")  # when it last got a batch of its own
+    )  # answered with an empty batch since the last change; membership only
+    last_batch_s: float = float("-inf")  # when it last got a new batch
 
     @property
     def layout_digest(self) -> str:
-        """Of its blocks."""
+        """Digest of the layout of its blocks."""
         return self.registered.layout_digest
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens that it has still to compute."""
+        """Number of prompt tokens that it has yet to compute."""
         return sum(prefill.num_tokens for prefill in self.prefilling.values())
 
     @property
     def num_real_time_tokens(self) -> int:
-        """Of these, of real-time requests."""
+        """Number of prompt tokens of real-time requests that it has yet to compute."""
         return sum(prefill.num_tokens for prefill in self.prefilling.values() if prefill.is_real_time)
 
     def complete_prefill(self, request_id: RequestId, attempt: int) -> bool:
-        """It has computed this; False: nobody waits for that any more, though perhaps for a later attempt."""
+        """Remove a prefill that the worker has completed; return False if the report is stale."""
         prefill = self.prefilling.get(request_id)
         if prefill is None or not is_same_epoch(prefill.attempt, attempt):
             return False
@@ -115,7 +120,7 @@ class WorkerRecord:
 
     @property
     def num_blocks_used(self) -> int:
-        """As last reported."""
+        """Number of blocks in use, as last reported."""
         return self.registered.num_blocks - self.load.num_free_blocks if self.load is not None else 0
 
 
@@ -124,10 +129,12 @@ class PoolRecord:
     """One registered pool."""
 
     name: str
-    epoch: int  # differs between a pool and its restarted self
+    epoch: int  # counts registrations: a restarted pool has another one
     num_blocks: int
     layout_digest: str = ""
     num_blocks_used: int = 0
     num_blocks_kept: int = 0
-    large_requests: dict[RequestId, tuple[int, float]] = field(default_factory=dict)  # pooled: blocks, since when
-    num_pooled: int = 0  # by the router's own count: RequestPooled less BatchReceived and drops
+    large_requests: dict[RequestId, tuple[int, float]] = field(
+        default_factory=dict
+    )  # pooled requests larger than a busy worker's share: blocks, since when
+    num_pooled: int = 0  # counted by the router: RequestPooled less BatchReceived and drops

@@ -1,4 +1,4 @@
-"""Counts for /metrics and /ready, made from the router's records."""
+"""Builds the counts for /metrics and /ready from the router's records."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -13,24 +13,24 @@ from router.state import TrackedRequest
 
 @dataclass(slots=True)
 class RouterCounters:
-    """What has happened since the router started."""
+    """Totals since the router started."""
 
     num_preemptions: int = 0
     num_handoffs_refused: int = 0
-    ledger: IterationLogTotals = field(default_factory=IterationLogTotals)
+    iteration_log: IterationLogTotals = field(default_factory=IterationLogTotals)
     lengths: LengthTotals = field(default_factory=LengthTotals)
 
     def count_preemption(self, *, is_refused: bool) -> None:
-        """One request went back to the queue: its handoff was refused, or there was no room."""
+        """Count a request that went back to the queue, for lack of memory or because its handoff was refused."""
         self.num_handoffs_refused += is_refused
         self.num_preemptions += not is_refused
 
     def add_iteration_log(self, gained: IterationLogTotals) -> None:
-        """What a decode worker's ledger gained. As it reports gains, its restart takes nothing away."""
-        self.ledger = self.ledger.plus(gained)
+        """Add what a decode worker's iteration log gained; a restarted worker subtracts nothing."""
+        self.iteration_log = self.iteration_log.plus(gained)
 
     def count_length(self, tracked: TrackedRequest, num_generated: int) -> None:
-        """A request has ended by itself; what was expected of it on arrival is judged."""
+        """Count a finished request and the error of the length predicted on its arrival."""
         self.lengths = LengthTotals(
             num_finished=self.lengths.num_finished + 1,
             num_predicted=self.lengths.num_predicted + tracked.is_length_predicted,
@@ -40,7 +40,7 @@ class RouterCounters:
 
 
 def status_of(requests: Collection[TrackedRequest], placement: Placement, counters: RouterCounters) -> ClusterStatus:
-    """The cluster in numbers, now."""
+    """Return the current counts of the cluster."""
     workers, pools = placement.workers.values(), placement.pools.values()
     stages = Counter(tracked.stage for tracked in requests)
     return ClusterStatus(
@@ -61,6 +61,6 @@ def status_of(requests: Collection[TrackedRequest], placement: Placement, counte
         num_reused_tokens=sum(worker.load.num_reused_tokens for worker in workers if worker.load is not None),
         num_recomputed_tokens=sum(worker.load.num_recomputed_tokens for worker in workers if worker.load is not None),
         num_pool_blocks_kept=sum(pool.num_blocks_kept for pool in pools),
-        ledger=counters.ledger,
+        iteration_log=counters.iteration_log,
         lengths=counters.lengths,
     )

@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings and fixtures of every test, and how tests are spread over processes."""
 
 import os
 import sys
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from alignedserve.config.environment import limit_thread_spinning
 
@@ -16,14 +18,31 @@ if not Path("/dev/nvidiactl").exists():
 # As in a cluster, whose processes share the cores with others.
 limit_thread_spinning()
 
+_MAX_PROCESSES = 4  # a gigabyte each
+
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("alignedserve", deadline=None)
 settings.load_profile("alignedserve")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those of a served cluster come last: it would keep the machine a little busy through all that follow."""
-    items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
+class FileScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """Keeps the tests of a file in one process, and those of a served cluster, which they share, as well."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "tests/cluster" if file.startswith("tests/cluster/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
+    """Hand out files in the order of their collection: the cluster, which mostly waits, comes first."""
+    return FileScheduling(config, log)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return a process per core for a whole run, none for the files and folders that a command names."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return 0
+    return min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
 
 
 @pytest.fixture(autouse=True)

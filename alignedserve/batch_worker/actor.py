@@ -1,11 +1,12 @@
-"""The driver of batches as a Ray actor."""
+"""The batch worker as a Ray actor."""
 
 import ray
 
 from alignedserve.batch_worker.service import BatchService
 from alignedserve.batches.location import BatchLocation
 from alignedserve.config.sections import GatewayConfig
-from alignedserve.gateway.actor import gateway_links, gateway_model
+from alignedserve.gateway.backend.cluster import ClusterLinks
+from alignedserve.gateway.model_card import ModelCard
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.process_spec import ProcessSpec
@@ -13,22 +14,22 @@ from alignedserve.runtime.process.process_spec import ProcessSpec
 
 @ray.remote
 class BatchActor(ActorHost):
-    """Started, restarted and placed by Ray; everything else is in the stores."""
+    """A batch worker that Ray starts, restarts and places; all else is in the stores."""
 
     def __init__(
         self,
         config: GatewayConfig,
         served: ServedModel,
-        place: BatchLocation,
+        location: BatchLocation,
         max_in_flight: int,
         process_spec: ProcessSpec,
     ) -> None:
         async def build() -> BatchService:
             service = BatchService(
-                links=gateway_links(process_spec),
-                model=gateway_model(served),
+                links=ClusterLinks.of(process_spec),
+                model=ModelCard.of(served),
                 config=config,
-                place=place,
+                location=location,
                 max_in_flight=max_in_flight,
             )
             await service.start()

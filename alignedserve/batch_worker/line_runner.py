@@ -1,77 +1,78 @@
-"""Runs a line of a batch as the request that it is, at best effort: the LineRunner of a cluster."""
+"""Runs a line of a batch as a best-effort request: the LineRunner of a cluster."""
 
-from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar
 
-from alignedserve.batches.interfaces import ClusterTotals, LineAnswer, LineBroken, LineCall, LineNotTaken
+from alignedserve.batches.interfaces import ClusterTotals, LineFailed, LineRejected, LineRequest, LineResponse
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
 from alignedserve.core.request import Slo
-from alignedserve.gateway.errors import GenerationError, Overloaded, Unavailable, Unservable, body_of, http_error_of
-from alignedserve.gateway.openai.calls import Call, chat_call, completion_call
-from alignedserve.gateway.openai.choice_decoder import Piece
+from alignedserve.gateway.errors import GenerationError, Overloaded, Unavailable, Unservable, error_body, http_error_of
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.parsing import check_shape, parse_chat, parse_completion
-from alignedserve.gateway.openai.request_builder import DEADLINE_HEADER, new_arrival
+from alignedserve.gateway.openai.request_builder import (
+    Arrival,
+    GenerationRequest,
+    build_chat_request,
+    build_completion_request,
+)
+from alignedserve.gateway.openai.response_format import collect_body
 from alignedserve.gateway.openai.schemas import GenerationFields
+from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER
 from alignedserve.gateway.services import Services
 
-_PAUSE_S = 1.0
+_RETRY_AFTER_S = 1.0
 _BEST_EFFORT = "flex"
 _TIERS = ("auto", "default", _BEST_EFFORT)
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
 
-class ClusterLines:
-    """A LineRunner over a gateway's services."""
+class ClusterLineRunner:
+    """Implements LineRunner with a gateway's services."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def run(self, call: LineCall) -> LineAnswer:
-        """See LineRunner."""
+    async def run(self, call: LineRequest) -> LineResponse:
+        """Run one line; see LineRunner."""
         try:
-            planned = await self._planned(call)
+            request = await self._build_request(call)
         except InvalidRequest as error:
-            return _refusal(error)
-        has_begun = False
-        choices: list[list[Piece]] = [[] for _ in planned.plan.requests]
+            return _error_answer(error)
+        generation = Generation(request, self._services)
         try:
-            async with Generation(planned.plan, self._services) as generation, aclosing(generation.pieces()) as pieces:
-                has_begun = True
-                async for index, piece in pieces:
-                    choices[index].append(piece)
-                usage = generation.usage()
-                body = planned.answer.body(generation, choices)
+            body = await collect_body(generation)
         except GenerationError as error:
-            return _failed(error, has_begun=has_begun)
-        return LineAnswer(200, body, usage["prompt_tokens"], usage["completion_tokens"])
+            return _failure(error, has_started=generation.has_started)
+        usage = generation.usage()
+        return LineResponse(200, body, usage["prompt_tokens"], usage["completion_tokens"])
 
     def cluster_totals(self) -> ClusterTotals | None:
-        """See LineRunner."""
+        """Return the totals of the cluster; see LineRunner."""
         status = self._services.backend.status()
         if status is None:
             return None
-        ledger = status.ledger
-        return ClusterTotals(ledger.num_requests, ledger.wall_s, ledger.nothing_to_do_s)
+        totals = status.iteration_log
+        return ClusterTotals(totals.num_requests, totals.wall_s, totals.nothing_to_do_s)
 
-    async def _planned(self, call: LineCall) -> Call:
-        """Raises InvalidRequest: the line can never be run."""
+    async def _build_request(self, call: LineRequest) -> GenerationRequest:
+        """Return the line's request. Raises InvalidRequest: the line can never be run."""
         check_shape(call.body, self._services.config.max_json_depth)
         headers = {} if call.deadline_s is None else {DEADLINE_HEADER: f"{call.deadline_s * 1000.0:.3f}"}
-        arrival = new_arrival(call.request_id, headers)
+        arrival = Arrival(call.request_id, headers)
         if call.endpoint is Endpoint.CHAT:
-            planned = await chat_call(_at_best_effort(parse_chat(call.body)), arrival, self._services)
+            chat = _at_best_effort(parse_chat(call.body))
+            request = await build_chat_request(chat, arrival, self._services)
         else:
-            planned = await completion_call(_at_best_effort(parse_completion(call.body)), arrival, self._services)
-        # The line's deadline is ours, not the client's: its answer says nothing of it.
-        return planned._replace(plan=replace(planned.plan, slo=Slo()))
+            completion = _at_best_effort(parse_completion(call.body))
+            request = await build_completion_request(completion, arrival, self._services)
+        # The line's deadline is ours, not the client's: its answer does not report it.
+        return replace(request, slo=Slo())
 
 
 def _at_best_effort(fields: FieldsT) -> FieldsT:
-    """The same at the tier of batches. Raises InvalidRequest for what a line cannot ask for."""
+    """Return the fields at the service tier of batches. Raises InvalidRequest for fields that batches refuse."""
     if fields.stream:
         raise InvalidRequest("stream is not supported in a batch.", param="stream", code="unsupported_parameter")
     if fields.service_tier not in _TIERS:
@@ -83,14 +84,14 @@ def _at_best_effort(fields: FieldsT) -> FieldsT:
     return fields.model_copy(update={"service_tier": _BEST_EFFORT})
 
 
-def _failed(error: GenerationError, *, has_begun: bool) -> LineAnswer:
-    """The answer that says so for ever, or an error that says to try again."""
+def _failure(error: GenerationError, *, has_started: bool) -> LineResponse:
+    """Return the final answer of a line that can never succeed. Raises LineNotTaken or LineBroken for a retry."""
     if isinstance(error, Unservable):
-        return _refusal(error)
-    if isinstance(error, Overloaded) or (isinstance(error, Unavailable) and not has_begun):
-        raise LineNotTaken(str(error), retry_after_s=error.retry_after_s or _PAUSE_S) from error
-    raise LineBroken(str(error)) from error
+        return _error_answer(error)
+    if isinstance(error, Overloaded) or (isinstance(error, Unavailable) and not has_started):
+        raise LineRejected(str(error), retry_after_s=error.retry_after_s or _RETRY_AFTER_S) from error
+    raise LineFailed(str(error)) from error
 
 
-def _refusal(error: AlignedServeError) -> LineAnswer:
-    return LineAnswer(http_error_of(error).status, body_of(error))
+def _error_answer(error: AlignedServeError) -> LineResponse:
+    return LineResponse(http_error_of(error).status, error_body(error))

@@ -1,32 +1,74 @@
-"""Reading an input file: once to validate it, and again whenever a batch is taken up."""
+"""The input file of one batch: validated from beginning to end, then read line by line while lines run."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
-from alignedserve.batches.input_lines import Inspection, LineSplitter, LineTooLong, too_long
-from alignedserve.batches.interfaces import BlobStore
+from alignedserve.batches.input_lines import InputValidator, LineSplitter, LineTooLong, ParsedLine, parse_line, too_long
+from alignedserve.batches.interfaces import BlobReader, BlobStore
 from alignedserve.batches.records import BatchRecord, LineProblem
+from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageDamaged
 
 
-async def read_input(
-    blobs: BlobStore, record: BatchRecord, inspection: Inspection, max_line_bytes: int
-) -> AsyncIterator[int]:
-    """Show every line to the inspection; yields the lines so far after each chunk, so that others go on meanwhile.
+class InputFile:
+    """Lines of one batch. Await `scan` first, then `open`; only then can lines be read."""
 
-    A batch that was validated before is only indexed: what is served may have changed since.
-    """
-    splitter = LineSplitter(max_line_bytes)
-    take = inspection.index.add if record.num_lines else inspection.look_at
-    try:
-        async for chunk in blobs.chunks(record.input_file_id):
-            for line in splitter.push(chunk):
-                take(line)
-            yield len(inspection.index)
-            if inspection.is_over:
-                return
-        for line in splitter.end():
-            take(line)
-    except LineTooLong as error:
-        inspection.problems.append(too_long(error.number, max_line_bytes))
-    except StorageDamaged as error:
-        inspection.problems.append(LineProblem(code="file_unreadable", message=str(error)))
+    def __init__(self, record: BatchRecord, blobs: BlobStore, config: BatchesConfig, models: Sequence[str]) -> None:
+        self._record = record
+        self._blobs = blobs
+        self._max_line_bytes = config.max_line_bytes
+        self._validator = InputValidator(record.endpoint, models, config.max_lines)
+        self._reader: BlobReader | None = None
+
+    @property
+    def num_lines(self) -> int:
+        """Lines read so far."""
+        return len(self._validator.index)
+
+    @property
+    def model(self) -> str | None:
+        """The model that the first line names."""
+        return self._validator.model
+
+    async def scan(self) -> AsyncIterator[int]:
+        """Read the file; yield the number of lines so far after each chunk.
+
+        A batch that was validated before is only indexed: the served models may have changed since.
+        """
+        splitter = LineSplitter(self._max_line_bytes)
+        add = self._validator.index.add if self._record.num_lines else self._validator.check
+        try:
+            async for chunk in self._blobs.chunks(self._record.input_file_id):
+                for line in splitter.push(chunk):
+                    add(line)
+                yield self.num_lines
+                if self._validator.is_full:
+                    return
+            for line in splitter.finish():
+                add(line)
+        except LineTooLong as error:
+            self._validator.problems.append(too_long(error.number, self._max_line_bytes))
+        except StorageDamaged as error:
+            self._validator.problems.append(LineProblem(code="file_unreadable", message=str(error)))
+
+    def problems(self) -> tuple[LineProblem, ...]:
+        """Return what `scan` found wrong with the file; empty for a valid one."""
+        return self._validator.finish()
+
+    def open(self) -> None:
+        """Open the file for reading single lines. Raises StorageDamaged."""
+        self._reader = self._blobs.open(self._record.input_file_id)
+
+    def line(self, line: int) -> ParsedLine:
+        """Read a line, counted from 0."""
+        assert self._reader is not None, "the input file is not open"
+        return parse_line(self._reader.read_at(*self._validator.index.span(line)))
+
+    def line_bytes(self, line: int) -> int:
+        """Return the length of a line."""
+        return self._validator.index.span(line)[1]
+
+    def close(self) -> None:
+        """Close the file. May be repeated."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()

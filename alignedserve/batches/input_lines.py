@@ -1,4 +1,4 @@
-"""From the bytes of an input file to its lines, and what makes a line one that can be run."""
+"""Lines of an input file: splitting its bytes, validating each line, indexing for random access."""
 
 from array import array
 from collections.abc import Collection
@@ -11,7 +11,7 @@ import orjson
 from alignedserve.batches.records import Endpoint, LineProblem
 
 MAX_CUSTOM_ID_LEN = 512
-MAX_PROBLEMS = 100  # listed of one file; reading ends there
+MAX_PROBLEMS = 100  # listed per file; reading ends there
 _BOM = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
 _MEMBERS = frozenset({"custom_id", "method", "url", "body"})
@@ -27,7 +27,7 @@ class RawLine(NamedTuple):
 
 
 class LineTooLong(ValueError):
-    """A line that goes on past the limit; nothing behind it is read."""
+    """A line longer than the limit; nothing behind it is read."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"line {number} is too long")
@@ -35,7 +35,7 @@ class LineTooLong(ValueError):
 
 
 class LineSplitter:
-    """Feed bytes, get lines. A byte-order mark, CRLF and a last line without an end are fine, blank lines nothing."""
+    """Splits bytes into lines. Accepts a byte-order mark, CRLF and a last line without an end; skips blank lines."""
 
     def __init__(self, max_line_bytes: int) -> None:
         self._max_line_bytes = max_line_bytes
@@ -44,7 +44,7 @@ class LineSplitter:
         self._number = 0
 
     def push(self, chunk: bytes) -> list[RawLine]:
-        """Lines that this chunk completes. Raises LineTooLong."""
+        """Return the lines that this chunk completes. Raises LineTooLong."""
         lines, start = [], 0
         whole = self._rest + chunk
         while (end := whole.find(b"\n", start)) >= 0:
@@ -56,8 +56,8 @@ class LineSplitter:
             raise LineTooLong(self._number + 1)
         return [line for line in lines if line.text]
 
-    def end(self) -> list[RawLine]:
-        """The last line, where it has no end of its own. Raises LineTooLong."""
+    def finish(self) -> list[RawLine]:
+        """Return the last line if it has no line end. Raises LineTooLong."""
         line = self._line(self._rest, self._rest_offset)
         self._rest = b""
         return [line] if line.text else []
@@ -73,7 +73,7 @@ class LineSplitter:
 
 
 class LineIndex:
-    """Where each request of a file lies. 12 bytes per line: it is kept in memory while the batch runs."""
+    """Offset and length of each request in a file: 12 bytes per line, in memory while the batch runs."""
 
     def __init__(self) -> None:
         self._offsets = array("Q")
@@ -83,36 +83,31 @@ class LineIndex:
         return len(self._offsets)
 
     def add(self, line: RawLine) -> None:
-        """The next request."""
+        """Add the next request."""
         self._offsets.append(line.offset)
         self._lengths.append(len(line.text))
 
-    def place(self, line: int) -> tuple[int, int]:
-        """Offset and length of a request, counted from 0."""
+    def span(self, line: int) -> tuple[int, int]:
+        """Return offset and length of a request, counted from 0."""
         return self._offsets[line], self._lengths[line]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all requests."""
-        return sum(self._lengths)
 
-
-class LineRequest(NamedTuple):
+class ParsedLine(NamedTuple):
     """A line that passed validation."""
 
     custom_id: str
     body: dict[str, Any]
 
 
-def parse_line(text: bytes) -> LineRequest:
-    """A line that passed validation before."""
+def parse_line(text: bytes) -> ParsedLine:
+    """Parse a line that passed validation before."""
     parsed = orjson.loads(text)
-    return LineRequest(parsed["custom_id"], parsed["body"])
+    return ParsedLine(parsed["custom_id"], parsed["body"])
 
 
 @dataclass(slots=True)
-class Inspection:
-    """Reads a file's lines in order and collects what is wrong with them."""
+class InputValidator:
+    """Checks the lines of a file in order and collects the problems."""
 
     endpoint: Endpoint
     models: Collection[str]  # served here
@@ -123,13 +118,13 @@ class Inspection:
     _custom_ids: set[bytes] = field(default_factory=set)
 
     @property
-    def is_over(self) -> bool:
-        """Whether reading on would tell nothing that is listed."""
+    def is_full(self) -> bool:
+        """Return True if no further problem would be listed."""
         return len(self.problems) >= MAX_PROBLEMS
 
-    def look_at(self, line: RawLine) -> None:
-        """Take the next line."""
-        if self.is_over:
+    def check(self, line: RawLine) -> None:
+        """Check and index the next line."""
+        if self.is_full:
             return
         if len(self.index) >= self.max_lines:
             message = f"The file has more than {self.max_lines} requests."
@@ -140,9 +135,9 @@ class Inspection:
         if problem is not None:
             self.problems.append(problem)
 
-    def end(self) -> tuple[LineProblem, ...]:
-        """No more lines: everything that is wrong."""
-        self._custom_ids = set()  # as large as the file has lines, and of no more use
+    def finish(self) -> tuple[LineProblem, ...]:
+        """Return all problems, after the last line."""
+        self._custom_ids = set()  # large, and not needed any more
         if not len(self.index) and not self.problems:
             return (LineProblem(code="empty_file", message="The file holds no requests."),)
         if self.problems and self.problems[0].code == "too_many_requests":
@@ -194,7 +189,7 @@ class Inspection:
 
 
 def too_long(number: int, max_line_bytes: int) -> LineProblem:
-    """A line past the limit."""
+    """Build the problem of a line longer than the limit."""
     return _problem("line_too_long", f"This line is longer than {max_line_bytes} bytes.", None, number)
 
 

@@ -1,4 +1,4 @@
-"""Where files and state lie, and who runs a line: the ports of batches. Contract suites run on every implementation."""
+"""Interfaces that batches depend on: record store, blob store, line runner. Contract suites run on every store."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from alignedserve.core.errors import AlignedServeError
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
-    """Keep this value under this key, for a time or for ever."""
+class SetValue:
+    """Store a value under a key, for a limited time or forever."""
 
     key: str
     value: bytes
@@ -20,15 +20,15 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Remove:
-    """Forget this key. Forgetting what is not there is no error."""
+class DeleteValue:
+    """Delete a key. Deleting a missing key is no error."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
-class Enlist:
-    """Put a member into an ordered list, or move it; members of one score are ordered by themselves."""
+class AddToIndex:
+    """Add a member to an ordered list, or move it; members with equal scores are ordered by name."""
 
     index: str
     member: str
@@ -36,14 +36,14 @@ class Enlist:
 
 
 @dataclass(frozen=True, slots=True)
-class Delist:
-    """Take a member out of an ordered list."""
+class RemoveFromIndex:
+    """Remove a member from an ordered list."""
 
     index: str
     member: str
 
 
-Change = Put | Remove | Enlist | Delist
+Change = SetValue | DeleteValue | AddToIndex | RemoveFromIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,78 +57,77 @@ class Page:
 class RecordStore(Protocol):
     """Small values by key, and ordered lists of names. Every method raises StoreUnavailable when it cannot answer.
 
-    Keys and members are made by us and never hold what a client wrote.
+    Keys and members are generated here and never contain client input.
     """
 
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values, in order; None where there is none. Of one moment."""
+        """Return the values in order, all as of one moment; None for a missing key."""
 
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
-        """Do all of the changes at once, durably when this returns True. False: nothing was done, because a key of
-        `unchanged` has another value by now. After StoreUnavailable they may or may not be done: all or none."""
+        """Apply all changes atomically, durable when this returns True. False: nothing was applied, because a key of
+        `unchanged` has another value by now. After StoreUnavailable either all or none of them are applied."""
 
     async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
-        """Members behind `after` (None: from the beginning). None: `after` is not in the list."""
+        """Return members behind `after` (None: from the beginning), or None if `after` is not in the list."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 # --- contents -----------------------------------------------------------------------------------------------------
 
 
 class BlobWriter(Protocol):
-    """A file on its way in. It is nowhere until `commit`; `discard` may be repeated and follows `commit` harmlessly."""
+    """An upload in progress. It is invisible until `commit`; `discard` may be repeated, and is harmless after it."""
 
     async def write(self, chunk: bytes) -> None:
-        """Add bytes. Raises StorageFull."""
+        """Append bytes. Raises StorageFull."""
 
     async def commit(self) -> None:
-        """Make it durable under its id. Raises StorageFull."""
+        """Make the blob durable under its id. Raises StorageFull."""
 
     async def discard(self) -> None:
-        """Leave nothing."""
+        """Remove what was written, unless it was committed."""
 
 
 class BlobStore(Protocol):
     """Files by id. A blob never changes once it is committed."""
 
     async def begin(self, file_id: FileId) -> BlobWriter:
-        """A new blob. Raises StorageFull."""
+        """Start a new blob. Raises StorageFull."""
 
     def chunks(self, file_id: FileId, start: int = 0) -> AsyncIterator[bytes]:
-        """Its bytes, from this one on. Raises StorageDamaged where there is no such blob."""
+        """Yield the blob's bytes from `start` on. Raises StorageDamaged for a missing blob."""
 
     def open(self, file_id: FileId) -> "BlobReader":
-        """Random access. Raises StorageDamaged where there is no such blob."""
+        """Open a blob for random access. Raises StorageDamaged for a missing blob."""
 
     async def remove(self, file_id: FileId) -> None:
-        """Forget it; may be repeated."""
+        """Delete a blob; may be repeated."""
 
     async def committed_before(self, age_s: float) -> list[FileId]:
-        """Blobs that have been there for this long."""
+        """List blobs that are at least this old."""
 
     async def remove_abandoned(self, age_s: float) -> int:
-        """Remove uploads that were begun and never committed, and that nobody has written to for this long; how many
-        there were."""
+        """Remove uncommitted uploads without a write for this long; return their number."""
 
 
 class BlobReader(Protocol):
     """Random access to one blob, quick enough to be called on an event loop."""
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """These bytes."""
+        """Read `length` bytes at `offset`."""
 
     def close(self) -> None:
-        """Give it back."""
+        """Close the file."""
 
 
 # --- running a line -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class LineCall:
-    """One line on its way into the cluster."""
+class LineRequest:
+    """One line to be run in the cluster."""
 
     endpoint: Endpoint
     request_id: str
@@ -137,8 +136,8 @@ class LineCall:
 
 
 @dataclass(frozen=True, slots=True)
-class LineAnswer:
-    """What a line's call came to: for ever, however often it would be repeated."""
+class LineResponse:
+    """The final response to a line: repeating the request would not change it."""
 
     status_code: int
     body: bytes = field(repr=False)
@@ -147,7 +146,7 @@ class LineAnswer:
 
     @property
     def is_success(self) -> bool:
-        """Whether it goes to the output file."""
+        """Return True if it belongs in the output file."""
         return self.status_code == 200
 
 
@@ -157,26 +156,26 @@ class ClusterTotals:
 
     num_tokens: int  # generated
     wall_s: float
-    idle_s: float  # of the wall time: nobody had asked for anything
+    idle_s: float  # of the wall time: there was no request
 
 
-class LineNotTaken(AlignedServeError):
-    """The cluster has no room, or no router: the same again later. Says nothing against the line."""
+class LineRejected(AlignedServeError):
+    """The cluster is full or has no router: retry later. Does not count as an attempt."""
 
     def __init__(self, reason: str, *, retry_after_s: float) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
 
 
-class LineBroken(AlignedServeError):
-    """It was taken and did not come to an end. Perhaps by its own doing: tries are counted."""
+class LineFailed(AlignedServeError):
+    """An accepted line did not finish, perhaps because of its content: attempts are counted."""
 
 
 class LineRunner(Protocol):
     """Runs lines in the cluster."""
 
-    async def run(self, call: LineCall) -> LineAnswer:
-        """Raises LineNotTaken or LineBroken. Cancelling it frees everything."""
+    async def run(self, request: LineRequest) -> LineResponse:
+        """Run one line. Raises LineRejected or LineFailed. Cancelling it frees everything."""
 
     def cluster_totals(self) -> ClusterTotals | None:
-        """What decode workers have done, for whomever; None while the cluster cannot be asked."""
+        """Return the work of all decode workers, batches or not; None while the cluster cannot be asked."""

@@ -1,5 +1,5 @@
-"""Which lines of one batch are untouched, leased, waiting to be tried again, or done. Nothing is taken out: a line that
-was leased and never settled is simply not done."""
+"""State of every line of one batch: untouched, leased, waiting for a retry, or settled. A lease is no removal: a line
+that was leased and never settled is simply not done."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,13 +9,13 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class LineTracker:
-    """Lines by number from 0. A line is leased at most once at a time, and settled exactly once."""
+    """Lines by number from 0. A line has at most one lease at a time, and is settled exactly once."""
 
     def __init__(
         self,
         num_lines: int,
         settled: Iterable[int] = (),
-        num_tries: Mapping[int, int] | None = None,
+        num_attempts: Mapping[int, int] | None = None,
         *,
         max_attempts: int,
     ) -> None:
@@ -26,8 +26,8 @@ class LineTracker:
             self._mark(line)
         self._next = 0
         self._leases: set[int] = set()
-        self._later: list[tuple[float, int]] = []  # (when, line) of lines that are to be tried again
-        self._num_tries = dict(num_tries or {})  # of lines that broke before
+        self._retries: list[tuple[float, int]] = []  # heap of (due time, line)
+        self._num_attempts = dict(num_attempts or {})  # failed ones, by line
         self._max_attempts = max_attempts
 
     @property
@@ -42,13 +42,13 @@ class LineTracker:
 
     @property
     def is_done(self) -> bool:
-        """Whether every line has its record."""
+        """Return True if every line has its record."""
         return self.num_left == 0
 
     def lease(self, now: float) -> int | None:
-        """The next line to run: one whose pause is over, else the first that nobody has touched; None: none now."""
-        if self._later and self._later[0][0] <= now:
-            line = heapq.heappop(self._later)[1]
+        """Lease the next line: one whose retry is due, else the first untouched one; None: none is due now."""
+        if self._retries and self._retries[0][0] <= now:
+            line = heapq.heappop(self._retries)[1]
         else:
             if not self._has_untouched():
                 return None
@@ -56,43 +56,33 @@ class LineTracker:
         self._leases.add(line)
         return line
 
-    def next_due_s(self, now: float) -> float | None:
-        """Seconds until `lease` may have something; 0: now; None: not before something is given back."""
-        if self._has_untouched():
-            return 0.0
-        return max(0.0, self._later[0][0] - now) if self._later else None
-
     def postpone(self, line: int, now: float, pause_s: float) -> None:
-        """It was not taken: the same again later, as if it had never been leased."""
+        """Return a line that the cluster rejected; it is due again after the pause. This is no attempt."""
         self._leases.remove(line)
-        heapq.heappush(self._later, (now + pause_s, line))
+        heapq.heappush(self._retries, (now + pause_s, line))
 
-    def broke(self, line: int, now: float) -> bool:
-        """It was taken and did not come to an end. True: it is tried again, after a pause that doubles; False: it was
-        the last try, and the line stays leased until its record is written."""
-        tries = self._num_tries[line] = self._num_tries.get(line, 0) + 1
-        if tries >= self._max_attempts:
+    def retry(self, line: int, now: float) -> bool:
+        """Count a failed attempt. True: the line is due again after a pause that doubles each time; False: no attempt
+        is left, and the line stays leased until its record is written."""
+        num_attempts = self._num_attempts[line] = self._num_attempts.get(line, 0) + 1
+        if num_attempts >= self._max_attempts:
             return False
-        self.postpone(line, now, min(_FIRST_PAUSE_S * 2 ** (tries - 1), _LONGEST_PAUSE_S))
+        self.postpone(line, now, min(_FIRST_PAUSE_S * 2 ** (num_attempts - 1), _LONGEST_PAUSE_S))
         return True
 
     def settle(self, line: int) -> None:
-        """Its record is durable."""
+        """Mark a line as done: its record is durable."""
         assert not self._is_settled[line], "a line settled twice"
         self._mark(line)
         self._leases.discard(line)
-        self._num_tries.pop(line, None)
-
-    def is_settled(self, line: int) -> bool:
-        """Whether the line has its record."""
-        return bool(self._is_settled[line])
+        self._num_attempts.pop(line, None)
 
     def unsettled(self) -> Iterator[int]:
-        """Lines without a record, in order."""
+        """Iterate over the lines without a record, in order."""
         return (line for line in range(self._num_lines) if not self._is_settled[line])
 
     def _has_untouched(self) -> bool:
-        """Go to the first line from here that had no record when the book was made."""
+        """Skip the lines that already had a record when the tracker was made."""
         while self._next < self._num_lines and self._is_settled[self._next]:
             self._next += 1
         return self._next < self._num_lines

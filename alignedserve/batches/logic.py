@@ -1,11 +1,11 @@
-"""The life of a batch: which state follows which, and when.
+"""Lifecycle of a batch: the legal steps between its states.
 
-1. validating: its lines are read. Any line that could not be run as a line makes the batch `failed`.
-2. in_progress: lines run. Every one of them ends with exactly one record in the result log.
-3. finalizing: every line has its record, or the window is over and the missing ones are being written as expired.
+1. validating: its lines are read. An invalid line makes the batch `failed`.
+2. in_progress: lines run. Each of them ends with exactly one terminal record in the result log.
+3. finalizing: every line has its record, or the window has expired and the missing records are being written.
 4. completed, or expired.
-A client's cancel leads through cancelling, while what is missing is written as cancelled, to cancelled.
-Whatever is asked of a batch in a state where it means nothing changes nothing. A step of the table is the only way on.
+A client's cancel leads through cancelling, while the missing records are being written, to cancelled.
+An event that has no meaning in the present state changes nothing. Every change is a step of the table.
 """
 
 from dataclasses import dataclass
@@ -29,52 +29,52 @@ STEPS: dict[BatchStatus, frozenset[BatchStatus]] = {
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """Every line was read."""
+    """Every line is valid."""
 
     num_lines: int
     model: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """The file cannot be run as a batch."""
+class ValidationFailed:
+    """The file is not a valid batch."""
 
     problems: tuple[LineProblem, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CancelAsked:
-    """Its owner wants no more of it."""
+class CancelRequested:
+    """The owner asked to cancel the batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class TimePassed:
-    """A look at the clock."""
+class WindowExpired:
+    """The completion window has expired, unless `now` says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
-class AllRecorded:
-    """Every line has its durable record, or there is none that could have one."""
+class AllLinesRecorded:
+    """Every line has its durable record; a batch without valid lines has none."""
 
 
-BatchEvent = Validated | Refused | CancelAsked | TimePassed | AllRecorded
+BatchEvent = Validated | ValidationFailed | CancelRequested | WindowExpired | AllLinesRecorded
 
 
 def advance(record: BatchRecord, event: BatchEvent, now: float) -> BatchRecord:
-    """The record after this event; the same object when the event changes nothing."""
+    """Return the record after an event; the same object if the event changes nothing."""
     match event:
         case Validated(num_lines, model):
             return _validated(record, num_lines, model, now)
-        case Refused(problems) if record.status is S.VALIDATING:
+        case ValidationFailed(problems) if record.status is S.VALIDATING:
             return _step(record, S.FAILED, problems=problems, failed_s=now)
-        case Refused(problems) if record.status in (S.CANCELLING, S.FINALIZING) and not record.num_lines:
+        case ValidationFailed(problems) if record.status in (S.CANCELLING, S.FINALIZING) and not record.num_lines:
             return msgspec.structs.replace(record, problems=problems)
-        case CancelAsked() if record.status in (S.VALIDATING, S.IN_PROGRESS):
+        case CancelRequested() if record.status in (S.VALIDATING, S.IN_PROGRESS):
             return _step(record, S.CANCELLING, cancelling_s=now)
-        case TimePassed() if record.status in (S.VALIDATING, S.IN_PROGRESS) and now >= record.expires_s:
+        case WindowExpired() if record.status in (S.VALIDATING, S.IN_PROGRESS) and now >= record.expires_s:
             return _step(record, S.FINALIZING, finalizing_s=now, is_expiring=True)
-        case AllRecorded():
-            return _all_recorded(record, now)
+        case AllLinesRecorded():
+            return _finish(record, now)
     return record
 
 
@@ -86,7 +86,7 @@ def _validated(record: BatchRecord, num_lines: int, model: str | None, now: floa
     return record
 
 
-def _all_recorded(record: BatchRecord, now: float) -> BatchRecord:
+def _finish(record: BatchRecord, now: float) -> BatchRecord:
     match record.status:
         case S.IN_PROGRESS:
             finalizing = _step(record, S.FINALIZING, finalizing_s=now)

@@ -1,4 +1,4 @@
-"""What is kept of files and batches. Stored as JSON of these structs; times are Unix seconds."""
+"""Stored records of files and batches, as JSON of these structs; times are Unix seconds."""
 
 import enum
 import re
@@ -9,7 +9,7 @@ import msgspec
 from alignedserve.core.errors import StorageDamaged
 
 FileId = NewType("FileId", str)
-BatchKey = NewType("BatchKey", str)  # "batch_...", as clients see it; BatchId is of aligned batches
+BatchKey = NewType("BatchKey", str)  # "batch_...", as clients see it; BatchId names aligned batches
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}", re.ASCII)
 _BATCH_KEY = re.compile(r"batch_[0-9a-f]{24}", re.ASCII)
@@ -17,14 +17,14 @@ NUM_ID_BYTES = 12
 
 
 class Endpoint(enum.Enum):
-    """Where every line of a batch goes."""
+    """Endpoint to which every line of a batch goes."""
 
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
 
 
 class BatchStatus(enum.Enum):
-    """OpenAI's eight states."""
+    """Status of a batch: OpenAI's eight states."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -40,25 +40,25 @@ TERMINAL = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXP
 
 
 class ResultKind(enum.Enum):
-    """In which of a batch's two files a line's terminal record stands."""
+    """One of a batch's two result files."""
 
     OUTPUT = "output"
     ERROR = "error"
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of everything that is stored."""
+class StoredRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base class of all stored records."""
 
 
-class ResultView(Kept, frozen=True):
-    """A file that is one side of a batch's result log."""
+class ResultView(StoredRecord, frozen=True):
+    """A result file: a view of a batch's result log."""
 
     batch_id: BatchKey
     kind: ResultKind
 
 
-class FileRecord(Kept, frozen=True):
-    """One file that somebody can name."""
+class FileRecord(StoredRecord, frozen=True):
+    """One file, as listed by the Files API."""
 
     file_id: FileId
     owner: str
@@ -68,13 +68,13 @@ class FileRecord(Kept, frozen=True):
     num_lines: int  # line ends, and a last line without one
     created_s: float
     expires_s: float | None = None
-    digest: str = ""  # of an upload's bytes: one and the same file may have come twice
-    num_uses: int = 0  # batches made from it; a deletion and a creation cannot miss each other
-    view: ResultView | None = None  # None: its bytes lie in a blob of its own
+    digest: str = ""  # of an upload's bytes: tells whether two files have the same content
+    num_uses: int = 0  # batches made from it; makes a concurrent deletion and creation conflict
+    view: ResultView | None = None  # None: its content is a blob of its own
 
 
-class LineProblem(Kept, frozen=True):
-    """Why a batch failed validation."""
+class LineProblem(StoredRecord, frozen=True):
+    """One reason why a batch failed validation."""
 
     code: str
     message: str
@@ -82,61 +82,61 @@ class LineProblem(Kept, frozen=True):
     line: int | None = None  # from 1
 
 
-class Counts(Kept, frozen=True):
-    """Lines by how they ended."""
+class Counts(StoredRecord, frozen=True):
+    """Numbers of lines by outcome."""
 
     total: int = 0
     completed: int = 0
-    failed: int = 0  # an error of their own
+    failed: int = 0  # with an error response, or out of attempts
     expired: int = 0
     cancelled: int = 0
 
     @property
     def num_ended(self) -> int:
-        """Lines that have their terminal record."""
+        """Lines that have a terminal record."""
         return self.completed + self.failed + self.expired + self.cancelled
 
 
-class Usage(Kept, frozen=True):
-    """Tokens of lines that were answered."""
+class Usage(StoredRecord, frozen=True):
+    """Tokens of lines that have a response."""
 
     input_tokens: int = 0
     output_tokens: int = 0
 
 
 class Risk(enum.Enum):
-    """Whether a batch ends in time."""
+    """Verdict on a batch ending within its window."""
 
     FITS = "fits"
     AT_RISK = "at_risk"
     CANNOT_FIT = "cannot_fit"
 
 
-class Quote(Kept, frozen=True):
-    """When a batch is expected to end, from predicted lengths and the capacity that is left for it."""
+class Eta(StoredRecord, frozen=True):
+    """Estimated end of a batch, from expected lengths and the throughput that is left for it."""
 
     risk: Risk
-    finish_s: float  # expected; for CANNOT_FIT the time before which it cannot end
-    is_measured: bool  # of lines that ran here; else assumed from the cluster's size
-    quoted_s: float
+    finish_s: float  # expected; for CANNOT_FIT the earliest possible end
+    is_measured: bool  # from lines that ran here; else assumed from the configuration
+    estimated_s: float = msgspec.field(name="quoted_s")
 
 
-class Progress(Kept, frozen=True):
-    """How far a batch has come. Written by its driver only; everything in it follows from its result log."""
+class Progress(StoredRecord, frozen=True):
+    """Progress of a batch. Written only by the driver; follows from the result log."""
 
     counts: Counts = Counts()
     usage: Usage = Usage()
-    num_validated: int = 0  # lines looked at so far, while validating
+    num_validated: int = 0  # lines read so far, while validating
     log_bytes: int = 0  # of the result log, durable
     output_bytes: int = 0
     error_bytes: int = 0
-    quote: Quote | None = None
-    paused: str | None = None  # why nothing moves now
+    eta: Eta | None = msgspec.field(default=None, name="quote")
+    paused: str | None = None  # why the batch makes no progress now
     updated_s: float = 0.0
 
 
-class BatchTotals(Kept, frozen=True):
-    """What batches have come to since the state was made, and where they stand. Written by the driver."""
+class BatchTotals(StoredRecord, frozen=True):
+    """Totals of all batches since the state folder was created, and their current state. Written by the driver."""
 
     completed: int = 0  # lines, like the next three
     failed: int = 0
@@ -147,12 +147,12 @@ class BatchTotals(Kept, frozen=True):
     num_waiting: int = 0  # lines of batches that are not over
     num_in_flight: int = 0
     num_batches: dict[str, int] = {}  # by status, those that are not over
-    num_at_risk: int = 0  # batches whose quote does not say that they fit
-    oldest_waiting_s: float = 0.0  # since the creation of the oldest batch with a line that nobody runs yet
-    is_paused: bool = False  # nothing can be written
+    num_at_risk: int = 0  # batches whose estimate does not say that they fit
+    oldest_waiting_s: float = 0.0  # age of the oldest batch with a waiting line
+    is_paused: bool = False  # results cannot be written
 
     def with_ended(self, counts: Counts, usage: Usage) -> "BatchTotals":
-        """So many more lines ended."""
+        """Return the totals after these lines ended."""
         return msgspec.structs.replace(
             self,
             completed=self.completed + counts.completed,
@@ -164,14 +164,14 @@ class BatchTotals(Kept, frozen=True):
         )
 
 
-class BatchRecord(Kept, frozen=True):
+class BatchRecord(StoredRecord, frozen=True):
     """One batch."""
 
     batch_id: BatchKey
     owner: str
     endpoint: Endpoint
     input_file_id: FileId
-    output_file_id: FileId  # reserved from the start; a file once there is something in it
+    output_file_id: FileId  # reserved from the start; listed once it is not empty
     error_file_id: FileId
     completion_window: str  # as the client wrote it
     created_s: float
@@ -179,7 +179,7 @@ class BatchRecord(Kept, frozen=True):
     output_lifetime_s: float | None  # of both result files, from their creation
     input_bytes: int
     input_lines: int  # of the file, blank ones included
-    fingerprint: str  # of what was asked for but the file: an idempotency key means one request
+    fingerprint: str  # of the request without its file, to recognize a repeated idempotency key
     status: BatchStatus = BatchStatus.VALIDATING
     metadata: dict[str, str] | None = None
     model: str | None = None
@@ -192,34 +192,34 @@ class BatchRecord(Kept, frozen=True):
     expired_s: float | None = None
     cancelling_s: float | None = None
     cancelled_s: float | None = None
-    is_expiring: bool = False  # finalizing because its window is over
+    is_expiring: bool = False  # finalizing because its window has expired
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will change any more."""
+        """Return True if the batch has ended."""
         return self.status in TERMINAL
 
     @property
     def over_s(self) -> float:
-        """Since when. Of a batch that is over."""
+        """Return the time at which the batch ended; it must be over."""
         ends = (self.failed_s, self.completed_s, self.expired_s, self.cancelled_s)
         return next(end_s for end_s in ends if end_s is not None)
 
     def result_file(self, kind: ResultKind) -> FileId:
-        """The file of these results."""
+        """Return the id of a result file."""
         return self.output_file_id if kind is ResultKind.OUTPUT else self.error_file_id
 
 
 _ENCODER = msgspec.json.Encoder()
 
 
-def encode(record: Kept) -> bytes:
-    """As it is stored."""
+def encode(record: StoredRecord) -> bytes:
+    """Encode a record for the store."""
     return _ENCODER.encode(record)
 
 
 def decode(raw: bytes, kind: type[Any]) -> Any:
-    """What was stored. Raises StorageDamaged; nothing in it is executed or looked up."""
+    """Decode a stored record. Raises StorageDamaged."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.MsgspecError as error:
@@ -227,20 +227,20 @@ def decode(raw: bytes, kind: type[Any]) -> Any:
 
 
 def parsed_file_id(text: str) -> FileId | None:
-    """The id, if it has the form of one; nothing else ever becomes a key or a path."""
+    """Return the text as a file id if it is a valid one; nothing else ever becomes a key or a path."""
     return FileId(text) if _FILE_ID.fullmatch(text) else None
 
 
 def parsed_batch_key(text: str) -> BatchKey | None:
-    """The id, if it has the form of one."""
+    """Return the text as a batch key if it is a valid one."""
     return BatchKey(text) if _BATCH_KEY.fullmatch(text) else None
 
 
 def file_id_of(randomness: bytes) -> FileId:
-    """A new id."""
+    """Make a file id from random bytes."""
     return FileId(f"file-{randomness[:NUM_ID_BYTES].hex()}")
 
 
 def batch_key_of(randomness: bytes) -> BatchKey:
-    """A new id."""
+    """Make a batch key from random bytes."""
     return BatchKey(f"batch_{randomness[:NUM_ID_BYTES].hex()}")

@@ -1,5 +1,6 @@
 """What the commands share to talk to the person at the terminal: results on stdout, all else on stderr."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -49,6 +50,11 @@ def progress() -> Progress:
         transient=True,
         refresh_per_second=4,  # drawing costs CPU that the measured system may need
     )
+
+
+def print_json(document: object) -> None:
+    """Print plain values as indented JSON on stdout."""
+    write_json(json.dumps(document, indent=2).encode() + b"\n", "-")
 
 
 def write_json(document: bytes, target: str) -> None:

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from alignedserve.batches.location import BatchLocation
 from alignedserve.cluster import preflight
-from alignedserve.cluster.batch_location import StateLock, open_location
+from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.ray_node import join_ray, start_ray
 from alignedserve.cluster.recording_folder import prepare_recording
@@ -85,7 +85,7 @@ class RunningCluster:
     def start(self) -> None:
         """Create every actor and wait until each is up. Raises what the first failing one raised."""
         if self.config.batches.enabled:
-            self._batch_location, self._redis, self._state_lock = open_location(self.config, self.folder)
+            self._batch_location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
         self._start_ray()
         self._create_actors()
         failures = {name: actor.failure.remote() for name, actor in self._actors.items()}

@@ -10,8 +10,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from alignedserve.evaluation.batch_alignment import Alignment
 from alignedserve.evaluation.pocket_calls import CONTEXT_LEN, MAX_PROMPT_LEN, MIN_PROMPT_LEN, SPARE_LEN, TEMPLATE_LEN
-from alignedserve.loadgen.batch_alignment import Alignment
 from alignedserve.loadgen.load_plan import Plan, PlannedRequest, TrafficClass
 from alignedserve.loadgen.prompts import CountTokens
 from alignedserve.loadgen.summary import LoadReport

@@ -7,11 +7,11 @@ import ray
 
 from alignedserve.batches.location import BatchLocation
 from alignedserve.config.sections import GatewayConfig
+from alignedserve.gateway.backend.cluster import ClusterLinks
 from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.server import GatewayLinks, GatewayServer
+from alignedserve.gateway.server import GatewayServer
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
-from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
 
@@ -25,7 +25,7 @@ class _Hosted:
 
 @ray.remote
 class GatewayActor(ActorHost):
-    """Started, restarted and placed by Ray; everything else goes over HTTP and its links."""
+    """A gateway that Ray starts, restarts and places; all else goes over HTTP and its links."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class GatewayActor(ActorHost):
     ) -> None:
         async def build() -> _Hosted:
             server = GatewayServer(
-                links=gateway_links(process_spec),
-                model=gateway_model(served),
+                links=ClusterLinks.of(process_spec),
+                model=ModelCard.of(served),
                 config=msgspec.structs.replace(config, port=port),
                 api_keys=keys,
                 batches=batches,
@@ -48,22 +48,3 @@ class GatewayActor(ActorHost):
             return _Hosted(server)
 
         super().__init__(process_spec, build)
-
-
-def gateway_links(process_spec: ProcessSpec) -> GatewayLinks:
-    """How this member reaches the cluster."""
-    return GatewayLinks(
-        identity=process_spec.identity(),
-        router_address=process_spec.addresses.of(ROUTER),
-        own_address=process_spec.own_address(),
-    )
-
-
-def gateway_model(served: ServedModel) -> ModelCard:
-    """What a gateway has to know of the model."""
-    return ModelCard(
-        name=served.name,
-        folder=served.folder,
-        max_context_len=served.max_context_len,
-        eos_token_ids=served.config.eos_token_ids,
-    )

@@ -1,23 +1,23 @@
-"""What can go wrong at the door, and the one table that turns every error into an HTTP answer.
+"""The gateway's errors, and the one table that maps every error to an HTTP response.
 
 AlignedServeError
 ├── InvalidRequest              (core) the client's request is wrong
-│   ├── Unauthorized            no key, or not one of ours
+│   ├── Unauthorized            no valid API key
 │   ├── QuotaExceeded           this key asked too often (429: the client's quota)
 │   ├── UnknownModel            a model that is not served here
-│   ├── NotFound                no such file or batch, or not yours
-│   ├── Conflict                not now: something else holds it
-│   ├── RangeNotThere           a range that begins behind a file's end
+│   ├── NotFound                no such file or batch, or one of another key
+│   ├── Conflict                in use by something else now
+│   ├── RangeNotSatisfiable     a range that begins behind a file's end
 │   ├── BodyTooLarge            more bytes than the gateway reads
 │   ├── BodyTooSlow             the body did not arrive in time
 │   ├── WrongContentType        not JSON
-│   └── ClientGone              the client closed the connection; nobody reads the answer
+│   └── ClientDisconnected      the client closed the connection
 └── GenerationError             the cluster did not answer; the closed set that a CompletionBackend raises
-    ├── Overloaded              not accepted now: our capacity (503), with the time to come back
+    ├── Overloaded              no capacity now (503), with the time to retry after
     ├── Unavailable             no router, or a worker was lost
     ├── Unservable              can never fit this cluster
     ├── TimedOut                silent past its deadline
-    └── GenerationFailed        a fault of ours
+    └── GenerationFailed        an internal error
 """
 
 import math
@@ -32,7 +32,7 @@ JSON_TYPE = "application/json"
 
 
 class Unauthorized(InvalidRequest):
-    """No key, or not one of ours."""
+    """No valid API key."""
 
 
 class QuotaExceeded(InvalidRequest):
@@ -52,10 +52,10 @@ class NotFound(InvalidRequest):
 
 
 class Conflict(InvalidRequest):
-    """Not now: something else holds it."""
+    """In use by something else now."""
 
 
-class RangeNotThere(InvalidRequest):
+class RangeNotSatisfiable(InvalidRequest):
     """A range that begins behind a file's end."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -75,18 +75,18 @@ class WrongContentType(InvalidRequest):
     """The body is not declared as JSON."""
 
 
-class ClientGone(InvalidRequest):
-    """The client closed the connection; nobody reads the answer."""
+class ClientDisconnected(InvalidRequest):
+    """The client closed the connection."""
 
 
 class GenerationError(AlignedServeError):
-    """The cluster did not answer. `retry_after_s` is set where coming back later can help."""
+    """The cluster did not answer. `retry_after_s` is set where retrying can help."""
 
     retry_after_s: float | None = None
 
 
 class Overloaded(GenerationError):
-    """Not accepted now: our capacity."""
+    """No capacity now."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -108,12 +108,12 @@ class TimedOut(GenerationError):
 
 
 class GenerationFailed(GenerationError):
-    """A fault of ours; the details are in the log of whoever noticed it."""
+    """An internal error; the log of the process that noticed it has the details."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """How one kind of error looks from outside."""
+    """HTTP status and OpenAI error type of one kind of error."""
 
     status: int
     kind: str  # OpenAI's error.type
@@ -127,11 +127,11 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (UnknownModel, HttpError(404, "invalid_request_error", "model_not_found")),
     (NotFound, HttpError(404, "invalid_request_error", "not_found")),
     (Conflict, HttpError(409, "invalid_request_error", "conflict")),
-    (RangeNotThere, HttpError(416, "invalid_request_error", "range_not_satisfiable")),
+    (RangeNotSatisfiable, HttpError(416, "invalid_request_error", "range_not_satisfiable")),
     (BodyTooLarge, HttpError(413, "invalid_request_error", "body_too_large")),
     (BodyTooSlow, HttpError(408, "invalid_request_error", "body_too_slow")),
     (WrongContentType, HttpError(415, "invalid_request_error", "unsupported_media_type")),
-    (ClientGone, HttpError(499, "invalid_request_error", "client_gone")),
+    (ClientDisconnected, HttpError(499, "invalid_request_error", "client_gone")),
     (ContextTooLong, HttpError(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequest, HttpError(400, "invalid_request_error")),
     (Overloaded, HttpError(503, "server_error", "overloaded")),
@@ -148,39 +148,39 @@ _HIDDEN_MESSAGE = "The server had an error while processing the request."
 
 
 def http_error_of(error: Exception) -> HttpError:
-    """The row of the table for this error; whatever is not in it is a fault of ours."""
+    """Return the table's row for this error; an error without one is internal."""
     return next((row for kind, row in ERROR_TABLE if isinstance(error, kind)), INTERNAL_ERROR)
 
 
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    """OpenAI's error object as JSON."""
+def error_json(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    """Return OpenAI's error object as JSON."""
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def body_of(error: Exception) -> bytes:
-    """The error object for this error. Faults of ours show nothing of their inside."""
+def error_body(error: Exception) -> bytes:
+    """Return the error object for this error. Internal errors reveal no details."""
     row = http_error_of(error)
     message = _HIDDEN_MESSAGE if row is INTERNAL_ERROR else str(error)
-    return error_body(message, row.kind, getattr(error, "param", None), getattr(error, "code", None) or row.code)
+    return error_json(message, row.kind, getattr(error, "param", None), getattr(error, "code", None) or row.code)
 
 
-def response_of(error: Exception) -> Response:
-    """The HTTP answer for this error, with `Retry-After` where coming back later can help."""
+def error_response(error: Exception) -> Response:
+    """Return the HTTP response for this error, with `Retry-After` where retrying can help."""
     row = http_error_of(error)
-    response = Response(body_of(error), row.status, media_type=JSON_TYPE)
+    response = Response(error_body(error), row.status, media_type=JSON_TYPE)
     retry_after_s: float | None = getattr(error, "retry_after_s", None)
     if isinstance(error, StorageError):
         retry_after_s = _STORAGE_RETRY_S
     if retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
-    if isinstance(error, RangeNotThere):
+    if isinstance(error, RangeNotSatisfiable):
         response.headers["Content-Range"] = f"bytes */{error.num_bytes}"
     if row.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response
 
 
-def reason_of(error: Exception) -> str:
-    """A short word from a closed set, for metrics."""
+def rejection_code(error: Exception) -> str:
+    """Return the metrics label for this error, from a closed set."""
     row = http_error_of(error)
     return row.code or "invalid_request"

@@ -1,8 +1,10 @@
-"""What the gateway knows of the model it serves."""
+"""The served model as clients see it."""
 
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from alignedserve.runtime.model.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +16,8 @@ class ModelCard:
     max_context_len: int  # tokens, prompt and answer together
     eos_token_ids: tuple[int, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time, for /v1/models
+
+    @classmethod
+    def of(cls, served: ServedModel) -> "ModelCard":
+        """Return the card of a resolved model."""
+        return cls(served.name, served.folder, served.max_context_len, served.config.eos_token_ids)

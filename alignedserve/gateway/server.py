@@ -1,4 +1,4 @@
-"""A whole gateway inside an event loop that already runs: links, app, HTTP server, canary."""
+"""The gateway inside a running event loop: links to the cluster, app, HTTP server, readiness probe."""
 
 import asyncio
 import contextlib
@@ -6,21 +6,19 @@ import errno
 import logging
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import uvicorn
 
 from alignedserve.batches.location import BatchLocation, BatchStores, open_stores
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import AddressInUse, ConfigError
-from alignedserve.gateway.app import build_app, build_services
-from alignedserve.gateway.backend.cluster import ClusterBackend
+from alignedserve.gateway.app import build_app
+from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.services import Services
+from alignedserve.gateway.services import Services, build_services
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.process.background_tasks import start_background
-from alignedserve.runtime.process.links import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +28,13 @@ _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayLinks:
-    """How the gateway reaches the cluster."""
-
-    identity: Identity
-    router_address: str
-    own_address: str  # where workers send tokens
-
-
 class GatewayServer:
-    """`start`, then serve until `stop`. Both run on the loop that is to serve, in any thread; no signal handlers."""
+    """A gateway that serves from `start` to `stop`, both called on its loop, in any thread; no signal handlers."""
 
     def __init__(
         self,
         *,
-        links: GatewayLinks,
+        links: ClusterLinks,
         model: ModelCard,
         config: GatewayConfig,
         api_keys: Sequence[str] = (),
@@ -62,7 +51,7 @@ class GatewayServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """The address that clients connect to."""
         host = self._config.host
         return f"http://[{host}]:{self._config.port}" if ":" in host else f"http://{host}:{self._config.port}"
 
@@ -70,12 +59,7 @@ class GatewayServer:
         """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse or ConfigError."""
         tokenizer = await asyncio.to_thread(Tokenizer.load, self._model.folder)
         listener = bind(self._config.host, self._config.port)
-        self._backend = ClusterBackend(
-            identity=self._links.identity,
-            router_address=self._links.router_address,
-            own_address=self._links.own_address,
-            config=self._config,
-        )
+        self._backend = ClusterBackend(self._links, self._config)
         if self._batches is not None:
             self._stores = open_stores(self._batches)
         services = build_services(
@@ -85,7 +69,7 @@ class GatewayServer:
             config=self._config,
             api_keys=self._api_keys,
             reply_to=self._links.own_address,
-            desk=FilesApi(self._stores, self._batches.config) if self._batches and self._stores else None,
+            files_api=FilesApi(self._stores, self._batches.config) if self._batches and self._stores else None,
         )
         self._http = HttpServer(services, listener)
         try:
@@ -106,11 +90,11 @@ class GatewayServer:
             await http.stop()
         stores, self._stores = self._stores, None
         if stores is not None:
-            await stores.records.close()
+            await stores.repository.close()
 
 
 class HttpServer:
-    """The HTTP side over any backend: uvicorn and the canary, on a listener that is already bound."""
+    """The HTTP side over any backend: uvicorn and the readiness probe, on a listener that is already bound."""
 
     def __init__(self, services: Services, listener: socket.socket) -> None:
         self._services = services
@@ -132,13 +116,13 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The port that is listened on."""
+        """The port listened on."""
         return int(self._listener.getsockname()[1])
 
     async def start(self) -> None:
-        """Returns when connections are accepted."""
+        """Serve in the background; return when connections are accepted."""
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        self._tasks = [serving, start_background(self._services.canary.run(), "the canary")]
+        self._tasks = [serving, start_background(self._services.readiness_probe.run(), "the readiness probe")]
         async with asyncio.timeout(_START_TIMEOUT_S):
             while not self._server.started:
                 if serving.done():
@@ -147,10 +131,10 @@ class HttpServer:
                 await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
-        """Stop accepting, end what is open."""
+        """Stop accepting connections and close the open ones."""
         self._server.should_exit = True
-        for canary in self._tasks[1:]:
-            canary.cancel()
+        for probing in self._tasks[1:]:
+            probing.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
         for task in self._tasks:
@@ -161,7 +145,7 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to whoever owns the process."""
+    """Uvicorn without signal handlers: signals belong to the process's owner."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -169,7 +153,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises AddressInUse or ConfigError with what to change."""
+    """Return a listening socket. Raises AddressInUse or ConfigError naming the setting to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)

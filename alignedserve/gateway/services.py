@@ -1,35 +1,34 @@
-"""What the routes share."""
+"""The objects that every request of one gateway (or batch worker) shares. No HTTP here."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from starlette.requests import HTTPConnection, Request
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.backend.interface import CompletionBackend
 from alignedserve.gateway.backend.readiness_probe import ReadinessProbe
-from alignedserve.gateway.errors import NotFound, Overloaded, UnknownModel
+from alignedserve.gateway.errors import Overloaded, UnknownModel
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.metrics.gateway_metrics import GatewayMetrics
 from alignedserve.gateway.model_card import ModelCard
 from alignedserve.runtime.model.tokenizer import Tokenizer
 
 
-class Capacity:
-    """Requests that this gateway has open in the cluster, and how many it may have."""
+class RequestLimiter:
+    """Counts the requests that this gateway has open in the cluster and bounds them."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, max_open: int) -> None:
+        self._max_open = max_open
         self.num_open = 0
 
-    def take(self, count: int) -> None:
+    def acquire(self, count: int) -> None:
         """Open requests. Raises Overloaded when that would be too many."""
-        if self.num_open + count > self._limit:
+        if self.num_open + count > self._max_open:
             raise Overloaded("The gateway has too many requests open.", retry_after_s=1.0)
         self.num_open += count
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Close requests."""
         self.num_open -= count
         assert self.num_open >= 0, "more requests closed than opened"
@@ -37,38 +36,46 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Made once by the app's builder; routes find it in the app's state."""
+    """Shared objects, made once by `build_services`; routes find them in the app's state."""
 
     backend: CompletionBackend
     tokenizer: Tokenizer
     model: ModelCard
     config: GatewayConfig
     reply_to: str  # address where workers send tokens
-    keys: ApiKeys
+    api_keys: ApiKeys
     metrics: GatewayMetrics
-    capacity: Capacity
-    canary: ReadinessProbe
-    desk: FilesApi | None = None  # None: no files and batches here
+    limiter: RequestLimiter
+    readiness_probe: ReadinessProbe
+    files_api: FilesApi | None = None  # None: files and batches are not served
 
     def check_model(self, name: str | None) -> None:
-        """Raise UnknownModel unless this is the model that is served; None means just that one."""
+        """Raise UnknownModel unless this is the served model; None means that one."""
         if name is not None and name != self.model.name:
             raise UnknownModel("The requested model does not exist here; see /v1/models.", param="model")
 
 
-def services_of(connection: HTTPConnection) -> Services:
-    """The app's services."""
-    state: Any = connection.app.state
-    services = state.services
-    assert isinstance(services, Services), "an app without services"
-    return services
-
-
-def desk_of(http: Request) -> tuple[FilesApi, str]:
-    """Where files and batches are, and whose of them this request may see. Raises QuotaExceeded, or NotFound where
-    there are none."""
-    services = services_of(http)
-    services.keys.spend(http.state.key_number)
-    if services.desk is None:
-        raise NotFound("Files and batches are not served here (batches.enabled is false).", code="batches_disabled")
-    return services.desk, services.keys.owner(http.state.key_number)
+def build_services(
+    *,
+    backend: CompletionBackend,
+    tokenizer: Tokenizer,
+    model: ModelCard,
+    config: GatewayConfig,
+    api_keys: Sequence[str] = (),
+    reply_to: str = "",
+    files_api: FilesApi | None = None,
+) -> Services:
+    """Build the shared objects around one backend."""
+    probe_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0
+    return Services(
+        backend=backend,
+        tokenizer=tokenizer,
+        model=model,
+        config=config,
+        reply_to=reply_to,
+        api_keys=ApiKeys(api_keys, requests_per_minute=config.requests_per_minute, clock=time.monotonic),
+        metrics=GatewayMetrics(model.name, backend.status),
+        limiter=RequestLimiter(config.max_concurrent_requests),
+        readiness_probe=ReadinessProbe(backend, token_id=probe_token_id, reply_to=reply_to),
+        files_api=files_api,
+    )

@@ -1,7 +1,10 @@
-"""Events and commands that every room's logic knows, beside its own.
+"""The interface of a component's logic, and the events and commands that every logic shares.
 
-A logic is told what happened and answers with what to do: `on_event(event, now) -> commands`. It never performs.
+A logic takes events and returns commands: `on_event(event, now) -> commands`. It never performs them.
 """
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -10,25 +13,25 @@ from alignedserve.messages.wire import Message
 
 
 class _Event(msgspec.Struct, frozen=True):
-    """Some are made for every message and every iteration: a struct takes a fifth of a frozen dataclass's time."""
+    """Base of shared events and commands. One is made per message: a struct takes a fifth of a dataclass's time."""
 
 
 class PeerConnected(_Event, frozen=True):
-    """A link to this peer is up, for the first time or again."""
+    """Event: a link to this peer is up, for the first time or again."""
 
     role: Role
     peer: str
 
 
 class PeerDisconnected(_Event, frozen=True):
-    """The link to this peer is gone: dead, stopped or cut off."""
+    """Event: the link to this peer is down; the peer died, stopped or was cut off."""
 
     role: Role
     peer: str
 
 
 class Received(_Event, frozen=True):
-    """A message of the room's inbound union arrived."""
+    """Event: a message of the component's inbound union arrived."""
 
     peer: str
     message: Message
@@ -38,22 +41,31 @@ TICK_S = 0.25
 
 
 class Ticked(_Event, frozen=True):
-    """Time has passed; comes every TICK_S."""
+    """Event: TICK_S have passed since the last one."""
 
 
 class Send(_Event, frozen=True):
-    """Send to a linked peer. A peer that is gone gets nothing; the logic hears of it as PeerDisconnected."""
+    """Command: send to a linked peer. Dropped if the link is down, which the logic sees as PeerDisconnected."""
 
     peer: str
     message: Message
 
 
 class SendTo(_Event, frozen=True):
-    """Send to an address, dialling it on first use."""
+    """Command: send to an address, dialling it on first use."""
 
     address: str
     message: Message
 
 
 CommonEvent = PeerConnected | PeerDisconnected | Received | Ticked
-CommonCommand = Send | SendTo
+
+EventT = TypeVar("EventT", contravariant=True)
+CommandT = TypeVar("CommandT", covariant=True)
+
+
+class Logic(Protocol[EventT, CommandT]):
+    """The decisions of one component. Touches nothing outside itself, not even a clock."""
+
+    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | CommandT]:
+        """Return the commands for an event at this time (seconds, monotonic); same history, same commands."""

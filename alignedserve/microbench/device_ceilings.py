@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alignedserve.microbench.device_results import DeviceCeilings
+from alignedserve.microbench.results import DeviceCeilings
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.device.timing import DeviceTimer, Work

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.microbench.device_results import DeviceCeilings, IterationReport, KernelReport
-from alignedserve.microbench.transfer.results import TransferReport
+from alignedserve.microbench.results import DeviceCeilings, IterationReport, KernelReport, TransferReport
 
 
 def print_kernels(console: Console, report: KernelReport) -> None:

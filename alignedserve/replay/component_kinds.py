@@ -1,14 +1,14 @@
 """What each kind of room is made from and is told: the one table by which recordings are read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from inspect import signature
 from types import GenericAlias
-from typing import Any, Protocol, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 
-from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Ticked
+from alignedserve.messages.events import Logic, PeerConnected, PeerDisconnected, Received, Ticked
 from alignedserve.messages.iterations import BlocksLoaded, BlocksOffloaded, BlocksRelayed, IterationCompleted
 from alignedserve.messages.links import DecodeWorkerInbound, PoolInbound, PrefillWorkerInbound, RouterInbound
 from alignedserve.messages.recording import Decision, RecordReader
@@ -20,18 +20,11 @@ from router import factory as router_factory
 from router.state import LengthPredicted
 
 
-class RecordedLogic(Protocol):
-    """Any room's."""
-
-    def on_event(self, event: Any, now: float) -> Sequence[Any]:
-        """What to do about this event at this time."""
-
-
 @dataclass(frozen=True, slots=True)
 class ComponentSchema:
     """How one kind of room is made again, and which events it knows beside those that all know."""
 
-    make: Callable[..., RecordedLogic]
+    make: Callable[..., Logic[Any, Any]]
     inbound: Any  # union of the messages that it takes
     events: tuple[type, ...] = ()
     _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = field(init=False, default_factory=dict)
@@ -67,14 +60,14 @@ _SCHEMAS: dict[str, ComponentSchema] = {
         ComponentSchema(router_factory.make_logic, RouterInbound, (LengthPredicted,)),
         ComponentSchema(pool_factory.make_logic, PoolInbound),
         ComponentSchema(
-            prefill_factory.make_live_logic,
+            prefill_factory.make_logic,
             PrefillWorkerInbound,
             (IterationCompleted, BlocksLoaded, BlocksOffloaded, BlocksRelayed, BufferOpened),
         ),
         ComponentSchema(
-            decode_factory.make_live_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
+            decode_factory.make_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
         ),
-        ComponentSchema(decode_factory.make_live_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
+        ComponentSchema(decode_factory.make_colocated_logic, DecodeWorkerInbound, (IterationCompleted,)),
     )
 }
 

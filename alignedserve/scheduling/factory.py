@@ -5,7 +5,13 @@ from typing import Any
 
 import msgspec
 
-from alignedserve.config.sections import ClusterConfig, EngineConfig, SchedulingConfig
+from alignedserve.config.sections import (
+    ClusterConfig,
+    DecodeWorkerConfig,
+    EngineConfig,
+    PrefillWorkerConfig,
+    SchedulingConfig,
+)
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
@@ -13,6 +19,11 @@ from alignedserve.scheduling.iteration_scheduler import InOrder, Pacing, PolicyP
 from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.worker_state import Scheduler
+
+
+def limits_of(config: PrefillWorkerConfig | DecodeWorkerConfig) -> IterationLimits:
+    """Return the bounds of one iteration on such a worker."""
+    return IterationLimits(config.max_running_requests, config.max_num_batched_tokens)
 
 
 def make_scheduler(
@@ -45,9 +56,7 @@ def make_iteration_scheduler(
     measured: Sequence[Sample] = (),
 ) -> Pacing:
     """For a prefill worker."""
-    if policy_entry(scheduling.policy).paces:
-        return PolicyPacing(make_scheduler(scheduling, limits, costs, measured))
-    return InOrder(limits.max_tokens)
+    return make_decode_iteration_scheduler(scheduling, limits, costs, measured) or InOrder(limits.max_tokens)
 
 
 def make_decode_iteration_scheduler(

@@ -14,7 +14,6 @@ from alignedserve.core.request import Request
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
-from alignedserve.scheduling.table import Ints
 from alignedserve.scheduling.worker_state import Scheduler, WorkerState
 
 # Blocks are the worker's own affair here: the policy sees a memory of one block for each request, and sees all held.
@@ -68,9 +67,6 @@ class PolicyPacing:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._state = WorkerState(DeviceMemory(1 << 30, 1 << 30, _BLOCK_TOKENS))
-        self._rows: Ints = np.zeros(0, np.int64)  # of the iteration that runs
-        self._num_tokens: Ints = np.zeros(0, np.int64)
-        self._work = IterationWork()
 
     def enter(
         self, request: Request, now: float, *, num_cached: int, num_generated: int, predicted_len: float | None
@@ -120,15 +116,12 @@ class PolicyPacing:
         request_ids = self._state.table.request_ids
         if stalled:
             plan = IterationPlan(tuple(share for share in plan.shares if request_ids[share.row] not in stalled))
-        self._rows = np.array([share.row for share in plan.shares], np.int64)
-        self._num_tokens = np.array([share.num_tokens for share in plan.shares], np.int64)
-        self._work = self._state.work_of(plan)
+        self._state.begin(plan)
         return tuple((request_ids[share.row], share.num_tokens) for share in plan.shares)
 
     def completed(self, now: float, duration_s: float) -> None:
         """The iteration is over; to be said before anybody leaves for it."""
-        self._state.completed(self._rows, self._num_tokens, now=now, duration_s=duration_s)
-        self._scheduler.learn(self._work, duration_s)
+        self._scheduler.completed(self._state, now=now, duration_s=duration_s)
 
 
 Pacing = InOrder | PolicyPacing

@@ -50,6 +50,9 @@ class WorkerState:
         self._memory = memory
         self.num_free = memory.num_free
         self.num_free_host = memory.num_free_host
+        self.work = IterationWork()  # of the iteration in flight, like these; no row is removed meanwhile
+        self._rows: Ints = np.zeros(0, np.int64)
+        self._num_tokens: Ints = np.zeros(0, np.int64)
 
     def view(self, *, limits: IterationLimits, costs: CostModel, now: float) -> WorkerView:
         """What the policy is to see."""
@@ -73,9 +76,11 @@ class WorkerState:
         self.table.remove(request_id)
         return num_blocks
 
-    def work_of(self, plan: IterationPlan) -> IterationWork:
-        """What this plan computes and copies; asked before any part of it is applied."""
-        return work_of(self.table, plan, self._memory)
+    def begin(self, plan: IterationPlan) -> None:
+        """Note the iteration that begins; to be called before any part of its plan is applied."""
+        self._rows = np.array([share.row for share in plan.shares], np.int64)
+        self._num_tokens = np.array([share.num_tokens for share in plan.shares], np.int64)
+        self.work = work_of(self.table, plan, self._memory)
 
     # --- a plan, part by part, evictions first
 
@@ -118,10 +123,10 @@ class WorkerState:
         wanted = self._blocks_for(row, int(self.table.num_cached[row]))
         return self._bring_in(row, max(wanted - int(self.table.num_blocks[row]), 0))
 
-    def completed(self, rows: Ints, num_tokens: Ints, *, now: float, duration_s: float) -> Bools:
-        """The iteration is over; which of these rows have computed all they had, and so sampled a token."""
-        table = self.table
-        table.num_cached[rows] += num_tokens
+    def completed(self, *, now: float, duration_s: float) -> Bools:
+        """Note its end; return which of its shares computed all that was left, and so sampled a token."""
+        table, rows = self.table, self._rows
+        table.num_cached[rows] += self._num_tokens
         table.service_s[rows] += duration_s
         table.last_run_s[rows] = now
         self.history.note(duration_s)
@@ -163,10 +168,11 @@ class Scheduler:
         """The next iteration."""
         return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
 
-    def learn(self, work: IterationWork, duration_s: float) -> None:
-        """An iteration took so long; 0 where nobody measured."""
+    def completed(self, state: WorkerState, *, now: float, duration_s: float) -> None:
+        """Note the end of an iteration and learn from its duration; 0 where it was not measured."""
+        state.completed(now=now, duration_s=duration_s)
         if self.learner is not None and duration_s > 0.0:
-            self.learner.observe(work, duration_s)
+            self.learner.observe(state.work, duration_s)
 
 
 def work_of(table: RequestTable, plan: IterationPlan, memory: DeviceMemory) -> IterationWork:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.messages.events import TICK_S, PeerConnected, Received, Send, SendTo, Ticked
+from alignedserve.messages.events import TICK_S, Logic, PeerConnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     IterationCompleted,
@@ -30,11 +30,7 @@ Performers = Mapping[type, Callable[[Any], None]]
 _TICK = Ticked()
 
 
-class Logic(Protocol):
-    """Any room's."""
-
-    def on_event(self, event: Any, now: float) -> Sequence[Any]:
-        """What to do about this event at this time."""
+AnyLogic = Logic[Any, Any]
 
 
 def _to_nobody(message: Message) -> None:
@@ -82,7 +78,7 @@ class Network:
 class SimulatedComponent:
     """One logic on the network. `performers`: what is done about commands that are not messages, by their class."""
 
-    def __init__(self, name: str, role: Role, logic: Logic, event_queue: EventQueue, network: Network) -> None:
+    def __init__(self, name: str, role: Role, logic: AnyLogic, event_queue: EventQueue, network: Network) -> None:
         self.name = name
         self.role = role
         self.performers: Performers = {}
@@ -95,7 +91,8 @@ class SimulatedComponent:
     def dispatch(self, event: Any) -> None:
         """Tell the logic and perform its commands."""
         self.num_events += 1
-        for command in self.logic.on_event(event, self._event_queue.now):
+        commands: Sequence[Any] = self.logic.on_event(event, self._event_queue.now)
+        for command in commands:
             kind = type(command)
             if kind is Send:
                 assert type(command.message) is not RegistrationRefused, command.message

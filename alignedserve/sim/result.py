@@ -76,7 +76,7 @@ class SimulationResult:
     num_recomputed_tokens: int
     num_pool_blocks_used: int  # at the end: nothing but what unfinished requests hold
     num_worker_blocks_used: int
-    ledger: IterationLogTotals  # of all decode workers
+    iteration_log: IterationLogTotals  # of all decode workers
     lengths: LengthTotals  # how well output lengths were foreseen
     num_decisions: int  # events that logics were told of
     num_events: int  # entries of the agenda

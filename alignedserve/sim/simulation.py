@@ -14,14 +14,18 @@ from alignedserve.messages.events import TICK_S
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.factory import (
-    make_decode_iteration_scheduler,
-    make_iteration_scheduler,
-    make_scheduler,
     resolve_policy,
 )
 from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import Mechanism
-from alignedserve.sim.components import Logic, Network, SharedMemory, SimulatedComponent, SimulatedPool, SimulatedWorker
+from alignedserve.sim.components import (
+    AnyLogic,
+    Network,
+    SharedMemory,
+    SimulatedComponent,
+    SimulatedPool,
+    SimulatedWorker,
+)
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.copies import MemoryLinks, SimulatedCopier
 from alignedserve.sim.engine import EOS, SimulatedEngine
@@ -29,6 +33,7 @@ from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.gateway import GATEWAY, ROUTER, SimulatedGateway
 from alignedserve.sim.result import SimulationResult, classes_of, worker_of
 from alignedserve.sim.shared_cores import SharedCores
+from alignedserve.worker_core.registration import registration_of
 from alignedserve.workload.requests import Workload
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
@@ -80,7 +85,7 @@ class Simulation:
         self._gateway.cut_off()
         return self._result(num_events)
 
-    def logics(self) -> dict[str, Logic]:
+    def logics(self) -> dict[str, AnyLogic]:
         """What decides in each room, by its name."""
         return {component.name: component.logic for component in self._components}
 
@@ -105,7 +110,7 @@ class Simulation:
                 [self._add_decode_worker(number, node) for number in decoders],
             )
 
-    def _add_component(self, name: str, role: Role, logic: Logic) -> SimulatedComponent:
+    def _add_component(self, name: str, role: Role, logic: AnyLogic) -> SimulatedComponent:
         component = SimulatedComponent(name, role, logic, self._event_queue, self._network)
         self._components.append(component)
         return component
@@ -129,38 +134,57 @@ class Simulation:
     def _add_prefill_worker(self, number: int, node: int) -> str:
         config = self._config.cluster.prefill
         num_blocks = self._config.layout.blocks_in(config.kv_cache_bytes)
-        registered = prefill_factory.registration_of(
-            config, self._config.layout, num_blocks=num_blocks, pool_name=_pool(node)
+        registered = registration_of(
+            self._config.layout,
+            num_blocks=num_blocks,
+            max_running_requests=config.max_running_requests,
+            pool_name=_pool(node),
+            can_prefill=True,
         )
         costs = self._config.prefill_costs or self._config.decode_costs
-        limits = prefill_factory.iteration_limits(config)
         logic = prefill_factory.make_logic(
             registered=registered,
             config=config,
-            pacing=make_iteration_scheduler(self._config.cluster.scheduling, limits, self._known(costs)),
+            scheduling=self._config.cluster.scheduling,
             eos_token_ids=_EOS_TOKEN_IDS,
+            costs=self._known(costs),
         )
         return self._add_worker(f"prefill-{number}", Role.PREFILL_WORKER, logic, _pool(node), costs)
 
     def _add_decode_worker(self, number: int, node: int) -> str:
         config, layout = self._config.cluster.decode, self._config.layout
         num_blocks = layout.blocks_in(config.kv_cache_bytes)
-        logic: Logic
-        scheduling, limits = self._config.cluster.scheduling, decode_factory.iteration_limits(config)
-        costs = self._known(self._config.decode_costs)
+        logic: AnyLogic
+        cluster, costs = self._config.cluster, self._known(self._config.decode_costs)
         if self._config.is_colocated:
             logic = decode_factory.make_colocated_logic(
-                registered=decode_factory.colocated_registration_of(config, layout, num_blocks=num_blocks),
+                registered=registration_of(
+                    layout,
+                    num_blocks=num_blocks,
+                    max_running_requests=decode_factory.max_held(config),
+                    can_prefill=True,
+                    can_decode=True,
+                ),
                 memory=self._config.colocated_memory,
-                scheduler=make_scheduler(scheduling, limits, costs),
+                config=config,
+                scheduling=cluster.scheduling,
                 eos_token_ids=_EOS_TOKEN_IDS,
+                costs=costs,
             )
         else:
             logic = decode_factory.make_logic(
-                registered=decode_factory.registration_of(config, layout, num_blocks=num_blocks, pool_name=_pool(node)),
-                limits=decode_factory.limits_of(config, self._config.cluster.batching, num_blocks=num_blocks),
-                pacing=make_decode_iteration_scheduler(scheduling, limits, costs),
+                registered=registration_of(
+                    layout,
+                    num_blocks=num_blocks,
+                    max_running_requests=config.max_running_requests,
+                    pool_name=_pool(node),
+                    can_decode=True,
+                ),
+                config=config,
+                batching=cluster.batching,
+                scheduling=cluster.scheduling,
                 eos_token_ids=_EOS_TOKEN_IDS,
+                costs=costs,
             )
         name = f"decode-{number}"
         return self._add_worker(name, Role.DECODE_WORKER, logic, _pool(node), self._config.decode_costs)
@@ -169,7 +193,7 @@ class Simulation:
         """What a worker's policy knows of its costs from the start."""
         return None if self._config.learns_costs else costs
 
-    def _add_worker(self, name: str, role: Role, logic: Logic, pool: str, costs: CostModel) -> str:
+    def _add_worker(self, name: str, role: Role, logic: AnyLogic, pool: str, costs: CostModel) -> str:
         keeps_timeline = name == self._config.timeline_of
         engine = SimulatedEngine(
             costs, self._gateway.output_lens, self._config.colocated_memory, keeps_timeline=keeps_timeline
@@ -199,7 +223,7 @@ class Simulation:
         self._event_queue.after(_PROGRESS_S, self._report, progress)
 
     def _result(self, num_events: int) -> SimulationResult:
-        gateway, status = self._gateway, self._gateway.status or ClusterStatus(*(0,) * 13)
+        gateway, status = self._gateway, self._gateway.status or ClusterStatus()
         ended_s = max((record.ended_s for record in gateway.records), default=_BEGIN_S)
         duration_s = ended_s - _BEGIN_S
         workers = self._workers.items()
@@ -216,7 +240,7 @@ class Simulation:
             num_recomputed_tokens=status.num_recomputed_tokens,
             num_pool_blocks_used=status.num_pool_blocks_used,
             num_worker_blocks_used=status.num_worker_blocks_used,
-            ledger=status.ledger,
+            iteration_log=status.iteration_log,
             lengths=status.lengths,
             num_decisions=sum(component.num_events for component in self._components),
             num_events=num_events,

@@ -166,7 +166,7 @@ class Candidates:
         candidate.place = CachePlace.RETURNING
         request = candidate.request
         self._returning[request.request_id, candidate.attempt] = candidate
-        generated, predicted = candidate.generated_token_ids, candidate.predicted_output_len
+        generated, predicted = tuple(candidate.generated_token_ids), candidate.predicted_output_len
         message = ReturnRequest(request, candidate.attempt, generated, candidate.buffer_copy, predicted)
         return [Send(candidate.slot.peer, message)]
 
@@ -234,12 +234,12 @@ class Candidates:
         candidate = Candidate(
             message.request,
             next_step(attempt),
-            message.generated_token_ids,
+            list(message.generated_token_ids),
             NO_BATCH,
-            now,
             CachePlace.BUFFER,
             slot=slot,
             buffer_copy=message.copy,
+            granted_s=now,
             predicted_output_len=message.predicted_output_len,
         )
         return candidate, answer

@@ -13,7 +13,7 @@ from alignedserve.messages.workers import RequestPreempted
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.state import CachePlace, Candidate, Evicting, RunningRequest, preempted
+from decode_worker.state import CachePlace, Candidate, Evicting, RunningRequest
 
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 
@@ -72,7 +72,7 @@ class Evictions:
         is_there = event.runs is not None and self._candidates.space.holds(candidate.slot)
         if candidate.is_aborted or event.runs is None or not is_there:
             self._candidates.space.free(candidate.slot)
-            return [] if candidate.is_aborted else [preempted(candidate)]
+            return [] if candidate.is_aborted else [candidate.preempted()]
         candidate.buffer_copy = BlockCopy(event.command.generation, entry.num_cached, event.runs)
         self._candidates.add(candidate)
         return []
@@ -98,11 +98,11 @@ class Evictions:
         candidate = Candidate(
             running.request,
             running.attempt,
-            tuple(running.generated_token_ids),
+            running.generated_token_ids,
             running.batch_id,
-            running.granted_s,
             CachePlace.BUFFER,
             slot=slot,
+            granted_s=running.granted_s,
             predicted_output_len=running.predicted_output_len,
         )
         self._evicting[request_id] = Evicting(candidate, block_ids, running.num_computed)
@@ -114,7 +114,7 @@ class Evictions:
 
     def _preempt(self, running: RunningRequest) -> list[RequestPreempted]:
         self._batch.drop(running)
-        return [preempted(running)]
+        return [running.preempted()]
 
 
 def _has_tight_slo(running: RunningRequest) -> bool:

@@ -13,15 +13,12 @@ Nobody is sent back to the router: what is preempted waits here and goes on from
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import Request, SampledToken
-from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.fields import FailureKind
-from alignedserve.messages.gateways import AbortRequest, PromptScored, TokenDelta
+from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
@@ -29,60 +26,27 @@ from alignedserve.messages.iterations import (
     RunIteration,
     Swap,
     Swaps,
-    delta_of,
-    group_by_gateway,
 )
-from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import (
-    AttemptFailed,
-    PrefillCompleted,
-    PrefillRequest,
-    RequestFinished,
-    SetPredictedLength,
-    WorkerLoad,
-    WorkerRegistered,
-)
+from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.scheduling.policy import DeviceMemory, Evict, Eviction, IterationPlan
-from alignedserve.scheduling.table import Ints
 from alignedserve.scheduling.worker_state import Entered, Scheduler, WorkerState
-from decode_worker.iteration_log.iteration_log import IterationLog
-from decode_worker.reports import RouterReports
+from alignedserve.worker_core.iteration_cycle import IterationCycle
+from alignedserve.worker_core.iteration_log import IterationLog
+from alignedserve.worker_core.request import WorkerRequest
+from alignedserve.worker_core.router_link import RouterLink
 
 ColocatedEvent = CommonEvent | IterationCompleted
 ColocatedCommand = Send | SendTo | RunIteration
 
 
 @dataclass(slots=True, eq=False)
-class HeldRequest:
+class ColocatedRequest(WorkerRequest):
     """One request here; its progress is in the table."""
 
-    request: Request
-    attempt: int
-    granted_s: float  # when it came to this worker
-    generated_token_ids: list[int]
     block_ids: list[BlockId] = field(default_factory=list)
     is_in_engine: bool = False
     is_on_host: bool = False  # the engine keeps a host copy of it
-    is_computed: bool = False  # the router knows that its prompt is done
-    is_aborted: bool = False
-    is_over: bool = False  # it has had its last token
-    successor: PrefillRequest | None = None  # a later attempt, to be taken when this one is gone
-
-    @property
-    def context_len(self) -> int:
-        """Prompt and generated tokens."""
-        return self.request.prompt_len + len(self.generated_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """The iteration that runs."""
-
-    started_s: float
-    members: tuple[HeldRequest, ...]
-    rows: Ints  # in the table; nothing is removed from it meanwhile
-    num_tokens: Ints
-    work: IterationWork
+    is_finished: bool = False  # it has had its last token, or has failed
 
 
 class ColocatedLogic:
@@ -100,17 +64,21 @@ class ColocatedLogic:
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
         self._registered = registered
         self._scheduler = scheduler
-        self._eos_token_ids = eos_token_ids
         self._state = WorkerState(memory)
         self._allocator = BlockAllocator(registered.num_blocks)
-        self._held: dict[RequestId, HeldRequest] = {}
-        self._in_flight: InFlight | None = None
-        self._members: tuple[HeldRequest, ...] = ()  # of the latest iteration
+        self._held: dict[RequestId, ColocatedRequest] = {}
+        self._members: tuple[ColocatedRequest, ...] = ()  # of the latest iteration
         self._removals: list[RequestId] = []  # for the engine, with the next iteration
         self._forgotten: list[RequestId] = []
         self._num_preemptions = 0
-        self.ledger = IterationLog()
-        self._reports = RouterReports(registered, self.ledger)
+        self.iteration_log = IterationLog()
+        self._router = RouterLink(registered)
+        self._iterations: IterationCycle[ColocatedRequest, ColocatedCommand] = IterationCycle(
+            router=self._router,
+            eos_token_ids=eos_token_ids,
+            release=self._finish,
+            iteration_log=self.iteration_log,
+        )
 
     def on_event(self, event: ColocatedEvent, now: float) -> list[ColocatedCommand]:
         """Same state, event and now always give the same commands. Touches nothing outside self."""
@@ -135,7 +103,7 @@ class ColocatedLogic:
             case PeerDisconnected():
                 return []
             case Ticked():
-                return [*self._reports.totals(now)]
+                return [*self._router.totals(self.iteration_log, now)]
 
     # --- coming and going
 
@@ -145,13 +113,13 @@ class ColocatedLogic:
         # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
         for request_id in list(self._held):
             self._abort(request_id)
-        return [*self._reports.linked(peer)]
+        return [*self._router.connected(peer)]
 
     def _take(self, message: PrefillRequest, now: float) -> list[ColocatedCommand]:
         request, request_id = message.request, message.request.request_id
         if blocks_for(request.max_context_len, self._registered.block_size) > self._registered.num_blocks:
             reason = "its context needs more cache blocks than a worker has"
-            return self._to_router(AttemptFailed(request_id, message.attempt, FailureKind.UNSERVABLE, reason))
+            return [*self._router.failed(message, FailureKind.UNSERVABLE, reason)]
         # What an earlier attempt left here is stale: its abort is on the way, over another link.
         self._abort(request_id, message.attempt - 1)
         earlier = self._held.get(request_id)
@@ -163,7 +131,7 @@ class ColocatedLogic:
 
     def _hold(self, message: PrefillRequest, now: float) -> None:
         request, generated = message.request, list(message.generated_token_ids)
-        self._held[request.request_id] = HeldRequest(request, message.attempt, now, generated)
+        self._held[request.request_id] = ColocatedRequest(request, message.attempt, generated, granted_s=now)
         self._state.add(request, now, predicted_len=message.predicted_output_len, num_generated=len(generated))
 
     def _expect(self, message: SetPredictedLength) -> list[ColocatedCommand]:
@@ -179,17 +147,11 @@ class ColocatedLogic:
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[ColocatedCommand]:
         """End what is here of a request; with an attempt, only of that one and earlier ones."""
         held = self._held.get(request_id)
-        if held is None:
-            return []
-        if held.successor is not None and (attempt is None or held.successor.attempt <= attempt):
-            held.successor = None
-        if attempt is None or held.attempt <= attempt:
-            held.is_aborted = True
-            if self._in_flight is None:
-                self._drop(held)
+        if held is not None and held.abort(attempt) and not self._iterations.is_running:
+            self._drop(held)
         return []
 
-    def _drop(self, held: HeldRequest) -> None:
+    def _drop(self, held: ColocatedRequest) -> None:
         """It is over here: its blocks are free."""
         request_id = held.request.request_id
         del self._held[request_id]
@@ -203,7 +165,7 @@ class ColocatedLogic:
     # --- starting an iteration
 
     def _start_iteration(self, now: float) -> list[ColocatedCommand]:
-        if self._in_flight is not None or not self._held:
+        if self._iterations.is_running or not self._held:
             return []
         plan = self._scheduler.plan(self._state, now)
         if not plan.shares:
@@ -211,16 +173,13 @@ class ColocatedLogic:
             return []
         request_ids = self._state.table.request_ids
         members = tuple(self._held[request_ids[share.row]] for share in plan.shares)
-        rows = np.array([share.row for share in plan.shares])
-        num_tokens = np.array([share.num_tokens for share in plan.shares])
-        self._in_flight = InFlight(now, members, rows, num_tokens, self._state.work_of(plan))
+        self._state.begin(plan)
         iteration = self._perform(plan, members, now)
-        has_changed = members != self._members
+        self._iterations.start(now, members, has_changed=members != self._members)
         self._members = members
-        self.ledger.iteration_started(now, members, has_changed=has_changed)
         return [iteration]
 
-    def _perform(self, plan: IterationPlan, members: tuple[HeldRequest, ...], now: float) -> RunIteration:
+    def _perform(self, plan: IterationPlan, members: tuple[ColocatedRequest, ...], now: float) -> RunIteration:
         """Give and take blocks as the plan says, and tell the engine."""
         outs = [swap for part in plan.evictions if (swap := self._evict(part, now)) is not None]
         ins: list[Swap] = []
@@ -245,7 +204,7 @@ class ColocatedLogic:
         )
         return RunIteration(removals, tuple(additions), tuple(extensions), slices, swaps)
 
-    def _bring_in(self, held: HeldRequest, entered: Entered, ins: list[Swap]) -> tuple[BlockId, ...]:
+    def _bring_in(self, held: ColocatedRequest, entered: Entered, ins: list[Swap]) -> tuple[BlockId, ...]:
         """Give the request its new blocks; what it has on the host comes back with the iteration."""
         block_ids = self._allocator.allocate(entered.num_blocks)
         assert block_ids is not None, "a plan that does not fit"
@@ -277,62 +236,26 @@ class ColocatedLogic:
     # --- ending an iteration
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
-        in_flight, self._in_flight = self._in_flight, None
-        assert in_flight is not None, "an iteration ended that was not started"
-        self.ledger.iteration_completed(now, event)
-        duration_s = event.duration_s(in_flight.started_s, now)
-        self._state.completed(in_flight.rows, in_flight.num_tokens, now=now, duration_s=duration_s)
-        self._scheduler.learn(in_flight.work, duration_s)
-        commands: list[ColocatedCommand] = []
-        scored: list[ColocatedCommand] = []
-        for scores in event.prompt_scores:
-            reply_to = self._held[scores.request_id].request.reply_to
-            scored.append(SendTo(reply_to, PromptScored(scores.request_id, scores.first_position, scores.entries)))
-        deltas: list[tuple[str, TokenDelta]] = []
-        for token in event.sampled:
-            commands += self._sampled(token, deltas)
-        for request_id in event.failed:
-            held = self._held[request_id]
-            reason = "the model gave no usable logits"
-            commands += self._to_router(AttemptFailed(request_id, held.attempt, FailureKind.INTERNAL, reason))
-            held.is_over = True
-        for held in [held for held in self._held.values() if held.is_aborted or held.is_over]:
+        self._scheduler.completed(self._state, now=now, duration_s=self._iterations.end(event, now))
+        commands = self._iterations.outcome(event, self._held)
+        for held in [held for held in self._held.values() if held.is_aborted or held.is_finished]:
             self._drop(held)
             if held.successor is not None:
                 self._hold(held.successor, now)
-        # Scores of a prompt go before its token; reports to the router last, nobody waits for them.
-        return [*scored, *group_by_gateway(deltas), *commands]
+        return commands
 
-    def _sampled(self, token: SampledToken, deltas: list[tuple[str, TokenDelta]]) -> list[ColocatedCommand]:
-        held = self._held[token.request_id]
-        request = held.request
-        if held.is_aborted:
-            return []
-        commands: list[ColocatedCommand] = []
-        if not held.is_computed:
-            held.is_computed = True
-            commands += self._to_router(PrefillCompleted(request.request_id, held.attempt, held.context_len))
-        delta = delta_of(request, token, len(held.generated_token_ids), self._eos_token_ids)
-        held.generated_token_ids += delta.token_ids
-        deltas.append((request.reply_to, delta))
-        return commands + self._finish(held) if delta.finish_reason is not None else commands
-
-    def _finish(self, held: HeldRequest) -> list[ColocatedCommand]:
-        held.is_over = True
-        num_generated = len(held.generated_token_ids)
-        return self._to_router(RequestFinished(held.request.request_id, held.attempt, num_generated))
+    def _finish(self, held: ColocatedRequest) -> list[ColocatedCommand]:
+        held.is_finished = True
+        return []
 
     # --- reports
 
-    def _to_router(self, message: Message) -> list[ColocatedCommand]:
-        return [*self._reports.send(message)]
-
-    def _report(self) -> list[ColocatedCommand]:
-        num_running = len(self._members) if self._in_flight is not None else 0
+    def _report(self) -> list[Send]:
+        num_running = len(self._members) if self._iterations.is_running else 0
         load = WorkerLoad(
             num_waiting=len(self._held) - num_running,
             num_running=num_running,
             num_free_blocks=self._state.num_free,
             num_evictions=self._num_preemptions,
         )
-        return [*self._reports.load(load)]
+        return self._router.load(load)

@@ -9,7 +9,7 @@ from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from decode_worker.colocated.logic import ColocatedEvent, ColocatedLogic
-from decode_worker.iteration_log.writer import leave_ledger
+from decode_worker.iteration_log_writer import try_write_iterations
 
 
 class ColocatedWorker:
@@ -19,21 +19,21 @@ class ColocatedWorker:
         """`make`: makes its logic, out of what can be recorded."""
         logic = make()
         self._engine = engine
-        self._ledger_path = process_spec.log_folder / f"{process_spec.name}.ledger.jsonl"
-        self.ledger = logic.ledger
-        self._room: LogicDriver[ColocatedEvent, RunIteration] = LogicDriver(
+        self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
+        self.iteration_log = logic.iteration_log
+        self._driver: LogicDriver[ColocatedEvent, RunIteration] = LogicDriver(
             logic, process_spec.identity(), Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, router_at: str) -> None:
         """Introduce ourselves to the router."""
-        self._room.links.dial(router_at)
+        self._driver.links.dial(router_at)
 
     async def close(self) -> None:
-        """Drop the link, end the threads and leave the ledger behind."""
-        await self._room.close()
+        """Drop the link, end the threads and write the iteration log."""
+        await self._driver.close()
         self._engine.close()
-        leave_ledger(self._ledger_path, self.ledger.records())
+        try_write_iterations(self._iteration_log_path, self.iteration_log.records())
 
     def _perform(self, command: RunIteration) -> None:
-        self._engine.start_iteration(command, self._room.dispatch)
+        self._engine.start_iteration(command, self._driver.dispatch)

@@ -26,7 +26,7 @@ BATCH_FORMERS: Mapping[str, _Builder] = MappingProxyType({"density_first": _dens
 
 
 def make_batch_former(name: str, *, block_size: int, starvation_s: float) -> BatchFormer:
-    """Each policy takes the parameters that it has. Raises ConfigError listing the valid names."""
+    """Build the batch former of this name. Raises ConfigError listing the valid names."""
     if name not in BATCH_FORMERS:
         raise ConfigError(f"batching.policy: unknown batch former {name!r}; known: {', '.join(sorted(BATCH_FORMERS))}")
     return BATCH_FORMERS[name](block_size=block_size, starvation_s=starvation_s)

@@ -1,4 +1,4 @@
-"""The interface of batch formers: an index of pooled requests that can cut a batch out of itself."""
+"""The interface of batch formers: an index of pooled requests from which batches are chosen."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,16 +17,16 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """How large a batch may become."""
+    """Limits on the size of a batch."""
 
     max_blocks: int
     max_requests: int
-    min_requests: int = 1  # a batch of fewer would leave the decode worker idle: look further for more
+    min_requests: int = 1  # fewer would leave the decode worker idle: search further
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedBatch:
-    """Requests that will decode together."""
+    """Requests to decode together."""
 
     request_ids: tuple[RequestId, ...]  # shortest context first
     lengths: LengthRange  # covers every member
@@ -34,9 +34,9 @@ class AlignedBatch:
 
 
 class BatchFormer(Protocol):
-    """Holds what is pooled. Deterministic: the same history gives the same batches; ties go to the earlier arrival."""
+    """Index of pooled requests. The same history gives the same batches; ties go to the earlier arrival."""
 
-    is_aligned: bool  # whether its batches are of similar length
+    is_aligned: bool  # its batches are of similar length
 
     def insert(self, pooled: PooledRequest, now: float) -> None:
         """Add a request; its id must be new."""
@@ -47,18 +47,18 @@ class BatchFormer(Protocol):
     def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
         """Choose a batch within both limits, or None. Removes nothing: the caller removes what it grants.
 
-        A request that is larger than `max_blocks` alone is passed over, and stays for a larger limit.
+        A request larger than `max_blocks` by itself is passed over, and stays for a larger limit.
         """
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
         """Choose requests to join a running batch of these lengths, the oldest first, or None. Removes nothing.
 
-        None as well where the policy does not care for lengths.
+        None as well if the policy ignores lengths.
         """
 
 
 def batch_of(chosen: list[PooledRequest]) -> AlignedBatch:
-    """The batch of these requests, in the order that decode workers admit them."""
+    """Build the batch of these requests, in the order in which decode workers admit them."""
     ordered = sorted(chosen, key=lambda pooled: (pooled.context_len, pooled.arrival_s, pooled.request_id))
     return AlignedBatch(
         request_ids=tuple(pooled.request_id for pooled in ordered),

@@ -1,9 +1,9 @@
-"""Density-first search: a batch of requests of similar length, from where most of them are.
+"""Density-first search: a batch of requests of similar length, from the range that holds most of them.
 
 From the root of the quad-tree downwards, always into the child with most requests, until a range fits the limits. It
-is the batch, or when it holds too few, the beginning of one: the search climbs and widens to the left siblings and
-then to the right ones, leaf by leaf, nearest first, until there are enough. The first leaf that does not fit as a
-whole gives the oldest requests that do, and the batch is full. docs/policies/density_first.md has an example.
+is the batch or, if it holds too few, its beginning: the search climbs and widens to the left siblings and then to the
+right ones, leaf by leaf, nearest first, until there are enough. The first leaf that does not fit as a whole gives the
+oldest requests that do, and the batch is full. docs/policies/density_first.md has an example.
 """
 
 from collections.abc import Iterator
@@ -22,18 +22,18 @@ DEFAULT_STARVATION_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DensityFirstConfig:
-    """What the policy can be told."""
+    """Parameters of the policy."""
 
-    starvation_s: float = DEFAULT_STARVATION_S  # a range that gave nothing to a batch for so long goes first
+    starvation_s: float = DEFAULT_STARVATION_S  # a range that gave nothing to a batch for this long goes first
     block_size: int = 16  # tokens; the smallest range
-    max_context_len: int = 65536  # longer ones are counted as this
+    max_context_len: int = 65536  # longer ones count as this
 
 
 class DensityFirstBatchFormer:
-    """BatchFormer by AlignedServe's density-first search, with two exceptions that go before density.
+    """BatchFormer by AlignedServe's density-first search, with two exceptions that precede density.
 
-    A request whose deadline would be missed, the most urgent first, is in the next batch, and the search starts from
-    its leaf. Then a leaf that gave nothing to a batch for `starvation_s`, the longest waiting first, is the start.
+    A request about to miss its deadline, the most urgent first, is in the next batch, and the search starts from its
+    leaf. Otherwise a leaf that gave nothing to a batch for `starvation_s`, the longest waiting first, is the start.
     """
 
     is_aligned = True
@@ -56,7 +56,7 @@ class DensityFirstBatchFormer:
             self._deadlines.remove(entry)
 
     def form(self, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer. The ranges that the batch comes from are noted as served."""
+        """See BatchFormer. Restarts the waiting time of the leaves that the batch comes from."""
         tree = self._tree
         if limits.max_requests < 1 or tree.smallest[ROOT] > limits.max_blocks:
             return None
@@ -73,10 +73,10 @@ class DensityFirstBatchFormer:
         return self._served(builder.chosen, now)
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer. Requests larger than the limit alone are passed over; the first other that no longer fits
+        """See BatchFormer. A request larger than the limit by itself is passed over; the first other that does not fit
         ends the choice.
 
-        Of a leaf that the range covers only in part, no more than four times `max_requests` are looked at, the oldest.
+        In a leaf that the range covers only in part, the oldest `4 * max_requests` are looked at.
         """
         chosen: list[PooledRequest] = []
         blocks_left = limits.max_blocks
@@ -92,7 +92,7 @@ class DensityFirstBatchFormer:
         return self._tree[entry[2]] if entry is not None and entry[0] <= now else None
 
     def _within(self, lengths: LengthRange, limits: BatchLimits) -> Iterator[Iterator[Entry]]:
-        """Per leaf the requests of these lengths and no more blocks than allowed, oldest first."""
+        """Yield, per leaf, the requests of these lengths and no more blocks than allowed, oldest first."""
         tree = self._tree
         start, stop = max(lengths.start, 1), lengths.stop
         if start >= stop:
@@ -113,9 +113,9 @@ class DensityFirstBatchFormer:
 
 
 def _densest(tree: QuadTree, limits: BatchLimits) -> int:
-    """The first node within both limits, or leaf, on the way down through the children with most requests.
+    """Return the first node within both limits, or leaf, on the way down through the children with most requests.
 
-    A child in which every request is larger than the limit alone is no way down; ties go to the left.
+    A child in which every request exceeds the limit by itself is skipped; ties go to the left.
     """
     node = ROOT
     while node < tree.first_leaf:
@@ -130,7 +130,7 @@ def _densest(tree: QuadTree, limits: BatchLimits) -> int:
 
 
 class _BatchBuilder:
-    """A batch that fills up, leaf by leaf. It is full when something that may be in a batch no longer fitted."""
+    """Fills a batch leaf by leaf. It is full once a request that a batch may hold no longer fits."""
 
     def __init__(self, tree: QuadTree, limits: BatchLimits) -> None:
         self._tree = tree
@@ -141,10 +141,10 @@ class _BatchBuilder:
         self.chosen: list[PooledRequest] = []
 
     def take_around(self, pooled: PooledRequest, leaf: int) -> None:
-        """Take this request, which must fit, and then the others of its leaf."""
+        """Take this request, which must fit, then the others of its leaf."""
         entries, entry = self._tree.oldest_first(leaf), order_entry(pooled)
         self._choose([entry])
-        entries.remove(entry)  # for this one search: it is chosen already
+        entries.remove(entry)  # for this search only: it is chosen already
         self._take_from(entries)
         entries.add(entry)
 

@@ -1,4 +1,4 @@
-"""First come, first served: the batch of whoever waits longest, whatever its length."""
+"""First come, first served: batches in order of arrival, whatever the lengths."""
 
 import heapq
 
@@ -10,7 +10,7 @@ _Entry = tuple[float, RequestId, int]  # arrival, id, number of the insertion
 
 
 class FcfsBatchFormer:
-    """BatchFormer in order of arrival at the gateway. Nobody overtakes: a request that does not fit ends the batch.
+    """BatchFormer in order of arrival at the gateway, without overtaking: a request that does not fit ends the batch.
 
     Example: contexts of 900, 40 and 50 tokens arrive in this order, `max_requests` is 2: the batch is {900, 40}.
     """
@@ -49,11 +49,11 @@ class FcfsBatchFormer:
         return batch_of(chosen) if chosen else None
 
     def join(self, lengths: LengthRange, limits: BatchLimits, now: float) -> AlignedBatch | None:
-        """See BatchFormer: nobody joins, lengths do not matter here."""
+        """See BatchFormer. None, as lengths do not matter here."""
         return None
 
     def _pop(self, examined: list[_Entry]) -> PooledRequest | None:
-        """The next request still pooled; its entry is noted in `examined` so that it can be put back."""
+        """Pop the next request still pooled; append its entry to `examined` so that it can be put back."""
         while self._order:
             entry = heapq.heappop(self._order)
             current = self._pooled.get(entry[1])

@@ -12,7 +12,7 @@ PREFILL_ORDERS: Mapping[str, Callable[[], PrefillOrder]] = MappingProxyType(
 
 
 def make_prefill_order(name: str) -> PrefillOrder:
-    """Raises ConfigError listing the valid names."""
+    """Return the prefill order of this name. Raises ConfigError listing the valid names."""
     if name not in PREFILL_ORDERS:
         known = ", ".join(sorted(PREFILL_ORDERS))
         raise ConfigError(f"router.prefill_order: unknown order {name!r}; known: {known}")

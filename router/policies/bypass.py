@@ -1,10 +1,10 @@
-"""Who skips the pool: real-time requests whose next token would be late if they waited for an aligned batch.
+"""Bypass of the pool: real-time requests whose next token would be late if they waited for an aligned batch.
 
 AlignedServe trades the wait for a batch against alignment (section 4.4, TTFT); for a request with a token SLO that wait
 is bounded (design, section 1, step 8): alignment is an objective, the SLO is a constraint.
 
 Example: requests have lately waited 80 ms in the pool. A request with `tpot_s` 0.05 and 900 tokens goes straight to
-whichever decode worker with a free place runs lengths nearest to 900; one with `tpot_s` 0.2 waits for its batch.
+the decode worker with a free slot that runs lengths nearest to 900; one with `tpot_s` 0.2 waits for its batch.
 """
 
 from collections.abc import Iterable
@@ -14,53 +14,53 @@ from alignedserve.core.request import Request, RequestClass
 from router.state import WorkerRecord
 
 _WEIGHT = 1 / 16  # of the latest wait in the running mean
-_FADING = 1 / 64  # with every request that goes past the pool
+_FADING = 1 / 64  # with every request that bypasses the pool
 
 
 class Bypass(Protocol):
-    """Says who goes past the pool."""
+    """Chooses the requests that bypass the pool."""
 
     def observe_wait(self, wait_s: float) -> None:
-        """A request waited so long between entering the pool and reaching a decode worker."""
+        """Learn how long a request waited between entering the pool and reaching a decode worker."""
 
     def observe_bypass(self) -> None:
-        """A request went past the pool."""
+        """Learn that a request bypassed the pool."""
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
-        """The decode worker that this request should go to past the pool; None: it can wait, or nobody has a place."""
+        """Return the decode worker for a request that bypasses the pool; None: it can wait, or no worker has a slot."""
 
 
 class DirectHandoff:
-    """Everybody goes past the pool while any decode worker has a place: disaggregation without a pool (DistServe)."""
+    """Lets every request bypass the pool while a decode worker has a free slot: no pool, as in DistServe."""
 
     def observe_wait(self, wait_s: float) -> None:
-        """See Bypass. Only who finds no place waits, and that says nothing about the next."""
+        """See Bypass. Only a request that finds no slot waits, which says nothing about the next one."""
 
     def observe_bypass(self) -> None:
         """See Bypass."""
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
-        """The worker with the fewest requests; ties go by name."""
+        """Return the worker with the fewest requests; ties go by name."""
         able = [worker for worker in workers if _has_free_slot(worker)]
         return min(able, key=lambda worker: (len(worker.decoding), worker.name), default=None)
 
 
 class UrgentBypass:
-    """Learns how long requests wait in the pool and names the worker for one that cannot."""
+    """Bypasses the pool when its recent waiting time exceeds the request's `tpot_s`."""
 
     def __init__(self) -> None:
         self._expected_wait_s = 0.0
 
     def observe_wait(self, wait_s: float) -> None:
-        """A request waited so long between entering the pool and reaching a decode worker."""
+        """See Bypass."""
         self._expected_wait_s += (wait_s - self._expected_wait_s) * _WEIGHT
 
     def observe_bypass(self) -> None:
-        """A request went past the pool. What is expected there fades, or nobody would see that it has become less."""
+        """See Bypass. The expected wait fades, as with no request waiting a shorter one would never be observed."""
         self._expected_wait_s *= 1 - _FADING
 
     def target(self, request: Request, context_len: int, workers: Iterable[WorkerRecord]) -> WorkerRecord | None:
-        """The decode worker that this request should go to past the pool; None: it can wait, or nobody has a place."""
+        """See Bypass. Chooses the worker whose running lengths are nearest."""
         tpot_s = request.slo.tpot_s
         if request.request_class is not RequestClass.REAL_TIME or tpot_s is None or self._expected_wait_s <= tpot_s:
             return None
@@ -76,7 +76,7 @@ def _has_free_slot(worker: WorkerRecord) -> bool:
 
 
 def _distance(worker: WorkerRecord, context_len: int) -> int:
-    """Tokens between this length and the running ones; 0 within them, or when nothing of one length runs."""
+    """Return the tokens between this length and the running ones; 0 within them, or if no aligned batch runs."""
     running = worker.load.running if worker.load is not None else None
     if running is None:
         return 0

@@ -1,4 +1,4 @@
-"""In which order queued requests go to prefill workers."""
+"""The order in which queued requests go to prefill workers."""
 
 from typing import Protocol
 
@@ -6,8 +6,8 @@ from alignedserve.core.request import Request, RequestClass
 
 OrderKey = tuple[float, ...]
 
-# What a request without an SLO of its own is held to, so that the order is total and nobody starves: a best-effort
-# request overtakes real-time ones that arrived this much later than it did.
+# TTFT assumed for a request without an SLO, so that the order is total and no request starves: a best-effort request
+# overtakes real-time ones that arrived this much later than it did.
 DEFAULT_TTFT_S = {RequestClass.REAL_TIME: 1.0, RequestClass.BEST_EFFORT: 60.0}
 # One step of `priority` is worth this much waiting.
 PRIORITY_STEP_S = 10.0
@@ -16,12 +16,12 @@ LONGEST_DEADLINE_S = 600.0
 
 
 class PrefillOrder(Protocol):
-    """Smaller keys go first; ties are broken by arrival and request id. The key of a request never changes."""
+    """Sort key of queued requests: smaller first, ties by arrival and request id. A request's key never changes."""
 
-    has_real_time_allowance: bool  # best-effort prompts at a worker take nothing of its allowance for real-time ones
+    has_real_time_allowance: bool  # best-effort prompts at a worker do not count against real-time ones
 
     def key(self, request: Request) -> OrderKey:
-        """Sort key of a request."""
+        """Return the sort key of a request."""
 
 
 class FcfsOrder:
@@ -39,10 +39,10 @@ class LeastSlackOrder:
 
     Since all of them lose slack at the same rate, ordering by the deadline is ordering by slack at any moment.
     Example: at 100 s a best-effort document (deadline 160) waits; chat arriving until 158.9 s (deadline 159.9) passes
-    it, chat arriving at 159.1 s does not.
+    the document, chat arriving at 159.1 s does not.
 
     A deadline for the last token (lines of batches have one) brings a real-time request's first token no later than
-    itself. Best-effort requests it orders among themselves, in the room that real time leaves: it comes on top of the
+    itself. Best-effort requests it orders among themselves, in the capacity that real time leaves: it is added to the
     60 s, so that none of them is nearer to passing chat than one without a deadline. Example: at 100 s come a line
     that has 300 s and one that has 20 s (460 and 180): the second goes first, and chat until 178.9 s passes it.
     """

@@ -13,11 +13,11 @@ from router.prediction.predictor import LengthPredictor
 from router.prediction.sentence_encoder import SentenceEncoder
 from router.prediction.token_embeddings import TokenEmbeddings
 
-CLASS_MEAN = "class_mean"  # no predictor: the mean of recent requests of the same class is all that is expected
+CLASS_MEAN = "class_mean"  # no predictor: the mean of recent requests of the same class
 
 
 def make_length_predictor(config: RouterConfig, served: ServedModel) -> LengthPredictor | None:
-    """The predictor that `router.length_predictor` names; None for the mean of the class.
+    """Return the predictor that `router.length_predictor` names; None for the mean of the class.
 
     Raises ConfigError listing the valid names, or saying what an encoder needs; ModelError where its files are missing
     or malformed.

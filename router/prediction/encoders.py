@@ -1,7 +1,7 @@
-"""What a prompt looks like to the length predictor: a vector for the regression, and a key for the search.
+"""Encodings of prompts for the length predictor: a vector for the regression, and a key for the search.
 
-An encoder works on token ids, as a prompt reaches the router. It is a function of the prompt alone: the same ids give
-the same code, in any order, on any day.
+An encoder works on token ids, as a prompt reaches the router. It is a function of the prompt alone: the same ids always
+give the same code.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float32]
 Hashes = npt.NDArray[np.uint64]
 
-KEY_LEN = 128  # of every encoder: what a search can read of 100 000 requests within the time it has
+KEY_LEN = 128  # of every encoder: so small that a search reads the keys of 100 000 requests in time
 WINDOW = 512  # tokens that an encoder reads of a prompt, half at each end: as many as ALISE's (BERT) does at most
 
 
@@ -31,13 +31,13 @@ class PromptEncoder(Protocol):
     least_similarity: float  # cosine of keys from which on two prompts count as similar; the scale is the encoder's own
 
     def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
-        """The code of a prompt of at least one token."""
+        """Return the code of a prompt of at least one token."""
 
 
 class HashedNgrams:
     """Counts of single tokens and pairs, hashed with a sign into 1 024 places; the key is the same folded into 128.
 
-    Needs no model and no download. Of each place the signed square root is taken, so that a word said ten times
+    Needs no model and no download. Each count is replaced by its signed square root, so that a word said ten times
     weighs about three times as much as one said once.
     """
 
@@ -56,20 +56,20 @@ class HashedNgrams:
 
 
 def window_of(prompt_token_ids: Sequence[int]) -> Sequence[int]:
-    """The first and the last tokens of a prompt longer than WINDOW: what is asked stands at one of its ends."""
+    """Return the first and last tokens of a prompt longer than WINDOW: the question is at one of its ends."""
     if len(prompt_token_ids) <= WINDOW:
         return prompt_token_ids
     return [*prompt_token_ids[: WINDOW // 2], *prompt_token_ids[-WINDOW // 2 :]]
 
 
 def random_projection(num_from: int, num_to: int, seed: int) -> npt.NDArray[np.float32]:
-    """A matrix [num_from, num_to] that keeps angles between vectors to within about 1 / sqrt(num_to)."""
+    """Return a matrix [num_from, num_to] that keeps angles between vectors to within about 1 / sqrt(num_to)."""
     projection = np.random.default_rng(seed).standard_normal((num_from, num_to), dtype=np.float32)
     return projection / np.float32(num_to**0.5)
 
 
 def normalised(vector: npt.NDArray[np.floating]) -> Vector:
-    """The vector scaled to length 1; one of length 0 stays."""
+    """Return the vector scaled to length 1; one of length 0 stays."""
     scaled: Vector = np.asarray(vector, dtype=np.float32) / np.float32(np.linalg.norm(vector) or 1.0)
     return scaled
 
@@ -81,7 +81,7 @@ _SALT = np.uint64(0x51ED270B)
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Every bit of the result depends on every bit of the value."""
+    """Hash values so that every bit of the result depends on every bit of the value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""The regression for prompts that nothing finished is similar to: a small MLP, trained as requests finish."""
+"""The regression for prompts without a similar finished request: a small MLP, trained as requests finish."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,20 +6,20 @@ import numpy.typing as npt
 from router.prediction.encoders import Vector
 
 _LEARNING_RATE = 1e-3
-# Earlier requests learnt with each new one. So few that BLAS does the products on the thread that asks: its own threads
-# wait for each other, for tens of milliseconds on a machine that has other work.
+# Earlier requests learnt with each new one: so few that BLAS computes the products on the calling thread. Its own
+# threads wait for each other, for tens of milliseconds on a busy machine.
 _NUM_REPEATED = 6
-_BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8  # of Adam, as its authors have them
-_MAX_LOG_LEN = 20.0  # nothing is expected to be longer than e to this
+_BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8  # Adam's, as in its paper
+_MAX_LOG_LEN = 20.0  # predictions are capped at e to this power
 
 Array = npt.NDArray[np.float32]
 
 
 class LengthMlp:
-    """features -> ReLU layer -> logarithm of the output length, fitted to squared error by Adam.
+    """Features -> ReLU layer -> logarithm of the output length, fitted to squared error by Adam.
 
-    The error of the logarithm is what is minimised, so that being wrong by a factor counts alike for short and long
-    answers. Each finished request is learnt together with a few earlier ones, drawn at random from the last
+    The error of the logarithm is minimised, so that being wrong by a factor counts alike for short and long answers.
+    Each finished request is learnt together with a few earlier ones, drawn at random from the last
     `memory`. Deterministic for a seed.
     """
 
@@ -39,20 +39,16 @@ class LengthMlp:
         self.num_learnt = 0
 
     def predict(self, features: Vector) -> float:
-        """Expected output tokens."""
+        """Return the expected number of output tokens."""
         hidden_weight, hidden_bias, out_weight, out_bias = self._weights
         hidden = np.maximum(features @ hidden_weight + hidden_bias, 0.0)
         return float(np.exp(np.clip(hidden @ out_weight + out_bias[0], 0.0, _MAX_LOG_LEN)))
 
-    def learn(
-        self,
-        features: Vector,
-        output_len: float,
-    ) -> None:
-        """A request with these features generated `output_len` tokens; one step of Adam."""
+    def learn(self, features: Vector, output_len: float) -> None:
+        """Take one step of Adam: a request with these features generated `output_len` tokens."""
         target = np.log(max(output_len, 1.0))
         if not self.num_learnt:
-            self._weights[3][0] = target  # from there on it learns what differs
+            self._weights[3][0] = target  # so that it has to learn only the difference
         row = self.num_learnt % len(self._targets)
         self._inputs[row], self._targets[row] = features, target
         self.num_learnt += 1

@@ -17,11 +17,11 @@ from router.prediction.store import FinishedRequests
 
 
 class PredictionSource(enum.Enum):
-    """Where a prediction comes from."""
+    """Source of a prediction."""
 
-    RETRIEVAL = "retrieval"  # similar requests that have finished
-    MLP = "mlp"  # nothing similar has
-    PRIOR = "prior"  # too little has finished to say more than the mean
+    RETRIEVAL = "retrieval"  # similar finished requests
+    MLP = "mlp"  # no similar request has finished
+    PRIOR = "prior"  # too few have finished for more than a mean
 
 
 class Prediction(NamedTuple):
@@ -37,7 +37,7 @@ class PredictorConfig:
 
     num_neighbours: int = 8  # k
     capacity: int = 100_000  # finished requests that are kept
-    fewest_learnt: int = 64  # below that the MLP says nothing
+    fewest_learnt: int = 64  # requests before the MLP is used
     seed: int = 0
 
 
@@ -52,11 +52,11 @@ class LengthPredictor:
         self._prior = LengthPrior()
 
     def encode(self, request: Request) -> PromptCode:
-        """What `predict` and `learn` need of its prompt; the slow part where an encoder is neural."""
+        """Encode the prompt for `predict` and `learn`; the slow part where the encoder is neural."""
         return self._encoder.encode(request.prompt_token_ids)
 
     def predict(self, request: Request, code: PromptCode) -> Prediction:
-        """Changes nothing."""
+        """Predict the output length; changes no state."""
         similar = self._finished.search(
             code.key, num_wanted=self._config.num_neighbours, least_similarity=self._encoder.least_similarity
         )
@@ -69,7 +69,7 @@ class LengthPredictor:
         return Prediction(_within_limit(self._prior.predict(request), request), PredictionSource.PRIOR)
 
     def learn(self, request: Request, code: PromptCode, num_generated: int) -> None:
-        """The request has finished after so many tokens."""
+        """Learn from a request that finished after `num_generated` tokens."""
         self._finished.add(code.key, float(num_generated))
         self._mlp.learn(_features(request, code), float(num_generated))
         self._prior.observe(request, num_generated)
@@ -79,7 +79,7 @@ _NUM_FACTS = 3
 
 
 def _features(request: Request, code: PromptCode) -> Vector:
-    """The code, scaled so that its entries are about 1 as the facts are, and three facts about the request."""
+    """Return the code, scaled to entries of about 1, and three facts about the request, of about 1 too."""
     facts = np.log1p((request.prompt_len, request.sampling.max_tokens)) / 8.0
     is_real_time = request.request_class is RequestClass.REAL_TIME
     scale = np.float32(len(code.features) ** 0.5)

@@ -1,13 +1,13 @@
-"""What is expected while too few requests have finished to learn anything finer from."""
+"""The prediction made while too few requests have finished to learn from."""
 
 from alignedserve.core.request import Request, RequestClass
 from router.policies.forecast import OutputLengthForecast
 
 
 class LengthPrior:
-    """Mean output length by class and doubling of the prompt length; of the class where that is not known yet.
+    """Mean output length per request class and power of two of the prompt length.
 
-    The request's own limit while nothing of its class has finished.
+    Falls back to the mean of the class, and to the request's own limit while no request of its class has finished.
     """
 
     def __init__(self) -> None:
@@ -15,7 +15,7 @@ class LengthPrior:
         self._by_length: dict[tuple[RequestClass, int], OutputLengthForecast] = {}
 
     def predict(self, request: Request) -> float:
-        """Expected output tokens, never above the request's limit."""
+        """Return the expected number of output tokens, never above the request's limit."""
         return self._by_length.get(_kind(request), self._by_class).predict(request)
 
     def observe(self, request: Request, num_generated: int) -> None:

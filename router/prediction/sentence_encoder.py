@@ -1,7 +1,7 @@
-"""A sentence encoder where the user has one: a BERT-like network (as ALISE uses), run in numpy from its safetensors.
+"""An optional sentence encoder: a BERT-like network (as ALISE uses), run in numpy from its safetensors.
 
-The folder holds `config.json`, `model.safetensors` and `tokenizer.json`, as MiniLM and its kin are published. Nothing
-in it is executed or unpickled. On one core a forward pass takes tens of milliseconds, so predictions come late.
+The folder holds `config.json`, `model.safetensors` and `tokenizer.json`, as MiniLM and similar models are published.
+Nothing in it is executed or unpickled. On one core a forward pass takes tens of milliseconds, so predictions come late.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ Rows = npt.NDArray[np.float32]
 
 
 class SentenceEncoder:
-    """Mean of the last hidden states of the prompt's text. `decode` gives the text of served token ids.
+    """Mean of the last hidden states of the prompt's text. `decode` turns served token ids into text.
 
-    Raises ModelError where a file is missing or malformed, UnsupportedModel where it is no BERT.
+    Raises ModelError if a file is missing or malformed, UnsupportedModel if it is not a BERT.
     """
 
     least_similarity = 0.8
@@ -38,7 +38,7 @@ class SentenceEncoder:
         self._to_key = random_projection(self.num_features, KEY_LEN, seed)
 
     def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
-        """See PromptEncoder. Of a text that is longer than the network takes, the beginning counts."""
+        """See PromptEncoder. A text longer than the network takes is cut off."""
         ids = self._tokenizer.encode(self._decode(window_of(prompt_token_ids)))
         pooled = normalised(self._network.hidden_states(ids[: self._network.max_len]).mean(axis=0))
         return PromptCode(pooled, normalised(pooled @ self._to_key))
@@ -72,7 +72,7 @@ class BertNetwork:
             raise ModelError(f"{folder}: its tensors do not have the sizes that {path.name} says.") from error
 
     def hidden_states(self, token_ids: Sequence[int]) -> Rows:
-        """Last hidden states [len(token_ids), width] of at most `max_len` tokens."""
+        """Compute the last hidden states [len(token_ids), width] of at most `max_len` tokens."""
         words, positions = self._of("embeddings.word_embeddings"), self._of("embeddings.position_embeddings")
         ids = np.minimum(np.array(token_ids, dtype=np.int64), len(words) - 1)
         types = self._of("embeddings.token_type_embeddings")
@@ -129,8 +129,10 @@ class BertNetwork:
 
 
 def _gelu(rows: Rows) -> Rows:
-    """x times the normal distribution function of x; by the rational approximation 7.1.26 of Abramowitz and Stegun
-    (error of erf below 1.5e-7), as numpy has no erf."""
+    """Compute x times the normal distribution function of x.
+
+    By the rational approximation 7.1.26 of Abramowitz and Stegun (error of erf below 1.5e-7), as numpy has no erf.
+    """
     scaled = np.abs(rows) / np.float32(2**0.5)
     t = 1.0 / (1.0 + np.float32(0.3275911) * scaled)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

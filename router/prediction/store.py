@@ -1,8 +1,8 @@
-"""Finished requests by the keys of their prompts: which of them were similar to this one, and how long they got.
+"""Vector index of finished requests: output lengths of requests with similar prompts.
 
-Up to 2 048 requests are compared one by one. Beyond that they lie in cells around centroids (spherical k-means over a
-sample), and only the cells nearest to the key are searched: an inverted file. It is made anew each time the
-store has taken as many requests as it held when it was last made, so that the cost per request stays bounded.
+Up to 2 048 requests are compared one by one. Beyond that they are in cells around centroids (spherical k-means over a
+sample), and only the cells nearest to the key are searched: an inverted file. It is rebuilt each time the index has
+taken as many requests as it held at the last rebuild, so that the cost per request stays bounded.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _CELLS_PER_ROOT = 3.0  # cells by the square root of the number of requests
 _NUM_PROBES = 6  # cells that are searched
 _SAMPLES_PER_CELL = 16
 _NUM_ROUNDS = 3  # of k-means
-_CHUNK = 8192  # keys compared with the centroids at once, to bound memory
+_CHUNK = 8192  # keys compared with the centroids at a time, to bound memory
 
 Matrix = npt.NDArray[np.float32]
 Places = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ class Neighbours(NamedTuple):
 
 
 class FinishedRequests:
-    """At most `capacity` finished requests; the oldest makes room for the newest. Deterministic for a seed."""
+    """At most `capacity` finished requests; the newest replaces the oldest. Deterministic for a seed."""
 
     def __init__(self, *, capacity: int, seed: int = 0) -> None:
         assert capacity > 0, "a store of nothing"
@@ -49,7 +49,7 @@ class FinishedRequests:
         return min(self._num_added, self._capacity)
 
     def add(self, key: Vector, output_len: float) -> None:
-        """A request has finished."""
+        """Add a finished request."""
         slot = self._num_added % self._capacity
         if self._num_added >= self._capacity:
             self._remove(slot)
@@ -61,7 +61,7 @@ class FinishedRequests:
             self._make_cells()
 
     def search(self, key: Vector, *, num_wanted: int, least_similarity: float) -> Neighbours:
-        """At most `num_wanted` of those whose cosine with the key is at least `least_similarity`."""
+        """Return at most `num_wanted` requests whose cosine with the key is at least `least_similarity`."""
         cells = [self._cells[number] for number in self._nearest_cells(key)]
         similarities = np.concatenate([cell.keys[: cell.count] @ key for cell in cells])
         similar = np.flatnonzero(similarities >= least_similarity)
@@ -106,7 +106,7 @@ class FinishedRequests:
 
 
 class _Cell:
-    """Keys that lie together in memory, and the slots of their requests. Rows are dense and in no order."""
+    """Keys contiguous in memory, and the slots of their requests. Rows are dense and in no order."""
 
     __slots__ = ("count", "keys", "slots")
 
@@ -117,13 +117,13 @@ class _Cell:
 
     @classmethod
     def of(cls, keys: Matrix, slots: Places) -> "_Cell":
-        """A cell of these, which it keeps."""
+        """Build a cell that takes over these arrays."""
         cell = cls()
         cell.keys, cell.slots, cell.count = keys, slots, len(keys)
         return cell
 
     def append(self, key: Vector, slot: int) -> int:
-        """Take a key in; its row."""
+        """Add a key and return its row."""
         if self.count == len(self.keys):
             num_more = max(4, self.count // 2)
             self.keys = np.concatenate((self.keys, np.zeros((num_more, len(key)), np.float32)))
@@ -134,14 +134,14 @@ class _Cell:
         return row
 
     def remove(self, row: int) -> int:
-        """The last row moves into this one; the slot that it is of."""
+        """Replace the row by the last one; return the slot of the moved row."""
         self.count -= 1
         self.keys[row], self.slots[row] = self.keys[self.count], self.slots[self.count]
         return int(self.slots[row])
 
 
 def _centroids_of(sample: Matrix, num_cells: int) -> Matrix:
-    """Spherical k-means, begun from the first of the sample; a centroid that nothing is nearest to stays as it was."""
+    """Compute spherical k-means, starting from the first keys of the sample; a centroid without members stays."""
     centroids = sample[:num_cells].copy()
     for _ in range(_NUM_ROUNDS):
         nearest = _nearest(sample, centroids)

@@ -1,4 +1,4 @@
-"""Float tensors of safetensors files as numpy arrays, without torch; bfloat16 too, which numpy does not know."""
+"""Float tensors of safetensors files as numpy arrays, without torch; bfloat16 too, which numpy lacks."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 class FloatTensors:
-    """The tensors of a model folder. Raises what WeightIndex raises: pickle-based files are refused."""
+    """The tensors of a model folder. Raises the errors of WeightIndex: pickle-based files are refused."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -23,7 +23,7 @@ class FloatTensors:
         return name in self._files
 
     def read(self, name: str, num_dimensions: int) -> npt.NDArray[np.float32]:
-        """The tensor as float32. Raises ModelError naming it when it is missing, not of floats, or of another shape."""
+        """Read a tensor as float32. Raises ModelError naming it if it is missing, not floats, or of another shape."""
         path = self._files.get(name)
         if path is None:
             raise ModelError(f"{self._folder} holds no tensor {name}.")

@@ -1,4 +1,4 @@
-"""The served model's own token embeddings, mean-pooled: no other model is needed, and none is run."""
+"""The served model's own token embeddings, mean-pooled: needs no other model and runs none."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +18,8 @@ _MAX_FEATURES = 256
 class TokenEmbeddings:
     """Mean of the embedding rows of a prompt's tokens, less the mean of all rows.
 
-    What all tokens have in common is most of a trained embedding and tells no prompts apart, so it is taken off. Rows
-    longer than 256 are brought to 256 by a seeded random projection, and keys to KEY_LEN by another.
+    The mean is most of a trained embedding and does not tell prompts apart, so it is subtracted. Rows longer than 256
+    are reduced to 256 by a seeded random projection, and keys to KEY_LEN by another.
     """
 
     least_similarity = 0.9
@@ -34,7 +34,7 @@ class TokenEmbeddings:
 
     @classmethod
     def of_model(cls, folder: Path, family: Family, *, seed: int = 0) -> "TokenEmbeddings":
-        """Of the model in this folder. Raises ModelError when its files hold no token embedding."""
+        """Load the embeddings of the model in this folder. Raises ModelError if its files hold none."""
         names = PARAMETER_NAMES[family]
         tensors = FloatTensors(folder)
         for prefix in names.prefixes:
@@ -44,7 +44,7 @@ class TokenEmbeddings:
         raise ModelError(f"{folder} holds no token embedding ({names.embedding}.weight).")
 
     def encode(self, prompt_token_ids: Sequence[int]) -> PromptCode:
-        """See PromptEncoder. Ids beyond the vocabulary, which no tokenizer gives, count as the last one."""
+        """See PromptEncoder. Ids beyond the vocabulary, which no tokenizer emits, count as the last one."""
         ids = np.minimum(np.array(window_of(prompt_token_ids), dtype=np.int64), len(self._rows) - 1)
         pooled = normalised(self._rows[ids].mean(axis=0))
         return PromptCode(pooled, normalised(pooled @ self._to_key))

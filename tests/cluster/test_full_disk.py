@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.batch_client import BatchClient, chat_file
 from benchmarks.batch_kills import Verdict, answered_alone, judge, kill_cluster, make_tasks
+from benchmarks.support.batch_client import BatchClient, chat_file
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

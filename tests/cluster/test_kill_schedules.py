@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from alignedserve.pocket.tasks import PocketTask
-from benchmarks.batch_client import BatchClient
 from benchmarks.batch_kills import NUM_LINES, answered_alone, judge, kill_cluster, make_tasks, run_schedule
-from benchmarks.kill_cluster import KillCluster
-from benchmarks.kill_schedules import Fault, Hit, KillSchedule, Target, make_schedule
+from benchmarks.support.batch_client import BatchClient
+from benchmarks.support.kill_cluster import KillCluster
+from benchmarks.support.kill_schedules import Fault, Hit, KillSchedule, Target, make_schedule
 
 pytestmark = pytest.mark.cluster
 

@@ -8,4 +8,4 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router tells gateways of its cluster once a second, which is what most tests would wait for."""
     monkeypatch.setattr("alignedserve.runtime.process.logic_driver.TICK_S", 0.05)
     monkeypatch.setattr("router.logic._TICKS_PER_STATUS", 1)
-    monkeypatch.setattr("decode_worker.iteration_log.iteration_log._REPORT_PAUSE_S", 0.05)
+    monkeypatch.setattr("alignedserve.worker_core.iteration_log._REPORT_PAUSE_S", 0.05)

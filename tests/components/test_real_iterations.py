@@ -1,4 +1,4 @@
-"""The ledger of real iterations: clocks of the logic, of the computing thread and of the engine agree."""
+"""The iteration log of real iterations: clocks of the logic, of the computing thread and of the engine agree."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ async def test_the_parts_add_up_to_the_wall_time(topology: Topology, tmp_path: P
         await serve(cluster)
         worker = cluster.rooms["decode-0"]
         assert isinstance(worker, DecodeWorker | ColocatedWorker)
-        records = worker.ledger.records()
+        records = worker.iteration_log.records()
     # The median: where threads of all rooms share one process, any of them may be held up between two readings.
     assert statistics.median(record.parts_s / record.wall_s for record in records) == pytest.approx(1.0, abs=0.02)
     assert all(record.parts_s <= record.wall_s for record in records)
@@ -47,21 +47,23 @@ async def test_the_gateway_hears_of_it_and_a_clean_stop_leaves_a_file(tmp_path: 
         await serve(cluster)
         status = await cluster.gateway.idle()
         async with asyncio.timeout(10):
-            while status.ledger.num_requests < NUM_REQUESTS * (NUM_TOKENS - 1):  # the first is the prefill worker's
+            while status.iteration_log.num_requests < NUM_REQUESTS * (
+                NUM_TOKENS - 1
+            ):  # the first is the prefill worker's
                 await asyncio.sleep(0.05)
                 status = await cluster.gateway.idle()
-        path = cluster.ledger_path("decode-0")
+        path = cluster.iteration_log_path("decode-0")
         assert not path.exists()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == status.ledger.num_iterations
-    assert sum(line["batch_size"] for line in lines) == status.ledger.num_requests
+    assert len(lines) == status.iteration_log.num_iterations
+    assert sum(line["batch_size"] for line in lines) == status.iteration_log.num_requests
 
 
-async def test_a_ledger_that_cannot_be_written_is_not_in_the_way(
+async def test_an_iteration_log_that_cannot_be_written_is_not_in_the_way(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(small_config(tmp_path / "model"), tmp_path) as cluster:
         await serve(cluster)
-        cluster.ledger_path("decode-0").mkdir()
+        cluster.iteration_log_path("decode-0").mkdir()
         await cluster.stop("decode-0")
-    assert "the ledger cannot be written" in caplog.text
+    assert "the iteration log cannot be written" in caplog.text

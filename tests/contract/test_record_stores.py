@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignedserve.batches.interfaces import Delist, Enlist, Put, RecordStore, Remove
+from alignedserve.batches.interfaces import AddToIndex, DeleteValue, RecordStore, RemoveFromIndex, SetValue
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.batches.stores.redis_records import RedisRecords
 from alignedserve.cluster.private_redis import PrivateRedis
@@ -34,37 +34,39 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 async def test_values_come_back(store: RecordStore) -> None:
-    assert await store.commit([Put("a", b"1"), Put("b", b"\x00\xff")], unchanged={})
+    assert await store.commit([SetValue("a", b"1"), SetValue("b", b"\x00\xff")], unchanged={})
     assert await store.read(["b", "none", "a"]) == [b"\x00\xff", None, b"1"]
-    assert await store.commit([Remove("a"), Remove("none")], unchanged={})
+    assert await store.commit([DeleteValue("a"), DeleteValue("none")], unchanged={})
     assert await store.read(["a"]) == [None]
     assert await store.read([]) == []
 
 
 async def test_all_or_nothing_by_what_was_seen(store: RecordStore) -> None:
-    assert await store.commit([Put("a", b"1")], unchanged={"a": None})
-    assert not await store.commit([Put("a", b"2"), Put("b", b"2")], unchanged={"a": None})
-    assert not await store.commit([Put("a", b"2"), Put("b", b"2")], unchanged={"a": b"0"})
+    assert await store.commit([SetValue("a", b"1")], unchanged={"a": None})
+    assert not await store.commit([SetValue("a", b"2"), SetValue("b", b"2")], unchanged={"a": None})
+    assert not await store.commit([SetValue("a", b"2"), SetValue("b", b"2")], unchanged={"a": b"0"})
     assert await store.read(["a", "b"]) == [b"1", None]
-    assert await store.commit([Put("a", b"2"), Put("b", b"2")], unchanged={"a": b"1", "b": None})
+    assert await store.commit([SetValue("a", b"2"), SetValue("b", b"2")], unchanged={"a": b"1", "b": None})
     assert await store.read(["a", "b"]) == [b"2", b"2"]
 
 
 async def test_of_many_writers_at_once_one_wins(store: RecordStore) -> None:
-    won = await asyncio.gather(*(store.commit([Put("a", b"%d" % n)], unchanged={"a": None}) for n in range(20)))
+    won = await asyncio.gather(*(store.commit([SetValue("a", b"%d" % n)], unchanged={"a": None}) for n in range(20)))
     assert won.count(True) == 1
     assert await store.read(["a"]) == [b"%d" % won.index(True)]
 
 
 async def test_values_have_lifetimes(store: RecordStore) -> None:
-    await store.commit([Put("short", b"1", lifetime_s=0.05), Put("long", b"1", lifetime_s=60.0)], unchanged={})
+    await store.commit(
+        [SetValue("short", b"1", lifetime_s=0.05), SetValue("long", b"1", lifetime_s=60.0)], unchanged={}
+    )
     await asyncio.sleep(0.1)
     assert await store.read(["short", "long"]) == [None, b"1"]
 
 
 async def test_lists_are_ordered_and_paged(store: RecordStore) -> None:
     members = [("c", 1.0), ("a", 2.0), ("b", 2.0), ("d", 3.0)]
-    await store.commit([Enlist("list", member, score) for member, score in reversed(members)], unchanged={})
+    await store.commit([AddToIndex("list", member, score) for member, score in reversed(members)], unchanged={})
 
     async def walk(newest_first: bool) -> list[str]:
         found: list[str] = []
@@ -79,7 +81,9 @@ async def test_lists_are_ordered_and_paged(store: RecordStore) -> None:
 
     assert await walk(newest_first=False) == ["c", "a", "b", "d"]
     assert await walk(newest_first=True) == ["d", "b", "a", "c"]
-    await store.commit([Delist("list", "a"), Delist("list", "none"), Enlist("list", "c", 9.0)], unchanged={})
+    await store.commit(
+        [RemoveFromIndex("list", "a"), RemoveFromIndex("list", "none"), AddToIndex("list", "c", 9.0)], unchanged={}
+    )
     assert await walk(newest_first=False) == ["b", "d", "c"]
     assert await store.page("list", after="a", limit=2, newest_first=False) is None
     empty = await store.page("nothing", after=None, limit=2, newest_first=False)
@@ -108,7 +112,7 @@ async def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
     records = RedisRecords(server.address, namespace="test")
     try:
         for number in range(50):
-            await records.commit([Put(f"key-{number}", b"kept")], unchanged={})
+            await records.commit([SetValue(f"key-{number}", b"kept")], unchanged={})
         _server_process(tmp_path).kill()
         with pytest.raises(StoreUnavailable):
             await records.read(["key-0"])
@@ -123,7 +127,7 @@ async def test_data_outlives_a_restart_and_an_orphan_is_ended(tmp_path: Path) ->
     first = private_redis(tmp_path)
     first.start()
     records = RedisRecords(first.address, namespace="test")
-    await records.commit([Put("a", b"1")], unchanged={})
+    await records.commit([SetValue("a", b"1")], unchanged={})
     await records.close()
     orphan = _server_process(tmp_path)
     first._is_stopping.set()  # as when its cluster is killed: nobody restarts it, and it lives on
@@ -146,7 +150,7 @@ async def test_no_scripts_and_no_administration(tmp_path: Path) -> None:
     try:
         for command in (("EVAL", "return 1", "0"), ("CONFIG", "GET", "dir"), ("FLUSHALL",), ("DEBUG", "SLEEP", "0")):
             with pytest.raises(StoreUnavailable):
-                await records._ask(records._client.execute_command(*command))
+                await records._send(records._client.execute_command(*command))
     finally:
         await records.close()
         server.stop()

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alignedserve.batches.interfaces import Put
+from alignedserve.batches.interfaces import SetValue
 from alignedserve.batches.records import Progress
 from alignedserve.batches.repository import BatchRepository, BatchSnapshot
 from alignedserve.batches.stores import redis_records
@@ -72,7 +72,7 @@ async def test_a_commit_whose_answer_is_lost_is_not_said_to_have_failed(tmp_path
         stored(tmp_path, f"unix://{way}") as records,
     ):
         with pytest.raises(StoreUnavailable):
-            await records.commit([Put("a", b"1")], unchanged={"a": None})
+            await records.commit([SetValue("a", b"1")], unchanged={"a": None})
         assert await records.read(["a"]) == [b"1"]
 
 
@@ -82,7 +82,7 @@ async def test_a_stopped_server_is_given_up_soon(
 ) -> None:
     monkeypatch.setattr(redis_records, "_TIMEOUT_S", timeout_s)
     async with stored(tmp_path) as records:
-        await records.commit([Put("a", b"1")], unchanged={})
+        await records.commit([SetValue("a", b"1")], unchanged={})
         server = psutil.Process(server_pid(tmp_path))
         server.suspend()
         try:
@@ -90,7 +90,7 @@ async def test_a_stopped_server_is_given_up_soon(
             with pytest.raises(StoreUnavailable):
                 await records.read(["a"])
             with pytest.raises(StoreUnavailable):
-                await records.commit([Put("a", b"2")], unchanged={"a": b"1"})
+                await records.commit([SetValue("a", b"2")], unchanged={"a": b"1"})
             assert time.monotonic() - began_s < 15.0
         finally:
             server.resume()
@@ -100,7 +100,7 @@ async def test_a_stopped_server_is_given_up_soon(
 async def test_a_torn_end_of_the_file_costs_only_what_was_not_acknowledged(tmp_path: Path) -> None:
     async with stored(tmp_path) as records:
         for number in range(20):
-            await records.commit([Put(f"key-{number}", b"x" * 100)], unchanged={})
+            await records.commit([SetValue(f"key-{number}", b"x" * 100)], unchanged={})
     kept = max((tmp_path / "data").rglob("*appendonly*"), key=lambda path: path.stat().st_size)
     os.truncate(kept, kept.stat().st_size - 7)
     async with stored(tmp_path) as records:
@@ -111,7 +111,7 @@ async def test_a_torn_end_of_the_file_costs_only_what_was_not_acknowledged(tmp_p
 async def test_damage_in_the_middle_of_the_file_is_refused_and_told_how_to_repair(tmp_path: Path) -> None:
     async with stored(tmp_path) as records:
         for number in range(20):
-            await records.commit([Put(f"key-{number}", b"x" * 100)], unchanged={})
+            await records.commit([SetValue(f"key-{number}", b"x" * 100)], unchanged={})
     kept = max((tmp_path / "data").rglob("*appendonly*"), key=lambda path: path.stat().st_size)
     content = bytearray(kept.read_bytes())
     place = content.index(b"*", len(content) // 2)
@@ -135,7 +135,7 @@ async def test_damage_in_a_value_is_found_by_who_reads_it(tmp_path: Path) -> Non
     async with stored(tmp_path) as records:
         whole = BatchSnapshot(batch_record(), Progress(log_bytes=77))
         await BatchRepository(records).add_file(file_record(), fits=lambda _: True)
-        assert await BatchRepository(records).add_batch(whole, file_record(), again=None, again_s=0.0)
+        assert await BatchRepository(records).add_batch(whole, file_record(), idempotency_key=None, key_lifetime_s=0.0)
     kept = max((tmp_path / "data").rglob("*appendonly*"), key=lambda path: path.stat().st_size)
     content = kept.read_bytes()
     assert content.count(b'{"log_bytes"') == 1
@@ -149,7 +149,7 @@ async def test_damage_in_a_value_is_found_by_who_reads_it(tmp_path: Path) -> Non
 async def test_a_server_that_stays_silent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alignedserve.cluster.private_redis._SILENCE_S", 1.0)
     async with stored(tmp_path) as records:
-        await records.commit([Put("a", b"1")], unchanged={})
+        await records.commit([SetValue("a", b"1")], unchanged={})
         stopped = server_pid(tmp_path)
         os.kill(stopped, signal.SIGSTOP)
         async with asyncio.timeout(20):

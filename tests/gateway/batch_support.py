@@ -10,20 +10,17 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from alignedserve.batch_worker.line_runner import ClusterLines
+from alignedserve.batch_worker.line_runner import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.location import BatchStores
-from alignedserve.batches.log.disk_log import DiskLogs
-from alignedserve.batches.repository import BatchRepository
-from alignedserve.batches.run import Limits, Rooms
-from alignedserve.batches.stores.disk_blobs import DiskBlobs
+from alignedserve.batches.location import BatchStores, stores_in
 from alignedserve.batches.stores.memory_records import MemoryRecords
 from alignedserve.config.sections import BatchesConfig, GatewayConfig
 from alignedserve.core.request import Request
-from alignedserve.gateway.app import build_app, build_services
+from alignedserve.gateway.app import build_app
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.model_card import ModelCard
+from alignedserve.gateway.services import build_services
 from tests.gateway.support import EOS, saying, tokenizer, tokenizer_folder
 from tests.support.batch_samples import chat_lines
 
@@ -39,33 +36,25 @@ async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20
 
 @dataclass
 class BatchGateway:
-    """An app with files and batches, its stores, and the driver, which can be killed and started again."""
+    """A gateway, its stores, and a driver that can be killed and started again."""
 
     app: FastAPI
     client: httpx.AsyncClient
     backend: ScriptedBackend
     records: MemoryRecords
     stores: BatchStores
-    folder: Path
     config: BatchesConfig
-    lines: ClusterLines
+    runner: ClusterLineRunner
     max_in_flight: int = 8
     driving: asyncio.Task[None] | None = None
 
     def start_driver(self) -> None:
-        limits = Limits(
-            models=("tiny",),
-            max_lines=self.config.max_lines,
-            max_line_bytes=self.config.max_line_bytes,
-            max_attempts=self.config.max_attempts,
-            assumed_tokens_per_s=self.config.assumed_tokens_per_s,
-            file_lifetime_s=self.config.file_lifetime_s,
-        )
         driver = BatchDriver(
-            rooms=Rooms(self.stores.book, self.stores.blobs, self.stores.logs, self.lines),
-            limits=limits,
+            stores=self.stores,
+            runner=self.runner,
+            config=self.config,
+            models=("tiny",),
             max_in_flight=self.max_in_flight,
-            lock_path=self.folder / "driver.lock",
         )
         self.driving = asyncio.create_task(driver.run())
 
@@ -140,7 +129,7 @@ async def batch_gateway(
     **config: Any,
 ) -> AsyncIterator[BatchGateway]:
     records = MemoryRecords()
-    stores = BatchStores(BatchRepository(records), DiskBlobs(folder / "files"), DiskLogs(folder / "results"), records)
+    stores = stores_in(folder, records)
     backend = ScriptedBackend(script or saying("hello world"))
     batches = BatchesConfig(**config)
     model = ModelCard("tiny", tokenizer_folder(), 256, (EOS,), created=1_700_000_000)
@@ -151,12 +140,12 @@ async def batch_gateway(
         config=GatewayConfig(),
         api_keys=api_keys,
         reply_to="unix:/nowhere",
-        desk=FilesApi(stores, batches),
+        files_api=FilesApi(stores, batches),
     )
     app = build_app(services)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        lines = ClusterLines(services)
-        served = BatchGateway(app, client, backend, records, stores, folder, batches, lines, max_in_flight)
+        runner = ClusterLineRunner(services)
+        served = BatchGateway(app, client, backend, records, stores, batches, runner, max_in_flight)
         if is_driven:
             served.start_driver()
         try:

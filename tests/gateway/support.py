@@ -1,4 +1,4 @@
-"""What the gateway's tests share: a small tokenizer, apps over scripts, and a reader of event streams."""
+"""Helpers of the gateway's tests: a small tokenizer, apps over scripts, and a reader of event streams."""
 
 import atexit
 import json
@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request
-from alignedserve.gateway.app import build_app, build_services
+from alignedserve.gateway.app import build_app
 from alignedserve.gateway.backend.scripted import Script, ScriptedBackend
 from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.services import Services
+from alignedserve.gateway.services import Services, build_services
 from alignedserve.runtime.model import tokenizer as ours
 
 EOS = 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from alignedserve.batches import driver
-from alignedserve.batches.interfaces import Change, Put
+from alignedserve.batches.interfaces import Change, SetValue
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import StorageError, StoreUnavailable
 from tests.gateway.batch_support import BatchGateway, batch_gateway, eventually
@@ -18,7 +18,7 @@ from tests.support.batch_samples import chat_lines
 async def test_a_validation_that_cannot_read_pauses_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "_BROKEN_S", 0.1)
+    monkeypatch.setattr(driver, "_RESTART_S", 0.1)
     async with batch_gateway(tmp_path, is_driven=False) as served:
         whole = served.stores.blobs.chunks
 
@@ -62,7 +62,7 @@ async def damage(served: BatchGateway, key: str) -> None:
     """As by a disk: Redis keeps no checksums of values."""
     [raw] = await served.records.read([key])
     assert raw is not None
-    await served.records.commit([Put(key, b"?" + raw[1:])], unchanged={})
+    await served.records.commit([SetValue(key, b"?" + raw[1:])], unchanged={})
 
 
 async def test_damaged_progress_is_added_up_anew_from_the_log(tmp_path: Path) -> None:

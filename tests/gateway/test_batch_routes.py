@@ -195,9 +195,9 @@ async def test_tries_count_across_drivers(tmp_path: Path) -> None:
     script = Failing(*[GenerationFailed("The request failed inside the cluster.")] * 9)
     async with batch_gateway(tmp_path, script, max_attempts=3) as served:
         batch = await served.submit(chat_line("only"))
-        for num_tries in (1, 2):
+        for num_attempts in (1, 2):
 
-            async def are_written(expected: int = num_tries) -> bool:
+            async def are_written(expected: int = num_attempts) -> bool:
                 log = tmp_path / "results" / f"{batch['id']}.log"
                 return log.exists() and log.read_bytes().count(b" 0 b 0 0 ") == expected
 
@@ -225,7 +225,7 @@ async def test_running_work_goes_on_while_the_store_is_away(tmp_path: Path) -> N
         uploaded = (await served.upload(chat_lines(3))).json()
         batch = await served.submit(chat_lines(40))
         await served.wait_for(batch["id"], "in_progress")
-        served.records.is_away = True
+        served.records.is_down = True
         refused = await served.create(uploaded["id"])
         assert error_of(refused, 503)["code"] == "storage_unavailable"
         assert refused.headers["retry-after"]
@@ -235,7 +235,7 @@ async def test_running_work_goes_on_while_the_store_is_away(tmp_path: Path) -> N
             return log.exists() and len(log.read_bytes().splitlines()) == 41
 
         await eventually(is_whole)
-        served.records.is_away = False
+        served.records.is_down = False
         done = await served.wait_for(batch["id"])
     assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
 
@@ -337,8 +337,8 @@ async def test_completions(tmp_path: Path) -> None:
 
 
 async def test_without_batches_the_routes_say_so(tmp_path: Path) -> None:
-    async with gateway() as served:
-        assert error_of(await served.client.get("/v1/batches"), 404)["code"] == "batches_disabled"
+    async with gateway() as without:
+        assert error_of(await without.client.get("/v1/batches"), 404)["code"] == "batches_disabled"
 
 
 async def test_metrics(tmp_path: Path) -> None:
@@ -353,6 +353,6 @@ async def test_metrics(tmp_path: Path) -> None:
         text = (await served.client.get("/metrics")).text
         assert 'alignedserve_batch_lines_total{state="completed"} 1.0' in text
         assert 'alignedserve_batch_tokens_total{kind="output"}' in text
-        served.records.is_away = True
+        served.records.is_down = True
         away = await served.client.get("/metrics")
     assert (away.status_code, "alignedserve_batch_lines_total" in away.text) == (200, False)

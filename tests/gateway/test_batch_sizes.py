@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from alignedserve.batches.input_file import read_input
-from alignedserve.batches.input_lines import Inspection
+from alignedserve.batches.input_file import InputFile
 from alignedserve.batches.records import Endpoint
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.cli.batch.input_check import as_text, check_file
@@ -70,12 +69,12 @@ async def peak_bytes(folder: Path, content: str) -> int:
     for number in range(2000):
         await writer.write(chat_line(f"line-{number}", content=content) + b"\n")
     await writer.commit()
-    inspection = Inspection(Endpoint.CHAT, ("tiny",), LIMITS.max_lines)
+    input_file = InputFile(record, blobs, LIMITS, ("tiny",))
     tracemalloc.start()
     try:
-        async for _ in read_input(blobs, record, inspection, LIMITS.max_line_bytes):
+        async for _ in input_file.scan():
             pass
-        assert (len(inspection.index), inspection.end()) == (2000, ())
+        assert (input_file.num_lines, input_file.problems()) == (2000, ())
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -11,8 +11,8 @@ import pytest
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import FinishReason, Request, SamplingParams, TokenLogprob
-from alignedserve.gateway.backend.cluster import ClusterBackend
-from alignedserve.gateway.backend.interface import Output, RequestStream
+from alignedserve.gateway.backend.cluster import ClusterBackend, ClusterLinks
+from alignedserve.gateway.backend.interface import GeneratedTokens, RequestStream
 from alignedserve.gateway.errors import GenerationError, GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
 from alignedserve.messages.fields import FailureKind
 from alignedserve.messages.gateways import (
@@ -96,10 +96,8 @@ async def cluster(folder: Path, **config: float) -> AsyncIterator[Cluster]:
     await router.listen(router_at)
     identity = Identity(Role.GATEWAY, "gateway-0", SECRET)
     backend = ClusterBackend(
-        identity=identity,
-        router_address=router_at,
-        own_address=gateway_at,
-        config=GatewayConfig(**config),  # type: ignore[arg-type]
+        ClusterLinks(identity, router_at, gateway_at),
+        GatewayConfig(**config),  # type: ignore[arg-type]
     )
     await backend.start()
     made = Cluster(backend, router, worker, heard, gateway_at, router_at)
@@ -114,7 +112,7 @@ async def cluster(folder: Path, **config: float) -> AsyncIterator[Cluster]:
         await worker.close()
 
 
-async def read(stream: RequestStream) -> tuple[list[int], FinishReason | None, list[Output]]:
+async def read(stream: RequestStream) -> tuple[list[int], FinishReason | None, list[GeneratedTokens]]:
     async with asyncio.timeout(5):
         outputs = [output async for output in stream]
     return [token for output in outputs for token in output.token_ids], outputs[-1].finish_reason, outputs
@@ -150,7 +148,7 @@ async def test_order_repeats_and_gaps(tmp_path: Path) -> None:
         made.emit(1, 12, 13)  # overlaps
         made.emit(0, 11, 12, 13)  # a repeat
         made.emit(2, 13, end=False)
-        made.emit(0, 99, name="somebody else")
+        made.emit(0, 99, name="another worker")
         first = await anext(stream)
         tokens = list(first.token_ids)
         made.emit(2, 13, 14)
@@ -186,7 +184,7 @@ async def test_prompt_scores_come_first_and_in_order(tmp_path: Path) -> None:
             scored = PromptScored(RequestId("r"), position, (TokenLogprob(position, -1.0),))
             made.worker.send_to(made.gateway_address, scored)
         token_ids, reason, outputs = await read(stream)
-        assert [score.token_id for score in outputs[0].prompt_scores] == [1, 2]
+        assert [score.token_id for score in outputs[0].prompt_logprobs] == [1, 2]
         assert (token_ids, reason) == ([11], FinishReason.STOP)
 
 

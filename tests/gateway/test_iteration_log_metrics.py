@@ -6,7 +6,7 @@ from alignedserve.gateway.backend.scripted import IDLE_STATUS
 from tests.gateway.support import gateway
 from tests.support.samples import TOTALS
 
-BUSY = msgspec.structs.replace(IDLE_STATUS, ledger=TOTALS)
+BUSY = msgspec.structs.replace(IDLE_STATUS, iteration_log=TOTALS)
 
 
 async def scraped() -> list[str]:

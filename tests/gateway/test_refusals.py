@@ -231,7 +231,7 @@ async def test_a_failure_after_the_first_token_is_an_event() -> None:
     async with gateway(script) as served:
         response = await served.chat(stream=True)
         assert (await served.chat()).status_code == 503
-        assert served.services.capacity.num_open == 0
+        assert served.services.limiter.num_open == 0
     assert response.status_code == 200
     assert '"content":"the"' in response.text
     last = 'data: {"error":{"message":"a worker was lost","type":"server_error","param":null,"code":"unavailable"}}\n\n'
@@ -307,5 +307,5 @@ async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyP
     scope |= {"headers": [(b"content-type", b"application/json")]}
     async with gateway(saying("the quick brown fox", token_delay_s=0.05)) as served, asyncio.timeout(5):
         await served.app(scope, receive, send)
-        assert served.services.capacity.num_open == 0
+        assert served.services.limiter.num_open == 0
     assert sent == ["http.response.start", "http.response.body"]

@@ -14,10 +14,11 @@ import pytest
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound
 from alignedserve.core.request import FinishReason
+from alignedserve.gateway.backend.cluster import ClusterLinks
 from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script, ScriptedBackend
 from alignedserve.gateway.errors import Overloaded, Unavailable
 from alignedserve.gateway.model_card import ModelCard
-from alignedserve.gateway.server import GatewayLinks, GatewayServer, HttpServer, bind
+from alignedserve.gateway.server import GatewayServer, HttpServer, bind
 from alignedserve.messages.gateways import SubmitRequest, TokenDelta, TokensEmitted
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import RouterInbound
@@ -168,7 +169,7 @@ async def test_a_whole_gateway(tmp_path: Path, unused_tcp_port: int) -> None:
     await cluster.router.listen(f"unix:{tmp_path}/router.sock")
     identity = Identity(Role.GATEWAY, "gateway-0", SECRET)
     server = GatewayServer(
-        links=GatewayLinks(identity, f"unix:{tmp_path}/router.sock", f"unix:{tmp_path}/gateway.sock"),
+        links=ClusterLinks(identity, f"unix:{tmp_path}/router.sock", f"unix:{tmp_path}/gateway.sock"),
         model=ModelCard("tiny", tokenizer_folder(), 256, (EOS,)),
         config=GatewayConfig(port=unused_tcp_port),
     )
@@ -191,7 +192,7 @@ async def test_a_whole_gateway(tmp_path: Path, unused_tcp_port: int) -> None:
 
 
 async def test_a_gateway_that_cannot_start_leaves_nothing(tmp_path: Path, unused_tcp_port: int) -> None:
-    links = GatewayLinks(Identity(Role.GATEWAY, "g", SECRET), f"unix:{tmp_path}/r.sock", f"unix:{tmp_path}/g.sock")
+    links = ClusterLinks(Identity(Role.GATEWAY, "g", SECRET), f"unix:{tmp_path}/r.sock", f"unix:{tmp_path}/g.sock")
     config = GatewayConfig(port=unused_tcp_port)
     with pytest.raises(ModelNotFound):
         await GatewayServer(links=links, model=ModelCard("m", tmp_path, 16), config=config).start()

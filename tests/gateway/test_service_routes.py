@@ -52,12 +52,12 @@ def test_a_quota_refills() -> None:
     now = [0.0]
     gate = ApiKeys((), requests_per_minute=60, clock=lambda: now[0])
     for _ in range(60):
-        gate.spend(0)
+        gate.count_request(0)
     with pytest.raises(QuotaExceeded) as caught:
-        gate.spend(0)
+        gate.count_request(0)
     assert caught.value.retry_after_s == pytest.approx(1.0)
     now[0] = 1.0
-    gate.spend(0)
+    gate.count_request(0)
 
 
 async def test_ready_only_after_a_token_came_through() -> None:
@@ -67,7 +67,7 @@ async def test_ready_only_after_a_token_came_through() -> None:
         return Script((), failure=failures.pop()) if failures else Script((5, EOS))
 
     async with gateway(script) as served:
-        canary = asyncio.create_task(served.services.canary.run(pause_s=0.01))
+        canary = asyncio.create_task(served.services.readiness_probe.run(pause_s=0.01))
         answers: list[httpx.Response] = []
         while not answers or answers[-1].status_code != 200:
             answers.append(await served.client.get("/ready"))

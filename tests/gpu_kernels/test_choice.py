@@ -12,12 +12,11 @@ from torch import Tensor
 
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import TRITON
-from alignedserve.runtime.engine.cuda_graphs import repeat
 from kernels import gpu_dispatch as gpu_choice
 from kernels.activation import ACTIVATIONS, Gated, gated
 from kernels.norm import RmsNorm, rms_norm
 from tests.support.marks import slow
-from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, capture_nothing, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
 triton = pytest.importorskip("triton")
@@ -100,7 +99,7 @@ def test_an_engine_draws_the_same_tokens_by_the_kernels(tmp_path: Path, monkeypa
 @pytest.mark.usefixtures("wanted")
 def test_what_draws_tokens_is_compiled_before_the_first(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "llama")
-    tiny = TinyEngine(tiny_decoder(tmp_path), attention=TRITON, capture=repeat, max_sequences=2)
+    tiny = TinyEngine(tiny_decoder(tmp_path), attention=TRITON, capture=capture_nothing, max_sequences=2)
     assert "token_sampling (torch.float32)" not in gpu_choice._known
     tiny.engine.record_graphs()
     assert gpu_choice._known["token_sampling (torch.float32)"]

@@ -13,11 +13,18 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.device.streams import CheckedEvent, CheckedStream, CheckedStreams
-from alignedserve.runtime.engine.cuda_graphs import graph_sizes, repeat
+from alignedserve.runtime.engine.cuda_graphs import graph_sizes
 from alignedserve.runtime.engine.decoder import Decoder
 from kernels import gpu_dispatch as gpu_choice
 from tests.support.marks import slow
-from tests.support.tiny_engines import GREEDY, TinyEngine, random_tokens, reference_generation, tiny_decoder
+from tests.support.tiny_engines import (
+    GREEDY,
+    TinyEngine,
+    capture_nothing,
+    random_tokens,
+    reference_generation,
+    tiny_decoder,
+)
 from tests.support.tiny_models import make_tiny_model
 
 pytest.importorskip("triton")
@@ -49,7 +56,9 @@ def decoder(folder: Path, reference: Any, device: torch.device) -> Decoder:
 
 def engine(decoder: Decoder, **options: Any) -> TinyEngine:
     """A GPU records graphs; elsewhere what would be recorded is done again."""
-    return TinyEngine(decoder, attention=TRITON, capture=None if decoder.device.type == "cuda" else repeat, **options)
+    return TinyEngine(
+        decoder, attention=TRITON, capture=None if decoder.device.type == "cuda" else capture_nothing, **options
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", *slow("mistral_window")])
@@ -207,7 +216,7 @@ def test_hidden_caches_beside_keys_and_values(tmp_path: Path, monkeypatch: pytes
     decoder = tiny_decoder(tmp_path)
     monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
     streams = CountedStreams()
-    tiny = TinyEngine(decoder, attention=TRITON, capture=repeat, streams=streams, has_hidden_cache=True)
+    tiny = TinyEngine(decoder, attention=TRITON, capture=capture_nothing, streams=streams, has_hidden_cache=True)
     tiny.add("a", random_tokens(3, 11), block_tokens=8)
     tiny.add("b", random_tokens(4, 5))
     for slices in ({"a": 4, "b": 5}, {"a": 7}, {"a": 1, "b": 1}, {"b": 1}, {"b": 1, "a": 1}, {"a": 1}):
@@ -228,7 +237,7 @@ def test_the_host_waits_once_in_a_step_and_reads_nothing_before(
 ) -> None:
     monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
     streams = CountedStreams()
-    tiny = TinyEngine(decoder, attention=TRITON, capture=repeat, streams=streams)
+    tiny = TinyEngine(decoder, attention=TRITON, capture=capture_nothing, streams=streams)
     for name, sampling in (("a", GREEDY), ("b", SEEDED), ("c", FILTERED), ("d", CHANGED)):
         tiny.add(name, random_tokens(3, 5), sampling)
     prompts, mixed = {"a": 3, "b": 5, "c": 5, "d": 5}, {"a": 2, "b": 1, "c": 1}

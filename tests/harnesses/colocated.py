@@ -15,8 +15,7 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, WorkerLoad
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy, WorkerView
 from alignedserve.scheduling.worker_state import Scheduler
-from decode_worker.colocated.logic import ColocatedCommand
-from decode_worker.factory import make_colocated_logic
+from decode_worker.colocated.logic import ColocatedCommand, ColocatedLogic
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import REPLY_TO, ROUTER, blocks, request, worker
 
@@ -34,7 +33,7 @@ class ColocatedHarness:
         self.script = Script()
         self.registered = worker(num_blocks=num_blocks, can_prefill=True, max_running_requests=16)
         limits = IterationLimits(max_running_requests=4, max_tokens=10)
-        self.logic = make_colocated_logic(
+        self.logic = ColocatedLogic(
             registered=self.registered,
             memory=DeviceMemory(num_blocks, num_blocks, 4, host_tokens, **memory),
             scheduler=Scheduler(policy or self.script, EasyCosts(), limits),

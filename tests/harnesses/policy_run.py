@@ -12,7 +12,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPlan, IterationPolicy, WorkerView
-from alignedserve.scheduling.worker_state import WorkerState, work_of
+from alignedserve.scheduling.worker_state import WorkerState
 from tests.harnesses.scheduling import EasyCosts, assert_sound, request_of
 
 
@@ -74,7 +74,8 @@ class PolicyRun:
         assert_sound(view, plan)
         if not plan.shares:
             return False
-        duration_s = self.costs.iteration_s(work_of(view.table, plan, view.memory))
+        self.state.begin(plan)
+        duration_s = self.costs.iteration_s(self.state.work)
         self._note_waits(plan)
         for part in plan.evictions:
             self.state.evict(part, self.now)
@@ -86,8 +87,7 @@ class PolicyRun:
         self.now += duration_s
         self.num_iterations += 1
         rows = np.array([share.row for share in plan.shares])
-        num_tokens = np.array([share.num_tokens for share in plan.shares])
-        has_sampled = self.state.completed(rows, num_tokens, now=self.now, duration_s=duration_s)
+        has_sampled = self.state.completed(now=self.now, duration_s=duration_s)
         for request_id in [view.table.request_ids[row] for row in rows[has_sampled]]:
             self.courses[str(request_id)].token_times_s.append(self.now)
             self._left[request_id] -= 1

@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 from alignedserve.batches import driver as driver_module
 from alignedserve.batches import run as run_module
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.interfaces import ClusterTotals, LineAnswer, LineBroken, LineCall, LineNotTaken
+from alignedserve.batches.interfaces import ClusterTotals, LineFailed, LineRejected, LineRequest, LineResponse
+from alignedserve.batches.location import stores_in
 from alignedserve.batches.log import disk_log
-from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.batches.records import BatchStatus, Progress, ResultKind
-from alignedserve.batches.repository import BatchRepository, BatchSnapshot
-from alignedserve.batches.run import Limits, Rooms
+from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.stores.disk import write_all
-from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.batches.stores.memory_records import MemoryRecords
+from alignedserve.config.sections import BatchesConfig
 from tests.support.batch_samples import BATCH, INPUT, batch_record, chat_line, file_record
 
 NUM_LINES = 40
@@ -35,9 +34,9 @@ STEPS = st.lists(st.tuples(st.sampled_from(TROUBLES), st.integers(0, 300)), max_
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_LOOK_S", "_SAVE_S", "_FULL_S", "_FEED_S", "_BROKEN_S", "_LOCK_S", "_WRITE_S"):
+    for name in ("_POLL_S", "_SAVE_S", "_FULL_S", "_START_S", "_RESTART_S", "_LOCK_S", "_WRITE_S"):
         monkeypatch.setattr(driver_module, name, 0.002)
-    for name in ("_LOOK_S", "_STORE_RETRY_S"):
+    for name in ("_POLL_S", "_STORE_RETRY_S"):
         monkeypatch.setattr(run_module, name, 0.002)
     monkeypatch.setattr("alignedserve.batches.line_tracker._FIRST_PAUSE_S", 0.002)
     monkeypatch.setattr(os, "fdatasync", lambda _: None)
@@ -49,13 +48,13 @@ class Echo:
     def __init__(self) -> None:
         self.trouble: str | None = None
 
-    async def run(self, call: LineCall) -> LineAnswer:
+    async def run(self, call: LineRequest) -> LineResponse:
         await asyncio.sleep(0.001)
         if self.trouble == "broken":
-            raise LineBroken("broken")
+            raise LineFailed("broken")
         if self.trouble == "refused":
-            raise LineNotTaken("refused", retry_after_s=0.002)
-        return LineAnswer(200, json.dumps({"said": call.body["messages"][0]["content"]}).encode(), 3, 2)
+            raise LineRejected("refused", retry_after_s=0.002)
+        return LineResponse(200, json.dumps({"said": call.body["messages"][0]["content"]}).encode(), 3, 2)
 
     def cluster_totals(self) -> ClusterTotals | None:
         return None
@@ -68,27 +67,27 @@ class World:
         self.folder = folder
         self.records = MemoryRecords()
         self.runner = Echo()
-        self.logs = DiskLogs(folder / "results")
-        self.rooms = Rooms(BatchRepository(self.records), DiskBlobs(folder / "files"), self.logs, self.runner)
+        self.stores = stores_in(folder, self.records)
         self.is_full = False
         self._driving: asyncio.Task[None] | None = None
 
     async def submit(self) -> None:
         content = b"".join(chat_line(f"c{number}", content=f"w{number}") + b"\n" for number in range(NUM_LINES))
-        writer = await self.rooms.blobs.begin(INPUT)
+        writer = await self.stores.blobs.begin(INPUT)
         await writer.write(content)
         await writer.commit()
         source = file_record(num_bytes=len(content), num_lines=NUM_LINES)
-        await self.rooms.book.add_file(source, fits=lambda _: True)
+        await self.stores.repository.add_file(source, fits=lambda _: True)
         now = time.time()
         sizes = {"input_bytes": len(content), "input_lines": NUM_LINES}
         record = batch_record(created_s=now, expires_s=now + 3600.0, **sizes)
-        assert await self.rooms.book.add_batch(BatchSnapshot(record, Progress()), source, again=None, again_s=0.0)
+        assert await self.stores.repository.add_batch(
+            BatchSnapshot(record, Progress()), source, idempotency_key=None, key_lifetime_s=0.0
+        )
 
     def start(self) -> None:
-        limits = Limits(("tiny",), 1000, 1 << 20, max_attempts=10_000, assumed_tokens_per_s=500.0, file_lifetime_s=1e6)
-        lock_path = self.folder / "driver.lock"
-        one = BatchDriver(rooms=self.rooms, limits=limits, max_in_flight=6, lock_path=lock_path)
+        config = BatchesConfig(max_lines=1000, max_line_bytes=1 << 20, max_attempts=10_000, file_lifetime_s=1e6)
+        one = BatchDriver(stores=self.stores, runner=self.runner, config=config, models=("tiny",), max_in_flight=6)
         self._driving = asyncio.create_task(one.run())
 
     async def crash(self) -> None:
@@ -112,7 +111,7 @@ class World:
             if trouble == "torn":
                 self.tear(amount)
             self.start()
-        self.records.is_away, self.is_full = trouble == "store", trouble == "disk"
+        self.records.is_down, self.is_full = trouble == "store", trouble == "disk"
         self.runner.trouble = trouble
         await asyncio.sleep(amount / 10_000)
 
@@ -128,14 +127,14 @@ class World:
         await self.suffer(("nothing", 0))
         async with asyncio.timeout(20):
             while True:
-                sight = await self.rooms.book.batch(BATCH)
-                assert sight is not None
-                if sight.record.is_over:
-                    return sight
+                snapshot = await self.stores.repository.batch(BATCH)
+                assert snapshot is not None
+                if snapshot.record.is_over:
+                    return snapshot
                 await asyncio.sleep(0.002)
 
     def said(self, log_bytes: int) -> list[tuple[str, str]]:
-        chunks = self.logs.lines(BATCH, ResultKind.OUTPUT, log_bytes)
+        chunks = self.stores.logs.lines(BATCH, ResultKind.OUTPUT, log_bytes)
         lines = [json.loads(line) for line in b"".join(chunks).splitlines()]
         return [(line["custom_id"], line["response"]["body"]["said"]) for line in lines]
 
@@ -147,10 +146,10 @@ async def survive(folder: Path, steps: list[Step]) -> None:
         world.start()
         for step in steps:
             await world.suffer(step)
-        sight = await world.end()
+        snapshot = await world.end()
         await world.crash()
-    assert sight.record.status is BatchStatus.COMPLETED
-    assert sorted(world.said(sight.progress.log_bytes)) == sorted(
+    assert snapshot.record.status is BatchStatus.COMPLETED
+    assert sorted(world.said(snapshot.progress.log_bytes)) == sorted(
         (f"c{number}", f"w{number}") for number in range(NUM_LINES)
     )
 

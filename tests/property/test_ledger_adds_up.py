@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
+from alignedserve.worker_core.iteration_log import IterationLog, totals_of
 from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.iteration_log.iteration_log import IterationLog, totals_of
 from decode_worker.logic import DecodeLogic
 from decode_worker.state import RunningRequest
 from tests.property.test_every_request_ends_once import SHAPES, make_requests
@@ -27,24 +27,24 @@ def iterations(draw: st.DrawFn) -> list[tuple[float, ...]]:
 
 @given(iterations(), st.floats(0.0, 1e6))
 def test_the_parts_add_up(times: list[tuple[float, ...]], now: float) -> None:
-    ledger = IterationLog()
-    ledger.take_totals(now)
+    iteration_log = IterationLog()
+    iteration_log.take_totals(now)
     began = now
     for idle, arrival, grant, way_there, prepare, forward, sampling, way_back in times:
         now += idle
         member = RunningRequest(request(arrival_s=now - arrival), 1, [], [], 3, granted_s=now - grant)
-        ledger.iteration_started(now, [member], has_changed=True)
+        iteration_log.iteration_started(now, [member], has_changed=True)
         started = now + way_there
         finished = started + prepare + forward + sampling
         now = finished + way_back
-        ledger.iteration_completed(
+        iteration_log.iteration_completed(
             now, IterationCompleted((), times=IterationTimes(started, finished, prepare, forward, sampling))
         )
-        record = ledger.records()[-1]
+        record = iteration_log.records()[-1]
         assert record.parts_s == pytest.approx(record.wall_s, rel=1e-6, abs=1e-6)
         assert min(record.nothing_to_do_s, record.waiting_for_prefill_s, record.prefetch_not_ready_s) >= 0.0
         assert record.turnaround_s >= 0.0
-    assert totals_of(ledger.records()).wall_s == pytest.approx(now - began, abs=1e-6)
+    assert totals_of(iteration_log.records()).wall_s == pytest.approx(now - began, abs=1e-6)
 
 
 class Inspected(LogicCluster):
@@ -62,7 +62,7 @@ class Inspected(LogicCluster):
             else:
                 following = logic._batch._additions  # who enters with the next iteration
                 lengths = [one.context_len for one in logic._batch if one.request.request_id not in following]
-            shape = logic.ledger._shape
+            shape = logic.iteration_log._shape
             assert (shape.size, shape.sum) == (len(lengths), sum(lengths))
             assert (shape.shortest, shape.longest) == (min(lengths), max(lengths))
             self.num_inspected += 1
@@ -81,4 +81,4 @@ def test_the_shape_is_that_of_the_running_requests_whatever_happens(shape: objec
             cluster.abort(asked.request_id)
     cluster.run()
     assert cluster.num_inspected > 50
-    assert cluster.status().ledger.num_iterations > 50
+    assert cluster.status().iteration_log.num_iterations > 50

@@ -96,9 +96,9 @@ class RecordedCluster(LogicCluster):
         }
         if is_prefill:
             prefill = PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10)
-            return partial(prefill_factory.make_live_logic, config=prefill, **common)
+            return partial(prefill_factory.make_logic, config=prefill, **common)
         decode = DecodeWorkerConfig(max_running_requests=shape.max_running_requests, max_num_batched_tokens=12)
-        return partial(decode_factory.make_live_logic, config=decode, batching=batching, **common)
+        return partial(decode_factory.make_logic, config=decode, batching=batching, **common)
 
 
 def random_run(config: RecordingConfig, seed: int, num_requests: int = 40, **changes: Any) -> None:
@@ -146,14 +146,14 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
     common: dict[str, Any] = {
         "registered": logic._registered,
         "scheduling": cluster.scheduling,
-        "eos_token_ids": logic._eos_token_ids,
+        "eos_token_ids": logic._iterations._eos_token_ids,
     }
     if role is Role.PREFILL_WORKER:
-        return partial(prefill_factory.make_live_logic, config=cluster.prefill, **common)
+        return partial(prefill_factory.make_logic, config=cluster.prefill, **common)
     if config.is_colocated:
-        make = decode_factory.make_live_colocated_logic
+        make = decode_factory.make_colocated_logic
         return partial(make, memory=config.colocated_memory, config=cluster.decode, **common)
-    return partial(decode_factory.make_live_logic, config=cluster.decode, batching=cluster.batching, **common)
+    return partial(decode_factory.make_logic, config=cluster.decode, batching=cluster.batching, **common)
 
 
 def replays(folder: Path) -> list[ComponentReplay]:

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from alignedserve.cli.commands.replay import ReplayOptions, parse_outstanding, replay
+from alignedserve.cli.commands.options import ReplayOptions
+from alignedserve.cli.commands.replay import parse_outstanding, replay
 from alignedserve.config.sections import RecordingConfig
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.messages.recording import RUN_FILE, RunMetadata
@@ -61,16 +62,16 @@ def test_a_difference_is_shown_and_makes_the_exit_code(
 ) -> None:
     random_run(RecordingConfig(folder=str(tmp_path), commands=True), 0, num_requests=5)
     monkeypatch.setattr(DecodeLogic, "on_event", lambda self, event, now: [])
-    assert replay(ReplayOptions(tmp_path, room="decode-0")) == 1
+    assert replay(ReplayOptions(tmp_path, component="decode-0")) == 1
     output = capsys.readouterr().out
     assert "differs after" in output
     assert "WorkerRegistered" in output
 
 
-def test_an_unknown_room_lists_those_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_component_lists_those_that_there_are(tmp_path: Path) -> None:
     random_run(RecordingConfig(folder=str(tmp_path)), 0, num_requests=1)
-    with pytest.raises(ConfigError, match="--room gateway-0: recorded are decode-0, decode-1, pool-0"):
-        replay(ReplayOptions(tmp_path, room="gateway-0"))
+    with pytest.raises(ConfigError, match="--component gateway-0: recorded are decode-0, decode-1, pool-0"):
+        replay(ReplayOptions(tmp_path, component="gateway-0"))
 
 
 def test_a_run_without_its_file_has_decisions_but_no_simulation(tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ def test_both_use_that_file() -> None:
     live = [
         (router.service, router.factory, "make_logic"),
         (kvpool.service, kvpool.factory, "make_logic"),
-        (prefill_worker.actor, prefill_worker.factory, "make_live_logic"),
-        (decode_worker.actor, decode_worker.factory, "make_live_logic"),
-        (decode_worker.actor, decode_worker.factory, "make_live_colocated_logic"),
+        (prefill_worker.actor, prefill_worker.factory, "make_logic"),
+        (decode_worker.actor, decode_worker.factory, "make_logic"),
+        (decode_worker.actor, decode_worker.factory, "make_colocated_logic"),
     ]
     assert all(vars(user)[name] is vars(factory)[name] for user, factory, name in live)
     assemblies = [vars(simulation)[f"{component}_factory"] for component in ("router", "pool", "prefill", "decode")]

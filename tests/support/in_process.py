@@ -154,7 +154,7 @@ class RoomCluster:
         process_spec = self._process_spec(Role.PREFILL_WORKER, name)
         self.engines[name] = engine
         make = partial(
-            prefill_factory.make_live_logic,
+            prefill_factory.make_logic,
             registered=self._registered(engine, section.max_running_requests, can_prefill=True, can_decode=False),
             config=section,
             scheduling=self.config.scheduling,
@@ -179,7 +179,7 @@ class RoomCluster:
         engine = self._engine(section.kv_cache_bytes, section.max_running_requests)
         self.engines[name] = engine
         make = partial(
-            decode_factory.make_live_logic,
+            decode_factory.make_logic,
             registered=self._registered(engine, section.max_running_requests, can_prefill=False, can_decode=True),
             config=section,
             batching=self.config.batching,
@@ -208,7 +208,7 @@ class RoomCluster:
             hidden_block_tokens=block_tokens,
         )
         make = partial(
-            decode_factory.make_live_colocated_logic,
+            decode_factory.make_colocated_logic,
             registered=self._registered(engine, max_held(section), can_prefill=True, can_decode=True),
             memory=memory_of(section, engine.layout, num_blocks=engine.num_blocks, hidden_block_tokens=block_tokens),
             config=section,
@@ -220,12 +220,12 @@ class RoomCluster:
         await worker.start(router_at=self.book.of(ROUTER))
         self.rooms[name] = worker
 
-    def ledger_path(self, name: str) -> Path:
-        return self.arena_path.with_name(f"{name}.ledger.jsonl")
+    def iteration_log_path(self, name: str) -> Path:
+        return self.arena_path.with_name(f"{name}.iterations.jsonl")
 
     def num_buffer_blocks_used(self) -> int:
         """Of all decode workers, in all prefill workers' memory."""
-        logics = [room._room._logic for room in self.rooms.values() if isinstance(room, DecodeWorker)]
+        logics = [one._driver._logic for one in self.rooms.values() if isinstance(one, DecodeWorker)]
         return sum(logic._candidates.space.num_used for logic in logics if isinstance(logic, DecodeLogic))
 
     def files_in_memory(self) -> list[Path]:

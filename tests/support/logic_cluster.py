@@ -45,7 +45,6 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.scheduling.factory import make_decode_iteration_scheduler, make_iteration_scheduler, make_scheduler
 from alignedserve.scheduling.policy import DeviceMemory
 from decode_worker import factory as decode_factory
 from decode_worker.colocated.logic import ColocatedLogic
@@ -135,7 +134,7 @@ class Shape:
     scheduling: str = "fcfs"  # policy of colocated workers
     settings: tuple[tuple[str, str], ...] = ()  # of that policy
     host_tokens: int = 0
-    paced_by: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))  # disaggregated
+    scheduled_by: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))  # disaggregated
     refuse: float = 0.0
 
     @property
@@ -296,23 +295,23 @@ class LogicCluster:
 
     def _make_prefill(self) -> PrefillLogic:
         config = PrefillWorkerConfig(max_running_requests=4, max_num_batched_tokens=10)
-        limits = prefill_factory.iteration_limits(config)
         return prefill_factory.make_logic(
             registered=self._registered(self.shape.max_running_requests, can_prefill=True, can_decode=False),
             config=config,
-            pacing=make_iteration_scheduler(self.shape.paced_by, limits, EasyCosts()),
+            scheduling=self.shape.scheduled_by,
             eos_token_ids=frozenset({EOS}),
+            costs=EasyCosts(),
         )
 
     def _make_decode(self) -> DecodeLogic:
         config = self.shape.decode
         return decode_factory.make_logic(
             registered=self._registered(config.max_running_requests, can_prefill=False, can_decode=True),
-            limits=decode_factory.limits_of(config, self.shape.batching, num_blocks=self.shape.worker_blocks),
-            pacing=make_decode_iteration_scheduler(
-                self.shape.paced_by, decode_factory.iteration_limits(config), EasyCosts()
-            ),
+            config=config,
+            batching=self.shape.batching,
+            scheduling=self.shape.scheduled_by,
             eos_token_ids=frozenset({EOS}),
+            costs=EasyCosts(),
         )
 
     def _make_colocated(self) -> ColocatedLogic:
@@ -321,8 +320,10 @@ class LogicCluster:
         return decode_factory.make_colocated_logic(
             registered=self._registered(decode_factory.max_held(config), can_prefill=True, can_decode=True),
             memory=DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens),
-            scheduler=make_scheduler(scheduling, decode_factory.iteration_limits(config), EasyCosts()),
+            config=config,
+            scheduling=scheduling,
             eos_token_ids=frozenset({EOS}),
+            costs=EasyCosts(),
         )
 
     def _registered(self, max_running_requests: int, *, can_prefill: bool, can_decode: bool) -> WorkerRegistered:

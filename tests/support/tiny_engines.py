@@ -1,7 +1,7 @@
 """Engines over tiny checkpoints, for tests: block tables in shuffled order, unused slots poisoned with NaN."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,12 @@ def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE, *, has_scra
         storage.layer_keys(layer).fill_(float("nan"))
         storage.layer_values(layer).fill_(float("nan"))
     return storage
+
+
+def capture_nothing(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A Capture that records nothing: for devices without graphs."""
+    work()
+    return work
 
 
 class TinyEngine:
@@ -102,9 +108,15 @@ class TinyEngine:
     def tokens(self, name: str) -> list[int]:
         return list(self.engine.token_ids(RequestId(name)))
 
+    def num_known(self, name: str) -> int:
+        return int(self.engine._table.num_tokens[self.engine._table.row(RequestId(name))])
+
+    def num_computed(self, name: str) -> int:
+        return int(self.engine._table.num_computed[self.engine._table.row(RequestId(name))])
+
     def generate(self, name: str, num_tokens: int, *companions: str) -> list[SampledToken]:
         """Compute what is known, then decode; companions decode along. The tokens of `name`."""
-        known = self.engine.num_tokens(RequestId(name)) - self.engine.num_computed(RequestId(name))
+        known = self.num_known(name) - self.num_computed(name)
         outputs = [self.step(**{name: known}, **dict.fromkeys(companions, 1))]
         outputs += [self.step(**dict.fromkeys((*companions, name), 1)) for _ in range(num_tokens - 1)]
         return [token for output in outputs for token in output.sampled if token.request_id == name]

@@ -1,10 +1,11 @@
 """Result logs as files: one writer, any number of readers.
 
-The writer holds a lock on the file that the system frees when the process ends, however it ends: there are never two.
-Opening repairs: an end that does not verify is what a dead writer was writing, and is cut off; a damaged record in the
-middle (a bad disk) is left out of a rewritten file, and its line runs again.
+The writer locks the file; the system frees the lock when the process ends, however it ends. Opening repairs the log: a
+partial record at the end, left by a writer that died, is cut off; a damaged record in the middle (a bad disk) is left
+out of a rewritten file, and its line runs again.
 """
 
+import asyncio
 import fcntl
 import os
 import threading
@@ -15,8 +16,16 @@ from pathlib import Path
 
 import orjson
 
-from alignedserve.batches.log.log_format import VERSION, LineEnd, LogTotals, ResultRecord, decoded, encoded, head
-from alignedserve.batches.log.log_reader import LogSide, Marks, side_of_log
+from alignedserve.batches.log.log_format import (
+    VERSION,
+    LineOutcome,
+    LogTotals,
+    ResultRecord,
+    decode_record,
+    encode_record,
+    head_record,
+)
+from alignedserve.batches.log.log_reader import LogView, OffsetIndex, read_view
 from alignedserve.batches.records import BatchKey, ResultKind, parsed_batch_key
 from alignedserve.batches.stores.disk import disk_errors, sync_folder, write_all
 from alignedserve.core.errors import StorageDamaged, StorageError
@@ -25,11 +34,11 @@ _SUFFIX = ".log"
 
 
 @dataclass(slots=True)
-class Recovered:
-    """What a log held when it was opened."""
+class RecoveredLog:
+    """Content of a log when it was opened."""
 
     settled: list[int] = field(default_factory=list)  # lines with a terminal record
-    num_tries: Counter[int] = field(default_factory=Counter)  # by line, that came to nothing
+    num_attempts: Counter[int] = field(default_factory=Counter)  # failed ones, by line
     totals: LogTotals = field(default_factory=LogTotals)
     num_dropped: int = 0  # records that did not verify
 
@@ -39,30 +48,39 @@ class DiskLogs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._marks = Marks()
+        self._index = OffsetIndex()
         with disk_errors("result logs"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def open(self, batch_id: BatchKey, num_lines: int) -> "tuple[DiskLog, Recovered]":
-        """Become the one writer of this batch's log, making it where there is none. Raises StorageError where another
-        process is its writer, StorageFull."""
+    def open(self, batch_id: BatchKey, num_lines: int) -> "tuple[DiskLog, RecoveredLog]":
+        """Open the log for writing and repair it; create a missing one. Raises StorageFull, or StorageError if another
+        process is writing it."""
         with disk_errors("a result log"):
             return _open(self._path(batch_id), batch_id, num_lines)
 
+    async def open_in_thread(self, batch_id: BatchKey, num_lines: int) -> "tuple[DiskLog, RecoveredLog]":
+        """Call `open` off the event loop. When cancelled, it closes the log as soon as the thread has opened it."""
+        opening = asyncio.ensure_future(asyncio.to_thread(self.open, batch_id, num_lines))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_opened)
+            raise
+
     def lines(self, batch_id: BatchKey, kind: ResultKind, log_bytes: int, start: int = 0) -> Iterator[bytes]:
-        """One side of the log's first `log_bytes`, in the order in which lines ended, from its byte `start` on. Raises
-        StorageDamaged at what does not verify, after everything before it. Every chunk is a read: use a thread."""
+        """Yield one result file, from its byte `start` on, as the log's first `log_bytes` show it. Raises
+        StorageDamaged at a damaged record, after everything before it. Every chunk blocks for a read: use a thread."""
         with disk_errors("a result log"):
             try:
                 file = self._path(batch_id).open("rb")
             except FileNotFoundError:
                 return
             with file:
-                side = LogSide(batch_id, kind, os.fstat(file.fileno()).st_ino)
-                yield from side_of_log(file, side, self._marks, start=start, log_bytes=log_bytes)
+                view = LogView(batch_id, kind, os.fstat(file.fileno()).st_ino)
+                yield from read_view(file, view, self._index, start=start, log_bytes=log_bytes)
 
     def remove(self, batch_id: BatchKey) -> None:
-        """Forget a batch's results; may be repeated."""
+        """Delete a batch's log; may be repeated."""
         with disk_errors("a result log"):
             self._path(batch_id).unlink(missing_ok=True)
 
@@ -72,7 +90,7 @@ class DiskLogs:
 
 
 class DiskLog:
-    """The writer's end. Calls block for a disk write: use it from a thread. One call at a time."""
+    """A log that is open for writing. Calls block for a disk write: use a thread. One call at a time."""
 
     def __init__(self, file_descriptor: int, num_bytes: int) -> None:
         self._file: int | None = file_descriptor
@@ -80,8 +98,8 @@ class DiskLog:
         self.num_bytes = num_bytes  # durable
 
     def append(self, records: Sequence[ResultRecord]) -> None:
-        """Add records, durable when this returns. Raises StorageError, StorageFull: then none of them is there."""
-        content = b"".join(encoded(record) for record in records)
+        """Append records, durable when this returns. Raises StorageError, StorageFull: then none was appended."""
+        content = b"".join(encode_record(record) for record in records)
         with self._lock, disk_errors("results"):
             if self._file is None:
                 raise StorageError("the result log is closed")
@@ -95,14 +113,14 @@ class DiskLog:
             self.num_bytes += len(content)
 
     def close(self) -> None:
-        """Give up the lock, once nothing is being written. May be repeated."""
+        """Free the lock, after a write in progress. May be repeated."""
         with self._lock:
             file_descriptor, self._file = self._file, None
             if file_descriptor is not None:
                 os.close(file_descriptor)
 
 
-def _open(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[DiskLog, Recovered]:
+def _open(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[DiskLog, RecoveredLog]:
     file_descriptor = _locked(path)
     try:
         recovered, end = _recover(path, batch_id, num_lines)
@@ -114,12 +132,17 @@ def _open(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[DiskLog, Reco
         os.lseek(file_descriptor, end, os.SEEK_SET)
         log = DiskLog(file_descriptor, end)
         if end == 0:
-            log.append([head(batch_id, num_lines)])
+            log.append([head_record(batch_id, num_lines)])
             sync_folder(path.parent)
     except BaseException:
         os.close(file_descriptor)
         raise
     return log, recovered
+
+
+def _close_opened(opening: "asyncio.Future[tuple[DiskLog, RecoveredLog]]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[0].close()
 
 
 def _locked(path: Path) -> int:
@@ -132,21 +155,21 @@ def _locked(path: Path) -> int:
     return file_descriptor
 
 
-def _recover(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[Recovered, int]:
-    """What the log holds, and where what verifies ends."""
-    recovered, offset, num_bad, end = Recovered(), 0, 0, 0
+def _recover(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[RecoveredLog, int]:
+    """Read the log; return its content and the end of its last valid record."""
+    recovered, offset, num_bad, end = RecoveredLog(), 0, 0, 0
     is_settled = bytearray(num_lines)
     with path.open("rb") as file:
         for raw in file:
             offset += len(raw)
-            record = decoded(raw)
+            record = decode_record(raw)
             if record is None or not _belongs(record, batch_id, is_settled):
                 num_bad += 1
                 continue
             recovered.num_dropped, num_bad, end = recovered.num_dropped + num_bad, 0, offset
-            if record.end is LineEnd.BROKE:
-                recovered.num_tries[record.line] += 1
-            elif record.end.is_terminal:
+            if record.outcome is LineOutcome.RETRY:
+                recovered.num_attempts[record.line] += 1
+            elif record.outcome.is_terminal:
                 is_settled[record.line] = 1
                 recovered.settled.append(record.line)
                 recovered.totals.add(record)
@@ -154,29 +177,30 @@ def _recover(path: Path, batch_id: BatchKey, num_lines: int) -> tuple[Recovered,
 
 
 def _belongs(record: ResultRecord, batch_id: BatchKey, is_settled: bytearray) -> bool:
-    """Whether this is of a line of the batch that is not done, or its head. Raises StorageDamaged for another's log."""
-    if record.end is LineEnd.HEAD:
-        known = orjson.loads(record.payload)
-        if known["batch_id"] != batch_id or known["version"] != VERSION:
+    """Return True for the head, and for a record of a line that is not done. Raises StorageDamaged for another
+    batch's log."""
+    if record.outcome is LineOutcome.HEAD:
+        content = orjson.loads(record.payload)
+        if content["batch_id"] != batch_id or content["version"] != VERSION:
             raise StorageDamaged(f"the result log of {batch_id} is of another batch or version")
         return True
     return 0 <= record.line < len(is_settled) and not is_settled[record.line]
 
 
 def _rewritten(path: Path, batch_id: BatchKey, num_lines: int) -> int:
-    """Put a copy without what does not verify in the log's place; returns it, locked."""
+    """Replace the log by a copy without damaged records; return the copy, locked."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     file_descriptor = _locked(partial)
     try:
-        write_all(file_descriptor, encoded(head(batch_id, num_lines)))
+        write_all(file_descriptor, encode_record(head_record(batch_id, num_lines)))
         is_settled = bytearray(num_lines)
         with path.open("rb") as file:
-            for record in map(decoded, file):
-                if record is None or record.end is LineEnd.HEAD or not _belongs(record, batch_id, is_settled):
+            for record in map(decode_record, file):
+                if record is None or record.outcome is LineOutcome.HEAD or not _belongs(record, batch_id, is_settled):
                     continue
-                is_settled[record.line] = record.end.is_terminal
-                write_all(file_descriptor, encoded(record))
+                is_settled[record.line] = record.outcome.is_terminal
+                write_all(file_descriptor, encode_record(record))
         os.fsync(file_descriptor)
         partial.rename(path)
         sync_folder(path.parent)

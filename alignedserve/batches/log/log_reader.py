@@ -1,4 +1,4 @@
-"""One side of a result log as the file that clients see: from any byte on, what lies before it read only once."""
+"""A result file as a view of the log: readable from any byte on, with a sparse index of what was read before."""
 
 import threading
 from bisect import bisect_right
@@ -6,83 +6,82 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from alignedserve.batches.log.log_format import decoded
+from alignedserve.batches.log.log_format import decode_record
 from alignedserve.batches.records import BatchKey, ResultKind
 from alignedserve.core.errors import StorageDamaged
 
 _CHUNK_BYTES = 1024 * 1024
-_MARK_BYTES = 1024 * 1024  # of the log, between two marks
-_MAX_LOGS = 64  # whose marks are kept
+_INDEX_INTERVAL_BYTES = 1024 * 1024  # of the log, between two entries
+_MAX_LOGS = 64  # whose entries are kept
 
 
-class LogSide(NamedTuple):
-    """One side of one log. A log that was repaired is another file."""
+class LogView(NamedTuple):
+    """One result file of one log. A repaired log is another file."""
 
     batch_id: BatchKey
     kind: ResultKind
     inode: int
 
 
-class _Mark(NamedTuple):
-    side: int  # bytes of the side that lie before
-    log: int  # where in the log its next record begins
+class _IndexEntry(NamedTuple):
+    view: int  # offset in the result file
+    log: int  # offset in the log of the record that continues there
 
 
-class Marks:
-    """Places from which logs were read before: who follows a batch's results asks for their end again and again.
-    Threads share it."""
+class OffsetIndex:
+    """Sparse index from offsets in result files to offsets in logs: clients that follow a batch read its end again and
+    again. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._marks: OrderedDict[LogSide, list[_Mark]] = OrderedDict()
+        self._entries: OrderedDict[LogView, list[_IndexEntry]] = OrderedDict()
 
-    def before(self, side: LogSide, start: int) -> _Mark:
-        """The last place known at or before this byte of the side."""
+    def find(self, view: LogView, start: int) -> _IndexEntry:
+        """Return the last entry at or before this byte of the result file."""
         with self._lock:
-            marks = self._marks.get(side, [])
-            index = bisect_right(marks, start, key=lambda mark: mark.side)
-            return marks[index - 1] if index else _Mark(0, 0)
+            entries = self._entries.get(view, [])
+            index = bisect_right(entries, start, key=lambda entry: entry.view)
+            return entries[index - 1] if index else _IndexEntry(0, 0)
 
-    def note(self, side: LogSide, mark: _Mark) -> None:
-        """Remember this place, unless one near it is known."""
+    def add(self, view: LogView, entry: _IndexEntry) -> None:
+        """Add an entry, unless there is one near it."""
         with self._lock:
-            marks = self._marks.setdefault(side, [])
-            self._marks.move_to_end(side)
-            if mark.log >= (marks[-1].log if marks else 0) + _MARK_BYTES:
-                marks.append(mark)
-            while len(self._marks) > _MAX_LOGS:
-                self._marks.popitem(last=False)
+            entries = self._entries.setdefault(view, [])
+            self._entries.move_to_end(view)
+            if entry.log >= (entries[-1].log if entries else 0) + _INDEX_INTERVAL_BYTES:
+                entries.append(entry)
+            while len(self._entries) > _MAX_LOGS:
+                self._entries.popitem(last=False)
 
 
-def side_of_log(file: BinaryIO, side: LogSide, marks: Marks, *, start: int, log_bytes: int) -> Iterator[bytes]:
-    """The bytes of a side from `start` on, of the log's first `log_bytes`. Raises StorageDamaged at what does not
-    verify, after everything before it."""
-    mark = marks.before(side, start)
-    file.seek(mark.log)
-    place, offset = mark
+def read_view(file: BinaryIO, view: LogView, index: OffsetIndex, *, start: int, log_bytes: int) -> Iterator[bytes]:
+    """Yield a result file from its byte `start` on, as the log's first `log_bytes` show it. Raises StorageDamaged at a
+    damaged record, after everything before it."""
+    view_offset, offset = index.find(view, start)
+    file.seek(offset)
     chunk: list[bytes] = []
-    num_bytes, is_damaged, marked = 0, False, offset
+    num_bytes, is_damaged, indexed = 0, False, offset
     for raw in file:
         if offset + len(raw) > log_bytes:
             break
-        record = decoded(raw)
+        record = decode_record(raw)
         if record is None:
             is_damaged = True
             break
         offset += len(raw)
-        if record.end.kind is side.kind:
+        if record.outcome.kind is view.kind:
             line = record.payload + b"\n"
-            wanted = line[max(0, start - place) :]
-            place += len(line)
+            wanted = line[max(0, start - view_offset) :]
+            view_offset += len(line)
             chunk.append(wanted)
             num_bytes += len(wanted)
-        if offset >= marked + _MARK_BYTES:
-            marks.note(side, _Mark(place, offset))
-            marked = offset
+        if offset >= indexed + _INDEX_INTERVAL_BYTES:
+            index.add(view, _IndexEntry(view_offset, offset))
+            indexed = offset
         if num_bytes >= _CHUNK_BYTES:
             yield b"".join(chunk)
             chunk, num_bytes = [], 0
     if num_bytes:
         yield b"".join(chunk)
     if is_damaged:
-        raise StorageDamaged(f"the results of {side.batch_id} cannot be read from byte {place} on")
+        raise StorageDamaged(f"the results of {view.batch_id} cannot be read from byte {view_offset} on")

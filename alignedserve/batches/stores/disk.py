@@ -1,4 +1,4 @@
-"""What both kinds of files on disk need: writing all of it, and a full disk told apart from a broken one."""
+"""Disk access shared by blobs and logs: complete writes, and a full disk told apart from a broken one."""
 
 import contextlib
 import errno
@@ -12,14 +12,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turn what the system says into errors of the tree."""
+def disk_errors(subject: str) -> Iterator[None]:
+    """Turn OSError into StorageFull or StorageError."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise StorageFull(f"no room left on the disk for {what}") from error
-        raise StorageError(f"{what} cannot be written or read: {error.strerror or error}") from error
+            raise StorageFull(f"no room left on the disk for {subject}") from error
+        raise StorageError(f"{subject} cannot be written or read: {error.strerror or error}") from error
 
 
 def write_all(file_descriptor: int, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Blobs as files of one folder, named by ids that we made. A file appears under its id only when it is complete."""
+"""Blobs as files of one folder, named by generated ids. A file appears under its id only when it is complete."""
 
 import asyncio
 import contextlib
@@ -65,7 +65,7 @@ class DiskBlobs:
     def _older_than(self, age_s: float) -> Iterator[Path]:
         before_s = time.time() - age_s
         for entry in os.scandir(self._folder):
-            with contextlib.suppress(FileNotFoundError):  # somebody else has removed it meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed by another process meanwhile
                 if entry.stat().st_mtime < before_s:
                     yield Path(entry.path)
 

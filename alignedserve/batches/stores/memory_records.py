@@ -1,20 +1,20 @@
-"""Records in this process: for tests, and for a gateway that is measured alone. Gone when the process ends."""
+"""Records in memory, for tests and for measuring a gateway alone. Lost when the process ends."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from alignedserve.batches.interfaces import Change, Delist, Enlist, Page, Put, Remove
+from alignedserve.batches.interfaces import AddToIndex, Change, DeleteValue, Page, RemoveFromIndex, SetValue
 from alignedserve.core.errors import StoreUnavailable
 
 
 class MemoryRecords:
-    """A RecordStore. `is_away` makes every question fail, as when the store does not answer."""
+    """Implements RecordStore. While `is_down`, every call fails as if the store did not answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._values: dict[str, tuple[bytes, float]] = {}  # with the time until which it is kept
+        self._values: dict[str, tuple[bytes, float]] = {}  # with its expiry time
         self._lists: dict[str, dict[str, float]] = {}
-        self.is_away = False
+        self.is_down = False
 
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """See RecordStore."""
@@ -49,7 +49,7 @@ class MemoryRecords:
         """See RecordStore."""
 
     def _check(self) -> None:
-        if self.is_away:
+        if self.is_down:
             raise StoreUnavailable("The state of batches cannot be reached now.")
 
     def _value(self, key: str) -> bytes | None:
@@ -58,11 +58,11 @@ class MemoryRecords:
 
     def _do(self, change: Change) -> None:
         match change:
-            case Put(key, value, lifetime_s):
+            case SetValue(key, value, lifetime_s):
                 self._values[key] = (value, float("inf") if lifetime_s is None else self._clock() + lifetime_s)
-            case Remove(key):
+            case DeleteValue(key):
                 self._values.pop(key, None)
-            case Enlist(index, member, score):
+            case AddToIndex(index, member, score):
                 self._lists.setdefault(index, {})[member] = score
-            case Delist(index, member):
+            case RemoveFromIndex(index, member):
                 self._lists.get(index, {}).pop(member, None)

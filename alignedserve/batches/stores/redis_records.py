@@ -1,6 +1,6 @@
 """Records in Redis: a value is a string, an ordered list a sorted set, a commit one WATCH/MULTI/EXEC.
 
-Nothing that comes back is anything but bytes, no script is ever sent, and keys are made by us.
+Values come back as bytes only, no script is ever sent, and keys are generated here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,17 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import RedisError, WatchError
 from redis.exceptions import TimeoutError as TimeoutExpired
 
-from alignedserve.batches.interfaces import Change, Delist, Enlist, Page, Put, Remove
+from alignedserve.batches.interfaces import AddToIndex, Change, DeleteValue, Page, RemoveFromIndex, SetValue
 from alignedserve.core.errors import StoreUnavailable
 
 _TIMEOUT_S = 2.0  # a write is on the disk when it is answered
-# At once and once only: a connection of before the server's restart is lost, a new one may do. Whoever asks decides
-# about more; a server that is silent (stopped, or its disk hangs) is asked once.
+# One immediate retry: a connection from before the server's restart is lost, a new one may work. Further retries are
+# up to the caller; a server that is silent (stopped, or its disk hangs) is asked once.
 _RETRY = Retry(NoBackoff(), 1, supported_errors=(ConnectionLost,))
 
 
 class RedisRecords:
-    """A RecordStore. `address`: a redis:// or unix:// URL. Connects when first used, and again after every loss."""
+    """Implements RecordStore. `address`: a redis:// or unix:// URL. Connects when first used, and after every loss."""
 
     def __init__(self, address: str, *, namespace: str) -> None:
         self._prefix = f"{namespace}:"
@@ -35,12 +35,12 @@ class RedisRecords:
         """See RecordStore."""
         if not keys:
             return []
-        found: list[bytes | None] = await self._ask(self._client.mget([self._key(key) for key in keys]))
+        found: list[bytes | None] = await self._send(self._client.mget([self._key(key) for key in keys]))
         return found
 
     async def commit(self, changes: Sequence[Change], *, unchanged: Mapping[str, bytes | None]) -> bool:
         """See RecordStore."""
-        done: bool = await self._ask(self._commit(changes, unchanged))
+        done: bool = await self._send(self._commit(changes, unchanged))
         return done
 
     async def page(self, index: str, *, after: str | None, limit: int, newest_first: bool) -> Page | None:
@@ -48,11 +48,11 @@ class RedisRecords:
         key = self._key(index)
         first = 0
         if after is not None:
-            rank = await self._ask((self._client.zrevrank if newest_first else self._client.zrank)(key, after))
+            rank = await self._send((self._client.zrevrank if newest_first else self._client.zrank)(key, after))
             if rank is None:
                 return None
             first = rank + 1
-        members = await self._ask(self._client.zrange(key, first, first + limit, desc=newest_first))
+        members = await self._send(self._client.zrange(key, first, first + limit, desc=newest_first))
         return Page(tuple(member.decode() for member in members[:limit]), len(members) > limit)
 
     async def close(self) -> None:
@@ -76,23 +76,23 @@ class RedisRecords:
                 await pipe.execute()
             except WatchError as error:
                 if isinstance(error.__context__, (ConnectionLost, TimeoutExpired)):
-                    raise StoreUnavailable("Whether the change was made is not known.") from error
-                return False  # a value was another one: EXEC has said so
+                    raise StoreUnavailable("It is not known whether the change was made.") from error
+                return False  # EXEC reports that a value has changed
         return True
 
     def _add(self, pipe: Any, change: Change) -> None:
         match change:
-            case Put(key, value, lifetime_s):
+            case SetValue(key, value, lifetime_s):
                 pipe.set(self._key(key), value, px=None if lifetime_s is None else max(1, int(lifetime_s * 1000)))
-            case Remove(key):
+            case DeleteValue(key):
                 pipe.delete(self._key(key))
-            case Enlist(index, member, score):
+            case AddToIndex(index, member, score):
                 pipe.zadd(self._key(index), {member: score})
-            case Delist(index, member):
+            case RemoveFromIndex(index, member):
                 pipe.zrem(self._key(index), member)
 
-    async def _ask(self, question: Any) -> Any:
+    async def _send(self, command: Any) -> Any:
         try:
-            return await question
+            return await command
         except (TimeoutError, RedisError, OSError) as error:
             raise StoreUnavailable("The state of batches cannot be reached now.") from error

@@ -31,7 +31,7 @@ _COME_BACK = frozenset({429, 502, 503, 504})
 T = TypeVar("T")
 
 
-class Refused(PeerError):
+class RequestRefused(PeerError):
     """The server's answer is no, and would be again."""
 
     def __init__(self, message: str, *, status: int, code: str | None) -> None:
@@ -40,7 +40,7 @@ class Refused(PeerError):
         self.code = code
 
 
-class Away(PeerLost):
+class ServerUnavailable(PeerLost):
     """No answer, or one that says to come back."""
 
     def __init__(self, message: str, *, has_answered: bool, retry_after_s: float | None = None) -> None:
@@ -100,7 +100,7 @@ class BatchClient:
         """What a file may be. A server that is not one of ours does not say, and gets the usual ones."""
         try:
             told = await self._json("GET", "/v1/batches/limits")
-        except Refused:
+        except RequestRefused:
             return USUAL
         if told.get("object") != "batch.limits":
             return USUAL
@@ -193,14 +193,14 @@ class BatchClient:
         body = await response.content.read(_MAX_ERROR_BYTES)
         if response.status in (401, 403):
             hint = f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows"
-            raise Refused(hint, status=response.status, code=None)
+            raise RequestRefused(hint, status=response.status, code=None)
         message = error_message(body) or f"status {response.status}"
         if response.status in _COME_BACK:
             told = response.headers.get("Retry-After", "")
             retry_after_s = float(told) if told.isascii() and told.isdigit() else None
             is_quota = response.status == 429
-            raise Away(f"{response.status}: {message}", has_answered=is_quota, retry_after_s=retry_after_s)
-        raise Refused(message, status=response.status, code=_code_of(body))
+            raise ServerUnavailable(f"{response.status}: {message}", has_answered=is_quota, retry_after_s=retry_after_s)
+        raise RequestRefused(message, status=response.status, code=_code_of(body))
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]], *, is_retried: bool) -> T:
         """Its result, at last. `is_retried`: also where the server has said that it was asked too often."""
@@ -209,7 +209,7 @@ class BatchClient:
         while True:
             try:
                 result = await self._once(attempt)
-            except Away as away:
+            except ServerUnavailable as away:
                 waited_s = time.monotonic() - began_s
                 if (away.has_answered and not is_retried) or not self._has_answered or waited_s > self._patience_s:
                     raise
@@ -230,11 +230,13 @@ class BatchClient:
             raise ConfigError(f"--url {self.url}: no address") from error
         except aiohttp.ClientConnectorError as error:
             hint = "" if self._has_answered else "; `alignedserve serve` starts a server"
-            raise Away(f"nothing answers at {self.url}{hint}", has_answered=False) from error
+            raise ServerUnavailable(f"nothing answers at {self.url}{hint}", has_answered=False) from error
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             self._has_answered = self._has_answered or not isinstance(error, TimeoutError)
-            raise Away(f"the connection to {self.url} was lost ({type(error).__name__})", has_answered=False) from error
-        except (Away, Refused):
+            raise ServerUnavailable(
+                f"the connection to {self.url} was lost ({type(error).__name__})", has_answered=False
+            ) from error
+        except (ServerUnavailable, RequestRefused):
             self._has_answered = True
             raise
         self._has_answered = True

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from alignedserve.batches.records import Endpoint
-from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, Refused
+from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, RequestRefused
+from alignedserve.cli.batch.formatting import OVER, clock, num_ended, num_lines, outlook, summary
 from alignedserve.cli.batch.input_check import Checked, FileLimits, as_text, check_file, endpoint_of_first_line
 from alignedserve.cli.batch.watch import ByteBar, view_of
 from alignedserve.cli.batch.watch import watch as watch_until_over
-from alignedserve.cli.batch.wording import OVER, clock, num_ended, num_lines, outlook, summary
 from alignedserve.cli.console import FAILURE, notes, print_error, printable, results
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import ConfigError, InvalidRequest
@@ -113,7 +113,7 @@ def cancel(url: str, batch_id: str, json_output: bool) -> int:
     async def act(client: BatchClient, console: Console) -> int:
         try:
             batch = await client.cancel(checked_id(batch_id))
-        except Refused as error:
+        except RequestRefused as error:
             if error.code != "batch_is_over":
                 raise
             batch = await client.batch(batch_id)

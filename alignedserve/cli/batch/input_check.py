@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import orjson
 
-from alignedserve.batches.input_lines import Inspection, LineSplitter, LineTooLong, too_long
+from alignedserve.batches.input_lines import InputValidator, LineSplitter, LineTooLong, too_long
 from alignedserve.batches.records import Endpoint, LineProblem
 from alignedserve.config.sections import BatchesConfig
 
@@ -46,26 +46,26 @@ def check_file(
     if num_bytes > limits.max_file_bytes:
         message = f"The file is larger than {limits.max_file_bytes} bytes."
         return Checked(0, (LineProblem(code="body_too_large", message=message),))
-    inspection = Inspection(endpoint, models, limits.max_lines)
+    validator = InputValidator(endpoint, models, limits.max_lines)
     try:
-        _read(path, inspection, LineSplitter(limits.max_line_bytes), on_bytes)
+        _read(path, validator, LineSplitter(limits.max_line_bytes), on_bytes)
     except LineTooLong as error:
-        inspection.problems.append(too_long(error.number, limits.max_line_bytes))
-    return Checked(len(inspection.index), inspection.end())
+        validator.problems.append(too_long(error.number, limits.max_line_bytes))
+    return Checked(len(validator.index), validator.finish())
 
 
-def _read(path: Path, inspection: Inspection, splitter: LineSplitter, on_bytes: Callable[[int], None]) -> None:
+def _read(path: Path, validator: InputValidator, splitter: LineSplitter, on_bytes: Callable[[int], None]) -> None:
     num_read = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             for line in splitter.push(chunk):
-                inspection.look_at(line)
+                validator.check(line)
             num_read += len(chunk)
             on_bytes(num_read)
-            if inspection.is_over:
+            if validator.is_full:
                 return
-    for line in splitter.end():
-        inspection.look_at(line)
+    for line in splitter.finish():
+        validator.check(line)
 
 
 def endpoint_of_first_line(path: Path) -> Endpoint:

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, Receiver, Refused
+from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, Receiver, RequestRefused
 from alignedserve.cli.batch.commands import checked_id, exit_code_of, problem_text, run_with_client
+from alignedserve.cli.batch.formatting import OVER, num_ended
 from alignedserve.cli.batch.result_tail import NotWritten, ResultsChanged, ResultTail, open_tail
 from alignedserve.cli.batch.watch import POLL_S
-from alignedserve.cli.batch.wording import OVER, num_ended
 from alignedserve.cli.console import printable, results
 from alignedserve.core.errors import ConfigError
 
@@ -66,7 +66,7 @@ async def _copy(client: BatchClient, batch_id: str, tail: ResultTail, *, is_foll
 async def _receive(client: BatchClient, file_id: str, receiver: Receiver) -> None:
     try:
         await client.receive(file_id, receiver)
-    except Refused as error:
+    except RequestRefused as error:
         if error.status != _RANGE_NOT_THERE:
             raise
         raise ResultsChanged("there are fewer results than are here") from error

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from alignedserve.cli.batch.client import BatchClient
-from alignedserve.cli.batch.wording import OVER, Rate, num_ended, num_lines, progress_words
+from alignedserve.cli.batch.formatting import OVER, Rate, num_ended, num_lines, progress_words
 
 POLL_S = 1.0
 _LINE_EVERY_S = 10.0  # without a terminal, unless the status changes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rich.markup import escape
 
+from alignedserve.cli.commands.options import ChatOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
 from alignedserve.core.errors import ConfigError
@@ -26,18 +27,6 @@ HELP = """/new          forget the conversation
 /help         this list
 /quit         leave (so do Ctrl-D, and Ctrl-C at the prompt)
 Ctrl-C while an answer comes stops that answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """What the command line says."""
-
-    url: str
-    model: str | None = None  # None: the first that the server lists
-    system: str | None = None
-    once: str | None = None
-    temperature: float = 0.0
-    max_tokens: int | None = None  # None: the server's own limit
 
 
 @dataclass(slots=True)

@@ -5,16 +5,16 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from rich.progress import Progress
 from rich.table import Table
 
+from alignedserve.cli.commands.options import DemoOptions
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
 from alignedserve.config.environment import client_api_key
 from alignedserve.config.loading import load_config
-from alignedserve.core.errors import ConfigError
+from alignedserve.evaluation.batch_alignment import Alignment, alignment_of
 from alignedserve.evaluation.checked_trace import (
     HANDOFFS_REFUSED,
     HANDOFFS_VERIFIED,
@@ -29,7 +29,6 @@ from alignedserve.evaluation.checked_trace import (
 )
 from alignedserve.evaluation.fault_injector import Fault, FaultInjector, plan_faults
 from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
-from alignedserve.loadgen.batch_alignment import Alignment, alignment_of
 from alignedserve.loadgen.client import OpenAiClient, Outcome
 from alignedserve.loadgen.load_generator import LoadGenerator, Run, Sent
 from alignedserve.loadgen.load_plan import PlannedRequest
@@ -47,27 +46,6 @@ DRAIN_TIMEOUT_S = 20.0
 _DRAIN_POLL_S = 0.25
 _SETTLE_S = 1.0  # the gateway's numbers are reports of the other processes, a moment old
 _SHOWN_WRONG = 5
-
-
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """What the command line says."""
-
-    duration_s: float
-    rate: float | None
-    url: str | None
-    config_path: Path | None
-    overrides: tuple[str, ...]
-    seed: int
-    json_output: bool
-    is_mixed: bool = False
-    has_faults: bool = False
-
-    def __post_init__(self) -> None:
-        if self.url is not None and self.has_faults:
-            raise ConfigError("--faults hurts a cluster that the demo starts; --url names a running one")
-        if self.url is not None and (self.config_path is not None or self.overrides):
-            raise ConfigError("--config and --set belong to a cluster that the demo starts; --url names a running one")
 
 
 def demo(options: DemoOptions) -> int:
@@ -100,11 +78,12 @@ def _server(options: DemoOptions) -> Iterator[str]:
     # Here and not above: it loads Ray, which --url does not need.
     from alignedserve.cli.wiring import start_cluster
 
-    overrides = list(options.overrides)
-    if options.config_path is None:
+    overrides = [] if options.batching is None else [f"batching.policy={options.batching}"]
+    overrides += options.overrides
+    if options.config is None:
         # Beside a server that already has the usual port; an explicit --set comes later and wins.
         overrides[:0] = [f"gateway.port={_free_port()}", "batches.enabled=false"]
-    config = load_config(options.config_path, overrides)
+    config = load_config(options.config, overrides)
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         with notes().status("starting a cluster"):

@@ -1,37 +1,18 @@
 """`alignedserve eval`: is what comes out of the running system right?"""
 
 import asyncio
-from dataclasses import dataclass
 
 from rich.table import Table
 
+from alignedserve.cli.commands.options import EvalOptions
 from alignedserve.cli.console import FAILURE, printable, progress, results, write_json
 from alignedserve.config.environment import client_api_key
-from alignedserve.core.errors import ConfigError
 from alignedserve.evaluation.accuracy import EvalAnswer, EvalItem, EvalReport, GroupScore, make_items, score
 from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
 from alignedserve.loadgen.client import OpenAiClient, Outcome
 from alignedserve.loadgen.prompts import CountTokens, to_json
 
 _SHOWN_CHARACTERS = 300
-
-
-@dataclass(frozen=True, slots=True)
-class EvalOptions:
-    """What the command line says."""
-
-    suite: str
-    url: str
-    num_per_skill: int
-    seed: int
-    concurrency: int
-    threshold: float
-    show_failures: int
-    json_output: bool
-
-    def __post_init__(self) -> None:
-        if self.suite != "pocket":
-            raise ConfigError(f"there is no suite {self.suite!r}; there is: pocket")
 
 
 def evaluate(options: EvalOptions) -> int:

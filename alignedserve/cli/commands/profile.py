@@ -1,17 +1,17 @@
 """`alignedserve profile`: what iterations of a model cost on this machine, as a cost model and a file."""
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from alignedserve.cli.commands.options import ProfileOptions
 from alignedserve.cli.console import notes, progress, results, write_json
+from alignedserve.cli.machine import describe_machine
 from alignedserve.costmodel.linear import LinearCoefficients
-from alignedserve.loadgen.machine import describe_machine
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.microbench.engine.profile import PointResult, ProfileResult, ProfileSpec, run_profile
 
@@ -26,34 +26,22 @@ _UNITS = {
     "hidden_token_s": "a token of a hidden cache",
     "sampled_s": "a sampled token",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """What the command line says."""
-
-    model: str
-    dtype: str = "float32"
-    device: str = "cpu"
-    num_threads: int | None = None
-    duration_s: float = 90.0
-    is_cpu_time: bool = False
-    json_output: bool = False
-    output: Path | None = None
+_QUICK_S = 15.0
 
 
 def profile(options: ProfileOptions) -> int:
     """Run the command; returns its exit code."""
+    duration_s = _QUICK_S if options.is_quick else options.duration_s
     spec = ProfileSpec(
         model=options.model,
         dtype=options.dtype,
         device=options.device,
-        duration_s=options.duration_s,
+        duration_s=duration_s,
         num_threads=options.num_threads,
         is_cpu_time=options.is_cpu_time,
     )
     with progress() as bar:
-        task = bar.add_task(f"{options.model}, {options.dtype}: seconds", total=options.duration_s, status="loading")
+        task = bar.add_task(f"{options.model}, {options.dtype}: seconds", total=duration_s, status="loading")
         result = run_profile(spec, lambda gone_s: bar.update(task, completed=round(gone_s, 1), status=""))
     document = to_json(_document(result, "processor time" if options.is_cpu_time else "wall"))
     if options.output is not None:

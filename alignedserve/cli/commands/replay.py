@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from alignedserve.cli.commands.options import ReplayOptions
 from alignedserve.cli.console import FAILURE, notes, printable, results, write_json
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass
@@ -22,19 +23,6 @@ from alignedserve.replay.simulated import OTHERS, Comparison, WorkerCosts, compa
 
 _MAX_SHOWN = 4000  # characters of one side of a difference
 _MANY_ZEROS = re.compile(r"\b0(, 0){7,}\b")  # a prompt without its tokens
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """What the command line says."""
-
-    folder: Path
-    room: str | None = None
-    fit_on: Path | None = None
-    costs: str | None = None
-    outstanding: tuple[str, ...] = ()
-    is_simulated: bool = True
-    json_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +52,10 @@ def replay(options: ReplayOptions) -> int:
     """Run the command; returns its exit code."""
     outstanding = parse_outstanding(options.outstanding)
     with notes().status("Deciding again …"):
-        checks, run = replay_folder(options.folder, options.room)
+        checks, run = replay_folder(options.folder, options.component)
     is_equal = all(check.difference is None for check in checks)
     times = None
-    if options.is_simulated and is_equal:
+    if options.is_simulated and options.component is None and is_equal:
         with notes().status("Simulating …"):
             times = simulate_beside(options, run, outstanding)
     if options.json_output:
@@ -78,13 +66,13 @@ def replay(options: ReplayOptions) -> int:
     return 0 if is_equal else FAILURE
 
 
-def replay_folder(folder: Path, room: str | None = None) -> tuple[list[ComponentCheck], ObservedRun]:
+def replay_folder(folder: Path, component: str | None = None) -> tuple[list[ComponentCheck], ObservedRun]:
     """Decide everything again; what was seen on the way. Raises RecordingError."""
     run, checks = ObservedRun(), []
     replays = [ComponentReplay(path) for path in recordings_in(folder)]
-    chosen = [one for one in replays if room in (None, one.name)]
+    chosen = [one for one in replays if component in (None, one.name)]
     if not chosen:
-        raise ConfigError(f"--room {room}: recorded are {', '.join(sorted({one.name for one in replays}))}")
+        raise ConfigError(f"--component {component}: recorded are {', '.join(sorted({one.name for one in replays}))}")
     for one in chosen:
         observer, began_s = run.room(one.name, one.pool), time.perf_counter()
         for decided in one.decided():

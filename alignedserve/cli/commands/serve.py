@@ -3,13 +3,13 @@
 import signal
 import sys
 import time
-from pathlib import Path
 from types import FrameType
 
 import typer
 from rich.panel import Panel
 from rich.table import Table
 
+from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.launch import RunningCluster
@@ -21,10 +21,10 @@ _READY_TIMEOUT_S = 120.0
 _WATCH_S = 0.5  # between looks for an end whose interrupt was dropped
 
 
-def serve(config_path: Path | None, overrides: list[str]) -> None:
+def serve(options: ServeOptions) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises an error of the tree, with nothing left running, when it cannot start."""
     started_s = time.monotonic()
-    config = load_config(config_path, overrides)
+    config = load_config(options.config, options.all_overrides)
     ending = _Ending()
     try:
         cluster = _start(config, ending)

@@ -1,5 +1,6 @@
 """`alignedserve simulate`: what would happen if. Policies and rates, simulated side by side."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -12,19 +13,19 @@ from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 
+from alignedserve.cli.commands.options import SimulateOptions
 from alignedserve.cli.commands.simulate_cases import (
     DEFAULT_DURATION_S,
     DEFAULT_HARDWARE,
     DEFAULT_MODEL,
     DEFAULT_WORKLOAD,
     PlannedCase,
-    SimulateOptions,
     plan_cases,
 )
 from alignedserve.cli.console import FAILURE, notes, printable, progress, results, write_json
+from alignedserve.cli.machine import describe_machine
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED
-from alignedserve.loadgen.machine import describe_machine
 from alignedserve.loadgen.prompts import to_json
 from alignedserve.scheduling.policies import policy_config
 from alignedserve.sim.report.page import report_page
@@ -64,7 +65,8 @@ def simulate(options: SimulateOptions) -> int:
 def _run(planned: Sequence[PlannedCase], options: SimulateOptions) -> list[_Done]:
     with progress() as bar:
         shown = _Bar(bar, planned)
-        outcomes = run_cases([one.case for one in planned], processes=options.processes, progress=shown.update)
+        processes = options.processes or len(os.sched_getaffinity(0))
+        outcomes = run_cases([one.case for one in planned], processes=processes, progress=shown.update)
     return [_Done(*pair) for pair in zip(planned, outcomes, strict=True)]
 
 

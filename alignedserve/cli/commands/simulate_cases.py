@@ -1,7 +1,7 @@
 """From the options of `alignedserve simulate` to the simulations that they ask for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
+from alignedserve.cli.commands.options import SimulateOptions
 from alignedserve.config.environment import data_dir
 from alignedserve.config.loading import current_field_name, load_config
 from alignedserve.config.sections import ClusterConfig, Topology
@@ -49,30 +50,6 @@ _FOLLOWS = (
     "prefill.kv_cache_bytes",
     "prefill.candidate_buffer_bytes",
 )  # from model and hardware
-
-
-@dataclass(frozen=True, slots=True)
-class SimulateOptions:
-    """What the command line says; None: not said."""
-
-    policies: tuple[str, ...] = ()
-    workload: str | None = None
-    rates: tuple[str, ...] = ()
-    model: str | None = None
-    hardware: str | None = None
-    tensor_parallel: int | None = None
-    costs: str = "roofline"
-    num_prefill: int | None = None
-    num_decode: int | None = None
-    num_colocated: int | None = None
-    num_pools: int = 1
-    duration_s: float | None = None
-    seed: int = 0
-    processes: int = 1
-    config_path: Path | None = None
-    overrides: tuple[str, ...] = ()
-    output: Path = Path("simulation")
-    json_output: bool = False
 
 
 class Variant(NamedTuple):
@@ -135,13 +112,13 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
                 raise ConfigError(f"--set {field}: here {place} says that")
         if field in _FOLLOWS and not options.costs.startswith(FITTED):
             raise ConfigError(f"--set {field}: memory follows from --model, --hardware and --tensor-parallel")
-    sizes = () if options.config_path is not None else _SERVER
-    return load_config(options.config_path, (*sizes, *options.overrides))
+    sizes = () if options.config is not None else _SERVER
+    return load_config(options.config, (*sizes, *options.overrides))
 
 
 def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[Variant]:
     """A configuration file names the policy that it would be served with."""
-    if options.config_path is None:
+    if options.config is None:
         return [_variant(name) for name in DEFAULT_POLICIES]
     scheduling = cluster.scheduling
     return [Variant(scheduling.policy, scheduling.policy, scheduling.policy_params)]
@@ -177,7 +154,7 @@ def _topology(options: SimulateOptions, cluster: ClusterConfig) -> Topology | No
     if options.num_colocated is not None and options.num_prefill is None and options.num_decode is None:
         return Topology.COLOCATED
     is_named = any(text.partition("=")[0].strip() == "topology" for text in options.overrides)
-    is_served = options.config_path is not None and not options.policies
+    is_served = options.config is not None and not options.policies
     return cluster.topology if is_named or is_served else None
 
 

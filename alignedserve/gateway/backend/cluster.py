@@ -1,15 +1,16 @@
 """The backend of a running cluster: requests go to the router, tokens come straight from the workers.
 
 The life of a request here: 1. `submit` sends it to the router. 2. Workers send deltas; they are put in order by
-`first_index`, repeats are dropped, and nothing behind a gap is given on until the gap is filled. 3. It leaves the table
-with its last token, by `abort`, or by failing: refused by the router, failed by it, the router lost before the first
-token, or silence past its deadline, which one sweep watches for all requests.
-Only the gateway knows which tokens the client has: when the router says that a request was interrupted, or comes back
-after a loss, it is told where to go on.
+`first_index`, repeats are dropped, and tokens behind a gap are held until the gap is filled. 3. It leaves the table
+with its last token, by `abort`, or by failing: rejected or failed by the router, the router lost before the first
+token, or silence past its deadline, which one task watches for all requests.
+Only the gateway knows which tokens the client has: when the router reports that a request was interrupted, or connects
+again after a loss, the gateway sends it the position to resume from.
 """
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.ids import RequestId
@@ -39,83 +40,98 @@ from alignedserve.messages.gateways import (
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.links import GatewayInbound
 from alignedserve.messages.wire import Codec, Message
+from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.background_tasks import start_background
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.runtime.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
 
-_MAX_SWEEP_PAUSE_S = 0.5
-# A request that is silent for this long is put to the router again, which ignores it if all is well: whatever was lost
-# on the way, and by whom, nobody waits for ever.
-_ASK_AGAIN_S = 10.0
+_MAX_CHECK_PAUSE_S = 0.5
+# A request that is silent for this long is sent to the router again, which ignores it if all is well: no request waits
+# for ever, whichever message was lost.
+_RESEND_AFTER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLinks:
+    """Identity and addresses of this process's links into the cluster."""
+
+    identity: Identity
+    router_address: str
+    own_address: str  # where workers send tokens
+
+    @classmethod
+    def of(cls, process_spec: ProcessSpec) -> "ClusterLinks":
+        """Return the links of a process of the cluster."""
+        return cls(process_spec.identity(), process_spec.addresses.of(ROUTER), process_spec.own_address())
 
 
 class ClusterBackend:
     """A CompletionBackend and the LinkHandler of the gateway's links. `start` before use, `stop` once."""
 
-    def __init__(self, *, identity: Identity, router_address: str, own_address: str, config: GatewayConfig) -> None:
-        self._router_address = router_address
-        self._own_address = own_address
+    def __init__(self, links: ClusterLinks, config: GatewayConfig) -> None:
+        self._addresses = links
         self._config = config
-        self._switchboard = LinkManager(identity, Codec(GatewayInbound), self)
+        self._links = LinkManager(links.identity, Codec(GatewayInbound), self)
         self._open: dict[RequestId, _OpenRequest] = {}
         self._router: str | None = None  # its name while linked
         self._status: ClusterStatus | None = None
-        self._sweeper: asyncio.Task[None] | None = None
+        self._deadline_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen for workers and dial the router."""
-        await self._switchboard.listen(self._own_address)
-        self._switchboard.dial(self._router_address)
-        self._sweeper = start_background(self._sweep(), "the sweep over open requests")
+        await self._links.listen(self._addresses.own_address)
+        self._links.dial(self._addresses.router_address)
+        self._deadline_task = start_background(self._watch_deadlines(), "the deadlines of open requests")
 
     async def stop(self) -> None:
         """Close every link; open requests fail."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        if self._deadline_task is not None:
+            self._deadline_task.cancel()
         for request_id in tuple(self._open):
             self._fail(request_id, Unavailable("The gateway is shutting down."))
-        await self._switchboard.close()
+        await self._links.close()
 
     # --- CompletionBackend
 
     def submit(self, request: Request) -> RequestStream:
         """Send the request to the router. Raises Unavailable while there is none."""
-        if self._router is None or not self._switchboard.send(self._router, SubmitRequest(request)):
+        if self._router is None or not self._links.send(self._router, SubmitRequest(request)):
             raise Unavailable("The router is not connected.")
         stream = RequestStream(request)
         self._open[request.request_id] = _OpenRequest(request, stream, asyncio.get_running_loop().time())
         return stream
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget the request and tell the router; while there is none, as soon as it is back."""
+        """Forget the request and abort it at the router, once that is connected."""
         if self._open.pop(request_id, None) is not None:
-            self._switchboard.send_to(self._router_address, AbortRequest(request_id))
+            self._links.send_to(self._addresses.router_address, AbortRequest(request_id))
 
     def status(self) -> ClusterStatus | None:
-        """The router's last report; None while it is not connected."""
+        """Return the router's last report; None while it is not connected."""
         return self._status
 
     # --- LinkHandler
 
     def on_linked(self, peer: Peer) -> None:
-        """Remember the router. One that comes back knows nothing of what is open; it is told."""
+        """Remember the router and resume every open request there: one that restarted knows none of them."""
         if peer.role is not Role.ROUTER:
             return
         self._router = peer.name
         for entry in self._open.values():
-            self._switchboard.send(peer.name, entry.resumption())
+            self._links.send(peer.name, entry.resumption())
 
     def on_message(self, peer: Peer, message: Message) -> None:
-        """Hand output and verdicts to their requests; unknown ids are of requests that ended here."""
+        """Pass tokens and failures to their requests; unknown ids belong to requests that ended here."""
         match message:
             case TokensEmitted():
                 now = asyncio.get_running_loop().time()
                 for delta in message.deltas:
                     self._on_delta(peer, delta, now)
             case PromptScored():
-                self._on_scores(message)
+                self._on_prompt_logprobs(message)
             case RequestRejected():
                 self._fail(message.request_id, Overloaded(message.reason, retry_after_s=message.retry_after_s))
             case RequestFailed():
@@ -126,15 +142,15 @@ class ClusterBackend:
                 self._status = message
 
     def on_lost(self, peer: Peer) -> None:
-        """Without its router a request that has no token yet fails; the others go on, as workers need no router.
+        """Fail requests without a token when the router is lost; the others continue, as workers need no router.
 
-        What a lost worker had sent last may not have arrived, though it has told the router that it was done: the
-        router is asked to go on from here, which it ignores for requests that it knows to be going on.
+        A lost worker's last tokens may not have arrived although it reported the request as finished: the router is
+        asked to resume from here, which it ignores for requests that it knows to be running.
         """
         if peer.name != self._router:
             for entry in self._open.values():
                 if entry.last_worker in (None, peer.name) and self._router is not None:
-                    self._switchboard.send(self._router, entry.resumption())
+                    self._links.send(self._router, entry.resumption())
             return
         self._router = self._status = None
         waiting = [request_id for request_id, entry in self._open.items() if entry.num_tokens == 0]
@@ -152,34 +168,34 @@ class ClusterBackend:
         if entry.is_complete:
             del self._open[delta.request_id]
 
-    def _on_scores(self, message: PromptScored) -> None:
+    def _on_prompt_logprobs(self, message: PromptScored) -> None:
         entry = self._open.get(message.request_id)
         if entry is None:
             return
-        entry.accept_scores(message, asyncio.get_running_loop().time())
+        entry.accept_prompt_logprobs(message, asyncio.get_running_loop().time())
         if entry.is_complete:
             del self._open[message.request_id]
 
     def _resume(self, router: Peer, request_id: RequestId) -> None:
         entry = self._open.get(request_id)
-        self._switchboard.send(router.name, AbortRequest(request_id) if entry is None else entry.resumption())
+        self._links.send(router.name, AbortRequest(request_id) if entry is None else entry.resumption())
 
     def _fail(self, request_id: RequestId, error: GenerationError) -> None:
         entry = self._open.pop(request_id, None)
         if entry is not None:
             entry.stream.fail(error)
 
-    async def _sweep(self) -> None:
-        """Fail whatever is silent past its deadline, and have it stopped."""
+    async def _watch_deadlines(self) -> None:
+        """Abort and fail requests that are silent past their deadline."""
         first_s, next_s = self._config.first_token_timeout_s, self._config.token_timeout_s
-        pause_s = min(_MAX_SWEEP_PAUSE_S, first_s / 4, next_s / 4)
+        pause_s = min(_MAX_CHECK_PAUSE_S, first_s / 4, next_s / 4)
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(pause_s)
             now = loop.time()
             for request_id, entry in tuple(self._open.items()):
-                if self._router is not None and entry.is_due_to_ask(now):
-                    self._switchboard.send(self._router, entry.resumption())
+                if self._router is not None and entry.is_resend_due(now):
+                    self._links.send(self._router, entry.resumption())
                 limit_s = next_s if entry.num_tokens else first_s
                 if now - entry.last_heard_s > limit_s:
                     self.abort(request_id)
@@ -187,75 +203,75 @@ class ClusterBackend:
 
 
 class _OpenRequest:
-    """One request that has not ended: what came of it, in which order."""
+    """One request that has not ended, and its tokens in order."""
 
     def __init__(self, request: Request, stream: RequestStream, now: float) -> None:
         self.stream = stream
-        self.last_heard_s = now  # when the answer last grew
+        self.last_heard_s = now  # when new tokens last came
         self.last_worker: str | None = None  # whose tokens came last
-        self._last_asked_s = now
+        self._last_sent_s = now
         self._has_last = False
         self._request = request
-        self._token_ids: list[int] = []  # given on, without gap
-        self._num_scores = 0
-        self._early: dict[int, TokenDelta] = {}  # behind a gap, by first index
-        self._early_scores: dict[int, tuple[TokenLogprob, ...]] = {}
+        self._token_ids: list[int] = []  # delivered, without gap
+        self._num_prompt_logprobs = 0
+        self._out_of_order: dict[int, TokenDelta] = {}  # behind a gap, by first index
+        self._out_of_order_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
 
     @property
     def num_tokens(self) -> int:
-        """Tokens given on."""
+        """Tokens delivered to the stream."""
         return len(self._token_ids)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more is to come: the last token and all prompt scores are here."""
-        return self._has_last and self.stream.num_scores_missing <= 0
+        """True once the last token and all prompt log-probabilities are here."""
+        return self._has_last and self.stream.has_prompt_logprobs
 
-    def is_due_to_ask(self, now: float) -> bool:
-        """Whether it has been silent for long since it was heard or last asked about; True starts the next wait."""
-        is_due = now - max(self.last_heard_s, self._last_asked_s) > _ASK_AGAIN_S
+    def is_resend_due(self, now: float) -> bool:
+        """Return whether it has been silent too long since it was heard or last resent; True starts the next wait."""
+        is_due = now - max(self.last_heard_s, self._last_sent_s) > _RESEND_AFTER_S
         if is_due:
-            self._last_asked_s = now
+            self._last_sent_s = now
         return is_due
 
     def resumption(self) -> ResumeRequest:
-        """Where to go on. With prompt scores missing that is the beginning; repeated tokens are dropped."""
-        token_ids = self._token_ids if self.stream.num_scores_missing <= 0 else ()
+        """Return the message to resume from here: from the start while prompt log-probabilities are missing."""
+        token_ids = self._token_ids if self.stream.has_prompt_logprobs else ()
         return ResumeRequest(self._request, tuple(token_ids))
 
     def accept(self, delta: TokenDelta, now: float) -> None:
-        """Take a delta, early, in place or repeated."""
+        """Accept a delta, whether early, in order or repeated."""
         if delta.first_index > self.num_tokens:
             if delta.first_index <= self._request.sampling.max_tokens:
-                self._early[delta.first_index] = delta
+                self._out_of_order[delta.first_index] = delta
             return
-        self._give(delta, now)
-        while self._early and min(self._early) <= self.num_tokens:
-            self._give(self._early.pop(min(self._early)), now)
+        self._deliver(delta, now)
+        while self._out_of_order and min(self._out_of_order) <= self.num_tokens:
+            self._deliver(self._out_of_order.pop(min(self._out_of_order)), now)
 
-    def accept_scores(self, message: PromptScored, now: float) -> None:
-        """Take prompt scores; the first entry belongs to position 1."""
-        self._early_scores[message.first_position - 1] = message.entries
-        while self._early_scores:
-            first = min(self._early_scores)
-            if first > self._num_scores:
+    def accept_prompt_logprobs(self, message: PromptScored, now: float) -> None:
+        """Accept prompt log-probabilities; the first entry belongs to position 1."""
+        self._out_of_order_logprobs[message.first_position - 1] = message.entries
+        while self._out_of_order_logprobs:
+            first = min(self._out_of_order_logprobs)
+            if first > self._num_prompt_logprobs:
                 break
-            new = self._early_scores.pop(first)[self._num_scores - first :]
+            new = self._out_of_order_logprobs.pop(first)[self._num_prompt_logprobs - first :]
             if new:
-                self._num_scores += len(new)
+                self._num_prompt_logprobs += len(new)
                 self.last_heard_s = now
-                self.stream.push_scores(new)
-        if self._request.sampling.max_tokens == 0 and self.stream.num_scores_missing <= 0 and not self._has_last:
-            # Nothing was to be generated: with its scores the answer is complete, whether or not a delta says so.
+                self.stream.push_prompt_logprobs(new)
+        if self._request.sampling.max_tokens == 0 and self.stream.has_prompt_logprobs and not self._has_last:
+            # No token was asked for: the answer is complete with its prompt log-probabilities, even before a delta.
             self._has_last = True
             self.stream.push((), (), FinishReason.LENGTH)
 
-    def _give(self, delta: TokenDelta, now: float) -> None:
+    def _deliver(self, delta: TokenDelta, now: float) -> None:
         num_known = self.num_tokens - delta.first_index
         new = delta.token_ids[num_known:]
-        # A repeat that ends before what was given on is no news, and neither is its end.
-        is_old = not new and (delta.finish_reason is None or num_known > len(delta.token_ids))
-        if self._has_last or is_old:
+        # A repeat that ends before the delivered tokens is stale, and so is its end.
+        is_stale = not new and (delta.finish_reason is None or num_known > len(delta.token_ids))
+        if self._has_last or is_stale:
             return
         self._token_ids += new
         self.last_heard_s = now

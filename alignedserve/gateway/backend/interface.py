@@ -1,4 +1,4 @@
-"""The port between HTTP and the cluster: submit a request, read its output in order, give up on it."""
+"""The port between HTTP and the cluster: submit a request, read its tokens in order, abort it."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,47 +11,45 @@ from alignedserve.gateway.errors import GenerationError
 from alignedserve.messages.gateways import ClusterStatus
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Everything new of one answer since the last read."""
+@dataclass(slots=True)
+class GeneratedTokens:
+    """New tokens of one request since the last read."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token when asked for
-    prompt_scores: tuple[TokenLogprob, ...] = ()  # all at once, with the first output, when asked for
-    finish_reason: FinishReason | None = None  # set on the last output
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # all at once, with the first tokens, when asked for
+    finish_reason: FinishReason | None = None  # set on the last tokens
 
 
 class CompletionBackend(Protocol):
     """Serves requests. All methods run on one event loop and return at once; waiting happens in the stream."""
 
     def submit(self, request: Request) -> "RequestStream":
-        """Begin. Raises Unavailable when the request cannot even be handed over."""
+        """Begin to serve the request. Raises Unavailable when it cannot be submitted."""
 
     def abort(self, request_id: RequestId) -> None:
         """Stop and free everything. May be repeated; finished and unknown ids are ignored."""
 
     def status(self) -> ClusterStatus | None:
-        """What the cluster last said of itself; None while it is not connected."""
+        """Return the cluster's last report; None while it is not connected."""
 
 
 class RequestStream:
-    """One answer: an async iterator of Output, ending after `finish_reason` or with a GenerationError.
+    """Tokens of one request: an async iterator that ends after `finish_reason` or with a GenerationError.
 
-    The backend pushes, one reader iterates. Tokens that arrive while the reader is busy come as one Output. Whoever
-    stops reading early must abort at the backend.
+    The backend pushes, one reader iterates. Tokens that arrive while the reader is busy come as one item. A reader
+    that stops early must abort the request at the backend.
     """
 
     def __init__(self, request: Request) -> None:
-        is_scored = request.sampling.num_prompt_logprobs is not None
-        self._num_scores_missing = request.prompt_len - 1 if is_scored else 0
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._scores: list[TokenLogprob] = []
-        self._finish_reason: FinishReason | None = None
-        self._is_over = False  # the reader has seen the end
+        self._num_prompt_logprobs_missing = 0
+        if request.sampling.num_prompt_logprobs is not None:
+            self._num_prompt_logprobs_missing = request.prompt_len - 1
+        self._pending = GeneratedTokens()
+        self._is_exhausted = False  # the reader has seen the end
         self._error: GenerationError | None = None
         self._ready = asyncio.Event()
-        self._wake: Callable[[], None] = self._ready.set
+        self._wake_reader: Callable[[], None] = self._ready.set
 
     # --- for the backend
 
@@ -61,55 +59,53 @@ class RequestStream:
         logprobs: tuple[TokenLogprob, ...] = (),
         finish_reason: FinishReason | None = None,
     ) -> None:
-        """Add output, in order."""
-        self._tokens += token_ids
-        self._logprobs += logprobs
-        self._finish_reason = finish_reason
-        self._wake()
+        """Add tokens, in order."""
+        self._pending.token_ids += token_ids
+        self._pending.logprobs += logprobs
+        self._pending.finish_reason = finish_reason
+        self._wake_reader()
 
-    def push_scores(self, entries: tuple[TokenLogprob, ...]) -> None:
-        """Add prompt scores, in order."""
-        self._scores += entries
-        self._num_scores_missing -= len(entries)
-        self._wake()
+    def push_prompt_logprobs(self, entries: tuple[TokenLogprob, ...]) -> None:
+        """Add log-probabilities of prompt tokens, in order."""
+        self._pending.prompt_logprobs += entries
+        self._num_prompt_logprobs_missing -= len(entries)
+        self._wake_reader()
 
     def fail(self, error: GenerationError) -> None:
-        """End the answer; what was pushed before is still read."""
+        """End the stream; tokens pushed before are still read."""
         self._error = error
-        self._wake()
+        self._wake_reader()
 
     @property
-    def num_scores_missing(self) -> int:
-        """Prompt scores that were asked for and have not come; until they have, no output is given."""
-        return self._num_scores_missing
+    def has_prompt_logprobs(self) -> bool:
+        """True once the requested prompt log-probabilities have come; until then nothing can be read."""
+        return self._num_prompt_logprobs_missing <= 0
 
     # --- for the reader
 
-    def take(self) -> Output | None:
-        """Everything that has come since the last call, None when nothing has. Raises GenerationError."""
-        if self._num_scores_missing > 0 or not (self._tokens or self._scores or self._finish_reason is not None):
+    def read_new(self) -> GeneratedTokens | None:
+        """Return the tokens since the last call, None when there are none. Raises GenerationError."""
+        tokens = self._pending
+        is_empty = not (tokens.token_ids or tokens.prompt_logprobs) and tokens.finish_reason is None
+        if is_empty or not self.has_prompt_logprobs:
             if self._error is not None:
                 raise self._error
             return None
-        output = Output(tuple(self._tokens), tuple(self._logprobs), tuple(self._scores), self._finish_reason)
-        self._tokens.clear()
-        self._logprobs.clear()
-        self._scores.clear()
-        self._is_over = self._finish_reason is not None
-        self._finish_reason = None
-        return output
+        self._pending = GeneratedTokens()
+        self._is_exhausted = tokens.finish_reason is not None
+        return tokens
 
-    def call_when_ready(self, wake: Callable[[], None]) -> None:
-        """Call this, instead of waking an iteration, whenever `take` may have something."""
-        self._wake = wake
+    def call_when_ready(self, wake_reader: Callable[[], None]) -> None:
+        """Call this, instead of waking an iteration, whenever `read_new` may return tokens."""
+        self._wake_reader = wake_reader
 
     def __aiter__(self) -> "RequestStream":
         return self
 
-    async def __anext__(self) -> Output:
-        if self._is_over:
+    async def __anext__(self) -> GeneratedTokens:
+        if self._is_exhausted:
             raise StopAsyncIteration
-        while (output := self.take()) is None:
+        while (tokens := self.read_new()) is None:
             self._ready.clear()
             await self._ready.wait()
-        return output
+        return tokens

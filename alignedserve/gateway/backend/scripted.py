@@ -1,4 +1,4 @@
-"""A backend in this process that answers by script: for tests and for measuring the gateway alone."""
+"""An in-process backend that answers by script, for tests and for measuring the gateway alone."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from alignedserve.gateway.backend.interface import RequestStream
 from alignedserve.gateway.errors import GenerationError
 from alignedserve.messages.gateways import ClusterStatus
 
-IDLE_STATUS = ClusterStatus(0, 0, 0, 0, 1, 1, 64, 0, 64, 0, 0, 0, 0)
+IDLE_STATUS = ClusterStatus(num_prefill_workers=1, num_decode_workers=1, num_pool_blocks=64, num_worker_blocks=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Script:
 
 
 class ScriptedBackend:
-    """Answers every request by its script, cut at `max_tokens`. Log-probabilities are made up, always the same."""
+    """Answers every request by its script, truncated at `max_tokens`, with made-up constant log-probabilities."""
 
     def __init__(self, script: Callable[[Request], Script], status: ClusterStatus | None = IDLE_STATUS) -> None:
         self._script = script
@@ -35,7 +35,7 @@ class ScriptedBackend:
         self.aborted: list[RequestId] = []
 
     def submit(self, request: Request) -> RequestStream:
-        """Begin to answer."""
+        """Begin to serve the request."""
         stream = RequestStream(request)
         self.submitted.append(request)
         task = asyncio.create_task(self._play(request, self._script(request), stream))
@@ -44,25 +44,27 @@ class ScriptedBackend:
         return stream
 
     def abort(self, request_id: RequestId) -> None:
-        """Stop this answer."""
+        """Stop serving the request."""
         task = self._running.pop(request_id, None)
         if task is not None:
             self.aborted.append(request_id)
             task.cancel()
 
     def status(self) -> ClusterStatus | None:
-        """The status given at construction."""
+        """Return the status given at construction or by `set_status`."""
         return self._status
 
     def set_status(self, status: ClusterStatus | None) -> None:
-        """Change what `status` says."""
+        """Set the status that `status` returns."""
         self._status = status
 
     async def _play(self, request: Request, script: Script, stream: RequestStream) -> None:
         await asyncio.sleep(script.first_token_delay_s)
         if request.sampling.num_prompt_logprobs is not None:
             num_top = request.sampling.num_prompt_logprobs
-            stream.push_scores(tuple(made_up_logprob(token, num_top) for token in request.prompt_token_ids[1:]))
+            stream.push_prompt_logprobs(
+                tuple(made_up_logprob(token, num_top) for token in request.prompt_token_ids[1:])
+            )
         token_ids = script.token_ids[: request.sampling.max_tokens]
         for first in range(0, len(token_ids), script.tokens_per_step):
             if first > 0:
@@ -77,7 +79,7 @@ class ScriptedBackend:
 
 
 def made_up_logprob(token_id: int, num_top: int) -> TokenLogprob:
-    """The token at -0.5, its successors at -1, -2 and so on."""
+    """Return the token at -0.5 and its successors at -1, -2 and so on."""
     top = tuple((token_id + place, -0.5 if place == 0 else -float(place)) for place in range(num_top))
     return TokenLogprob(token_id, -0.5, top)
 

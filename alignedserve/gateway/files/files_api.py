@@ -1,4 +1,4 @@
-"""What a gateway does with files and batches on behalf of one key. Another key's are not there."""
+"""The Files and Batches API on behalf of one owner (an API key); files and batches of others do not exist for it."""
 
 import asyncio
 import hashlib
@@ -11,25 +11,26 @@ from typing import NamedTuple
 
 import msgspec
 
-from alignedserve.batches.eta import quote, workload
-from alignedserve.batches.housekeeping import forget_file, uses
+from alignedserve.batches.eta import estimate_eta, remaining_work
+from alignedserve.batches.garbage_collection import delete_file, is_used_by
 from alignedserve.batches.location import BatchStores
-from alignedserve.batches.logic import CancelAsked, advance
+from alignedserve.batches.logic import CancelRequested, advance
 from alignedserve.batches.records import (
     NUM_ID_BYTES,
     BatchKey,
     BatchRecord,
+    Endpoint,
+    Eta,
     FileId,
     FileRecord,
     Progress,
-    Quote,
     batch_key_of,
     file_id_of,
     parsed_batch_key,
     parsed_file_id,
 )
 from alignedserve.batches.repository import BatchRepository, BatchSnapshot, StorageUsage, idempotency_key_of
-from alignedserve.batches.result_files import num_bytes_of
+from alignedserve.batches.results import result_bytes
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import Conflict, NotFound, QuotaExceeded
@@ -38,33 +39,33 @@ from alignedserve.gateway.files.uploads import Upload
 
 INPUT_PURPOSE = "batch"
 _QUOTA_RETRY_S = 60.0
-_AGAIN_S = 24 * 3600.0  # for how long an Idempotency-Key is remembered, at least
-_RACES = 5
+_IDEMPOTENCY_KEY_LIFETIME_S = 24 * 3600.0  # an Idempotency-Key is remembered for at least this long
+_MAX_CONFLICTS = 5
 
 
 class Content(NamedTuple):
-    """What a file holds."""
+    """Content of a file."""
 
     num_bytes: int
-    start_at: Callable[[int], AsyncIterator[bytes]]  # from a byte on; raises StorageDamaged where they are not there
+    start_at: Callable[[int], AsyncIterator[bytes]]  # from a byte on; raises StorageDamaged for missing bytes
 
 
 @dataclass(frozen=True, slots=True)
 class FilesApi:
-    """Every method raises StoreUnavailable while the state cannot be reached."""
+    """Operations on files and batches. Every method raises StoreUnavailable while the store is down."""
 
     stores: BatchStores
     config: BatchesConfig
 
     @property
-    def book(self) -> BatchRepository:
-        """Files and batches."""
-        return self.stores.book
+    def repository(self) -> BatchRepository:
+        """Return the repository of files and batches."""
+        return self.stores.repository
 
     # --- files
 
-    async def keep(self, owner: str, file_id: FileId, upload: Upload) -> FileRecord:
-        """Take in an upload whose bytes have come. Raises InvalidRequest, QuotaExceeded, StorageFull."""
+    async def add_file(self, owner: str, file_id: FileId, upload: Upload) -> FileRecord:
+        """Commit a received upload as a file. Raises InvalidRequest, QuotaExceeded, StorageFull."""
         now = time.time()
         purpose = upload.fields.get("purpose")
         if purpose != INPUT_PURPOSE:
@@ -83,116 +84,106 @@ class FilesApi:
             expires_s=now + (lifetime_of(upload.fields) or self.config.file_lifetime_s),
         )
         await upload.blob.commit()
-        # When the store does not say whether it has the record, the content stays: `tidy` removes it if it has not.
-        if not await self.book.add_file(record, fits=self._fits):
+        # If it is not known whether the store has the record, the content stays: garbage collection removes it if not.
+        if not await self.repository.add_file(record, fits=self._fits):
             await self.stores.blobs.remove(file_id)
             raise QuotaExceeded("This key has too many files; delete some.", retry_after_s=_QUOTA_RETRY_S)
         return record
 
-    def _fits(self, stock: StorageUsage) -> bool:
-        return stock.num_files <= self.config.max_files and stock.num_bytes <= self.config.max_files_bytes
+    def _fits(self, usage: StorageUsage) -> bool:
+        return usage.num_files <= self.config.max_files and usage.num_bytes <= self.config.max_files_bytes
 
     async def file(self, owner: str, text: str) -> FileRecord:
-        """Raises NotFound."""
-        file_id = parsed_file_id(text)
-        record = await self.book.file(owner, file_id, time.time()) if file_id is not None else None
+        """Return a file. Raises NotFound."""
+        record = await self._find_file(owner, text)
         if record is None:
             raise NotFound("No such file.", param="id")
         return record
 
+    async def _find_file(self, owner: str, text: str) -> FileRecord | None:
+        file_id = parsed_file_id(text)
+        return None if file_id is None else await self.repository.file(owner, file_id, time.time())
+
     async def num_bytes(self, record: FileRecord) -> int:
-        """The file's size, which grows while its batch runs."""
+        """Return the file's size; a result file grows while its batch runs."""
         if record.view is None:
             return record.num_bytes
-        sight = await self.book.batch(record.view.batch_id)
-        return record.num_bytes if sight is None else num_bytes_of(sight.progress, record.view.kind)
+        snapshot = await self.repository.batch(record.view.batch_id)
+        return record.num_bytes if snapshot is None else result_bytes(snapshot.progress, record.view.kind)
 
     async def content(self, record: FileRecord) -> Content:
-        """The file's bytes; of a result file those that are there now."""
+        """Return the file's content; of a result file, the results so far."""
         if record.view is None:
             return Content(record.num_bytes, partial(self.stores.blobs.chunks, record.file_id))
         batch_id, kind = record.view.batch_id, record.view.kind
-        sight = await self.book.batch(batch_id)
-        progress = Progress() if sight is None else sight.progress
+        snapshot = await self.repository.batch(batch_id)
+        progress = Progress() if snapshot is None else snapshot.progress
         lines = partial(self.stores.logs.lines, batch_id, kind, progress.log_bytes)
-        return Content(num_bytes_of(progress, kind), lambda start: _in_threads(lines(start)))
+        return Content(result_bytes(progress, kind), lambda start: _in_threads(lines(start)))
 
     async def files(
         self, owner: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None
     ) -> tuple[list[FileRecord], bool]:
-        """A page of files, and whether there are more. Raises InvalidRequest for an unknown cursor."""
-        kept: list[FileRecord] = []
+        """Return a page of files, and whether there are more. Raises InvalidRequest for an unknown cursor."""
+        page: list[FileRecord] = []
         while True:
-            found = await self.book.files(owner, after=after, limit=limit, newest_first=newest_first)
+            found = await self.repository.files(owner, after=after, limit=limit, newest_first=newest_first)
             if found is None:
                 raise InvalidRequest("after is not the id of a file in this list.", param="after")
-            kept += [record for record in found[:limit] if purpose in (None, record.purpose)]
-            # A page that was thinned out goes on: SDKs take an empty page for the last one.
-            if len(kept) > limit or len(found) <= limit:
-                return kept[:limit], len(kept) > limit or len(found) > limit
+            page += [record for record in found[:limit] if purpose in (None, record.purpose)]
+            # A filtered page is filled up: SDKs take an empty page for the last one.
+            if len(page) > limit or len(found) <= limit:
+                return page[:limit], len(page) > limit or len(found) > limit
             if purpose is None:
-                return kept, True
+                return page, True
             after = found[limit - 1].file_id
 
     async def remove(self, owner: str, text: str) -> FileRecord:
-        """Delete a file. Raises NotFound, or Conflict while a batch needs it."""
-        for _ in range(_RACES):
+        """Delete a file. Raises NotFound, or Conflict while a batch uses it."""
+        for _ in range(_MAX_CONFLICTS):
             record = await self.file(owner, text)
-            for sight in await self.book.active_batches():
-                if uses(sight.record, record):
-                    raise Conflict(f"{sight.record.batch_id} is using this file.", param="id", code="file_in_use")
-            if await forget_file(self.stores, record):
+            for snapshot in await self.repository.active_batches():
+                if is_used_by(record, snapshot.record):
+                    raise Conflict(f"{snapshot.record.batch_id} is using this file.", param="id", code="file_in_use")
+            if await delete_file(self.stores, record):
                 return record
         raise Conflict("The file is being changed; try again.", param="id")
 
     # --- batches
 
-    async def create(self, owner: str, asked: CreateBatchRequest, again: str | None) -> BatchSnapshot:
-        """A new batch, or the one that this `again` (an Idempotency-Key) made before."""
+    async def create(self, owner: str, asked: CreateBatchRequest, idempotency_key: str | None) -> BatchSnapshot:
+        """Create a batch, or return the one that was created with this Idempotency-Key before."""
         endpoint, window = endpoint_of(asked.endpoint), window_s(asked.completion_window)
         fingerprint = _fingerprint(asked)
-        key = None if again is None else idempotency_key_of(owner, hashlib.sha256(again.encode()).hexdigest())
-        for _ in range(_RACES):
-            made = await self._made_before(key)
+        key = None if idempotency_key is None else idempotency_key_of(owner, idempotency_key)
+        for _ in range(_MAX_CONFLICTS):
+            made = await self._batch_with_key(key)
             if made is not None:
-                return await self._the_same(made, asked, fingerprint)
+                return await self._check_same_request(made, asked, fingerprint)
             source = await self._source(owner, asked.input_file_id)
-            active = await self.book.active_batches()
+            active = await self.repository.active_batches()
             self._check_quota(owner, active)
-            now = time.time()
-            record = BatchRecord(
-                batch_id=batch_key_of(secrets.token_bytes(NUM_ID_BYTES)),
-                owner=owner,
-                endpoint=endpoint,
-                input_file_id=source.file_id,
-                output_file_id=file_id_of(secrets.token_bytes(NUM_ID_BYTES)),
-                error_file_id=file_id_of(secrets.token_bytes(NUM_ID_BYTES)),
-                completion_window=asked.completion_window,
-                created_s=now,
-                expires_s=now + window,
-                output_lifetime_s=asked.output_expires_after.seconds if asked.output_expires_after else None,
-                metadata=asked.metadata,
-                input_bytes=source.num_bytes,
-                input_lines=source.num_lines,
-                fingerprint=fingerprint,
-            )
-            sight = BatchSnapshot(record, Progress(quote=await self._quoted(record, active, now)))
-            if await self.book.add_batch(sight, source, again=key, again_s=max(_AGAIN_S, window)):
-                return sight
+            record = _new_record(asked, source, endpoint, window, fingerprint)
+            snapshot = BatchSnapshot(record, Progress(eta=await self._eta(record, active)))
+            lifetime_s = max(_IDEMPOTENCY_KEY_LIFETIME_S, window)
+            if await self.repository.add_batch(snapshot, source, idempotency_key=key, key_lifetime_s=lifetime_s):
+                return snapshot
         raise Conflict("The file is being changed; try again.", param="input_file_id")
 
-    async def _made_before(self, key: str | None) -> BatchSnapshot | None:
-        batch_id = await self.book.made_before(key) if key is not None else None
-        return await self.book.batch(batch_id) if batch_id is not None else None
+    async def _batch_with_key(self, key: str | None) -> BatchSnapshot | None:
+        batch_id = await self.repository.batch_with_key(key) if key is not None else None
+        return await self.repository.batch(batch_id) if batch_id is not None else None
 
-    async def _the_same(self, made: BatchSnapshot, asked: CreateBatchRequest, fingerprint: str) -> BatchSnapshot:
-        """The batch, if this is the request that made it: whoever sends it again may have sent its file again."""
+    async def _check_same_request(
+        self, made: BatchSnapshot, asked: CreateBatchRequest, fingerprint: str
+    ) -> BatchSnapshot:
+        """Return the batch if the request repeats the one that created it, perhaps with a second upload of its file."""
         if made.record.fingerprint == fingerprint:
             if made.record.input_file_id == asked.input_file_id:
                 return made
-            first = await self.book.file(made.record.owner, made.record.input_file_id, time.time())
-            again = await self._source(made.record.owner, asked.input_file_id)
-            if first is not None and first.digest and first.digest == again.digest:
+            first = await self.repository.file(made.record.owner, made.record.input_file_id, time.time())
+            second = await self._source(made.record.owner, asked.input_file_id)
+            if first is not None and first.digest and first.digest == second.digest:
                 return made
         raise Conflict(
             "This Idempotency-Key was used for another request.",
@@ -201,8 +192,7 @@ class FilesApi:
         )
 
     async def _source(self, owner: str, text: str) -> FileRecord:
-        file_id = parsed_file_id(text)
-        record = await self.book.file(owner, file_id, time.time()) if file_id is not None else None
+        record = await self._find_file(owner, text)
         if record is None:
             raise NotFound("No such file: input_file_id.", param="input_file_id")
         if record.purpose != INPUT_PURPOSE:
@@ -210,52 +200,74 @@ class FilesApi:
         return record
 
     def _check_quota(self, owner: str, active: list[BatchSnapshot]) -> None:
-        num_own = sum(sight.record.owner == owner for sight in active)
+        num_own = sum(snapshot.record.owner == owner for snapshot in active)
         if num_own >= self.config.max_active:
             message = f"This key has {num_own} batches that are not over."
             raise QuotaExceeded(message, retry_after_s=_QUOTA_RETRY_S)
 
-    async def _quoted(self, record: BatchRecord, active: list[BatchSnapshot], now: float) -> Quote:
-        """What is expected of a batch that has only just come, from the size of its file."""
-        capacity = await self.book.capacity(self.config.assumed_tokens_per_s)
-        others = [workload(sight.record, sight.progress, capacity) for sight in active]
-        return quote(workload(record, Progress(), capacity), others, capacity, now)
+    async def _eta(self, record: BatchRecord, active: list[BatchSnapshot]) -> Eta:
+        """Estimate the end of a new batch from the size of its file."""
+        throughput = await self.repository.throughput(self.config.assumed_tokens_per_s)
+        others = [remaining_work(snapshot.record, snapshot.progress, throughput) for snapshot in active]
+        return estimate_eta(remaining_work(record, Progress(), throughput), others, throughput, record.created_s)
 
     async def batch(self, owner: str, text: str) -> BatchSnapshot:
-        """Raises NotFound."""
+        """Return a batch. Raises NotFound."""
         batch_id = parsed_batch_key(text)
-        sight = await self.book.batch(batch_id) if batch_id is not None else None
-        if sight is None or sight.record.owner != owner:
+        snapshot = await self.repository.batch(batch_id) if batch_id is not None else None
+        if snapshot is None or snapshot.record.owner != owner:
             raise NotFound("No such batch.", param="batch_id")
-        return sight
+        return snapshot
 
     async def batches(self, owner: str, *, after: str | None, limit: int) -> tuple[list[BatchSnapshot], bool]:
-        """A page of batches, newest first, and whether there are more."""
-        found = await self.book.list_batches(owner, after=after, limit=limit)
+        """Return a page of batches, newest first, and whether there are more. Raises InvalidRequest."""
+        found = await self.repository.list_batches(owner, after=after, limit=limit)
         if found is None:
             raise InvalidRequest("after is not the id of a batch in this list.", param="after")
         return found
 
     async def cancel(self, owner: str, text: str) -> BatchSnapshot:
-        """Ask for the end of a batch. One that is over stays as it is, and cancelling twice changes nothing."""
-        sight = await self.batch(owner, text)
-        batch_id: BatchKey = sight.record.batch_id
-        if sight.record.is_over:
-            message = f"The batch is {sight.record.status.value}; it can no longer be cancelled."
+        """Request the cancellation of a batch; may be repeated. Raises NotFound, or Conflict if the batch is over."""
+        snapshot = await self.batch(owner, text)
+        batch_id: BatchKey = snapshot.record.batch_id
+        if snapshot.record.is_over:
+            message = f"The batch is {snapshot.record.status.value}; it can no longer be cancelled."
             raise Conflict(message, param="batch_id", code="batch_is_over")
-        record = await self.book.change_batch(batch_id, lambda one: advance(one, CancelAsked(), time.time()))
-        return BatchSnapshot(record, sight.progress)
+        record = await self.repository.change_batch(batch_id, lambda one: advance(one, CancelRequested(), time.time()))
+        return BatchSnapshot(record, snapshot.progress)
 
 
 def new_file_id() -> FileId:
-    """An id that nobody can guess."""
+    """Make a random file id that cannot be guessed."""
     return file_id_of(secrets.token_bytes(NUM_ID_BYTES))
 
 
 async def _in_threads(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Each chunk is as much of a log as holds it, perhaps all of it."""
+    """Read each chunk in a thread: finding one may take a read of the whole log."""
     while chunk := await asyncio.to_thread(next, chunks, b""):
         yield chunk
+
+
+def _new_record(
+    asked: CreateBatchRequest, source: FileRecord, endpoint: Endpoint, window: float, fingerprint: str
+) -> BatchRecord:
+    now = time.time()
+    return BatchRecord(
+        batch_id=batch_key_of(secrets.token_bytes(NUM_ID_BYTES)),
+        owner=source.owner,
+        endpoint=endpoint,
+        input_file_id=source.file_id,
+        output_file_id=new_file_id(),
+        error_file_id=new_file_id(),
+        completion_window=asked.completion_window,
+        created_s=now,
+        expires_s=now + window,
+        output_lifetime_s=asked.output_expires_after.seconds if asked.output_expires_after else None,
+        metadata=asked.metadata,
+        input_bytes=source.num_bytes,
+        input_lines=source.num_lines,
+        fingerprint=fingerprint,
+    )
 
 
 def _fingerprint(asked: CreateBatchRequest) -> str:

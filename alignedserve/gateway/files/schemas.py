@@ -1,4 +1,4 @@
-"""What clients may send about files and batches."""
+"""Requests for files and batches, and their validation."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -7,7 +7,7 @@ from pydantic import Field
 
 from alignedserve.batches.records import Endpoint
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.openai.schemas import Schema
+from alignedserve.gateway.schema import Schema
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
@@ -20,14 +20,14 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class ExpiresAfter(Schema):
-    """When a file expires."""
+    """Expiry of a file."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=_MIN_LIFETIME_S, le=_MAX_LIFETIME_S)
 
 
 class CreateBatchRequest(Schema):
-    """POST /v1/batches."""
+    """Body of POST /v1/batches."""
 
     input_file_id: Annotated[str, Field(max_length=256)]
     endpoint: str
@@ -37,7 +37,7 @@ class CreateBatchRequest(Schema):
 
 
 def endpoint_of(name: str) -> Endpoint:
-    """Raises InvalidRequest naming those that there are."""
+    """Parse an endpoint. Raises InvalidRequest listing the valid ones."""
     try:
         return Endpoint(name)
     except ValueError:
@@ -46,7 +46,7 @@ def endpoint_of(name: str) -> Endpoint:
 
 
 def window_s(text: str) -> float:
-    """Seconds of a completion window such as 24h, 90m or 7d. Raises InvalidRequest."""
+    """Parse a completion window such as 24h, 90m or 7d into seconds. Raises InvalidRequest."""
     match = _WINDOW.fullmatch(text)
     seconds = float(int(match[1]) * _UNITS_S[match[2]]) if match else 0.0
     if not MIN_WINDOW_S <= seconds <= MAX_WINDOW_S:
@@ -59,7 +59,7 @@ def window_s(text: str) -> float:
 
 
 def lifetime_of(fields: dict[str, str]) -> float | None:
-    """Seconds after which a file expires, from the form's fields. Raises InvalidRequest."""
+    """Parse the seconds after which a file expires from the form's fields. Raises InvalidRequest."""
     given: dict[str, Any] = {name: value for name, value in fields.items() if name.startswith("expires_after")}
     if not given:
         return None

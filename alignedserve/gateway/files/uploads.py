@@ -1,4 +1,4 @@
-"""A file on its way in: multipart/form-data read as it comes, the file's bytes straight to storage."""
+"""Upload of a file: multipart/form-data parsed as it arrives, the file's bytes written straight to storage."""
 
 import asyncio
 import hashlib
@@ -12,19 +12,19 @@ from starlette.requests import ClientDisconnect, Request
 from alignedserve.batches.interfaces import BlobStore, BlobWriter
 from alignedserve.batches.records import FileId
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, WrongContentType
+from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 
 _MAX_FIELD_BYTES = 4096
 _MAX_PARTS = 16
 _MAX_NAME_LEN = 255
 _SILENCE_S = 60.0
-_ENVELOPE_BYTES = 64 * 1024  # of a body beside its file
+_ENVELOPE_BYTES = 64 * 1024  # of a body without its file
 _FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
 
 
 @dataclass(slots=True)
 class Upload:
-    """What came. The blob is written and not committed."""
+    """A received form. The blob is written but not committed."""
 
     blob: BlobWriter
     name: str = ""
@@ -35,7 +35,7 @@ class Upload:
 
 
 async def receive_upload(http: Request, blobs: BlobStore, file_id: FileId, max_file_bytes: int) -> Upload:
-    """Read the whole body. Raises InvalidRequest, StorageFull; then nothing is left of it."""
+    """Read the whole body. Raises InvalidRequest, StorageFull; the blob is discarded then."""
     media_type, options = parse_options_header(http.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
     if media_type != b"multipart/form-data" or not 0 < len(boundary) <= 256:
@@ -46,7 +46,7 @@ async def receive_upload(http: Request, blobs: BlobStore, file_id: FileId, max_f
     form = _Form(boundary, Upload(await blobs.begin(file_id)), max_file_bytes)
     try:
         await _read(http, form)
-        return form.finished()
+        return form.finish()
     except BaseException:
         await form.upload.blob.discard()
         raise
@@ -64,13 +64,13 @@ async def _read(http: Request, form: "_Form") -> None:
     except TimeoutError as error:
         raise BodyTooSlow("The body did not arrive in time.") from error
     except ClientDisconnect as error:
-        raise ClientGone("The client went away before its file was complete.") from error
+        raise ClientDisconnected("The client went away before its file was complete.") from error
     except FormParserError as error:
         raise InvalidRequest("The body is not valid multipart/form-data.", code="invalid_multipart") from error
 
 
 class _Form:
-    """Parts of one form. The parser calls back for pieces of them; file bytes are collected and written per chunk."""
+    """State of one form. The parser calls back for each piece of a part; file bytes are written once per chunk."""
 
     def __init__(self, boundary: bytes, upload: Upload, max_file_bytes: int) -> None:
         self.upload = upload
@@ -89,7 +89,7 @@ class _Form:
             },
         )
         self._num_parts = 0
-        self._name, self._value = b"", b""  # of the header that is being read; its length is bounded by the parser
+        self._name, self._value = b"", b""  # of the present header; the parser bounds its length
         self._disposition = b""
         self._field: str | None = None  # the part's name; None: the file
         self._text = b""
@@ -100,7 +100,7 @@ class _Form:
         self._digest = hashlib.blake2b(digest_size=16)
 
     async def push(self, chunk: bytes) -> None:
-        """More of the body."""
+        """Parse a chunk of the body and write its file bytes."""
         self._parser.write(chunk)
         content = b"".join(self._file_pieces)
         self._file_pieces.clear()
@@ -114,8 +114,8 @@ class _Form:
         self._digest.update(content)
         await self.upload.blob.write(content)
 
-    def finished(self) -> Upload:
-        """No more is to come. Raises InvalidRequest."""
+    def finish(self) -> Upload:
+        """Return the upload after the last chunk. Raises InvalidRequest for an incomplete form."""
         if not self._is_whole:
             raise InvalidRequest("The body ends in the middle.", code="invalid_multipart")
         if not self._has_file:
@@ -171,7 +171,7 @@ class _Form:
 
 
 def shown_name(given: str) -> str:
-    """The last part of a file's name, as it is shown and nothing else: it never becomes a path."""
+    """Return the last part of a file's name for display; it never becomes a path."""
     last = re.split(r"[/\\]", given)[-1]
     printable = "".join(character for character in last if character.isprintable())
     return printable[:_MAX_NAME_LEN] or "upload"

@@ -1,9 +1,9 @@
-"""Files and batches in OpenAI's shapes. Fields that are not set yet are left out, as its description has them."""
+"""Views of files and batches in OpenAI's shapes. Fields that are not set yet are left out, as in its specification."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from alignedserve.batches.records import BatchRecord, Endpoint, FileRecord, LineProblem, Progress, Quote
+from alignedserve.batches.records import BatchRecord, Endpoint, Eta, FileRecord, LineProblem, Progress
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.gateway.files.schemas import MAX_WINDOW_S, MIN_WINDOW_S
@@ -20,7 +20,7 @@ _TIMES = (
 
 
 def file_view(record: FileRecord, num_bytes: int) -> dict[str, Any]:
-    """A File object."""
+    """Build a File object."""
     view: dict[str, Any] = {
         "id": record.file_id,
         "object": "file",
@@ -35,9 +35,9 @@ def file_view(record: FileRecord, num_bytes: int) -> dict[str, Any]:
     return view
 
 
-def batch_view(sight: BatchSnapshot) -> dict[str, Any]:
-    """A Batch object."""
-    record, progress = sight.record, sight.progress
+def batch_view(snapshot: BatchSnapshot) -> dict[str, Any]:
+    """Build a Batch object."""
+    record, progress = snapshot.record, snapshot.progress
     view: dict[str, Any] = {
         "id": record.batch_id,
         "object": "batch",
@@ -65,7 +65,7 @@ def batch_view(sight: BatchSnapshot) -> dict[str, Any]:
 
 
 def list_view(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A page of objects."""
+    """Build a page of objects."""
     view: dict[str, Any] = {"object": "list", "data": list(items), "has_more": has_more}
     if items:
         view |= {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
@@ -73,7 +73,7 @@ def list_view(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, A
 
 
 def limits_view(config: BatchesConfig) -> dict[str, Any]:
-    """What this gateway accepts; an object of ours."""
+    """Build the limits of this gateway, an object of our own."""
     return {
         "object": "batch.limits",
         "max_file_bytes": config.max_file_bytes,
@@ -112,22 +112,22 @@ def _problem(problem: LineProblem) -> dict[str, Any]:
 
 
 def _extension(record: BatchRecord, progress: Progress) -> dict[str, Any]:
-    """Our own key, which strict clients ignore."""
+    """Build our own extension, which strict clients ignore."""
     counts = progress.counts
     return {
         "lines_validated": max(progress.num_validated, record.num_lines),
         "lines_expired": counts.expired,
         "lines_cancelled": counts.cancelled,
         "paused": None if record.is_over else progress.paused,
-        "quote": None if progress.quote is None or record.is_over else _quote(record, progress.quote),
+        "quote": None if progress.eta is None or record.is_over else _eta(record, progress.eta),
     }
 
 
-def _quote(record: BatchRecord, quote: Quote) -> dict[str, Any]:
+def _eta(record: BatchRecord, eta: Eta) -> dict[str, Any]:
     return {
-        "verdict": quote.risk.value,
-        "expected_at": int(quote.finish_s),
-        "slack_s": round(record.expires_s - quote.finish_s, 1),
-        "basis": "measured" if quote.is_measured else "assumed",
-        "quoted_at": int(quote.quoted_s),
+        "verdict": eta.risk.value,
+        "expected_at": int(eta.finish_s),
+        "slack_s": round(record.expires_s - eta.finish_s, 1),
+        "basis": "measured" if eta.is_measured else "assumed",
+        "quoted_at": int(eta.estimated_s),
     }

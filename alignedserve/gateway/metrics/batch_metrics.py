@@ -1,4 +1,4 @@
-"""What batches have come to, for /metrics: counted by their driver, the same at every gateway."""
+"""Metrics of batches, counted by their driver and the same at every gateway."""
 
 from collections.abc import Iterator
 
@@ -17,30 +17,30 @@ _GAUGES = (
 )
 
 
-def batch_metrics(harvest: BatchTotals) -> bytes:
-    """The text that Prometheus scrapes."""
+def batch_metrics(totals: BatchTotals) -> bytes:
+    """Return the text that Prometheus scrapes."""
     registry = CollectorRegistry()
-    registry.register(_BatchCollector(harvest))
+    registry.register(_BatchCollector(totals))
     return generate_latest(registry)
 
 
 class _BatchCollector(Collector):
-    def __init__(self, harvest: BatchTotals) -> None:
-        self._harvest = harvest
+    def __init__(self, totals: BatchTotals) -> None:
+        self._totals = totals
 
     def collect(self) -> Iterator[Metric]:
-        harvest = self._harvest
+        totals = self._totals
         lines = CounterMetricFamily("alignedserve_batch_lines", "Lines of batches by how they ended.", labels=["state"])
         for state in ("completed", "failed", "expired", "cancelled"):
-            lines.add_metric([state], getattr(harvest, state))
+            lines.add_metric([state], getattr(totals, state))
         yield lines
         tokens = CounterMetricFamily("alignedserve_batch_tokens", "Tokens of lines that ended.", labels=["kind"])
-        tokens.add_metric(["input"], harvest.input_tokens)
-        tokens.add_metric(["output"], harvest.output_tokens)
+        tokens.add_metric(["input"], totals.input_tokens)
+        tokens.add_metric(["output"], totals.output_tokens)
         yield tokens
         for name, help_text, field in _GAUGES:
-            yield GaugeMetricFamily(name, help_text, value=float(getattr(harvest, field)))
+            yield GaugeMetricFamily(name, help_text, value=float(getattr(totals, field)))
         batches = GaugeMetricFamily("alignedserve_batches", "Batches that are not over.", labels=["status"])
-        for status, count in sorted(harvest.num_batches.items()):
+        for status, count in sorted(totals.num_batches.items()):
             batches.add_metric([status], count)
         yield batches

@@ -1,4 +1,4 @@
-"""Metrics of the gateway, by the names that dashboards for vLLM read, and of the cluster, from its own reports.
+"""Metrics of the gateway, by the names that dashboards for vLLM read, and of the cluster, from the router's reports.
 
 Never a request id in a label.
 """
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from alignedserve.gateway.metrics.iteration_metrics import ledger_families
+from alignedserve.gateway.metrics.iteration_metrics import iteration_log_metrics
 from alignedserve.messages.gateways import ClusterStatus
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -68,7 +68,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
 
 
 class GatewayMetrics:
-    """What happened at this door. Its own registry: several gateways can live in one process."""
+    """Metrics of one gateway, in a registry of its own: several gateways can live in one process."""
 
     def __init__(self, model_name: str, status: Callable[[], ClusterStatus | None]) -> None:
         self._registry = CollectorRegistry(auto_describe=True)
@@ -96,15 +96,15 @@ class GatewayMetrics:
         self._model_name = model_name
 
     def count_finished(self, reason: str) -> None:
-        """A request ended: stop, length or abort."""
+        """Count a request that ended: stop, length, abort or error."""
         self._finished.labels(self._model_name, reason).inc()
 
     def count_rejected(self, reason: str) -> None:
-        """A request was refused or failed; `reason` comes from a closed set."""
+        """Count a request that was refused or failed; `reason` comes from a closed set."""
         self._rejected.labels(reason).inc()
 
     def render(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Return the text that Prometheus scrapes."""
         return generate_latest(self._registry)
 
 
@@ -116,7 +116,7 @@ class _ClusterCollector(Collector):
         self._status = status
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: names are not known to the registry ahead of a report."""
+        """Describe nothing: names are not known to the registry ahead of a report."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -134,4 +134,4 @@ class _ClusterCollector(Collector):
             yield GaugeMetricFamily(name, help_text, value=value(status))
         for name, help_text, value in _COUNTERS:
             yield CounterMetricFamily(name, help_text, value=value(status))
-        yield from ledger_families(status.ledger)
+        yield from iteration_log_metrics(status.iteration_log)

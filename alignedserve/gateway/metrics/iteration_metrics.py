@@ -1,4 +1,4 @@
-"""The decode workers' ledgers as Prometheus reads them. What they mean: docs/ledger.md."""
+"""Metrics of the decode workers' iteration logs; docs/ledger.md explains them."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -9,8 +9,8 @@ from prometheus_client.utils import floatToGoString
 from alignedserve.messages.iteration_log import SPREAD_EDGES, IterationLogTotals
 
 
-def ledger_families(totals: IterationLogTotals) -> Iterator[Metric]:
-    """Every metric of the ledgers, for all decode workers together."""
+def iteration_log_metrics(totals: IterationLogTotals) -> Iterator[Metric]:
+    """Yield every metric of the iteration logs, summed over all decode workers."""
     waiting_s = totals.nothing_to_do_s + totals.waiting_for_prefill_s + totals.prefetch_not_ready_s
     parts = {
         "waiting": waiting_s,

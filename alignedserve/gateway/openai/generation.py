@@ -1,4 +1,4 @@
-"""Runs all choices of one HTTP request and measures them; whatever is left open at the end is aborted."""
+"""Runs all choices of one request to the API and measures them; choices still open at the end are aborted."""
 
 import asyncio
 import time
@@ -7,33 +7,36 @@ from types import TracebackType
 from typing import Any
 
 from alignedserve.core.request import FinishReason, Request
-from alignedserve.gateway.backend.interface import Output, RequestStream
-from alignedserve.gateway.openai.choice_decoder import ChoiceText, Piece
-from alignedserve.gateway.openai.request_builder import Plan
+from alignedserve.gateway.backend.interface import GeneratedTokens, RequestStream
+from alignedserve.gateway.openai.choice_decoder import ChoiceDecoder, TextDelta
+from alignedserve.gateway.openai.request_builder import GenerationRequest
 from alignedserve.gateway.services import Services
 
 
 class Generation:
-    """Use with `async with`: entering submits every choice, leaving aborts those that have not ended."""
+    """An async context manager: entering submits every choice, leaving aborts those that have not ended."""
 
-    def __init__(self, plan: Plan, services: Services) -> None:
-        self.plan = plan
+    def __init__(self, request: GenerationRequest, services: Services) -> None:
+        self.request = request
+        self.tokenizer = services.tokenizer
+        self.has_started = False  # every choice was submitted
         self._services = services
         self._ready = asyncio.Event()
         self._choices: list[_Choice] = []
         self._open: list[_Choice] = []
 
     async def __aenter__(self) -> "Generation":
-        self._services.capacity.take(len(self.plan.requests))
+        self._services.limiter.acquire(len(self.request.requests))
         try:
-            for index, request in enumerate(self.plan.requests):
+            for index, request in enumerate(self.request.requests):
                 stream = _submit(request, self._services)
                 stream.call_when_ready(self._ready.set)
-                self._choices.append(_Choice(index, request, stream, self.plan, self._services))
+                self._choices.append(_Choice(index, request, stream, self.request.stop_strings, self._services))
         except BaseException:
             self._close()
             raise
         self._open = list(self._choices)
+        self.has_started = True
         return self
 
     async def __aexit__(
@@ -48,30 +51,31 @@ class Generation:
         for choice in self._choices:
             if not choice.has_ended:
                 self._services.backend.abort(choice.request.request_id)
-        self._services.capacity.give_back(len(self.plan.requests))
+        self._services.limiter.release(len(self.request.requests))
         self._open = []
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """(choice, what became visible of it), as it comes, until every choice has ended. Raises GenerationError."""
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield (choice, its new text) as it comes, until every choice has ended. Raises GenerationError."""
         while self._open:
             self._ready.clear()
-            has_news = False
+            is_idle = True
             for choice in tuple(self._open):
-                output = choice.stream.take()
-                if output is not None:
-                    has_news = True
-                    yield choice.index, self._take(choice, output)
-            if not has_news:  # a failure may stand right behind what was taken
+                new = choice.stream.read_new()
+                if new is not None:
+                    is_idle = False
+                    yield choice.index, self._decode(choice, new)
+            if is_idle:  # otherwise a failure may follow right behind the tokens that were read
                 await self._ready.wait()
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice has ended."""
+        """True once every choice has ended."""
         return not self._open
 
     def usage(self) -> dict[str, int]:
-        """OpenAI's usage object."""
-        num_prompt, num_generated = self.plan.num_prompt_tokens, sum(choice.text.num_tokens for choice in self._choices)
+        """Return OpenAI's usage object."""
+        num_prompt = self.request.num_prompt_tokens
+        num_generated = sum(choice.decoder.num_tokens for choice in self._choices)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
@@ -79,8 +83,8 @@ class Generation:
         }
 
     def slo_report(self) -> dict[str, Any] | None:
-        """Whether the SLO held, for the slowest choice; None when the client named none."""
-        slo = self.plan.slo
+        """Return whether the SLO held, for the slowest choice; None when the client named none."""
+        slo = self.request.slo
         report: dict[str, Any] = {}
         if slo.ttft_s is not None:
             ttft_s = max((choice.ttft_s for choice in self._choices), default=0.0)
@@ -93,28 +97,30 @@ class Generation:
             report["deadline"] = _verdict(end_to_end_s, slo.deadline_s)
         return {"slo": report} if report else None
 
-    def _take(self, choice: "_Choice", output: Output) -> Piece:
-        piece = choice.text.take(output)
-        choice.measure(len(output.token_ids), time.monotonic())
-        if piece.finish_reason is not None:
+    def _decode(self, choice: "_Choice", new: GeneratedTokens) -> TextDelta:
+        delta = choice.decoder.decode(new)
+        choice.measure(len(new.token_ids), time.monotonic())
+        if delta.finish_reason is not None:
             self._open.remove(choice)
-            choice.end(piece.finish_reason.value)
-            choice.has_ended = output.finish_reason is not None
-            if not choice.has_ended:  # ended by a stop string: the worker does not know yet
+            choice.count_finished(delta.finish_reason.value)
+            choice.has_ended = new.finish_reason is not None
+            if not choice.has_ended:  # ended by a stop string, which the worker does not know
                 self._services.backend.abort(choice.request.request_id)
-        return piece
+        return delta
 
 
 class _Choice:
     """One request in the cluster, with its times."""
 
-    def __init__(self, index: int, request: Request, stream: RequestStream, plan: Plan, services: Services) -> None:
+    def __init__(
+        self, index: int, request: Request, stream: RequestStream, stops: tuple[str, ...], services: Services
+    ) -> None:
         self.index = index
         self.request = request
         self.stream = stream
         self.has_ended = False  # as far as the cluster knows
-        self.text = ChoiceText(
-            services.tokenizer, request, stops=plan.stops, eos_token_ids=services.model.eos_token_ids
+        self.decoder = ChoiceDecoder(
+            services.tokenizer, request, stops=stops, eos_token_ids=services.model.eos_token_ids
         )
         self._metrics = services.metrics
         self._num_tokens = 0
@@ -123,12 +129,12 @@ class _Choice:
 
     @property
     def ttft_s(self) -> float:
-        """Arrival to first token."""
+        """Time from arrival to first token."""
         return (self._last_s if self._first_s is None else self._first_s) - self.request.arrival_s
 
     @property
     def end_to_end_s(self) -> float:
-        """Arrival to last token."""
+        """Time from arrival to last token."""
         return self._last_s - self.request.arrival_s
 
     @property
@@ -139,7 +145,7 @@ class _Choice:
         return (self._last_s - self._first_s) / (self._num_tokens - 1)
 
     def measure(self, num_new: int, now: float) -> None:
-        """Count tokens that came together now."""
+        """Record the metrics of tokens that came together now."""
         if num_new and self._first_s is None:
             self._first_s = now
             self._metrics.ttft_s.observe(now - self.request.arrival_s)
@@ -150,8 +156,8 @@ class _Choice:
         self._num_tokens += num_new
         self._metrics.generation_tokens.inc(num_new)
 
-    def end(self, reason: str) -> None:
-        """The answer is complete."""
+    def count_finished(self, reason: str) -> None:
+        """Record the metrics of a complete choice."""
         self._metrics.count_finished(reason)
         self._metrics.e2e_s.observe(self._last_s - self.request.arrival_s)
         if self._num_tokens > 1:
@@ -159,7 +165,7 @@ class _Choice:
 
 
 def _submit(request: Request, services: Services) -> RequestStream:
-    """Hand the request to the cluster, unless it asks for nothing but its own prompt."""
+    """Submit the request, unless it asks only for its own prompt."""
     sampling = request.sampling
     if sampling.max_tokens > 0 or (sampling.num_prompt_logprobs is not None and request.prompt_len > 1):
         return services.backend.submit(request)

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked schema: sizes, JSON, unsupported fields, types, in this order."""
+"""Parses bodies into checked schemas: sizes, JSON, unsupported fields, types, in this order."""
 
 import asyncio
 from typing import Any, NoReturn, TypeVar
@@ -9,9 +9,10 @@ from starlette.requests import ClientDisconnect, Request
 
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientGone, WrongContentType
+from alignedserve.gateway.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 from alignedserve.gateway.openai import unsupported_fields as unsupported
-from alignedserve.gateway.openai.schemas import PROMPT_FORMS, ChatCompletionRequest, CompletionRequest, Schema
+from alignedserve.gateway.openai.schemas import PROMPT_FORMS, ChatCompletionRequest, CompletionRequest
+from alignedserve.gateway.schema import Schema
 
 _BODY_TIMEOUT_S = 30.0
 _MAX_ECHOED_NAME_LEN = 64
@@ -21,7 +22,7 @@ SchemaT = TypeVar("SchemaT", bound=Schema)
 
 
 async def read_json(request: Request, config: GatewayConfig) -> dict[str, Any]:
-    """The body as an object. Raises InvalidRequest; the message never shows the body."""
+    """Return the body as an object. Raises InvalidRequest, whose message never shows the body."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         # Also keeps other sites' pages from posting here: JSON needs a preflight, which is not answered.
@@ -49,7 +50,7 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
 
 
 def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with messages that hold nothing unsupported. Raises InvalidRequest naming what does."""
+    """Return the fields with plain messages. Raises InvalidRequest naming the first unsupported field in one."""
     messages = fields.get("messages")
     if not isinstance(messages, list):
         return fields
@@ -58,7 +59,7 @@ def plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse(schema: type[SchemaT], fields: dict[str, Any]) -> SchemaT:
-    """Check types. Raises InvalidRequest naming the field."""
+    """Return the fields as a checked schema. Raises InvalidRequest naming the field."""
     try:
         return schema.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -77,12 +78,12 @@ async def _read_body(request: Request, limit: int) -> bytes:
     except TimeoutError as error:
         raise BodyTooSlow("The body did not arrive in time.") from error
     except ClientDisconnect as error:
-        raise ClientGone("The client went away before its body was complete.") from error
+        raise ClientDisconnected("The client disconnected before its body was complete.") from error
     return b"".join(chunks)
 
 
 def check_shape(body: Any, max_depth: int) -> None:
-    """Bound what validation may have to look at. Raises InvalidRequest."""
+    """Bound the depth and the members of a body before validation. Raises InvalidRequest."""
     level, depth = [body], 0
     while level:
         depth += 1
@@ -130,7 +131,7 @@ def _plain_part(part: Any, path: str) -> Any:
 
 
 def _without_neutral(fields: dict[str, Any], table: unsupported.NeutralValues, path: str = "") -> dict[str, Any]:
-    """The fields without those that ask for nothing; those that ask for something we do not have are refused."""
+    """Return the fields without neutral ones. Raises InvalidRequest for those that ask for an unsupported feature."""
     kept = {}
     for name, value in fields.items():
         if name not in table:
@@ -146,7 +147,7 @@ def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
 
 
 def _refuse_unsupported(path: str, known_value: str | None = None) -> NoReturn:
-    """Only values of OpenAI's own lists are repeated; anything else could be a client's content."""
+    """Raise for a field. Only values of OpenAI's own lists are repeated; others could be a client's content."""
     what = f"{path} {known_value!r}" if known_value is not None else path
     raise InvalidRequest(f"{what} is not supported.", param=path, code="unsupported_parameter")
 
@@ -164,7 +165,7 @@ def _refuse(error: ValidationError) -> NoReturn:
 
 
 def _path_of(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`; names of union members that pydantic inserts are left out."""
+    """Return a path such as `messages[0].content`, without the names of union members that pydantic inserts."""
     path = ""
     for step in location:
         if isinstance(step, int):

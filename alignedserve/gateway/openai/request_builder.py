@@ -1,61 +1,69 @@
-"""From a checked schema to the requests that the cluster serves."""
+"""Builds the requests that the cluster serves from a checked body, for routes and for lines of batches."""
 
 import hashlib
 import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, RequestClass, SamplingParams, Slo
+from alignedserve.gateway.openai.prompt_encoding import Prompt, check_token_ids, encode_chat, encode_prompts
 from alignedserve.gateway.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER, TPOT_HEADER, TTFT_HEADER, parse_slo
 from alignedserve.gateway.services import Services
 
-TTFT_HEADER, TPOT_HEADER, DEADLINE_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"
-_MAX_SLO_MS = 3_600_000.0
-_MAX_DEADLINE_MS = 7 * 24 * 3_600_000.0
-_MILLISECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?", re.ASCII)
 _TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
 _DEFAULT_COMPLETION_TOKENS = 16
 
 
-class Tier(NamedTuple):
-    """What a `service_tier` means here."""
+class ServiceTier(NamedTuple):
+    """Scheduling class and priority of a `service_tier`."""
 
-    name: str  # as the answer names it
+    name: str  # as the response names it
     request_class: RequestClass
     priority: int
 
 
-TIERS = {
-    "auto": Tier("default", RequestClass.REAL_TIME, 0),
-    "default": Tier("default", RequestClass.REAL_TIME, 0),
-    "priority": Tier("priority", RequestClass.REAL_TIME, -1),
-    "fast": Tier("priority", RequestClass.REAL_TIME, -1),
-    "flex": Tier("flex", RequestClass.BEST_EFFORT, 0),
+SERVICE_TIERS = {
+    "auto": ServiceTier("default", RequestClass.REAL_TIME, 0),
+    "default": ServiceTier("default", RequestClass.REAL_TIME, 0),
+    "priority": ServiceTier("priority", RequestClass.REAL_TIME, -1),
+    "fast": ServiceTier("priority", RequestClass.REAL_TIME, -1),
+    "flex": ServiceTier("flex", RequestClass.BEST_EFFORT, 0),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt in both forms."""
+class Arrival:
+    """Facts about an HTTP request or batch line beside its body."""
 
-    token_ids: tuple[int, ...]
-    text: str = ""  # what `echo` repeats
+    request_id: str
+    headers: Mapping[str, str]
+    arrival_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that one HTTP request asks of the cluster. Choices of one prompt stand together."""
+class GenerationRequest:
+    """One call of the API: its requests to the cluster and the fields that shape its response."""
 
-    requests: tuple[Request, ...]
+    response_id: str  # OpenAI's `id`
+    created: int  # Unix time
+    model: str
+    requests: tuple[Request, ...]  # one per choice; the choices of one prompt stand together
     prompts: tuple[Prompt, ...]
-    stops: tuple[str, ...]
+    stop_strings: tuple[str, ...]
     slo: Slo
-    tier: str
+    service_tier: str
+    is_chat: bool
+    is_streamed: bool
+    has_logprobs: bool
+    includes_usage: bool  # streams only
+    echoes: bool  # completions only
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -63,109 +71,118 @@ class Plan:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Who asks, and when."""
+class _OutputFields(NamedTuple):
+    """Fields that the two endpoints name or default differently."""
 
-    request_id: str
-    arrival_s: float
-    headers: Mapping[str, str]
-
-
-def plan_chat(chat: ChatCompletionRequest, prompt: Prompt, arrival: Arrival, services: Services) -> Plan:
-    """Requests of a chat completion. Raises InvalidRequest."""
-    if chat.top_logprobs is not None and not chat.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    asked = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
-    if chat.max_tokens is not None and asked != chat.max_tokens:
-        raise InvalidRequest("max_tokens and max_completion_tokens differ.", param="max_tokens")
-    num_logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    return _plan(chat, (prompt,), arrival, services, _Wanted(asked, num_logprobs, None))
-
-
-def plan_completion(
-    completion: CompletionRequest, prompts: Sequence[Prompt], arrival: Arrival, services: Services
-) -> Plan:
-    """Requests of a completion. Raises InvalidRequest."""
-    if completion.max_tokens == 0 and not completion.echo:
-        raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
-    num_prompt_logprobs = completion.logprobs if completion.echo else None
-    wanted = _Wanted(completion.max_tokens, completion.logprobs, num_prompt_logprobs, _DEFAULT_COMPLETION_TOKENS)
-    return _plan(completion, prompts, arrival, services, wanted)
-
-
-class _Wanted(NamedTuple):
     max_tokens: int | None
     num_logprobs: int | None
     num_prompt_logprobs: int | None
     default_max_tokens: int | None = None  # at most the rest of the context; None: all of it
 
 
-def _plan(
-    fields: GenerationFields, prompts: Sequence[Prompt], arrival: Arrival, services: Services, wanted: _Wanted
-) -> Plan:
-    config = services.config
+async def build_chat_request(chat: ChatCompletionRequest, arrival: Arrival, services: Services) -> GenerationRequest:
+    """Return the requests of a chat completion. Raises InvalidRequest."""
+    services.check_model(chat.model)
+    prompt = Prompt(await encode_chat(chat.messages, services))
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
+    if chat.max_tokens is not None and max_tokens != chat.max_tokens:
+        raise InvalidRequest("max_tokens and max_completion_tokens differ.", param="max_tokens")
+    num_logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
+    return _build(chat, (prompt,), arrival, services, _OutputFields(max_tokens, num_logprobs, None))
+
+
+async def build_completion_request(
+    completion: CompletionRequest, arrival: Arrival, services: Services
+) -> GenerationRequest:
+    """Return the requests of a completion. Raises InvalidRequest."""
+    services.check_model(completion.model)
+    prompts = await encode_prompts(completion, services)
+    if completion.max_tokens == 0 and not completion.echo:
+        raise InvalidRequest("max_tokens must be at least 1, or echo must be true.", param="max_tokens")
+    num_prompt_logprobs = completion.logprobs if completion.echo else None
+    output = _OutputFields(completion.max_tokens, completion.logprobs, num_prompt_logprobs, _DEFAULT_COMPLETION_TOKENS)
+    return _build(completion, prompts, arrival, services, output)
+
+
+def _build(
+    fields: GenerationFields, prompts: Sequence[Prompt], arrival: Arrival, services: Services, output: _OutputFields
+) -> GenerationRequest:
+    _check_limits(fields, len(prompts), services.config)
+    slo = _slo_of(fields, arrival.headers)
+    is_chat = isinstance(fields, ChatCompletionRequest)
+    return GenerationRequest(
+        response_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{arrival.request_id}",
+        created=int(time.time()),
+        model=services.model.name,
+        requests=_requests(fields, prompts, arrival, services, slo, output),
+        prompts=tuple(prompts),
+        stop_strings=tuple(fields.stop),
+        slo=slo,
+        service_tier=SERVICE_TIERS[fields.service_tier].name,
+        is_chat=is_chat,
+        is_streamed=fields.stream,
+        has_logprobs=output.num_logprobs is not None,
+        includes_usage=fields.includes_usage,
+        echoes=isinstance(fields, CompletionRequest) and fields.echo,
+    )
+
+
+def _check_limits(fields: GenerationFields, num_prompts: int, config: GatewayConfig) -> None:
     if fields.n > config.max_choices:
         raise InvalidRequest(f"n must be at most {config.max_choices}.", param="n")
     if len(fields.stop) > config.max_stop_strings:
         raise InvalidRequest(f"stop must hold at most {config.max_stop_strings} strings.", param="stop")
-    if fields.n * len(prompts) > config.max_concurrent_requests:
+    if fields.n * num_prompts > config.max_concurrent_requests:
         raise InvalidRequest(f"More than {config.max_concurrent_requests} choices in one request.", param="prompt")
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
-    slo = _slo_of(arrival.headers)
+
+
+def _slo_of(fields: GenerationFields, headers: Mapping[str, str]) -> Slo:
+    slo = parse_slo(headers)
     if fields.service_tier == "flex" and (slo.ttft_s, slo.tpot_s) != (None, None):
         raise InvalidRequest(
             f"{TTFT_HEADER} and {TPOT_HEADER} are not supported with service_tier 'flex'; {DEADLINE_HEADER} is.",
             param="service_tier",
         )
+    return slo
+
+
+def _requests(
+    fields: GenerationFields,
+    prompts: Sequence[Prompt],
+    arrival: Arrival,
+    services: Services,
+    slo: Slo,
+    output: _OutputFields,
+) -> tuple[Request, ...]:
+    tier = SERVICE_TIERS[fields.service_tier]
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     requests: list[Request] = []
     for prompt in prompts:
-        sampling = _sampling_of(fields, len(prompt.token_ids), services, wanted)
+        sampling = _sampling_params(fields, len(prompt.token_ids), services, output)
         for choice in range(fields.n):
-            request_id = RequestId(f"{arrival.request_id}-{len(requests)}")
-            one = replace(sampling, seed=_choice_seed(seed, choice))
-            requests.append(_request(request_id, prompt, one, arrival, fields, slo, services.reply_to))
-    return Plan(tuple(requests), tuple(prompts), tuple(fields.stop), slo, TIERS[fields.service_tier].name)
+            request = Request(
+                request_id=RequestId(f"{arrival.request_id}-{len(requests)}"),
+                prompt_token_ids=prompt.token_ids,
+                sampling=replace(sampling, seed=_choice_seed(seed, choice)),
+                reply_to=services.reply_to,
+                arrival_s=arrival.arrival_s,
+                request_class=tier.request_class,
+                slo=slo,
+                priority=fields.priority if fields.priority is not None else tier.priority,
+            )
+            requests.append(request)
+    return tuple(requests)
 
 
-def _request(
-    request_id: RequestId,
-    prompt: Prompt,
-    sampling: SamplingParams,
-    arrival: Arrival,
-    fields: GenerationFields,
-    slo: Slo,
-    reply_to: str,
-) -> Request:
-    tier = TIERS[fields.service_tier]
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=prompt.token_ids,
-        sampling=sampling,
-        reply_to=reply_to,
-        arrival_s=arrival.arrival_s,
-        request_class=tier.request_class,
-        slo=slo,
-        priority=fields.priority if fields.priority is not None else tier.priority,
-    )
-
-
-def _sampling_of(fields: GenerationFields, prompt_len: int, services: Services, wanted: _Wanted) -> SamplingParams:
-    limit = services.model.max_context_len
-    rest = limit - prompt_len
-    default = rest if wanted.default_max_tokens is None else min(rest, wanted.default_max_tokens)
-    max_tokens = default if wanted.max_tokens is None else wanted.max_tokens
-    if max_tokens > rest or (wanted.max_tokens is None and rest < 1):
-        asked = "at least 1" if wanted.max_tokens is None else str(wanted.max_tokens)
-        raise ContextTooLong(
-            f"This model's maximum context length is {limit} tokens. However, you requested {prompt_len} tokens in "
-            f"the prompt and {asked} in the answer. Please shorten one of them.",
-            param="messages" if isinstance(fields, ChatCompletionRequest) else "prompt",
-        )
+def _sampling_params(
+    fields: GenerationFields, prompt_len: int, services: Services, output: _OutputFields
+) -> SamplingParams:
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=_max_tokens(fields, prompt_len, services.model.max_context_len, output),
         min_tokens=fields.min_tokens,
         temperature=fields.temperature,
         top_p=fields.top_p,
@@ -175,55 +192,37 @@ def _sampling_of(fields: GenerationFields, prompt_len: int, services: Services, 
         frequency_penalty=fields.frequency_penalty,
         repetition_penalty=fields.repetition_penalty,
         ignore_eos=fields.ignore_eos,
-        stop_token_ids=known_token_ids(fields.stop_token_ids, services, param="stop_token_ids"),
-        logit_bias=_logit_bias_of(fields, services),
-        num_logprobs=wanted.num_logprobs,
-        num_prompt_logprobs=wanted.num_prompt_logprobs,
-        seed=fields.seed or 0,
+        stop_token_ids=check_token_ids(fields.stop_token_ids, services, param="stop_token_ids"),
+        logit_bias=_logit_bias(fields, services),
+        num_logprobs=output.num_logprobs,
+        num_prompt_logprobs=output.num_prompt_logprobs,
     )
 
 
-def known_token_ids(token_ids: Sequence[int], services: Services, *, param: str = "prompt") -> tuple[int, ...]:
-    """These ids, if the vocabulary has all of them. Raises InvalidRequest."""
-    known_ids = range(services.tokenizer.vocab_size)
-    if any(token_id not in known_ids for token_id in token_ids):
-        raise InvalidRequest(f"{param} holds an id outside the vocabulary (0 to {len(known_ids) - 1}).", param=param)
-    return tuple(token_ids)
+def _max_tokens(fields: GenerationFields, prompt_len: int, max_context_len: int, output: _OutputFields) -> int:
+    rest = max_context_len - prompt_len
+    default = rest if output.default_max_tokens is None else min(rest, output.default_max_tokens)
+    max_tokens = default if output.max_tokens is None else output.max_tokens
+    if max_tokens > rest or (output.max_tokens is None and rest < 1):
+        asked = "at least 1" if output.max_tokens is None else str(output.max_tokens)
+        raise ContextTooLong(
+            f"This model's maximum context length is {max_context_len} tokens. However, you requested {prompt_len} "
+            f"tokens in the prompt and {asked} in the answer. Please shorten one of them.",
+            param="messages" if isinstance(fields, ChatCompletionRequest) else "prompt",
+        )
+    return max_tokens
 
 
-def _logit_bias_of(fields: GenerationFields, services: Services) -> tuple[tuple[int, float], ...]:
+def _logit_bias(fields: GenerationFields, services: Services) -> tuple[tuple[int, float], ...]:
     if not all(_TOKEN_ID.fullmatch(key) for key in fields.logit_bias):
         raise InvalidRequest("logit_bias must map token ids to numbers.", param="logit_bias")
-    token_ids = known_token_ids([int(key) for key in fields.logit_bias], services, param="logit_bias")
+    token_ids = check_token_ids([int(key) for key in fields.logit_bias], services, param="logit_bias")
     return tuple(zip(token_ids, fields.logit_bias.values(), strict=True))
 
 
 def _choice_seed(seed: int, choice: int) -> int:
-    """The first choice has the client's own seed; the others derive theirs from it."""
+    """Return the client's own seed for the first choice and one derived from it for each other."""
     if choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
-
-
-def _slo_of(headers: Mapping[str, str]) -> Slo:
-    return Slo(
-        ttft_s=_seconds(headers, TTFT_HEADER),
-        tpot_s=_seconds(headers, TPOT_HEADER),
-        deadline_s=_seconds(headers, DEADLINE_HEADER, _MAX_DEADLINE_MS),
-    )
-
-
-def _seconds(headers: Mapping[str, str], name: str, at_most_ms: float = _MAX_SLO_MS) -> float | None:
-    text = headers.get(name)
-    if text is None:
-        return None
-    value_ms = float(text) if _MILLISECONDS.fullmatch(text) else 0.0
-    if not 0.0 < value_ms <= at_most_ms:
-        raise InvalidRequest(f"{name} must be milliseconds above 0 and at most {at_most_ms:.0f}.", param=name)
-    return value_ms / 1000.0
-
-
-def new_arrival(request_id: str, headers: Mapping[str, str]) -> Arrival:
-    """Stamp a request on its way in."""
-    return Arrival(request_id, time.monotonic(), headers)

@@ -1,198 +1,191 @@
-"""The bytes of an answer, streamed or whole, in OpenAI's shapes. Plain dicts and orjson: this runs for every token."""
+"""Formats responses, streamed or whole, in OpenAI's shapes. Plain dicts and orjson: this runs for every token."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import aclosing
+from typing import Any
 
 import orjson
 
-from alignedserve.core.request import TokenLogprob
-from alignedserve.gateway.openai.choice_decoder import Piece, ShownToken
+from alignedserve.gateway.openai.choice_decoder import OffsetLogprob, TextDelta
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.logprobs import chat_logprobs, completion_logprobs, joined, prompt_logprobs
-from alignedserve.gateway.openai.request_builder import Plan
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.gateway.openai.logprobs import chat_logprobs, completion_logprobs, concatenate, prompt_logprobs
+from alignedserve.gateway.openai.prompt_encoding import Prompt
 
 DONE = b"data: [DONE]\n\n"
 
 
 def event(payload: bytes) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + payload + b"\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """What every chunk and body of one answer repeats, and what shapes it."""
+def make_formatter(generation: Generation) -> "ResponseFormatter":
+    """Return the formatter of the endpoint that was called."""
+    return ChatFormatter(generation) if generation.request.is_chat else CompletionFormatter(generation)
 
-    answer_id: str
-    created: int
-    model: str
-    tier: str
-    has_logprobs: bool = False
-    includes_usage: bool = False  # streams only
-    echoes: bool = False  # completions only
 
-    def around(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The object with these choices."""
+async def collect_body(generation: Generation) -> bytes:
+    """Generate and return the body of a whole response. Raises GenerationError."""
+    formatter = make_formatter(generation)
+    choices: list[list[TextDelta]] = [[] for _ in generation.request.requests]
+    async with generation, aclosing(generation.deltas()) as deltas:
+        async for index, delta in deltas:
+            choices[index].append(delta)
+        return formatter.body(choices)
+
+
+class ResponseFormatter(ABC):
+    """Formats the response to one generation, in the shapes of one endpoint."""
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._request = generation.request
+        self._tokenizer = generation.tokenizer
+        self._has_begun = [False] * len(generation.request.requests)
+
+    @abstractmethod
+    def events(self, index: int, delta: TextDelta) -> bytes:
+        """Return the events for new text of a choice; empty when there is nothing to show."""
+
+    @abstractmethod
+    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]: ...
+
+    def closing_events(self) -> bytes:
+        """Return the events after the last choice: the usage chunk, where asked for, and the end mark."""
+        if not self._request.includes_usage:
+            return DONE
+        chunk = self._envelope(self.chunk_kind, []) | {"usage": self._generation.usage()}
+        return event(orjson.dumps(chunk | self._extension())) + DONE
+
+    def body(self, choices: Sequence[Sequence[TextDelta]]) -> bytes:
+        """Return the whole response."""
+        whole_choices = [self._whole_choice(index, deltas) for index, deltas in enumerate(choices)]
+        whole = self._envelope(self.kind, whole_choices) | {"usage": self._generation.usage()}
+        return orjson.dumps(whole | self._extension())
+
+    def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self.answer_id,
+            "id": self._request.response_id,
             "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "service_tier": self.tier,
+            "created": self._request.created,
+            "model": self._request.model,
+            "service_tier": self._request.service_tier,
             "choices": choices,
         }
 
+    def _extension(self) -> dict[str, Any]:
+        """Return our own key, only for clients that sent SLO headers."""
+        report = self._generation.slo_report()
+        return {"alignedserve": report} if report is not None else {}
 
-class Answer(Protocol):
-    """How one endpoint writes its answers."""
-
-    def events(self, index: int, piece: Piece, extra: dict[str, Any] | None) -> bytes:
-        """Events for what became visible of a choice; empty when nothing did. `extra` goes into the last one."""
-
-    def closing(self, generation: Generation) -> bytes:
-        """Events after the last choice has ended."""
-
-    def body(self, generation: Generation, choices: Sequence[Sequence[Piece]]) -> bytes:
-        """The whole answer at once."""
+    def _last_chunk_extension(self) -> dict[str, Any]:
+        """Return the extension for the last choice's last event, where no usage chunk follows it."""
+        if self._request.includes_usage or not self._generation.is_complete:
+            return {}
+        return self._extension()
 
 
-class ChatAnswer:
+class ChatFormatter(ResponseFormatter):
     """Chat completions."""
 
-    def __init__(self, envelope: Envelope, plan: Plan, tokenizer: Tokenizer) -> None:
-        self._envelope = envelope
-        self._tokenizer = tokenizer
-        self._begun = [False] * len(plan.requests)
-        whole = orjson.dumps(envelope.around("chat.completion.chunk", []))
-        self._head = b"data: " + whole[: -len(b"]}")]
-        self._tail = b'],"usage":null}\n\n' if envelope.includes_usage else b"]}\n\n"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def events(self, index: int, piece: Piece, extra: dict[str, Any] | None) -> bytes:
-        """The role once, then text, then the reason for the end."""
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation)
+        empty = orjson.dumps(self._envelope(self.chunk_kind, []))
+        self._head = b"data: " + empty[: -len(b"]}")]
+        self._tail = b'],"usage":null}\n\n' if self._request.includes_usage else b"]}\n\n"
+
+    def events(self, index: int, delta: TextDelta) -> bytes:
+        """Return the role once, then text, then the finish reason."""
         events = b""
-        if not self._begun[index]:
-            self._begun[index] = True
+        if not self._has_begun[index]:
+            self._has_begun[index] = True
             events += self._chunk(index, b'{"role":"assistant","content":"","refusal":null}', b"null", b"null")
-        if piece.text or piece.tokens:
-            delta = b'{"content":' + orjson.dumps(piece.text) + b"}"
-            events += self._chunk(index, delta, self._logprobs(piece.tokens), b"null")
-        if piece.finish_reason is not None:
-            reason = orjson.dumps(piece.finish_reason.value)
-            events += self._chunk(index, b"{}", b"null", reason, _members(extra))
+        if delta.text or delta.logprobs:
+            content = b'{"content":' + orjson.dumps(delta.text) + b"}"
+            events += self._chunk(index, content, self._logprobs(delta.logprobs), b"null")
+        if delta.finish_reason is not None:
+            reason = orjson.dumps(delta.finish_reason.value)
+            events += self._chunk(index, b"{}", b"null", reason, self._last_chunk_extension())
         return events
 
-    def closing(self, generation: Generation) -> bytes:
-        """The usage chunk, where asked for, and the end mark."""
-        return _closing(self._envelope, "chat.completion.chunk", generation)
-
-    def body(self, generation: Generation, choices: Sequence[Sequence[Piece]]) -> bytes:
-        """The whole answer at once."""
-        shown = [self._choice(index, pieces) for index, pieces in enumerate(choices)]
-        whole = self._envelope.around("chat.completion", shown) | {"usage": generation.usage()}
-        return orjson.dumps(whole | _extension(generation))
-
-    def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        tokens = [token for piece in pieces for token in piece.tokens]
+    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": _text_of(pieces), "refusal": None},
-            "logprobs": chat_logprobs(tokens, self._tokenizer) if self._envelope.has_logprobs else None,
-            "finish_reason": _reason_of(pieces),
+            "message": {"role": "assistant", "content": _text_of(deltas), "refusal": None},
+            "logprobs": chat_logprobs(_logprobs_of(deltas), self._tokenizer) if self._request.has_logprobs else None,
+            "finish_reason": _finish_reason_of(deltas),
         }
 
-    def _logprobs(self, tokens: Sequence[ShownToken]) -> bytes:
-        if not self._envelope.has_logprobs:
-            return b"null"
-        return orjson.dumps(chat_logprobs(tokens, self._tokenizer))
+    def _logprobs(self, logprobs: Sequence[OffsetLogprob]) -> bytes:
+        return orjson.dumps(chat_logprobs(logprobs, self._tokenizer)) if self._request.has_logprobs else b"null"
 
-    def _chunk(self, index: int, delta: bytes, logprobs: bytes, reason: bytes, members: bytes = b"") -> bytes:
+    def _chunk(
+        self, index: int, delta: bytes, logprobs: bytes, reason: bytes, extension: dict[str, Any] | None = None
+    ) -> bytes:
         choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, reason)
-        return self._head + choice + (b"]" + members + self._tail[1:] if members else self._tail)
+        if not extension:
+            return self._head + choice + self._tail
+        return self._head + choice + b"]," + orjson.dumps(extension)[1:-1] + self._tail[1:]
 
 
-class CompletionAnswer:
+class CompletionFormatter(ResponseFormatter):
     """Completions; with `echo` each choice begins with its prompt."""
 
-    def __init__(self, envelope: Envelope, plan: Plan, tokenizer: Tokenizer) -> None:
-        self._envelope = envelope
-        self._plan = plan
-        self._tokenizer = tokenizer
-        self._num_per_prompt = len(plan.requests) // len(plan.prompts)
-        self._begun = [False] * len(plan.requests)
+    kind = chunk_kind = "text_completion"
 
-    def events(self, index: int, piece: Piece, extra: dict[str, Any] | None) -> bytes:
-        """One event per piece."""
-        is_first, self._begun[index] = not self._begun[index], True
-        begins_with_prompt = is_first and self._envelope.echoes
-        if not (piece.text or piece.tokens or piece.finish_reason is not None or begins_with_prompt):
+    def events(self, index: int, delta: TextDelta) -> bytes:
+        """Return one event per delta."""
+        is_first, self._has_begun[index] = not self._has_begun[index], True
+        begins_with_prompt = is_first and self._request.echoes
+        if not (delta.text or delta.logprobs or delta.finish_reason is not None or begins_with_prompt):
             return b""
-        chunk = self._envelope.around("text_completion", [self._choice(index, [piece], begins_with_prompt)])
-        if self._envelope.includes_usage:
+        chunk = self._envelope(self.chunk_kind, [self._choice(index, [delta], begins_with_prompt)])
+        if self._request.includes_usage:
             chunk["usage"] = None
-        return event(orjson.dumps(chunk | (extra or {})))
+        if delta.finish_reason is not None:
+            chunk |= self._last_chunk_extension()
+        return event(orjson.dumps(chunk))
 
-    def closing(self, generation: Generation) -> bytes:
-        """The usage chunk, where asked for, and the end mark."""
-        return _closing(self._envelope, "text_completion", generation)
+    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+        return self._choice(index, deltas, self._request.echoes)
 
-    def body(self, generation: Generation, choices: Sequence[Sequence[Piece]]) -> bytes:
-        """The whole answer at once."""
-        shown = [self._choice(index, pieces, self._envelope.echoes) for index, pieces in enumerate(choices)]
-        whole = self._envelope.around("text_completion", shown) | {"usage": generation.usage()}
-        return orjson.dumps(whole | _extension(generation))
-
-    def _choice(self, index: int, pieces: Sequence[Piece], begins_with_prompt: bool) -> dict[str, Any]:
-        prompt = self._plan.prompts[index // self._num_per_prompt]
-        text = _text_of(pieces)
+    def _choice(self, index: int, deltas: Sequence[TextDelta], begins_with_prompt: bool) -> dict[str, Any]:
+        text = _text_of(deltas)
         return {
             "index": index,
-            "text": prompt.text + text if begins_with_prompt else text,
-            "logprobs": self._logprobs(index, pieces, begins_with_prompt) if self._envelope.has_logprobs else None,
-            "finish_reason": _reason_of(pieces),
+            "text": self._prompt(index).text + text if begins_with_prompt else text,
+            "logprobs": self._logprobs(index, deltas, begins_with_prompt) if self._request.has_logprobs else None,
+            "finish_reason": _finish_reason_of(deltas),
         }
 
-    def _logprobs(self, index: int, pieces: Sequence[Piece], begins_with_prompt: bool) -> dict[str, list[Any]]:
-        prompt = self._plan.prompts[index // self._num_per_prompt]
-        tokens = [token for piece in pieces for token in piece.tokens]
-        first_offset = len(prompt.text) if self._envelope.echoes else 0
-        generated = completion_logprobs(tokens, self._tokenizer, first_offset=first_offset)
+    def _logprobs(self, index: int, deltas: Sequence[TextDelta], begins_with_prompt: bool) -> dict[str, list[Any]]:
+        prompt = self._prompt(index)
+        first_offset = len(prompt.text) if self._request.echoes else 0
+        generated = completion_logprobs(_logprobs_of(deltas), self._tokenizer, first_offset=first_offset)
         if not begins_with_prompt:
             return generated
-        scores: list[TokenLogprob] = [score for piece in pieces for score in piece.prompt_scores]
-        return joined(prompt_logprobs(prompt, scores, self._tokenizer), generated)
+        of_prompt = [entry for delta in deltas for entry in delta.prompt_logprobs]
+        return concatenate(prompt_logprobs(prompt, of_prompt, self._tokenizer), generated)
+
+    def _prompt(self, index: int) -> Prompt:
+        num_per_prompt = len(self._request.requests) // len(self._request.prompts)
+        return self._request.prompts[index // num_per_prompt]
 
 
-def _closing(envelope: Envelope, kind: str, generation: Generation) -> bytes:
-    if not envelope.includes_usage:
-        return DONE
-    chunk = envelope.around(kind, []) | {"usage": generation.usage()}
-    return event(orjson.dumps(chunk | _extension(generation))) + DONE
+def _text_of(deltas: Sequence[TextDelta]) -> str:
+    return "".join(delta.text for delta in deltas)
 
 
-def _extension(generation: Generation) -> dict[str, Any]:
-    """Our own key: only for clients that sent SLO headers."""
-    report = generation.slo_report()
-    return {"alignedserve": report} if report is not None else {}
+def _logprobs_of(deltas: Sequence[TextDelta]) -> list[OffsetLogprob]:
+    return [entry for delta in deltas for entry in delta.logprobs]
 
 
-def extension_for_last_choice(envelope: Envelope, generation: Generation) -> dict[str, Any] | None:
-    """What the last choice's last event carries when no usage chunk follows it."""
-    if envelope.includes_usage or not generation.is_complete:
-        return None
-    return _extension(generation) or None
-
-
-def _members(extra: dict[str, Any] | None) -> bytes:
-    """`,"name":value` for each, to be put into a preformatted object."""
-    return b"," + orjson.dumps(extra)[1:-1] if extra else b""
-
-
-def _text_of(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
-
-
-def _reason_of(pieces: Sequence[Piece]) -> str | None:
-    reason = pieces[-1].finish_reason if pieces else None
+def _finish_reason_of(deltas: Sequence[TextDelta]) -> str | None:
+    reason = deltas[-1].finish_reason if deltas else None
     return None if reason is None else reason.value

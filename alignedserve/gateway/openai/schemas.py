@@ -1,8 +1,10 @@
-"""What clients may send. Types are checked here; ranges of sampling fields by SamplingParams, which names the field."""
+"""Bodies that clients may send. SamplingParams checks the ranges of sampling fields, naming the field."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator
+from pydantic import FailFast, Field, PlainValidator
+
+from alignedserve.gateway.schema import Schema
 
 MAX_STOP_STRING_LEN = 1024
 MAX_PARTS = 1024
@@ -10,17 +12,11 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LEN)]
 TokenIdList = Annotated[list[int], FailFast()]
 PromptForms = str | list[str] | list[int] | list[list[int]]
 PROMPT_FORMS = "must be a string, a list of strings, a list of token ids or a list of such lists, none empty"
-Tier = Literal["auto", "default", "priority", "fast", "flex"]
-
-
-class Schema(BaseModel):
-    """Strict: no coercion, no unknown fields."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+ServiceTierName = Literal["auto", "default", "priority", "fast", "flex"]
 
 
 class StreamOptions(Schema):
-    """How a stream ends."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
 
@@ -40,7 +36,7 @@ class GenerationFields(Schema):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
     max_tokens: int | None = Field(None, ge=0)
-    service_tier: Tier = "auto"
+    service_tier: ServiceTierName = "auto"
     # Extensions, by the names that other open servers use.
     top_k: int = 0
     min_p: float = 0.0
@@ -56,12 +52,12 @@ class GenerationFields(Schema):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
+        """True when the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage is True
 
 
 class TextPart(Schema):
-    """A part of a message."""
+    """One text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -74,7 +70,7 @@ class ChatMessage(Schema):
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
 
     def as_template_message(self) -> dict[str, str]:
-        """What chat templates know: `developer` is the newer name of `system`, parts are lines of one text."""
+        """Return the message for chat templates: `developer` is a newer name of `system`, parts become lines."""
         role = "system" if self.role == "developer" else self.role
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": role, "content": content}
@@ -91,7 +87,7 @@ class ChatCompletionRequest(GenerationFields):
 
 
 def _checked_prompt(prompt: Any) -> PromptForms:
-    """A union would try every form on every item, and report every item of every form."""
+    """Check the form by hand: a union would try every form on every item, and report every item of every form."""
     items = prompt if isinstance(prompt, list) else [prompt]
     kind = type(items[0]) if items else None
     is_uniform = all(type(item) is kind for item in items)

@@ -1,4 +1,5 @@
-"""Sends an answer while watching the client: when it hangs up, the work is cancelled and its requests are aborted."""
+"""Sends responses, whole or as server-sent events (SSE), while watching the client: when it disconnects, the
+generation is cancelled and its requests are aborted."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -8,10 +9,9 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from alignedserve.gateway.errors import JSON_TYPE, ClientGone
-from alignedserve.gateway.openai.choice_decoder import Piece
+from alignedserve.gateway.errors import JSON_TYPE, ClientDisconnected
 from alignedserve.gateway.openai.generation import Generation
-from alignedserve.gateway.openai.response_format import Answer, Envelope, extension_for_last_choice
+from alignedserve.gateway.openai.response_format import collect_body, make_formatter
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -19,7 +19,7 @@ EVENT_STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
-# A client that does not read holds its requests' places; after this it counts as gone.
+# A client that does not read occupies capacity; after this it counts as disconnected.
 _SEND_TIMEOUT_S = 60.0
 _CHECK_PAUSE_S = 5.0
 
@@ -27,60 +27,50 @@ T = TypeVar("T")
 
 
 class BodyResponse(Response):
-    """A whole answer. An error on the way is raised before anything is sent."""
+    """A whole response. Errors are raised before anything is sent."""
 
-    def __init__(self, generation: Generation, answer: Answer) -> None:
+    def __init__(self, generation: Generation) -> None:
         super().__init__(media_type=JSON_TYPE)
         self._generation = generation
-        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, then send."""
-        body = await while_connected(receive, self._collect())
+        body = await while_connected(receive, collect_body(self._generation))
         await Response(body, media_type=JSON_TYPE)(scope, receive, send)
-
-    async def _collect(self) -> bytes:
-        async with self._generation as generation, aclosing(generation.pieces()) as pieces:
-            choices: list[list[Piece]] = [[] for _ in generation.plan.requests]
-            async for index, piece in pieces:
-                choices[index].append(piece)
-            return self._answer.body(generation, choices)
 
 
 class EventStreamResponse(Response):
-    """A streamed answer. It starts with the first token, so that a refusal still is a proper HTTP error.
+    """A streamed response. It starts with the first token, so that a refusal still is a proper HTTP error.
 
-    An error after that is raised as well; whoever catches it ends the stream with an error event.
+    Later errors are raised as well; the middleware ends the stream with an error event.
     """
 
-    def __init__(self, generation: Generation, answer: Answer, envelope: Envelope) -> None:
+    def __init__(self, generation: Generation) -> None:
         super().__init__()
         self._generation = generation
-        self._answer = answer
-        self._envelope = envelope
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send as it comes."""
-        sender = _WatchedSender(send)
+        """Generate, sending each delta as it comes."""
+        sender = _TimedSender(send)
         await while_connected(receive, self._stream(sender.send), sender.is_stuck)
 
     async def _stream(self, send: Send) -> None:
+        formatter = make_formatter(self._generation)
         has_started = False
-        async with self._generation as generation, aclosing(generation.pieces()) as pieces:
-            async for index, piece in pieces:
+        async with self._generation as generation, aclosing(generation.deltas()) as deltas:
+            async for index, delta in deltas:
                 if not has_started:
                     has_started = True
                     await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-                extra = extension_for_last_choice(self._envelope, generation) if piece.finish_reason else None
-                events = self._answer.events(index, piece, extra)
+                events = formatter.events(index, delta)
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-            closing = self._answer.closing(generation)
+            closing = formatter.closing_events()
         await send({"type": "http.response.body", "body": closing, "more_body": False})
 
 
-class _WatchedSender:
-    """Knows since when a send has been waiting for the client. Far cheaper than a timer for every token."""
+class _TimedSender:
+    """Knows since when a send has been waiting for the client. Far cheaper than a timer per token."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -88,29 +78,32 @@ class _WatchedSender:
         self._since_s: float | None = None
 
     async def send(self, message: Message) -> None:
-        """Pass a message on."""
+        """Send a message."""
         self._since_s = self._loop.time()
         await self._send(message)
         self._since_s = None
 
     def is_stuck(self) -> bool:
-        """Whether the client has not read for too long."""
+        """Return whether the client has not read for too long."""
         return self._since_s is not None and self._loop.time() - self._since_s > _SEND_TIMEOUT_S
 
 
 async def while_connected(
     receive: Receive, work: Coroutine[Any, Any, T], is_stuck: Callable[[], bool] = lambda: False
 ) -> T:
-    """Await `work`; when the client goes first, cancel it and raise ClientGone. The body must have been read."""
+    """Await `work`; when the client disconnects first, cancel it and raise ClientDisconnected.
+
+    The request's body must have been read.
+    """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
     both: set[asyncio.Task[Any]] = {task, watcher}
     try:
         while not (await asyncio.wait(both, timeout=_CHECK_PAUSE_S, return_when=asyncio.FIRST_COMPLETED))[0]:
             if is_stuck():
-                raise ClientGone("The client does not read its answer.")
+                raise ClientDisconnected("The client does not read its answer.")
         if not task.done():
-            raise ClientGone("The client closed the connection.")
+            raise ClientDisconnected("The client closed the connection.")
         return task.result()
     finally:
         task.cancel()

@@ -1,6 +1,6 @@
-"""Fields of OpenAI's description that we do not have: by field, the values that ask for nothing.
+"""Fields of OpenAI's API that are not supported, each with its neutral values.
 
-Those values are accepted, as every answer honours them; any other is refused by name. JSON null is always neutral.
+Neutral values ask for nothing and are accepted; any other is refused by name. JSON null is always neutral.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""/v1/batches: create, list, get, cancel."""
+"""Routes of /v1/batches: create, list, get, cancel."""
 
 import orjson
 from fastapi import APIRouter
@@ -11,60 +11,62 @@ from alignedserve.gateway.errors import JSON_TYPE
 from alignedserve.gateway.files.schemas import CreateBatchRequest
 from alignedserve.gateway.files.views import batch_view, limits_view, list_view
 from alignedserve.gateway.openai.parsing import parse, read_json
+from alignedserve.gateway.routes.dependencies import files_api_of, services_of
 from alignedserve.gateway.routes.query_parameters import positive
-from alignedserve.gateway.services import desk_of, services_of
 
 router = APIRouter()
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
-_MAX_AGAIN_LEN = 255
+_MAX_IDEMPOTENCY_KEY_LEN = 255
 
 
 @router.post("/v1/batches", response_model=None)
 async def create_batch(http: Request) -> Response:
-    """Accept a batch; its lines are validated behind the answer."""
-    desk, owner = desk_of(http)
+    """Create a batch; its lines are validated after the response."""
+    files_api, owner = files_api_of(http)
     asked = parse(CreateBatchRequest, await read_json(http, services_of(http).config))
-    return _json(await desk.create(owner, asked, _again(http)))
+    return _json(await files_api.create(owner, asked, _idempotency_key(http)))
 
 
 @router.get("/v1/batches", response_model=None)
 async def list_batches(http: Request) -> Response:
-    """A page of one's batches, newest first."""
-    desk, owner = desk_of(http)
+    """List the batches of the caller, newest first, a page at a time."""
+    files_api, owner = files_api_of(http)
     limit = positive(http, "limit", default=_DEFAULT_LIMIT, at_most=_MAX_LIMIT)
-    sights, has_more = await desk.batches(owner, after=http.query_params.get("after"), limit=limit)
-    shown = list_view([batch_view(sight) for sight in sights], has_more=has_more)
+    snapshots, has_more = await files_api.batches(owner, after=http.query_params.get("after"), limit=limit)
+    shown = list_view([batch_view(snapshot) for snapshot in snapshots], has_more=has_more)
     return Response(orjson.dumps(shown), media_type=JSON_TYPE)
 
 
 @router.get("/v1/batches/limits", response_model=None)
 async def get_limits(http: Request) -> Response:
-    """What is accepted here, for whoever wants to check a file before sending it. No batch has such an id."""
-    desk, _ = desk_of(http)
-    return Response(orjson.dumps(limits_view(desk.config)), media_type=JSON_TYPE)
+    """Return the limits, so that clients can check a file before sending it. No batch id equals `limits`."""
+    files_api, _ = files_api_of(http)
+    return Response(orjson.dumps(limits_view(files_api.config)), media_type=JSON_TYPE)
 
 
 @router.get("/v1/batches/{batch_id}", response_model=None)
 async def get_batch(http: Request, batch_id: str) -> Response:
-    """A batch as it is now."""
-    desk, owner = desk_of(http)
-    return _json(await desk.batch(owner, batch_id))
+    """Return a batch."""
+    files_api, owner = files_api_of(http)
+    return _json(await files_api.batch(owner, batch_id))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=None)
 async def cancel_batch(http: Request, batch_id: str) -> Response:
-    """End a batch; what is done is kept."""
-    desk, owner = desk_of(http)
-    return _json(await desk.cancel(owner, batch_id))
+    """Cancel a batch; results so far are kept."""
+    files_api, owner = files_api_of(http)
+    return _json(await files_api.cancel(owner, batch_id))
 
 
-def _again(http: Request) -> str | None:
+def _idempotency_key(http: Request) -> str | None:
     key = http.headers.get("idempotency-key")
-    if key is not None and not 0 < len(key) <= _MAX_AGAIN_LEN:
-        raise InvalidRequest(f"Idempotency-Key must have 1 to {_MAX_AGAIN_LEN} characters.", param="Idempotency-Key")
+    if key is not None and not 0 < len(key) <= _MAX_IDEMPOTENCY_KEY_LEN:
+        raise InvalidRequest(
+            f"Idempotency-Key must have 1 to {_MAX_IDEMPOTENCY_KEY_LEN} characters.", param="Idempotency-Key"
+        )
     return key
 
 
-def _json(sight: BatchSnapshot) -> Response:
-    return Response(orjson.dumps(batch_view(sight)), media_type=JSON_TYPE)
+def _json(snapshot: BatchSnapshot) -> Response:
+    return Response(orjson.dumps(batch_view(snapshot)), media_type=JSON_TYPE)

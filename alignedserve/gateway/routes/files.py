@@ -1,4 +1,4 @@
-"""/v1/files: upload, list, get, content, delete."""
+"""Routes of /v1/files: upload, list, get, content, delete."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,13 +10,13 @@ from starlette.responses import Response, StreamingResponse
 
 from alignedserve.batches.records import FileRecord
 from alignedserve.core.errors import StorageDamaged
-from alignedserve.gateway.errors import JSON_TYPE, RangeNotThere
+from alignedserve.gateway.errors import JSON_TYPE, RangeNotSatisfiable
 from alignedserve.gateway.files.files_api import FilesApi, new_file_id
 from alignedserve.gateway.files.uploads import receive_upload
 from alignedserve.gateway.files.views import file_view, list_view
 from alignedserve.gateway.routes.byte_ranges import first_byte
+from alignedserve.gateway.routes.dependencies import files_api_of
 from alignedserve.gateway.routes.query_parameters import one_of, positive
-from alignedserve.gateway.services import desk_of
 
 router = APIRouter()
 
@@ -25,12 +25,12 @@ _MAX_LIMIT = 10_000
 
 @router.post("/v1/files", response_model=None)
 async def create_file(http: Request) -> Response:
-    """Keep a file."""
-    desk, owner = desk_of(http)
+    """Upload a file."""
+    files_api, owner = files_api_of(http)
     file_id = new_file_id()
-    upload = await receive_upload(http, desk.stores.blobs, file_id, desk.config.max_file_bytes)
+    upload = await receive_upload(http, files_api.stores.blobs, file_id, files_api.config.max_file_bytes)
     try:
-        record = await desk.keep(owner, file_id, upload)
+        record = await files_api.add_file(owner, file_id, upload)
     finally:
         await upload.blob.discard()
     return _json(file_view(record, record.num_bytes))
@@ -38,43 +38,43 @@ async def create_file(http: Request) -> Response:
 
 @router.get("/v1/files", response_model=None)
 async def list_files(http: Request) -> Response:
-    """A page of one's files."""
-    desk, owner = desk_of(http)
-    records, has_more = await desk.files(
+    """List the files of the caller, a page at a time."""
+    files_api, owner = files_api_of(http)
+    records, has_more = await files_api.files(
         owner,
         after=http.query_params.get("after"),
         limit=positive(http, "limit", default=_MAX_LIMIT, at_most=_MAX_LIMIT),
         newest_first=one_of(http, "order", ("desc", "asc")) == "desc",
         purpose=http.query_params.get("purpose"),
     )
-    shown = list_view([await _shown(desk, record) for record in records], has_more=has_more)
-    # Described as strings that are always there, in this list only.
+    shown = list_view([await _file_view(files_api, record) for record in records], has_more=has_more)
+    # Required strings in this list only, according to the specification.
     return _json({"first_id": "", "last_id": ""} | shown)
 
 
 @router.get("/v1/files/{file_id}", response_model=None)
 async def get_file(http: Request, file_id: str) -> Response:
-    """What is known of a file."""
-    desk, owner = desk_of(http)
-    return _json(await _shown(desk, await desk.file(owner, file_id)))
+    """Return a file's metadata."""
+    files_api, owner = files_api_of(http)
+    return _json(await _file_view(files_api, await files_api.file(owner, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content", response_model=None)
 async def get_content(http: Request, file_id: str) -> Response:
-    """Its bytes, or those from `Range: bytes=N-` on. Of a batch that runs: the results so far."""
-    desk, owner = desk_of(http)
-    record = await desk.file(owner, file_id)
-    content = await desk.content(record)
+    """Return a file's bytes, or those from `Range: bytes=N-` on; for a running batch, the results so far."""
+    files_api, owner = files_api_of(http)
+    record = await files_api.file(owner, file_id)
+    content = await files_api.content(record)
     offset = first_byte(http)
     headers = {"content-disposition": f'attachment; filename="{_ascii(record.name)}"', "accept-ranges": "bytes"}
     if offset is not None and offset >= content.num_bytes:
-        raise RangeNotThere(content.num_bytes)
+        raise RangeNotSatisfiable(content.num_bytes)
     if offset is not None:
         headers["content-range"] = f"bytes {offset}-{content.num_bytes - 1}/{content.num_bytes}"
     start = offset or 0
     headers["content-length"] = str(content.num_bytes - start)
     return StreamingResponse(
-        await _begun(content.start_at(start), content.num_bytes - start),
+        await _checked_stream(content.start_at(start), content.num_bytes - start),
         status_code=200 if offset is None else 206,
         media_type="application/octet-stream",
         headers=headers,
@@ -83,20 +83,20 @@ async def get_content(http: Request, file_id: str) -> Response:
 
 @router.delete("/v1/files/{file_id}", response_model=None)
 async def delete_file(http: Request, file_id: str) -> Response:
-    """Forget a file."""
-    desk, owner = desk_of(http)
-    record = await desk.remove(owner, file_id)
+    """Delete a file."""
+    files_api, owner = files_api_of(http)
+    record = await files_api.remove(owner, file_id)
     return _json({"id": record.file_id, "object": "file", "deleted": True})
 
 
-async def _begun(chunks: AsyncIterator[bytes], num_bytes: int) -> AsyncIterator[bytes]:
-    """Exactly so many bytes, of which the first have been read: what is not there is an answer of its own where that
-    is still possible. Later it breaks the connection off, so that nobody takes a part for the whole."""
+async def _checked_stream(chunks: AsyncIterator[bytes], num_bytes: int) -> AsyncIterator[bytes]:
+    """Yield exactly `num_bytes`, after reading the first chunk: missing content becomes an error response while that is
+    still possible. Later it closes the connection, so that no client takes a part for the whole."""
     first = await anext(chunks, b"")
     if num_bytes and not first:
         raise StorageDamaged("the content of this file is not there")
 
-    async def all_of_it() -> AsyncIterator[bytes]:
+    async def stream() -> AsyncIterator[bytes]:
         chunk, num_left = first, num_bytes
         while chunk:
             yield chunk[:num_left]
@@ -105,11 +105,11 @@ async def _begun(chunks: AsyncIterator[bytes], num_bytes: int) -> AsyncIterator[
         if num_left:
             raise StorageDamaged(f"the last {num_left} bytes of a file that is being downloaded are not there")
 
-    return all_of_it()
+    return stream()
 
 
-async def _shown(desk: FilesApi, record: FileRecord) -> dict[str, Any]:
-    return file_view(record, await desk.num_bytes(record))
+async def _file_view(files_api: FilesApi, record: FileRecord) -> dict[str, Any]:
+    return file_view(record, await files_api.num_bytes(record))
 
 
 def _json(answer: Any) -> Response:

@@ -9,51 +9,51 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.core.errors import StorageError
-from alignedserve.gateway.errors import JSON_TYPE, error_body
+from alignedserve.gateway.errors import JSON_TYPE, error_json
 from alignedserve.gateway.files.files_api import FilesApi
 from alignedserve.gateway.metrics.batch_metrics import batch_metrics
-from alignedserve.gateway.services import services_of
+from alignedserve.gateway.routes.dependencies import services_of
 
 router = APIRouter()
 
 
 @router.get("/health", response_model=None)
 async def health() -> Response:
-    """The gateway is alive, whatever the rest of the cluster does."""
+    """Report that the gateway is alive, whatever the rest of the cluster does."""
     return Response(b'{"status":"alive"}', media_type=JSON_TYPE)
 
 
 @router.get("/ready", response_model=None)
 async def ready(http: Request) -> Response:
-    """A token went through the whole system; otherwise 503, saying what is missing."""
-    missing = services_of(http).canary.missing()
+    """Report whether the whole cluster generates tokens; 503 with the reason when it does not."""
+    missing = services_of(http).readiness_probe.missing()
     if missing is None:
         return Response(b'{"status":"ready"}', media_type=JSON_TYPE)
-    body = error_body(f"Not ready: {missing}.", "server_error", code="not_ready")
+    body = error_json(f"Not ready: {missing}.", "server_error", code="not_ready")
     return Response(body, 503, headers={"Retry-After": "1"}, media_type=JSON_TYPE)
 
 
 @router.get("/metrics", response_model=None)
 async def metrics(http: Request) -> Response:
-    """What Prometheus scrapes."""
+    """Return the metrics that Prometheus scrapes."""
     services = services_of(http)
     text = services.metrics.render()
-    if services.desk is not None:
-        text += await _batch_metrics(services.desk)
+    if services.files_api is not None:
+        text += await _batch_metrics(services.files_api)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-async def _batch_metrics(desk: FilesApi) -> bytes:
-    """Absent while the state of batches cannot be reached: the others are still told."""
+async def _batch_metrics(files_api: FilesApi) -> bytes:
+    """Return the metrics of batches; none while their state cannot be reached, so that the others are still served."""
     try:
-        return batch_metrics(await desk.book.harvest())
+        return batch_metrics(await files_api.repository.totals())
     except StorageError:
         return b""
 
 
 @router.get("/version", response_model=None)
 async def get_version() -> Response:
-    """The version of AlignedServe."""
+    """Return the version of AlignedServe."""
     return Response(orjson.dumps({"version": _VERSION}), media_type=JSON_TYPE)
 
 

@@ -1,4 +1,4 @@
-"""GET /: the chat page, one file without anything from elsewhere."""
+"""GET /: the chat page, a single file without external resources."""
 
 import base64
 import hashlib
@@ -13,7 +13,7 @@ router = APIRouter()
 
 @router.get("/", response_model=None)
 async def page() -> Response:
-    """The chat page. Its policy lets run exactly the script and style that it holds, and talk to this server only."""
+    """Return the chat page. Its policy allows only its own script and style, and connections to this server."""
     return Response(_PAGE, media_type="text/html; charset=utf-8", headers=_HEADERS)
 
 

@@ -9,7 +9,7 @@ from alignedserve.core.errors import InvalidRequest
 
 
 def positive(http: Request, name: str, *, default: int, at_most: int) -> int:
-    """A number from 1 to `at_most`. Raises InvalidRequest."""
+    """Return a number from 1 to `at_most`. Raises InvalidRequest."""
     text = http.query_params.get(name)
     if text is None:
         return default
@@ -19,7 +19,7 @@ def positive(http: Request, name: str, *, default: int, at_most: int) -> int:
 
 
 def one_of(http: Request, name: str, known: Sequence[str]) -> str:
-    """One of the known words, the first when unset. Raises InvalidRequest."""
+    """Return one of the known values, the first when unset. Raises InvalidRequest."""
     text = http.query_params.get(name, known[0])
     if text not in known:
         raise InvalidRequest(f"{name} must be one of {', '.join(known)}.", param=name, code="invalid_value")

@@ -7,20 +7,18 @@ from starlette.responses import Response
 
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.gateway.errors import JSON_TYPE
-from alignedserve.gateway.openai.calls import encode_chat, encode_text
 from alignedserve.gateway.openai.parsing import parse, plain_messages, read_json
-from alignedserve.gateway.openai.request_builder import known_token_ids
+from alignedserve.gateway.openai.prompt_encoding import check_token_ids, encode_chat, encode_text
 from alignedserve.gateway.openai.schemas import DetokenizeRequest, TokenizeRequest
-from alignedserve.gateway.services import services_of
+from alignedserve.gateway.routes.dependencies import rate_limited_services
 
 router = APIRouter()
 
 
 @router.post("/tokenize", response_model=None)
 async def tokenize(http: Request) -> Response:
-    """Token ids of a text or a conversation, as generation would see them."""
-    services = services_of(http)
-    services.keys.spend(http.state.key_number)
+    """Return the token ids of a text or a conversation, as generation would use them."""
+    services = rate_limited_services(http)
     asked = parse(TokenizeRequest, plain_messages(await read_json(http, services.config)))
     services.check_model(asked.model)
     if (asked.prompt is None) == (not asked.messages):
@@ -35,11 +33,10 @@ async def tokenize(http: Request) -> Response:
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(http: Request) -> Response:
-    """The text of token ids, special tokens included."""
-    services = services_of(http)
-    services.keys.spend(http.state.key_number)
+    """Return the text of token ids, special tokens included."""
+    services = rate_limited_services(http)
     asked = parse(DetokenizeRequest, await read_json(http, services.config))
     services.check_model(asked.model)
-    token_ids = known_token_ids(asked.tokens, services, param="tokens")
+    token_ids = check_token_ids(asked.tokens, services, param="tokens")
     text = services.tokenizer.decode(token_ids, skip_special_tokens=False)
     return Response(orjson.dumps({"prompt": text}), media_type=JSON_TYPE)

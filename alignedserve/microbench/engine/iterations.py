@@ -15,9 +15,9 @@ import torch
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ceilings
-from alignedserve.microbench.device_results import DeviceCeilings, IterationReport, IterationRow
 from alignedserve.microbench.engine.throughput import load_decoder, step_weight_bytes
-from alignedserve.microbench.transfer.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, Traffic, lists_at_the_end
+from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, Traffic, lists_at_the_end
+from alignedserve.microbench.results import DeviceCeilings, IterationReport, IterationRow
 from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.device.dtypes import torch_dtype

@@ -32,7 +32,6 @@ from alignedserve.runtime.engine.iteration_timing import IterationTimer, Point
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import StagedCopies
-from alignedserve.runtime.model.model_shape import shape_of
 from alignedserve.runtime.model.served_model import POCKET, pocket_folder
 
 ByteArray = npt.NDArray[np.uint8]
@@ -129,7 +128,7 @@ class _Profiler:
         decoder = load_decoder(spec.where, spec.dtype, worker_devices(spec.device, 1)[0])
         config = decoder.config
         layout = config.block_layout(_BLOCK_SIZE, spec.dtype)
-        self.shape: ModelShape = shape_of(spec.model, config, spec.dtype)
+        self.shape: ModelShape = config.shape(spec.model, spec.dtype)
         self._duration_s = spec.duration_s
         self._clock = time.thread_time if spec.is_cpu_time else time.perf_counter
         self._storage = BlockStorage(layout, max(1, spec.cache_bytes // layout.block_bytes), decoder.device)

@@ -18,8 +18,8 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.microbench.engine.ceilings import Ceilings, ProductClock, measure_ceilings
-from alignedserve.microbench.engine.throughput_result import EngineBenchmarkResult
 from alignedserve.microbench.engine.workloads import RequestGroup, parse_workload
+from alignedserve.microbench.results import EngineBenchmarkResult
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.dtypes import torch_dtype

@@ -9,11 +9,11 @@ import torch
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ceilings
 from alignedserve.microbench.device_choice import AUTO, chosen_device
-from alignedserve.microbench.device_results import DeviceCeilings, KernelReport, KernelRow
 from alignedserve.microbench.kernels.attention import DECODE, attention_works, batches, name_of
 from alignedserve.microbench.kernels.blocks import block_works
 from alignedserve.microbench.kernels.rows import row_works
 from alignedserve.microbench.kernels.work import KernelBench, KernelWork, rows_of
+from alignedserve.microbench.results import DeviceCeilings, KernelReport, KernelRow
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.timing import DeviceTimer

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alignedserve.microbench.device_results import KernelRow
+from alignedserve.microbench.results import KernelRow
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.model.model_config import ModelConfig

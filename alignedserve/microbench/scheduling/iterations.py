@@ -83,7 +83,7 @@ def measure_iteration_schedule(
     bench.run(_WARM_UP + num_iterations)
     times_ms = sorted(1e3 * one for one in bench.schedule_s[_WARM_UP:])
     messages_ms = sorted(1e3 * one for one in bench.messages_s[_WARM_UP:])
-    records = bench.decode.ledger.records()[-num_iterations:]
+    records = bench.decode.iteration_log.records()[-num_iterations:]
     return IterationScheduleFigures(
         num_running=num_running,
         num_pooled=num_pooled,

@@ -11,8 +11,8 @@ from types import ModuleType
 import torch
 
 from alignedserve.core.errors import AlignedServeError
+from alignedserve.microbench.results import TransferReport, TransferResult
 from alignedserve.microbench.transfer.device_transfers import pinned_rows
-from alignedserve.microbench.transfer.results import TransferReport, TransferResult
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
 from alignedserve.runtime.device.devices import CUDA, cuda_obstacle
 

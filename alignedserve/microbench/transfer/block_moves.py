@@ -6,7 +6,7 @@ from collections.abc import Callable
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy
-from alignedserve.microbench.transfer.results import TransferResult, transfer_result
+from alignedserve.microbench.results import TransferResult, transfer_result
 from alignedserve.microbench.transfer.spec import BLOCK_SIZE, LAYOUTS, TransferBenchmarkSpec
 from alignedserve.runtime.device.timing import clocked_by_turns
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from alignedserve.microbench.transfer.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, lists_at_the_end
-from alignedserve.microbench.transfer.results import TransferResult, transfer_result
+from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, lists_at_the_end
+from alignedserve.microbench.results import TransferResult, transfer_result
 from alignedserve.microbench.transfer.spec import LAYOUTS, TransferBenchmarkSpec
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.kv.block_storage import BlockStorage

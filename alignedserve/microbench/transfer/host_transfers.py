@@ -21,9 +21,9 @@ from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.handshake import Role
+from alignedserve.microbench.results import TransferResult
 from alignedserve.microbench.transfer.block_moves import GENERATION, BlockMoves
-from alignedserve.microbench.transfer.other_process import END, address, identity, other_process
-from alignedserve.microbench.transfer.results import TransferResult
+from alignedserve.microbench.transfer.peer_process import END, address, identity, peer_process
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
@@ -77,7 +77,7 @@ class _Bench:
 
     def between_processes(self) -> Iterator[TransferResult]:
         moves = self._moves
-        with other_process(_own_blocks, self._folder, moves.layout, moves.num_blocks) as told:
+        with peer_process(_own_blocks, self._folder, moves.layout, moves.num_blocks) as told:
             transfer = GroupTransfer(self._storage, address(self._folder), identity=identity(Role.DECODE_WORKER))
             group = _bare_group(self._folder, rank=1)
             flat = torch.zeros(moves.num_bytes, dtype=torch.uint8)

@@ -14,9 +14,9 @@ import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.handshake import Role
+from alignedserve.microbench.results import TransferResult
 from alignedserve.microbench.transfer.block_moves import BlockMoves
-from alignedserve.microbench.transfer.other_process import END, address, identity, other_process
-from alignedserve.microbench.transfer.results import TransferResult
+from alignedserve.microbench.transfer.peer_process import END, address, identity, peer_process
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -50,7 +50,7 @@ def _rows_of(moves: BlockMoves, way: PeerWay) -> Iterator[TransferResult]:
     served = (moves.layout, moves.num_blocks, way.there, way.transport)
     with (
         tempfile.TemporaryDirectory() as folder,
-        other_process(_serve_blocks, Path(folder), *served),
+        peer_process(_serve_blocks, Path(folder), *served),
     ):
         transfer = _opened(way, storage, Path(folder))
         try:

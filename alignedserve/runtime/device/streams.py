@@ -1,7 +1,7 @@
 """Streams of work on one device: offload, prefetch and compute beside each other, every dependency an event.
 
-Within a stream, work happens in the order in which it was put there. Between streams there is no order at all but the one
-that `wait` makes: whoever uses memory that another stream used last waits for an event recorded behind that use.
+Within a stream, work happens in the order in which it was put there. Between streams there is no order at all but the
+one that `wait` makes: whoever uses memory that another stream used last waits for an event recorded behind that use.
 
 `CudaStreams` are CUDA streams; `HostStreams`, of a CPU, do everything at once. `CheckedStreams` run the same calls on a
 CPU, in an order drawn at random among all that the waits allow: there a wait that is missing soon shows as wrong bytes,

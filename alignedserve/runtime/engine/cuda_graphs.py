@@ -1,8 +1,8 @@
-"""Decode steps recorded once and replayed: launching the kernels of a layer one by one takes longer than they do.
+"""CUDA graphs of decode steps: launching the kernels of a layer one by one takes longer than running them.
 
-One graph for each of some batch sizes; a smaller batch is padded to the next, with rows that read and write the
-storage's scratch block. What a step brings (tokens, positions, slots, the plan of its attention) is copied into memory
-that the graph reads, all in one copy.
+There is one graph for each of some batch sizes; a smaller batch is padded to the next, with rows that read and write
+the storage's scratch block. The inputs of a step (tokens, positions, slots, the plan of its attention) are copied, all
+at once, into memory that the graph reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,22 +24,16 @@ class Capture(Protocol):
     """Records work on a device."""
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Do the work, and return what does it again: on the same memory, with what lies there by then. The result of
-        a replay is valid until any other one."""
-
-
-def repeat(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A Capture that records nothing: for devices without graphs."""
-    work()
-    return work
+        """Do the work and return a function that replays it on the same memory. The result of a replay is valid until
+        any other replay."""
 
 
 class CudaCapture:
-    """CUDA graphs, which share their memory: no two of them are ever at work at once."""
+    """Captures CUDA graphs that share their memory: no two of them ever run at once."""
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._stream: Any = None  # PyTorch's own would be of the GPU that was first captured on in this process
+        self._stream: Any = None  # PyTorch's own would belong to the first GPU captured on in this process
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See Capture."""
@@ -47,7 +41,7 @@ class CudaCapture:
             work()
         self._stream = self._stream or _CUDA.Stream()
         graph = _CUDA.CUDAGraph()
-        # Only this thread's calls count: others copy blocks and take memory meanwhile.
+        # Only this thread's calls count: others copy blocks and allocate memory meanwhile.
         with _CUDA.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = work()
         self._pool = graph.pool()
@@ -60,27 +54,28 @@ class CudaCapture:
 
 
 def graph_sizes(max_sequences: int) -> list[int]:
-    """Batch sizes that are recorded, ascending: the padding of a batch costs little, a size some memory and time."""
+    """Return the batch sizes to record, ascending: padding a batch costs little, each size some memory and time."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16)]
     return sorted({min(size, max_sequences) for size in sizes})
 
 
 class DecodeGraphs:
-    """The graphs of one model over one storage. One is recorded when a step of its size comes first."""
+    """The graphs of one model over one storage, each recorded at the first step of its size."""
 
     def __init__(self, model: Decoder, storage: BlockStorage, capture: Capture, sizes: Sequence[int]) -> None:
         self.sizes = sizes
         self._model = model
         self._storage = storage
         self._capture = capture
-        # Of the block tables of a batch, which differ from step to step. Sequences that share blocks may have more.
+        # Entries in the block tables of a batch, which vary from step to step. Sequences that share blocks may have
+        # more.
         self._max_entries = storage.num_blocks + sizes[-1]
-        # Of all graphs: were each to keep its own, those of 128 256 tokens for up to 256 rows would take 0.6 GB.
+        # Shared by all graphs: separate logits of 128 256 tokens for up to 256 rows would take 0.6 GB.
         self._logits = torch.empty((sizes[-1], model.config.vocab_size), dtype=model.dtype, device=storage.device)
         self._graphs: dict[int, tuple[FixedArrays, Callable[[], Tensor]]] = {}
 
     def run(self, step: StepBatch) -> Tensor | None:
-        """Logits [token rows, vocab_size] of a step of decodes, valid until the next one; None: it has no graph."""
+        """Return logits [token rows, vocab_size] of a step of decodes, valid until the next one; None: it has no graph."""
         arrays = step.host_arrays
         size = len(step.token_ids)
         if size not in self.sizes or len(arrays[-1]) > self._max_entries:
@@ -94,6 +89,6 @@ class DecodeGraphs:
 
     def _record(self, step: StepBatch) -> tuple[FixedArrays, Callable[[], Tensor]]:
         fixed = FixedArrays(step.host_arrays, self._storage.device, last_size=self._max_entries)
-        batch, logits = step.placed(fixed.tensors), self._logits[: len(step.token_ids)]
+        batch, logits = step.to_forward_batch(fixed.tensors), self._logits[: len(step.token_ids)]
         model, storage = self._model, self._storage
         return fixed, self._capture(lambda: logits.copy_(model.logits(model.forward(batch, storage))))

@@ -1,4 +1,4 @@
-"""One decoder for all families: the differences are options of ModelConfig, not branches over names."""
+"""One decoder for all model families: they differ in options of ModelConfig, not in branches over names."""
 
 import math
 import time
@@ -8,22 +8,19 @@ from torch import Tensor
 
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig, RopeConfig, RopeScaling
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
 from kernels.rotary import HeadPlacement, rotary_angles
 
-Rotation = tuple[Tensor, Tensor]
-
-# The feed-forward part of a CPU takes so many rows at a time: what lies between its products then stays in the cache,
-# and in memory that was used before. 2048 rows of 896 x 4864 in float32: 575 ms at once, 498 ms in four parts.
+# On a CPU the feed-forward part computes so many rows at a time: intermediate results then stay in the cache, and in
+# memory that was used before. 2048 rows of 896 x 4864 in float32: 575 ms at once, 498 ms in four parts.
 _TILE_ROWS = 512
-# Keys and values are made anew of hidden caches so many tokens at a time: enough for a product's full speed.
-_GPU_TILE_ROWS = 16384
 
 
 class Decoder:
-    """A model ready to run. Keys and values live in the storage it is given; of a pass it keeps only `attention_s`."""
+    """A model ready to run. Keys and values live in the storage that is passed in; a pass leaves only its times."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
@@ -56,12 +53,9 @@ class Decoder:
         for block_id, first_slot in batch.unclean_tails:
             storage.zero_tail(block_id, first_slot)
         hidden = self._embed(batch)
-        rotation = None
-        if self._frequencies is not None:
-            rotation = rotary_angles(batch.positions, self._frequencies, self._place.angle_dtype)
-        run = _Pass(batch, storage, rotation)
-        if batch.hidden is not None and self._frequencies is not None:
-            run.cached_rotation = rotary_angles(batch.hidden.positions, self._frequencies, self._place.angle_dtype)
+        run = _Pass(batch, storage, self._rotation(batch.positions))
+        if batch.hidden is not None:
+            run.hidden = HiddenPass(batch.hidden, storage, self._place, self._rotation(batch.hidden.positions))
         pending = None
         for layer, weights in enumerate(self._weights.layers):
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
@@ -79,6 +73,11 @@ class Decoder:
             hidden = weights.project_out(hidden)
         return weights.lm_head(hidden)
 
+    def _rotation(self, positions: Tensor) -> Rotation | None:
+        if self._frequencies is None:
+            return None
+        return rotary_angles(positions, self._frequencies, self._place.angle_dtype)
+
     def _embed(self, batch: ForwardBatch) -> Tensor:
         weights = self._weights
         hidden = weights.embedding.index_select(0, batch.token_ids)
@@ -91,37 +90,24 @@ class Decoder:
     def _run_layer(
         self, hidden: Tensor, pending: Tensor | None, layer: int, weights: LayerWeights, run: "_Pass"
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and what is still to be added to it: the next norm does so on its way. Both [tokens,
-        hidden_size]; the stream is updated in place."""
+        """Run one layer; return the residual stream, updated in place, and what the next norm adds to it.
+
+        Both [tokens, hidden_size].
+        """
         config = self.config
         if not config.is_norm_first:
-            self._keep_inputs(hidden, layer, weights, run)
+            if run.hidden is not None:
+                run.hidden.recompute(hidden, layer, weights, is_norm_first=False)
             hidden = weights.attention_norm.after_adding_(hidden, self._attention(hidden, layer, weights, run))
             return weights.mlp_norm.after_adding_(hidden, self._mlp(hidden, weights)), None
         norm = weights.attention_norm
         normed = norm(hidden) if pending is None else norm.after_adding_(hidden, pending)
-        self._keep_inputs(hidden, layer, weights, run)
+        if run.hidden is not None:
+            run.hidden.recompute(hidden, layer, weights, is_norm_first=True)
         attended = self._attention(normed, layer, weights, run)
         if config.has_parallel_residual:
             return hidden, self._mlp(weights.mlp_norm(hidden), weights).add_(attended)
         return hidden, self._mlp(weights.mlp_norm.after_adding_(hidden, attended), weights)
-
-    def _keep_inputs(self, inputs: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> None:
-        """Of sequences with a hidden cache: write their new tokens' layer inputs, and make the keys and values of the
-        tokens before anew. inputs [tokens, hidden_size]."""
-        rows = run.batch.hidden
-        if rows is None:
-            return
-        cache = run.storage.input_slots(layer, self.config.hidden_size)
-        cache.index_copy_(0, rows.inputs, inputs[rows.first :])
-        keys, values = rows.recomputed.key_slots(0), rows.recomputed.value_slots(0)
-        at_once = _TILE_ROWS if self.device.type == "cpu" else _GPU_TILE_ROWS
-        for first in range(0, len(rows.cached), at_once):
-            part = slice(first, first + at_once)
-            x = cache.index_select(0, rows.cached[part])
-            fused = weights.qkv(weights.attention_norm(x) if self.config.is_norm_first else x)
-            rotation = None if run.cached_rotation is None else _part(run.cached_rotation, part)
-            self._place(fused, weights.head_norms, rotation, rows.slots[part], keys, values)
 
     def _mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
         num_tiles = -(-x.shape[0] // _TILE_ROWS) if self.device.type == "cpu" else 1
@@ -135,16 +121,11 @@ class Decoder:
         query_width, kv_width = config.query_width, config.kv_width
         queries = fused[:, :query_width]
         keys, values = fused[:, query_width : query_width + kv_width], fused[:, query_width + kv_width :]
-        cached = (storage.key_slots(layer), storage.value_slots(layer))
-        if batch.hidden is None:
+        if run.hidden is None:
+            cached = (storage.key_slots(layer), storage.value_slots(layer))
             self._place(fused, weights.head_norms, run.rotation, batch.slots, *cached)
         else:
-            recomputed, first = batch.hidden.recomputed, batch.hidden.first
-            own = (recomputed.key_slots(0), recomputed.value_slots(0))
-            for rows, places in ((slice(None, first), cached), (slice(first, None), own)):
-                rotation = None if run.rotation is None else _part(run.rotation, rows)
-                if len(fused[rows]):
-                    self._place(fused[rows], weights.head_norms, rotation, batch.slots[rows], *places)
+            run.hidden.place(fused, layer, weights, run.rotation, batch.slots)
         queries = _split_heads(queries, config.num_kv_heads, config.group_size, config.head_dim)
         attended = torch.empty(queries.shape, dtype=x.dtype, device=x.device)
         is_windowed = layer in self._windowed
@@ -158,21 +139,17 @@ class Decoder:
 
 
 class _Pass:
-    """What all layers of one forward pass share."""
+    """The state that all layers of one forward pass share."""
 
-    __slots__ = ("attention_s", "batch", "cached_rotation", "chunk_attention_s", "rotation", "storage")
+    __slots__ = ("attention_s", "batch", "chunk_attention_s", "hidden", "rotation", "storage")
 
     def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotation: Rotation | None) -> None:
         self.batch = batch
         self.storage = storage
         self.rotation = rotation
-        self.cached_rotation: Rotation | None = None  # of what is made anew of hidden caches
+        self.hidden: HiddenPass | None = None  # of sequences with a hidden cache
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
-
-
-def _part(rotation: Rotation, rows: slice) -> Rotation:
-    return rotation[0][rows], rotation[1][rows]
 
 
 def _split_heads(x: Tensor, *shape: int) -> Tensor:

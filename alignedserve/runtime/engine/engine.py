@@ -1,4 +1,4 @@
-"""Computes tokens: one forward pass and one sampling step per call, for whatever mixture of sequences is asked for."""
+"""Computes tokens: one forward pass and one sampling step per call, for any mixture of sequences."""
 
 import time
 from collections.abc import Sequence
@@ -29,9 +29,8 @@ __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice",
 # Logits of this many prompt tokens are held at a time for prompt logprobs.
 _PROMPT_LOGPROB_ROWS = 64
 
-
-COMPUTE = "compute"  # the stream of what an engine computes
-# Stands for a token where logits were not numbers.
+COMPUTE = "compute"  # the stream of forward passes
+# In place of a token where logits were not numbers.
 _NO_TOKEN = -1
 
 
@@ -53,21 +52,21 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where one step's time went, in seconds."""
+    """The parts of one step's time, in seconds."""
 
     prepare_s: float
     forward_s: float  # the pass and its logits
     sampling_s: float  # and the log-probabilities of prompt tokens
     attention_s: float  # of the pass, as Decoder.attention_s
-    chunk_attention_s: float  # alike
+    chunk_attention_s: float  # likewise
     padded_share: float  # of attention_s, see StepAttention
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step produced."""
+    """The results of one step."""
 
-    sampled: list[SampledToken]  # of every sequence whose slice reached its last known token, in no set order
+    sampled: list[SampledToken]  # of every sequence whose slice reached its last known token, in any order
     failed: list[RequestId]  # their logits were not numbers: no token; remove them
     prompt_logprobs: list[PromptLogprobs]
     times: StepTimes
@@ -79,19 +78,19 @@ class _Launch:
 
     step: StepBatch
     num_tokens: IntArray  # of each sampled row, before the step
-    computed: Event = field(default_factory=HostEvent)  # with its tokens on the host
+    computed: Event = field(default_factory=HostEvent)  # its tokens are on the host then
     draw: Draw | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    forwarded: float = 0.0  # when the forward pass had been computed, or queued
+    forwarded: float = 0.0  # time at which the forward pass was computed, or enqueued
 
 
 class Engine:
     """One model, its block storage and the sequences being computed.
 
-    Single threaded; no I/O; knows nothing of Ray or scheduling. A sequence holds the tokens it has so far and how many
-    of them are computed. A slice computes the next ones and writes their keys and values into the sequence's blocks;
-    a slice that reaches the last known token samples the next one, which joins the sequence. That rule covers whole
-    and chunked prefill, decode, recompute after preemption and resuming from a copy of the blocks.
+    Single-threaded, without I/O, Ray or scheduling. A sequence holds its tokens so far and the number of computed ones.
+    A slice computes the next ones and writes their keys and values into the sequence's blocks; a slice that reaches the
+    last known token samples the next one, which is appended to the sequence. That rule covers whole and chunked
+    prefill, decode, recompute after preemption and resuming from a copy of the blocks.
 
     Bad calls (unknown request, too few blocks, too many sequences or tokens) are broken invariants of the caller.
     """
@@ -108,10 +107,9 @@ class Engine:
         capture: Capture | None = None,
         hidden_block_tokens: int | None = None,
     ) -> None:
-        """`attention`: one of CHOICES of runtime.attention. `streams`, `capture`: where work is done and how decode
-        steps are recorded, in place of what the storage's device has. `hidden_block_tokens`: sequences may have a
-        hidden cache, of which a block holds so many tokens; memory is taken for that. Raises ConfigError for what
-        cannot be had here."""
+        """`attention`: one of CHOICES of runtime.attention. `streams`, `capture`: replace those of the storage's
+        device. `hidden_block_tokens`: sequences may have a hidden cache, whose blocks hold so many tokens each; memory
+        is allocated for it. Raises ConfigError for options that are unavailable here."""
         layout, config = storage.layout, model.config
         assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
             "more context than positions"
@@ -147,26 +145,17 @@ class Engine:
         self._no_token = torch.tensor(_NO_TOKEN, device=storage.device)
         is_here = storage.device.type == "cpu"
         self._chosen_on_host = self._chosen if is_here else torch.zeros(max_sequences, dtype=torch.int64).pin_memory()
-        self._anticipates = planner.plans_ahead
+        self._plans_ahead = planner.plans_ahead
         self._next_step: StepBatch | None = None
         self._next_version = 0
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that hold a row."""
-        return len(self._table)
 
     @property
     def hidden_block_tokens(self) -> int | None:
         """Tokens whose layer inputs a block holds; None: this engine has no hidden caches."""
         return self._table.hidden_block_tokens
 
-    def has_sequence(self, request_id: RequestId) -> bool:
-        """Whether the sequence is here."""
-        return request_id in self._table
-
     def add_sequence(self, sequence: NewSequence) -> None:
-        """Take in a sequence. The caller keeps owning the blocks.
+        """Add a sequence. The caller keeps ownership of the blocks.
 
         Blocks that hold cached tokens must be written before the sequence's first slice, which clears the unused slots
         of the last of them. Full cached blocks may be shared with others, a partly filled one may not.
@@ -176,38 +165,24 @@ class Engine:
         self._sampler.add(row, sequence)
 
     def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
-        """Extend the sequence's block table; it then owns room for that many more tokens."""
+        """Extend the sequence's block table."""
         self._table.append_blocks(request_id, block_ids)
 
     def remove_sequence(self, request_id: RequestId) -> None:
-        """Free the sequence's row. Its blocks are the caller's to free or to copy."""
+        """Free the sequence's row. The caller frees or copies its blocks."""
         self._sampler.remove(self._table.remove(request_id))
 
     def token_ids(self, request_id: RequestId) -> tuple[int, ...]:
-        """Prompt and generated tokens so far."""
+        """Return prompt and generated tokens so far."""
         row = self._table.row(request_id)
         return tuple(self._table.tokens[row, : self._table.num_tokens[row]].tolist())
 
-    def generated_token_ids(self, request_id: RequestId) -> tuple[int, ...]:
-        """Generated tokens so far, those the sequence joined with included."""
-        row = self._table.row(request_id)
-        first = self._table.sequence(row).prompt_len
-        return tuple(self._table.tokens[row, first : self._table.num_tokens[row]].tolist())
-
-    def num_computed(self, request_id: RequestId) -> int:
-        """Leading tokens whose keys and values lie in the blocks."""
-        return int(self._table.num_computed[self._table.row(request_id)])
-
-    def num_tokens(self, request_id: RequestId) -> int:
-        """Tokens known so far."""
-        return int(self._table.num_tokens[self._table.row(request_id)])
-
     @torch.inference_mode()
     def record_graphs(self) -> None:
-        """Record the decode steps of every batch size, if they are recorded at all, and compile what draws tokens: no
-        step does so while it serves."""
+        """Record CUDA graphs for every batch size, if there are any, and compile the sampling kernels: no step has to
+        while the engine serves."""
         if self._graphs is not None:
-            for size in reversed(self._graphs.sizes):  # the largest takes the memory that all use
+            for size in reversed(self._graphs.sizes):  # the largest allocates the memory that all use
                 self._compute.run(partial(self._forward, self._builder.build_padding(size)))
             logits = torch.zeros((1, self.model.config.vocab_size), dtype=self.model.dtype, device=self.storage.device)
             self._compute.run(partial(self._sampler.warm_up, logits))
@@ -215,21 +190,21 @@ class Engine:
 
     @torch.inference_mode()
     def execute(self, slices: Sequence[tuple[RequestId, int]]) -> StepOutput:
-        """One step over one slice per sequence: at least one slice, each within its sequence's tokens and blocks.
+        """Run one step of at least one slice, one per sequence, each within its sequence's tokens and blocks.
 
-        A slice is a StepSlice, or a plain pair of the same. On a GPU the step after this one is prepared while this one
-        is computed, as if all of its sequences would decode on.
+        A slice is a StepSlice or an equal tuple. On a GPU the next step is prepared while this one is computed,
+        assuming that all sequences continue to decode.
         """
         started = time.perf_counter()
-        step = self._anticipated(slices) or self._builder.build(
+        step = self._take_prepared(slices) or self._builder.build(
             [part[0] for part in slices], [part[1] for part in slices]
         )
         prepared = time.perf_counter()
         launch = self._launch(step)
-        self._anticipate(step)
+        self._prepare_next(step)
         launch.computed.synchronize()
         output = self._collect(launch)
-        del launch.draw  # giving a megabyte back takes time as well, and belongs to the step
+        del launch.draw  # freeing a megabyte takes time as well, and belongs to the step
         forwarded = launch.forwarded if self.storage.device.type == "cpu" else time.perf_counter()
         times = StepTimes(
             prepare_s=prepared - started,
@@ -244,7 +219,7 @@ class Engine:
     # --- the parts of a step
 
     def _launch(self, step: StepBatch) -> "_Launch":
-        """Put it on the compute stream; the table then holds its sequences as they will be, but for the tokens."""
+        """Enqueue the step on the compute stream and update the table to the state after it, except for the tokens."""
         table, rows = self._table, step.sampled_rows
         num_tokens = table.num_tokens[rows]
         launch = _Launch(step, num_tokens)
@@ -269,7 +244,7 @@ class Engine:
         launch.prompt_logprobs = [self._prompt_logprobs(step, index, hidden) for index in step.wants_prompt_logprobs]
 
     def _forward(self, step: StepBatch) -> tuple[Tensor, Tensor]:
-        """Last hidden vectors of all tokens, and the logits of those that are sampled."""
+        """Return last hidden vectors of all tokens, and the logits of the sampled ones."""
         if self._graphs is not None and step.is_decode and not step.wants_prompt_logprobs:
             logits = self._graphs.run(step)
             if logits is not None:
@@ -281,7 +256,7 @@ class Engine:
         return hidden, self.model.logits(hidden[sampled_at])
 
     def _collect(self, launch: "_Launch") -> tuple[list[SampledToken], list[RequestId]]:
-        """Once it is computed: the tokens, put into the table; the sequences whose logits were not numbers."""
+        """Write the computed tokens into the table; return them and the sequences whose logits were not numbers."""
         if launch.draw is None:
             return [], []
         table, rows, places = self._table, launch.step.sampled_rows, launch.num_tokens
@@ -306,20 +281,19 @@ class Engine:
 
     # --- the step after this one
 
-    def _anticipate(self, step: StepBatch) -> None:
-        """Plan one more token of every sequence of the step. Which it was, and blocks given out until then, are filled
-        in by `_anticipated`."""
+    def _prepare_next(self, step: StepBatch) -> None:
+        """Plan one more token of every sequence of the step; `_take_prepared` fills in the tokens and new blocks."""
         self._next_step = None
         table, rows = self._table, step.rows
-        all_decode_on = len(step.sampled_rows) == len(rows)
-        if not self._anticipates or not all_decode_on or step.hidden is not None:
+        all_decode = len(step.sampled_rows) == len(rows)
+        if not self._plans_ahead or not all_decode or step.hidden is not None:
             return
         if (table.num_computed[rows] < table.max_context_len).all():
             self._next_step = self._builder.build_decodes(rows)
             self._next_version = table.version
 
-    def _anticipated(self, slices: Sequence[tuple[RequestId, int]]) -> StepBatch | None:
-        """The planned step, if it is of these slices; else None."""
+    def _take_prepared(self, slices: Sequence[tuple[RequestId, int]]) -> StepBatch | None:
+        """Return the prepared step if it consists of these slices; else None."""
         step, table = self._next_step, self._table
         if step is None or self._next_version != table.version or len(slices) != len(step.rows):
             return None
@@ -332,7 +306,7 @@ class Engine:
         return step
 
     def _prompt_logprobs(self, step: StepBatch, index: int, hidden: Tensor) -> PromptLogprobs:
-        """Entries for the prompt tokens that follow the tokens of slice `index`."""
+        """Return log-probabilities of the prompt tokens that follow the tokens of slice `index`."""
         row, first_row = int(step.rows[index]), int(step.first_rows[index])
         sequence = self._table.sequence(row)
         first = int(step.positions[first_row]) + 1

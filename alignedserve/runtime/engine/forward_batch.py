@@ -1,4 +1,4 @@
-"""What one forward pass computes: a few tensors, the same whichever sequences they came from."""
+"""The tensors of one forward pass, the same whichever sequences they came from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention.backend import StepAttention
-from alignedserve.runtime.engine.hidden_cache import HiddenRows
+from alignedserve.runtime.engine.hidden_pass import HiddenRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttenti
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
 from alignedserve.runtime.device.arrays import Array, to_device
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
-from alignedserve.runtime.engine.hidden_cache import HiddenContexts, HiddenPlan, MixedAttention, tokens_of
+from alignedserve.runtime.engine.hidden_cache import HiddenContexts, HiddenPlan
+from alignedserve.runtime.engine.slice_plan import SlicePlan, tokens_of
 from alignedserve.runtime.kv.block_storage import BlockStorage
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -20,8 +21,10 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A forward batch, still on the host, and how to read its result. Slices are in batch order: decodes, then chunks.
-    Behind the token rows of a batch of decodes there may be padding, up to a size that graphs have."""
+    """A forward batch on the host, and the places of its results. Slices are in batch order: decodes, then chunks.
+
+    The token rows of a batch of decodes may be padded to a size that has a CUDA graph.
+    """
 
     token_ids: IntArray  # [token rows]
     positions: IntArray  # [token rows]
@@ -40,28 +43,27 @@ class StepBatch:
 
     @property
     def host_arrays(self) -> tuple[Array, ...]:
-        """What the forward pass reads."""
+        """Return the arrays that the forward pass reads."""
         arrays = () if self.hidden is None else self.hidden.arrays
         return (self.token_ids, self.positions, self.slots, *arrays, *self.attention.host_arrays)
 
-    def placed(self, tensors: Sequence[Tensor]) -> ForwardBatch:
-        """`tensors`: the host arrays on the device."""
+    def to_forward_batch(self, tensors: Sequence[Tensor]) -> ForwardBatch:
+        """Build the forward batch. `tensors`: the host arrays on the device."""
         token_ids, positions, slots, *others = tensors
         hidden = None
         if self.hidden is not None:
             num_arrays = len(self.hidden.arrays)
-            first = len(token_ids) - len(self.hidden.positions)
-            hidden, others = self.hidden.placed(first, others[:num_arrays]), others[num_arrays:]
+            hidden, others = self.hidden.to_rows(len(token_ids), others[:num_arrays]), others[num_arrays:]
         self.attention.place(others)
         return ForwardBatch(token_ids, positions, slots, self.fresh_blocks, self.unclean_tails, self.attention, hidden)
 
     def forward_batch(self, device: torch.device) -> ForwardBatch:
-        """Brought to the device."""
-        return self.placed(to_device(self.host_arrays, device))
+        """Bring the arrays to the device and build the forward batch."""
+        return self.to_forward_batch(to_device(self.host_arrays, device))
 
 
 class BatchBuilder:
-    """Reads the table; changes nothing in it but the mark of an unclean tail."""
+    """Builds steps from a sequence table, of which it changes only the marks of unclean tails."""
 
     def __init__(
         self,
@@ -72,8 +74,8 @@ class BatchBuilder:
         decode_sizes: Sequence[int] = (),
         hidden: HiddenContexts | None = None,
     ) -> None:
-        """`decode_sizes`, ascending: a batch of decodes is padded to the next of them. `hidden`: of the sequences with
-        hidden caches, if there may be any."""
+        """`decode_sizes`, ascending: a batch of decodes is padded to the next of them. `hidden`: plans the sequences
+        with hidden caches, if there may be any."""
         self._table = table
         self._storage = storage
         self._planner = planner
@@ -81,7 +83,7 @@ class BatchBuilder:
         self._hidden = hidden
 
     def build(self, request_ids: Sequence[RequestId], num_tokens: Sequence[int]) -> StepBatch:
-        """The batch that computes the next `num_tokens[i]` tokens of each request."""
+        """Build the batch that computes the next `num_tokens[i]` tokens of each request."""
         rows = self._table.rows(request_ids)
         counts = np.array(num_tokens, np.int64)
         self._check(rows, counts)
@@ -96,15 +98,15 @@ class BatchBuilder:
         return self._build(rows[is_decode], rows[~is_decode], counts[~is_decode], hidden=hidden)
 
     def build_decodes(self, rows: IntArray) -> StepBatch:
-        """The batch that computes the next token of each of these rows of the table, unchecked."""
+        """Build the batch that computes the next token of each of these rows of the table, unchecked."""
         return self._build(rows, rows[:0], _NO_ROWS)
 
     def build_padding(self, size: int) -> StepBatch:
-        """A batch of so many decodes that are nobody's."""
+        """Build a batch of so many padding rows."""
         return self._build(_NO_ROWS, _NO_ROWS, _NO_ROWS, size)
 
     def complete(self, step: StepBatch) -> None:
-        """Fill in what may not have been known when a step of decodes was planned: its tokens, and their blocks."""
+        """Fill in the tokens and blocks that may have been unknown when a step of decodes was planned ahead."""
         table, count = self._table, len(step.rows)
         positions = step.positions[:count]
         assert (positions < table.num_blocks[step.rows] * table.block_size).all(), "too few blocks for the slice"
@@ -124,7 +126,7 @@ class BatchBuilder:
         assert (after <= table.num_blocks[rows] * table.block_tokens[rows]).all(), "too few blocks for the slice"
 
     def _unclean_tails(self, rows: IntArray) -> tuple[tuple[BlockId, int], ...]:
-        """The slots after the cached tokens of sequences that came with some are read as well."""
+        """Return, and mark as clean, the unused slots behind the cached tokens that sequences came with."""
         table = self._table
         rows = rows[table.has_unclean_tail[rows]]
         table.has_unclean_tail[rows] = False
@@ -148,34 +150,20 @@ class BatchBuilder:
         *,
         hidden: HiddenPlan | None = None,
     ) -> StepBatch:
-        """`hidden`: sequences that come behind the others."""
-        table, block_size = self._table, self._table.block_size
+        """Build the batch of these rows of the table and, behind them, of sequences with a hidden cache."""
+        table = self._table
         is_all_decodes = not len(chunk_rows) and hidden is None
         if num_padding is None:
             num_padding = self._num_padding(len(decode_rows)) if is_all_decodes else 0
-        attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts, num_padding)
-        num_decodes = len(decode_rows)
-        rows = np.concatenate([attention.decode_rows, chunk_rows])
-        counts = np.ones(len(rows), np.int64)
-        counts[num_decodes:] = chunk_counts
-        token_rows, positions = rows, table.num_computed[rows]
-        if len(chunk_counts):
-            token_rows, positions = tokens_of(rows, positions, counts)
-        columns, offsets = np.divmod(positions, block_size)
-        blocks = table.block_tables[token_rows, columns]
-        slots = blocks * self._storage.slot_stride + offsets
-        if hidden is not None:
-            attention = MixedAttention(attention, hidden.attention, len(slots))
-            rows, counts = np.concatenate((rows, hidden.rows)), np.concatenate((counts, hidden.counts))
-            token_rows = np.concatenate((token_rows, np.repeat(hidden.rows, hidden.counts)))
-            positions = np.concatenate((positions, hidden.positions))
-            slots = np.concatenate((slots, hidden.slots))
-        token_ids = table.tokens[token_rows, positions].astype(np.int64)
+        plain, fresh_blocks = self._plan(decode_rows, chunk_rows, chunk_counts, num_padding)
+        slices = plain if hidden is None else hidden.after(plain)
+        rows, counts = slices.rows, slices.counts
+        token_ids = table.tokens[slices.token_rows, slices.positions].astype(np.int64)
+        positions, slots = slices.positions, slices.slots
         if num_padding:
-            nothing = np.zeros(num_padding, np.int64)
-            token_ids, positions = np.concatenate((token_ids, nothing)), np.concatenate((positions, nothing))
-            scratch_slot = self._storage.scratch_block * self._storage.slot_stride
-            slots = np.concatenate((slots, nothing + scratch_slot))
+            scratch = np.zeros(num_padding, np.int64)
+            token_ids, positions = np.concatenate((token_ids, scratch)), np.concatenate((positions, scratch))
+            slots = np.concatenate((slots, scratch + self._storage.scratch_block * self._storage.slot_stride))
         last_rows = np.cumsum(counts) - 1
         reads_unused = self._planner.reads_unused_slots
         is_sampled = table.num_computed[rows] + counts == table.num_tokens[rows]
@@ -183,9 +171,9 @@ class BatchBuilder:
             token_ids=token_ids,
             positions=positions,
             slots=slots,
-            fresh_blocks=blocks[offsets == 0] if reads_unused else _NO_ROWS,
-            unclean_tails=self._unclean_tails(rows) if reads_unused else (),
-            attention=attention,
+            fresh_blocks=fresh_blocks,
+            unclean_tails=self._unclean_tails(plain.rows) if reads_unused else (),
+            attention=slices.attention,
             rows=rows,
             counts=counts,
             first_rows=last_rows - counts + 1,
@@ -195,6 +183,24 @@ class BatchBuilder:
             is_decode=is_all_decodes and bool(is_sampled.all()),
             hidden=hidden,
         )
+
+    def _plan(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int
+    ) -> tuple[SlicePlan, IntArray]:
+        """Plan sequences with keys and values; return also the blocks to be zeroed before the pass."""
+        table = self._table
+        attention = self._planner.plan(decode_rows, chunk_rows, chunk_counts, num_padding)
+        rows = np.concatenate([attention.decode_rows, chunk_rows])
+        counts = np.ones(len(rows), np.int64)
+        counts[len(decode_rows) :] = chunk_counts
+        token_rows, positions = rows, table.num_computed[rows]
+        if len(chunk_counts):
+            token_rows, positions = tokens_of(rows, positions, counts)
+        columns, offsets = np.divmod(positions, table.block_size)
+        blocks = table.block_tables[token_rows, columns]
+        slots = blocks * self._storage.slot_stride + offsets
+        fresh_blocks = blocks[offsets == 0] if self._planner.reads_unused_slots else _NO_ROWS
+        return SlicePlan(attention, rows, counts, token_rows, positions, slots), fresh_blocks
 
     def _prompt_logprob_slices(self, rows: IntArray) -> tuple[int, ...]:
         table = self._table

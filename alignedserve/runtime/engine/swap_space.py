@@ -1,7 +1,7 @@
 """Caches of preempted requests in host memory: what an iteration swaps out and in.
 
-Driven by the thread that computes. On a GPU the copies are only put on streams, one for each direction, and go on beside
-what is computed; whoever uses the same blocks next waits for them (`PendingCopies`).
+Driven by the thread that computes. On a GPU the copies are only put on streams, one for each direction, and go on
+beside what is computed; whoever uses the same blocks next waits for them (`PendingCopies`).
 """
 
 from functools import partial

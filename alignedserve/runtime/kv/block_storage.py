@@ -150,8 +150,8 @@ class BlockStorage:
         return self._staged("read").rows_to_read(ids)
 
     def rows_to_write(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
-        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced, the last one past its
-        end; stopping early leaves the blocks undefined."""
+        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced, the last one past
+        its end; stopping early leaves the blocks undefined."""
         ids = self._checked(block_ids)
         self.pending_copies.synchronize(ids)
         if self._host is not None:

@@ -61,7 +61,7 @@ class CandidateMemory:
                 path,
                 self._layout,
                 self._sizes.num_blocks,
-                purpose="candidate buffers",
+                purpose="a candidate buffer",
                 setting="prefill.candidate_buffer_bytes",
             )
         except NotEnoughMemory as error:

@@ -36,8 +36,8 @@ class StagedCopies:
         staged_bytes: int = _STAGED_BYTES,
         is_staged: bool | None = None,
     ) -> None:
-        """`device`: of the stream and the blocks. `is_staged`: gather in staging memory, allocated there now; by default
-        except on a CPU, where blocks are copied straight to and from the host's rows."""
+        """`device`: of the stream and the blocks. `is_staged`: gather in staging memory, allocated there now; by
+        default except on a CPU, where blocks are copied straight to and from the host's rows."""
         self._codec = codec
         self._stream = stream
         self._device = device
@@ -91,8 +91,8 @@ class StagedCopies:
                 start(index + _NUM_STAGES)
 
     def rows_to_write(self, block_ids: IntArray) -> Iterator[Rows]:
-        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced; once it is advanced past
-        its end, all copies are done."""
+        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced; once it is advanced
+        past its end, all copies are done."""
         pieces = self._pieces(block_ids)
         stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
         events: list[Event] = []

@@ -7,6 +7,7 @@ import enum
 from dataclasses import dataclass
 
 from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout
+from alignedserve.costmodel.model_shapes import ModelShape
 
 
 class Family(enum.Enum):
@@ -152,6 +153,23 @@ class ModelConfig:
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            dtype=dtype,
+        )
+
+    def shape(self, name: str, dtype: str) -> ModelShape:
+        """Return the sizes as cost models use them; embeddings count as wide as the hidden state."""
+        return ModelShape(
+            name=name,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            ffn_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            is_gated=self.is_gated,
+            ties_embeddings=self.ties_embeddings,
+            num_positions=0 if self.rope else self.max_position_embeddings + self.position_offset,
             dtype=dtype,
         )
 

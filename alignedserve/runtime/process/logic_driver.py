@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from alignedserve.messages.events import (
     TICK_S,
     CommonEvent,
+    Logic,
     PeerConnected,
     PeerDisconnected,
     Received,
@@ -26,14 +27,6 @@ logger = logging.getLogger(__name__)
 
 EventT = TypeVar("EventT", contravariant=True)
 CommandT = TypeVar("CommandT")
-DecidedT = TypeVar("DecidedT", covariant=True)
-
-
-class Logic(Protocol[EventT, DecidedT]):
-    """Decides. Same state, event and now always give the same commands; touches nothing outside itself."""
-
-    def on_event(self, event: EventT, now: float) -> Sequence[Send | SendTo | DecidedT]:
-        """What to do about this event at this time (seconds, monotonic)."""
 
 
 class LogicDriver(Generic[EventT, CommandT]):

@@ -4,12 +4,12 @@ import pytest
 
 from alignedserve.batches.logic import (
     STEPS,
-    AllRecorded,
+    AllLinesRecorded,
     BatchEvent,
-    CancelAsked,
-    Refused,
-    TimePassed,
+    CancelRequested,
     Validated,
+    ValidationFailed,
+    WindowExpired,
     advance,
 )
 from alignedserve.batches.records import TERMINAL, BatchRecord, BatchStatus, LineProblem
@@ -29,42 +29,44 @@ def after(*events: BatchEvent, now: float = 10.0) -> BatchRecord:
 def test_a_batch_that_goes_well() -> None:
     record = after(Validated(3, "tiny"))
     assert (record.status, record.num_lines, record.model, record.in_progress_s) == (S.IN_PROGRESS, 3, "tiny", 10.0)
-    done = advance(record, AllRecorded(), 20.0)
+    done = advance(record, AllLinesRecorded(), 20.0)
     assert (done.status, done.finalizing_s, done.completed_s) == (S.COMPLETED, 20.0, 20.0)
 
 
 def test_a_file_that_cannot_be_run() -> None:
-    record = after(Refused(PROBLEMS))
+    record = after(ValidationFailed(PROBLEMS))
     assert (record.status, record.problems, record.failed_s) == (S.FAILED, PROBLEMS, 10.0)
 
 
 def test_cancelled_while_it_runs() -> None:
-    record = after(Validated(3, "tiny"), CancelAsked())
+    record = after(Validated(3, "tiny"), CancelRequested())
     assert (record.status, record.cancelling_s) == (S.CANCELLING, 10.0)
-    assert advance(record, AllRecorded(), 11.0).status is S.CANCELLED
+    assert advance(record, AllLinesRecorded(), 11.0).status is S.CANCELLED
 
 
 def test_cancelled_while_it_is_validated_it_still_learns_its_lines() -> None:
-    record = after(CancelAsked(), Validated(3, "tiny"))
+    record = after(CancelRequested(), Validated(3, "tiny"))
     assert (record.status, record.num_lines) == (S.CANCELLING, 3)
-    refused = after(CancelAsked(), Refused(PROBLEMS))
+    refused = after(CancelRequested(), ValidationFailed(PROBLEMS))
     assert (refused.status, refused.problems) == (S.CANCELLING, PROBLEMS)
 
 
 def test_its_window_ends() -> None:
     running = after(Validated(3, "tiny"))
-    assert advance(running, TimePassed(), 99.9) is running
-    late = advance(running, TimePassed(), 100.0)
+    assert advance(running, WindowExpired(), 99.9) is running
+    late = advance(running, WindowExpired(), 100.0)
     assert (late.status, late.is_expiring) == (S.FINALIZING, True)
-    assert advance(late, AllRecorded(), 101.0).status is S.EXPIRED
+    assert advance(late, AllLinesRecorded(), 101.0).status is S.EXPIRED
 
 
 def test_its_window_ends_before_it_is_validated() -> None:
-    late = after(TimePassed(), now=100.0)
+    late = after(WindowExpired(), now=100.0)
     assert (late.status, advance(late, Validated(2, "tiny"), 101.0).num_lines) == (S.FINALIZING, 2)
 
 
-@pytest.mark.parametrize("event", [Validated(9, "x"), Refused(PROBLEMS), CancelAsked(), TimePassed(), AllRecorded()])
+@pytest.mark.parametrize(
+    "event", [Validated(9, "x"), ValidationFailed(PROBLEMS), CancelRequested(), WindowExpired(), AllLinesRecorded()]
+)
 @pytest.mark.parametrize("status", [S.FAILED, S.COMPLETED, S.EXPIRED, S.CANCELLED])
 def test_what_is_over_stays_over(status: BatchStatus, event: BatchEvent) -> None:
     over = batch_record(status=status, num_lines=3)
@@ -74,5 +76,5 @@ def test_what_is_over_stays_over(status: BatchStatus, event: BatchEvent) -> None
 
 
 def test_a_cancel_comes_too_late_while_finalizing() -> None:
-    late = after(Validated(3, "tiny"), TimePassed(), now=100.0)
-    assert advance(late, CancelAsked(), 101.0) is late
+    late = after(Validated(3, "tiny"), WindowExpired(), now=100.0)
+    assert advance(late, CancelRequested(), 101.0) is late

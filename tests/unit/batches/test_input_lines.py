@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from alignedserve.batches.input_lines import MAX_PROBLEMS, Inspection, LineSplitter, LineTooLong, RawLine, parse_line
+from alignedserve.batches.input_lines import (
+    MAX_PROBLEMS,
+    InputValidator,
+    LineSplitter,
+    LineTooLong,
+    RawLine,
+    parse_line,
+)
 from alignedserve.batches.records import Endpoint, LineProblem
 from tests.support.batch_samples import chat_line, chat_lines
 
@@ -14,7 +21,7 @@ from tests.support.batch_samples import chat_line, chat_lines
 def split(content: bytes, chunk: int = 7, limit: int = 1000) -> list[RawLine]:
     splitter = LineSplitter(limit)
     lines = [line for start in range(0, len(content), chunk) for line in splitter.push(content[start : start + chunk])]
-    return lines + splitter.end()
+    return lines + splitter.finish()
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 100])
@@ -38,20 +45,20 @@ def test_a_line_past_the_limit_ends_the_reading() -> None:
 
 
 def inspected(content: bytes, max_lines: int = 50) -> tuple[LineProblem, ...]:
-    inspection = Inspection(Endpoint.CHAT, ("tiny",), max_lines)
+    validator = InputValidator(Endpoint.CHAT, ("tiny",), max_lines)
     for line in split(content, 1000, 10_000):
-        inspection.look_at(line)
-    return inspection.end()
+        validator.check(line)
+    return validator.finish()
 
 
 def test_a_good_file() -> None:
-    inspection = Inspection(Endpoint.CHAT, ("tiny",), 50)
+    validator = InputValidator(Endpoint.CHAT, ("tiny",), 50)
     content = chat_lines(3)
     for line in split(content):
-        inspection.look_at(line)
-    offset, length = inspection.index.place(2)
-    assert inspection.end() == ()
-    assert (len(inspection.index), inspection.model) == (3, "tiny")
+        validator.check(line)
+    offset, length = validator.index.span(2)
+    assert validator.finish() == ()
+    assert (len(validator.index), validator.model) == (3, "tiny")
     assert parse_line(content[offset : offset + length]).custom_id == "line-2"
 
 

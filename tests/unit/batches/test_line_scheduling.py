@@ -2,9 +2,9 @@
 
 import pytest
 
-from alignedserve.batches.eta import Capacity, Workload, assumed_rate, quote, workload
+from alignedserve.batches.eta import RemainingWork, ThroughputEstimate, assumed_rate, estimate_eta, remaining_work
 from alignedserve.batches.interfaces import ClusterTotals
-from alignedserve.batches.line_scheduling import Contender, Pace, by_slack, line_deadline_s
+from alignedserve.batches.line_scheduling import MeanLineDuration, ReadyBatch, by_slack, line_deadline_s
 from alignedserve.batches.records import Counts, Progress, Risk, Usage
 from alignedserve.batches.repository import BatchRepository
 from alignedserve.batches.statistics import BatchStatistics
@@ -13,8 +13,8 @@ from tests.support.batch_samples import batch_record
 
 
 def test_the_least_slack_goes_first() -> None:
-    first = Contender(0, expires_s=3600.0, work_s=2000.0, created_s=1.0)
-    second = Contender(1, expires_s=600.0, work_s=100.0, created_s=2.0)
+    first = ReadyBatch(0, expires_s=3600.0, work_s=2000.0, created_s=1.0)
+    second = ReadyBatch(1, expires_s=600.0, work_s=100.0, created_s=2.0)
     assert by_slack([first, second], 0.0) == [1, 0]
     assert by_slack([first, second._replace(expires_s=1700.0)], 0.0) == [0, 1]  # 1 600 s each: the older one
     assert by_slack([], 0.0) == []
@@ -28,13 +28,13 @@ def test_deadlines_spread_what_is_left_over_the_window() -> None:
 
 
 def test_the_pace_is_learned() -> None:
-    pace = Pace()
+    line_duration = MeanLineDuration()
     for _ in range(200):
-        pace.ended(2.0)
-    assert pace.line_s == pytest.approx(2.0, rel=0.1)
+        line_duration.add(2.0)
+    assert line_duration.mean_s == pytest.approx(2.0, rel=0.1)
 
 
-CAPACITY = Capacity(tokens_per_s=100.0)
+CAPACITY = ThroughputEstimate(tokens_per_s=100.0)
 
 
 @pytest.mark.parametrize(
@@ -42,21 +42,24 @@ CAPACITY = Capacity(tokens_per_s=100.0)
     [(7200.0, Risk.FITS, 3000.0), (3600.0, Risk.AT_RISK, 3000.0), (1800.0, Risk.CANNOT_FIT, 2400.0)],
 )
 def test_the_example_of_the_quote(window_s: float, risk: Risk, finish_s: float) -> None:
-    quoted = quote(Workload(window_s, 2000 * 150.0), [], CAPACITY, 0.0)
+    quoted = estimate_eta(RemainingWork(window_s, 2000 * 150.0), [], CAPACITY, 0.0)
     assert (quoted.risk, quoted.finish_s, quoted.is_measured) == (risk, finish_s, False)
 
 
 def test_batches_that_end_before_it_stand_before_it() -> None:
-    own = Workload(1000.0, 10_000.0)
-    assert quote(own, [Workload(900.0, 5000.0), Workload(1100.0, 5000.0)], CAPACITY, 0.0).finish_s == 150.0
+    own = RemainingWork(1000.0, 10_000.0)
+    assert (
+        estimate_eta(own, [RemainingWork(900.0, 5000.0), RemainingWork(1100.0, 5000.0)], CAPACITY, 0.0).finish_s
+        == 150.0
+    )
 
 
 def test_a_workload_comes_from_the_file_and_then_from_the_lines_that_ended() -> None:
     record = batch_record(input_lines=10, input_bytes=10 * 520)
-    assert workload(record, Progress(), CAPACITY).num_tokens == pytest.approx(10 * (100 + 64))
+    assert remaining_work(record, Progress(), CAPACITY).num_tokens == pytest.approx(10 * (100 + 64))
     half = Progress(counts=Counts(total=32, completed=16), usage=Usage(input_tokens=160, output_tokens=160))
     running = batch_record(num_lines=32, input_bytes=32 * 520)
-    assert workload(running, half, CAPACITY).num_tokens == pytest.approx(16 * (164 + 20) / 2)
+    assert remaining_work(running, half, CAPACITY).num_tokens == pytest.approx(16 * (164 + 20) / 2)
 
 
 def test_capacity_is_learned() -> None:
@@ -87,17 +90,17 @@ def test_a_fleet_that_is_busy_makes_an_unmeasured_quote_worse() -> None:
     ledger = BatchStatistics(BatchRepository(MemoryRecords()), 500.0, 8)
     for cluster_totals in (ClusterTotals(0, 0.0, 0.0), ClusterTotals(100, 4.0, 0.0), ClusterTotals(4500, 10.0, 1.0)):
         ledger.note_cluster_totals(cluster_totals)
-    assert ledger.capacity.tokens_per_s == pytest.approx(50.0)
-    assert quote(Workload(1000.0, 100_000.0), [], ledger.capacity, 0.0).risk is Risk.CANNOT_FIT
+    assert ledger.throughput.tokens_per_s == pytest.approx(50.0)
+    assert estimate_eta(RemainingWork(1000.0, 100_000.0), [], ledger.throughput, 0.0).risk is Risk.CANNOT_FIT
     ledger.note_cluster_totals(ClusterTotals(0, 0.0, 0.0))  # a new router
     ledger.note_cluster_totals(ClusterTotals(0, 20.0, 20.0))
     ledger.note_cluster_totals(ClusterTotals(0, 40.0, 40.0))
-    assert ledger.capacity.tokens_per_s == 500.0
+    assert ledger.throughput.tokens_per_s == 500.0
 
 
 def test_what_was_measured_is_not_replaced_by_an_assumption() -> None:
     ledger = BatchStatistics(BatchRepository(MemoryRecords()), 500.0, 8)
-    ledger.capacity = CAPACITY.with_rate(700, 1.0)
+    ledger.throughput = CAPACITY.with_rate(700, 1.0)
     ledger.note_cluster_totals(ClusterTotals(0, 0.0, 0.0))
     ledger.note_cluster_totals(ClusterTotals(0, 10.0, 0.0))
-    assert ledger.capacity.tokens_per_s == 700.0
+    assert ledger.throughput.tokens_per_s == 700.0

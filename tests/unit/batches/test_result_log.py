@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from alignedserve.batches.log.disk_log import DiskLogs
-from alignedserve.batches.log.log_format import LineEnd, ResultRecord, decoded, encoded
+from alignedserve.batches.log.log_format import LineOutcome, ResultRecord, decode_record, encode_record
 from alignedserve.batches.records import BatchKey, ResultKind
 from alignedserve.core.errors import StorageDamaged, StorageError
 from tests.support.batch_samples import BATCH
 
 RECORDS = [
-    ResultRecord(2, LineEnd.COMPLETED, b'{"custom_id":"c"}', 5, 7),
-    ResultRecord(0, LineEnd.FAILED, b'{"custom_id":"a"}'),
-    ResultRecord(1, LineEnd.EXPIRED, b'{"custom_id":"b"}'),
+    ResultRecord(2, LineOutcome.COMPLETED, b'{"custom_id":"c"}', 5, 7),
+    ResultRecord(0, LineOutcome.FAILED, b'{"custom_id":"a"}'),
+    ResultRecord(1, LineOutcome.EXPIRED, b'{"custom_id":"b"}'),
 ]
 
 
@@ -32,14 +32,14 @@ def written(folder: Path, records: list[ResultRecord] = RECORDS) -> Path:
 
 def test_a_record_comes_back_as_it_went() -> None:
     for record in RECORDS:
-        assert decoded(encoded(record)) == record
+        assert decode_record(encode_record(record)) == record
 
 
-@pytest.mark.parametrize("place", range(len(encoded(RECORDS[0]))))
+@pytest.mark.parametrize("place", range(len(encode_record(RECORDS[0]))))
 def test_no_changed_byte_goes_unseen(place: int) -> None:
-    raw = bytearray(encoded(RECORDS[0]))
+    raw = bytearray(encode_record(RECORDS[0]))
     raw[place] ^= 1
-    assert decoded(bytes(raw)) is None
+    assert decode_record(bytes(raw)) is None
 
 
 def test_what_is_reopened_knows_what_is_done(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_what_is_reopened_knows_what_is_done(tmp_path: Path) -> None:
 
 def test_whatever_was_being_written_is_cut_off(tmp_path: Path) -> None:
     whole = written(tmp_path).read_bytes()
-    last = len(encoded(RECORDS[-1]))
+    last = len(encode_record(RECORDS[-1]))
     for missing in range(1, last + 1):
         (tmp_path / "results" / f"{BATCH}.log").write_bytes(whole[:-missing])
         log, recovered = logs(tmp_path).open(BATCH, 3)
@@ -138,7 +138,7 @@ def test_no_path_from_something_that_is_no_id(tmp_path: Path) -> None:
 def test_a_side_may_be_read_from_any_byte_on(tmp_path: Path) -> None:
     reader = logs(tmp_path)
     log, _ = reader.open(BATCH, 3000)
-    ends = (LineEnd.COMPLETED, LineEnd.FAILED)
+    ends = (LineOutcome.COMPLETED, LineOutcome.FAILED)
     log.append([ResultRecord(line, ends[line % 2], b"%04d" % line + b"x" * 2000) for line in range(3000)])
     log.close()
     for kind in ResultKind:
@@ -151,7 +151,7 @@ def test_what_was_read_before_is_not_read_again(tmp_path: Path) -> None:
     """Whoever follows a batch asks for the end of its results again and again."""
     reader = logs(tmp_path)
     log, _ = reader.open(BATCH, 3000)
-    log.append([ResultRecord(line, LineEnd.COMPLETED, b"%04d" % line + b"x" * 2000) for line in range(3000)])
+    log.append([ResultRecord(line, LineOutcome.COMPLETED, b"%04d" % line + b"x" * 2000) for line in range(3000)])
     whole = b"".join(reader.lines(BATCH, ResultKind.OUTPUT, log.num_bytes))
     damage(tmp_path / "results" / f"{BATCH}.log", place=4000)
     assert b"".join(reader.lines(BATCH, ResultKind.OUTPUT, log.num_bytes, len(whole) - 10)) == whole[-10:]
@@ -171,7 +171,7 @@ def test_damage_ends_a_download_with_an_error(tmp_path: Path) -> None:
 def test_a_repaired_log_is_read_anew(tmp_path: Path) -> None:
     reader = logs(tmp_path)
     log, _ = reader.open(BATCH, 3000)
-    log.append([ResultRecord(line, LineEnd.COMPLETED, b"%04d" % line + b"x" * 2000) for line in range(3000)])
+    log.append([ResultRecord(line, LineOutcome.COMPLETED, b"%04d" % line + b"x" * 2000) for line in range(3000)])
     log.close()
     assert len(b"".join(reader.lines(BATCH, ResultKind.OUTPUT, log.num_bytes))) == 3000 * 2005
     damage(tmp_path / "results" / f"{BATCH}.log", place=4000)
@@ -192,11 +192,11 @@ def damage(path: Path, *, place: int) -> None:
 
 
 def test_tries_are_known_and_are_no_results(tmp_path: Path) -> None:
-    tried = ResultRecord(1, LineEnd.BROKE, b"")
+    tried = ResultRecord(1, LineOutcome.RETRY, b"")
     path = written(tmp_path, [tried, RECORDS[0], tried, tried._replace(line=0)])
     log, recovered = logs(tmp_path).open(BATCH, 3)
     log.close()
-    assert (recovered.settled, dict(recovered.num_tries), recovered.num_dropped) == ([2], {1: 2, 0: 1}, 0)
+    assert (recovered.settled, dict(recovered.num_attempts), recovered.num_dropped) == ([2], {1: 2, 0: 1}, 0)
     assert recovered.totals.counts(3).num_ended == 1
     for kind, whole in ((ResultKind.OUTPUT, RECORDS[0].payload + b"\n"), (ResultKind.ERROR, b"")):
         assert b"".join(logs(tmp_path).lines(BATCH, kind, path.stat().st_size)) == whole
@@ -206,4 +206,4 @@ def test_tries_are_known_and_are_no_results(tmp_path: Path) -> None:
     log.close()
     log, recovered = logs(tmp_path).open(BATCH, 3)
     log.close()
-    assert (recovered.settled, dict(recovered.num_tries), recovered.num_dropped) == ([1], {1: 2, 0: 1}, 0)
+    assert (recovered.settled, dict(recovered.num_attempts), recovered.num_dropped) == ([1], {1: 2, 0: 1}, 0)

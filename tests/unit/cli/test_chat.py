@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cli.commands.chat import ChatOptions, ChatSession, Conversation
+from alignedserve.cli.commands.chat import ChatSession, Conversation
 from alignedserve.cli.commands.chat import chat as run_chat
+from alignedserve.cli.commands.options import ChatOptions
 from tests.support.fake_server import FakeServer, Script, running
 
 # A terminal's Ctrl-C is never ignored, as it is for whatever a shell has started in the background.

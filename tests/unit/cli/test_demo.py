@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from alignedserve.cli.commands import demo as demo_module
-from alignedserve.cli.commands.demo import DemoOptions, demo
+from alignedserve.cli.commands.demo import demo
+from alignedserve.cli.commands.options import DemoOptions
 from alignedserve.evaluation.checked_trace import (
     LONGEST_READING,
     Fate,
@@ -66,7 +67,7 @@ def _settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_demo(cluster: Cluster, *, json_output: bool = True) -> int:
     options = DemoOptions(
-        duration_s=DURATION_S, rate=RATE, url="", config_path=None, overrides=(), seed=0, json_output=json_output
+        duration_s=DURATION_S, rate=RATE, url="", config=None, overrides=(), seed=0, json_output=json_output
     )
     with running(cluster.server) as server:
         return demo(replace(options, url=server.url))

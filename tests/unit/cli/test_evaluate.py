@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cli.commands.evaluate import EvalOptions, evaluate
+from alignedserve.cli.commands.evaluate import evaluate
+from alignedserve.cli.commands.options import EvalOptions
 from alignedserve.core.errors import ConfigError
 from alignedserve.evaluation.accuracy import CONTEXT_BUCKETS, EvalAnswer, make_items, score
 from alignedserve.evaluation.pocket_calls import CONTEXT_LEN, pocket_tokenizer

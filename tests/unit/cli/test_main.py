@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli.main import main, serve_overrides
+from alignedserve.cli.commands.options import ServeOptions
+from alignedserve.cli.main import main
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound
 from tests.support.fake_server import MODEL, FakeServer, Script, running
@@ -46,6 +47,8 @@ PATHS: tuple[list[str], ...] = (
     ["bench", "kernels"],
     ["bench", "transfer"],
     ["bench", "schedule"],
+    ["bench", "predictor"],
+    ["replay"],
 )
 HELP_OF_ALL = f"""
 import contextlib, io, sys
@@ -141,14 +144,15 @@ def test_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupt(options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("alignedserve.cli.bench.commands.bench_serve", interrupt)
+    monkeypatch.setattr("alignedserve.cli.bench.serve.bench_serve", interrupt)
     assert run_command(monkeypatch, "bench", "serve", "--synthetic", "rate=1,prompt=1,output=1") == 130
 
 
 def test_serve_conveniences_are_overrides() -> None:
-    config = load_config(None, serve_overrides("1.0", 9000, "fcfs", ["gateway.port=9001"]))
+    options = ServeOptions("1.0", port=9000, batching="fcfs", overrides=("gateway.port=9001",))
+    config = load_config(None, options.all_overrides)
     assert (config.model.path, config.gateway.port, config.batching.policy) == ("1.0", 9001, "fcfs")
-    assert serve_overrides(None, None, None, []) == []
+    assert ServeOptions().all_overrides == []
 
 
 def test_bench_serve_writes_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,3 +183,10 @@ def test_bench_serve_fails_when_nothing_completes(
         arguments = ["--url", server.url, "--synthetic", "rate=100,prompt=5,output=3", "--num-requests", "3"]
         assert run_command(monkeypatch, "bench", "serve", *arguments) == 1
     assert "failed: http 503" in capsys.readouterr().out
+
+
+def test_a_renamed_option_is_accepted_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run_command(monkeypatch, "replay", str(tmp_path), "--room", "router") == 1
+    assert "--room is now called --component" in capsys.readouterr().err

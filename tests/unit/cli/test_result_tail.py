@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.cli.batch.formatting import Rate, duration, outlook
 from alignedserve.cli.batch.result_tail import NotWritten, ResultsChanged, ResultTail, open_tail
-from alignedserve.cli.batch.wording import Rate, duration, outlook
 from alignedserve.core.errors import ConfigError
 
 CONTENT = b"".join(b'{"line": %d, "text": "%s"}\n' % (number, b"x" * (number % 40)) for number in range(60))

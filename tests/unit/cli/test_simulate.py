@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cli.commands.simulate_cases import SimulateOptions, plan_cases
+from alignedserve.cli.commands.options import SimulateOptions
+from alignedserve.cli.commands.simulate_cases import plan_cases
 from alignedserve.cli.main import main
 from alignedserve.config.sections import Topology
 
@@ -90,8 +91,8 @@ def test_colocated_policies_get_as_many_accelerators_as_separate_ones() -> None:
 def test_a_configuration_file_is_simulated_as_it_would_be_served(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("topology: colocated\ndecode: {count: 3}\nscheduling: {policy: bros}\n")
-    assert workers_of(config_path=path) == {"bros": (Topology.COLOCATED, 1, 3)}
-    assert workers_of("fcfs", config_path=path) == {"fcfs": (Topology.COLOCATED, 1, 3)}
+    assert workers_of(config=path) == {"bros": (Topology.COLOCATED, 1, 3)}
+    assert workers_of("fcfs", config=path) == {"fcfs": (Topology.COLOCATED, 1, 3)}
 
 
 def test_a_rate_is_the_lines_own_unless_it_is_said() -> None:

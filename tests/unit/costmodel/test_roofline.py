@@ -12,7 +12,6 @@ from alignedserve.costmodel.model_shapes import MODEL_SHAPES, model_shape
 from alignedserve.costmodel.published.collectives import collective_curve
 from alignedserve.costmodel.roofline import Efficiency, RooflineModel
 from alignedserve.microbench.shapes import OPT_125M
-from alignedserve.runtime.model.model_shape import shape_of
 from tests.harnesses.costs import decodes, prefill
 
 A100 = HARDWARE["a100-80g"]
@@ -55,7 +54,7 @@ def test_a_hidden_cache_does_not_pay_where_queries_share_keys() -> None:
 
 
 def test_the_shape_of_a_config_is_that_of_the_table() -> None:
-    assert shape_of("opt-125m", OPT_125M, "float16") == model_shape("opt-125m")
+    assert OPT_125M.shape("opt-125m", "float16") == model_shape("opt-125m")
 
 
 def test_links() -> None:

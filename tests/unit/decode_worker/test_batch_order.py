@@ -8,7 +8,7 @@ from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig
 from alignedserve.core.ids import BatchId
 from alignedserve.messages.fields import NO_BATCH
 from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, WaitingBatch
-from decode_worker.factory import limits_of
+from decode_worker.factory import batch_limits_of
 from decode_worker.state import Candidate, RunningRequest
 from tests.support.samples import handoff, request
 
@@ -75,7 +75,9 @@ def test_a_small_batch_that_fills_the_memory_is_not_replaced(num_blocks: int, ex
 
 @pytest.mark.parametrize(("max_running_requests", "low_running"), [(16, 12), (48, 36), (64, 36), (256, 36)])
 def test_enough_requests_saturate_a_worker_of_any_number_of_places(max_running_requests: int, low_running: int) -> None:
-    limits = limits_of(DecodeWorkerConfig(max_running_requests=max_running_requests), BatchingConfig(), num_blocks=100)
+    limits = batch_limits_of(
+        DecodeWorkerConfig(max_running_requests=max_running_requests), BatchingConfig(), num_blocks=100
+    )
     assert (limits.switch.low_running, limits.switch.low_blocks) == (low_running, 75)
 
 

@@ -85,7 +85,7 @@ def test_the_ledger_has_the_members_of_every_iteration() -> None:
     made = decoding()
     made.follow(Step(r1=1, r2=1))
     made.sampled(r1=8, r2=8)
-    shapes = [(record.batch_size, record.shortest, record.longest) for record in made.logic.ledger.records()]
+    shapes = [(record.batch_size, record.shortest, record.longest) for record in made.logic.iteration_log.records()]
     assert shapes == [(2, 4, 7), (1, 7, 7), (2, 5, 8)]
 
 

@@ -256,7 +256,7 @@ def test_the_ledger_notes_the_iterations_of_a_switch() -> None:
     made = switched()
     made.sampled(r2=20, r3=20)
     made.sampled(r2=20, r3=20)
-    assert [record.is_switching for record in made.logic.ledger.records()] == [False, True, False]
+    assert [record.is_switching for record in made.logic.iteration_log.records()] == [False, True, False]
 
 
 def test_the_victim_is_of_the_outgoing_batch_even_if_others_are_longer() -> None:

@@ -10,8 +10,8 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.iteration_log import SPREAD_EDGES, IterationLogTotals
 from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
-from decode_worker.iteration_log.iteration_log import IterationLog, IterationRecord, totals_of
-from decode_worker.iteration_log.writer import write_ledger
+from alignedserve.worker_core.iteration_log import IterationLog, IterationRecord, totals_of
+from decode_worker.iteration_log_writer import write_iterations
 from decode_worker.state import RunningRequest
 from tests.support.samples import R1, request
 
@@ -33,10 +33,10 @@ class IterationLogHarness:
     """A ledger and its batch; an iteration takes one second, half of it in the forward pass."""
 
     def __init__(self, **sizes: int) -> None:
-        self.ledger = IterationLog(**sizes)
+        self.iteration_log = IterationLog(**sizes)
         self.running: dict[RequestId, RunningRequest] = {}
         self.now = 0.0
-        self.ledger.take_totals(0.0)  # a tick: time begins
+        self.iteration_log.take_totals(0.0)  # a tick: time begins
 
     def join(self, *members: RunningRequest) -> RunIteration:
         self.running.update({one.request.request_id: one for one in members})
@@ -52,14 +52,18 @@ class IterationLogHarness:
         sampled = more.pop("sampled", tuple(self.running))
         has_changed = bool(command.additions or command.removals)
         batch = self.running.values()
-        self.ledger.iteration_started(self.now, batch, has_changed=has_changed, is_switching=is_switching)
+        self.iteration_log.iteration_started(self.now, batch, has_changed=has_changed, is_switching=is_switching)
         self.now += 1.0
         times = more.pop("times", one_second(self.now - 1.0))
         tokens = tuple(SampledToken(request_id, 5) for request_id in sampled)
-        self.ledger.iteration_completed(self.now, IterationCompleted(tokens, times=times, **more))
+        self.iteration_log.iteration_completed(self.now, IterationCompleted(tokens, times=times, **more))
         for request_id in sampled:
-            self.running[request_id].note_token(5)
-        return self.ledger.records()[-1]
+            append_token(self.running[request_id])
+        return self.iteration_log.records()[-1]
+
+
+def append_token(running: RunningRequest) -> None:
+    running.append(SampledToken(running.request.request_id, 5), frozenset())
 
 
 def one_second(started: float) -> IterationTimes:
@@ -136,9 +140,9 @@ def test_an_iteration_without_times_was_all_forward() -> None:
 def test_an_end_without_a_start_is_a_broken_invariant() -> None:
     harness = IterationLogHarness()
     harness.run(harness.join(member()))
-    for ledger in (IterationLog(), harness.ledger):
+    for iteration_log in (IterationLog(), harness.iteration_log):
         with pytest.raises(AssertionError, match="not started"):
-            ledger.iteration_completed(2.0, IterationCompleted(()))
+            iteration_log.iteration_completed(2.0, IterationCompleted(()))
 
 
 # --- what a pause was for
@@ -180,11 +184,11 @@ def test_of_several_the_first_to_arrive_and_the_first_to_be_granted_count() -> N
 
 
 def test_time_begins_with_the_first_tick_or_the_first_iteration() -> None:
-    ledger = IterationLog()
+    iteration_log = IterationLog()
     one = member()
-    ledger.iteration_started(5.0, [one], has_changed=True)
-    ledger.iteration_completed(6.0, IterationCompleted(()))
-    assert ledger.records()[0].wall_s == 1.0
+    iteration_log.iteration_started(5.0, [one], has_changed=True)
+    iteration_log.iteration_completed(6.0, IterationCompleted(()))
+    assert iteration_log.records()[0].wall_s == 1.0
 
 
 # --- the shape of the batch
@@ -228,7 +232,7 @@ def test_only_the_latest_are_kept() -> None:
     harness.run(harness.join(member()))
     for _ in range(5):
         harness.run()
-    assert [record.number for record in harness.ledger.records()] == [3, 4, 5]
+    assert [record.number for record in harness.iteration_log.records()] == [3, 4, 5]
 
 
 def test_the_sums_of_two_iterations() -> None:
@@ -237,7 +241,7 @@ def test_the_sums_of_two_iterations() -> None:
     harness.run(harness.leave("r2"), is_switching=True)
     harness.now = 4.0
     harness.run(harness.join(member("r3", 30, arrival_s=3.0, granted_s=3.5)), is_switching=True)  # beside r1: 10 and 30
-    assert harness.ledger.take_totals(5.0) == IterationLogTotals(
+    assert harness.iteration_log.take_totals(5.0) == IterationLogTotals(
         num_iterations=3,
         num_switch_iterations=2,
         num_requests=5,
@@ -266,17 +270,17 @@ def test_a_spread_on_an_edge_belongs_below_it(others: int, bucket: int) -> None:
 
 def test_totals_are_given_once_a_second_and_only_what_is_new() -> None:
     harness = IterationLogHarness()
-    assert harness.ledger.take_totals(0.5) is None
+    assert harness.iteration_log.take_totals(0.5) is None
     harness.run(harness.join(member()))
-    first = harness.ledger.take_totals(1.0)
+    first = harness.iteration_log.take_totals(1.0)
     assert first is not None
     harness.run()
-    assert harness.ledger.take_totals(1.75) is None
-    second = harness.ledger.take_totals(2.0)
+    assert harness.iteration_log.take_totals(1.75) is None
+    second = harness.iteration_log.take_totals(2.0)
     assert second is not None
     assert (first.num_iterations, second.num_iterations) == (1, 1)
-    assert first.plus(second) == totals_of(harness.ledger.records())
-    assert harness.ledger.take_totals(9.0) is None
+    assert first.plus(second) == totals_of(harness.iteration_log.records())
+    assert harness.iteration_log.take_totals(9.0) is None
 
 
 def test_adding_nothing_changes_nothing() -> None:
@@ -289,13 +293,13 @@ def test_adding_nothing_changes_nothing() -> None:
 
 
 def test_the_file_has_a_line_for_every_record(tmp_path: Path) -> None:
-    harness, path = IterationLogHarness(), tmp_path / "decode-0.ledger.jsonl"
+    harness, path = IterationLogHarness(), tmp_path / "decode-0.iterations.jsonl"
     harness.run(harness.join(member()))
     harness.run()
     path.write_text("of an earlier life")
-    write_ledger(path, harness.ledger.records())
+    write_iterations(path, harness.iteration_log.records())
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line, record in zip(lines, harness.ledger.records(), strict=True):
+    for line, record in zip(lines, harness.iteration_log.records(), strict=True):
         assert line.pop("started_at").endswith("+00:00")
         assert line == record._asdict()
     assert list(tmp_path.iterdir()) == [path]
@@ -306,5 +310,5 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) ->
     target.mkdir()
     (target / "kept").touch()
     with pytest.raises(OSError):  # noqa: PT011  (which one depends on the file system)
-        write_ledger(target, [])
+        write_iterations(target, [])
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

@@ -1,6 +1,7 @@
 """Who fits into the running batch, and what it needs for the next iteration: blocks of four tokens."""
 
 from alignedserve.core.ids import BatchId
+from alignedserve.core.request import SampledToken
 from alignedserve.scheduling.iteration_scheduler import PolicyPacing
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.worker_state import Scheduler
@@ -14,6 +15,10 @@ def candidate(name: str, prompt_len: int, max_tokens: int = 40) -> Candidate:
     """Of one token more than its prompt."""
     of = handoff(request(name, prompt_len=prompt_len, max_tokens=max_tokens), 1)
     return Candidate.of_handoff(of, BatchId(1), 0.0)
+
+
+def append_token(running: RunningRequest) -> None:
+    running.append(SampledToken(running.request.request_id, 5), frozenset())
 
 
 class RunningBatchHarness:
@@ -47,7 +52,7 @@ class RunningBatchHarness:
         for request_id, num_tokens in self.batch.slices(0.0):
             running = self.batch[request_id]
             running.num_computed += num_tokens
-            running.note_token(5)
+            append_token(running)
 
 
 # --- coming in
@@ -164,7 +169,7 @@ def test_blocks_on_their_way_out_count_as_coming() -> None:
 def test_whoever_is_about_to_enter_grows_within_its_addition() -> None:
     harness = RunningBatchHarness(3)
     one = harness.enter_anyway("r1", 7)
-    one.note_token(5)
+    append_token(one)
     harness.batch.grow()
     changes = harness.batch.take_changes()
     assert changes.extensions == ()
@@ -218,7 +223,7 @@ def test_what_the_copy_lacked_is_computed_at_once_and_then_one_token_at_a_time()
     running = enter_short(harness, 3)
     assert harness.batch.slices(0.0) == (("r1", 5),)
     harness.batch.note_chunks()
-    running.note_token(5)
+    append_token(running)
     assert harness.batch.slices(0.0) == (("r1", 1),)
 
 
@@ -245,13 +250,13 @@ def test_a_policy_computes_in_chunks_what_the_copy_lacked() -> None:
     assert harness.batch.slices(0.0) == (("r1", 3),)
     harness.batch.note_chunks()
     assert running.num_remaining == 0
-    running.note_token(5)
+    append_token(running)
     assert running.num_remaining == 1
 
 
 def test_who_is_stalled_waits_whatever_the_policy_says() -> None:
     harness = paced(Step(r1=1, r2=1), num_blocks=4)
-    harness.enter_anyway("r1", 7).note_token(5)  # nine tokens in two blocks
+    append_token(harness.enter_anyway("r1", 7))  # nine tokens in two blocks
     harness.enter_anyway("r2", 5)
     assert harness.batch.grow() == (1, 1)
     assert harness.batch.slices(0.0) == (("r2", 1),)
@@ -270,7 +275,7 @@ def test_a_block_for_who_pauses_reaches_the_engine_with_the_next_iteration_whene
     harness = paced(num_blocks=20)
     running = harness.enter("r1", 7)
     harness.batch.take_changes()
-    running.note_token(5)
+    append_token(running)
     harness.batch.grow()
     assert harness.batch.slices(0.0) == ()  # the policy rests: no iteration takes the change
     harness.batch.grow()
@@ -282,7 +287,7 @@ def test_a_block_for_who_has_left_is_no_change() -> None:
     harness = RunningBatchHarness(20)
     running = harness.enter("r1", 7)
     harness.batch.take_changes()
-    running.note_token(5)
+    append_token(running)
     harness.batch.grow()
     harness.batch.drop(running)
     assert harness.batch.take_changes() == (("r1",), (), ())

@@ -49,10 +49,10 @@ def test_a_lease_is_found_by_number_and_by_request_until_it_ends() -> None:
     table = LeaseTable(8, first_lease=1)
     first, second = opened(table, "r1", 2), opened(table, "r1")
     assert table.of_request(R1) == [first, second]
-    assert table.end(first) == blocks(0, 1)
+    assert table.close(first) == blocks(0, 1)
     assert table.get(first.lease_id) is None
     assert table.of_request(R1) == table.all() == [second]
-    table.end(second)
+    table.close(second)
     assert table.of_request(R1) == table.all() == []
 
 
@@ -74,7 +74,7 @@ def test_kept_blocks_are_used_and_counted_apart() -> None:
     table.move(lease, LeaseStage.GRANTED)
     assert counts(table) == (3, 0)
     table.move(lease, LeaseStage.KEPT)
-    table.end(lease)
+    table.close(lease)
     assert counts(table) == (0, 0)
 
 
@@ -98,7 +98,7 @@ def test_a_lease_on_blocks_that_are_not_free_is_a_broken_invariant() -> None:
 def evict(table: LeaseTable, num_blocks: int) -> list[LeaseId]:
     leases = table.copies_to_evict(num_blocks)
     for lease in leases:
-        table.end(lease)
+        table.close(lease)
     return [lease.lease_id for lease in leases]
 
 
@@ -156,7 +156,7 @@ def test_copies_that_ended_take_no_memory_while_there_is_room() -> None:
     tracemalloc.start()
     try:
         for number in range(4000):
-            table.end(kept(table, f"r{number}"))
+            table.close(kept(table, f"r{number}"))
         assert tracemalloc.get_traced_memory()[0] < 200_000
     finally:
         tracemalloc.stop()
@@ -173,11 +173,11 @@ def test_random_histories_keep_the_counts_and_the_order() -> None:
             evicted = table.copies_to_evict(num_blocks)
             assert evicted == right[: len(evicted)]
             for lease in evicted:
-                table.end(lease)
+                table.close(lease)
             opened(table, f"r{number}", num_blocks, float(rng.randrange(20)), rng.choice(list(RequestClass)))
         for lease in rng.sample(table.all(), min(3, len(table.all()))):
             if rng.random() < 0.3:
-                table.end(lease)
+                table.close(lease)
             elif lease.stage is not LeaseStage.KEPT:
                 table.move(lease, LeaseStage.KEPT)
             else:

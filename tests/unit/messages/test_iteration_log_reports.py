@@ -88,7 +88,7 @@ def test_the_router_adds_up_all_workers() -> None:
     connected.hear("decode-1", worker())
     for name in (DECODE, "decode-1", DECODE):
         assert connected.hear(name, IterationLogReport(TOTALS)) == []
-    assert connected.status().ledger == TOTALS.plus(TOTALS).plus(TOTALS)
+    assert connected.status().iteration_log == TOTALS.plus(TOTALS).plus(TOTALS)
 
 
 @pytest.mark.parametrize("is_lost_first", [True, False])
@@ -97,8 +97,8 @@ def test_a_restarted_worker_takes_nothing_away(is_lost_first: bool) -> None:
     connected.hear(DECODE, IterationLogReport(TOTALS))
     if is_lost_first:
         connected.lose(DECODE)
-        assert connected.status().ledger == TOTALS
+        assert connected.status().iteration_log == TOTALS
     connected.hear(DECODE, worker())
-    assert connected.status().ledger == TOTALS
+    assert connected.status().iteration_log == TOTALS
     connected.hear(DECODE, IterationLogReport(TOTALS))
-    assert connected.status().ledger == TOTALS.plus(TOTALS)
+    assert connected.status().iteration_log == TOTALS.plus(TOTALS)

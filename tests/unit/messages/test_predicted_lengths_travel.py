@@ -8,10 +8,9 @@ from alignedserve.messages.caches import BlockRun, BlocksReserved, BlocksWritten
 from alignedserve.messages.events import Received, Send
 from alignedserve.messages.iterations import OffloadBlocks
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
-from alignedserve.scheduling.factory import make_scheduler
+from alignedserve.scheduling.factory import limits_of, make_scheduler
 from alignedserve.scheduling.policy import DeviceMemory
 from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.factory import iteration_limits
 from decode_worker.state import Candidate, RunningRequest, set_predicted_length
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses import decode as decode_harness
@@ -97,7 +96,7 @@ def test_the_policy_of_a_colocated_worker_sees_the_latest_prediction() -> None:
     made = ColocatedLogic(
         registered=registered,
         memory=DeviceMemory(registered.num_blocks, registered.num_blocks, registered.block_size),
-        scheduler=make_scheduler(SchedulingConfig(), iteration_limits(DecodeWorkerConfig())),
+        scheduler=make_scheduler(SchedulingConfig(), limits_of(DecodeWorkerConfig())),
         eos_token_ids=frozenset({2}),
     )
     made.on_event(Received(ROUTER, PrefillRequest(request(), 1, predicted_output_len=6.5)), 0.0)

@@ -15,10 +15,10 @@ from alignedserve.messages.pools import PoolRegistered
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillCompleted, RequestFinished, RequestPreempted, SetPredictedLength
 from alignedserve.runtime.model.served_model import resolve_model
+from router.async_predictor import AsyncLengthPredictor
 from router.prediction import ENCODERS, make_length_predictor
 from router.prediction.encoders import HashedNgrams
 from router.prediction.predictor import LengthPredictor
-from router.prediction.runner import AsyncLengthPredictor
 from router.state import LengthPredicted
 from tests.harnesses.router import (
     GIVEN_OUT,
@@ -111,7 +111,7 @@ class Loop:
         self.runner = AsyncLengthPredictor(LengthPredictor(HashedNgrams()), self.delivered.put_nowait)
 
     def hear(self, message: Message) -> None:
-        self.runner.note(Received(GATEWAY, message))
+        self.runner.observe(Received(GATEWAY, message))
 
     async def prediction(self) -> LengthPredicted:
         return await asyncio.wait_for(self.delivered.get(), 10.0)

@@ -6,7 +6,7 @@ from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig
 from alignedserve.core.ids import BatchId
 from alignedserve.scheduling.policies import policy_config, policy_entry
 from decode_worker.batching.batch_order import BatchOrder, WaitingBatch
-from decode_worker.factory import limits_of
+from decode_worker.factory import batch_limits_of
 from decode_worker.state import Candidate
 from tests.support.samples import handoff, request
 
@@ -20,7 +20,7 @@ def members(batch: int, count: int) -> list[Candidate]:
 def order(num_in_second: int) -> BatchOrder:
     """Batch 1 of six runs on a worker of eight places and 100 blocks; batch 2 was granted."""
     config = BatchingConfig(policy="density_first")
-    made = BatchOrder(limits_of(DecodeWorkerConfig(max_running_requests=8), config, num_blocks=100).switch)
+    made = BatchOrder(batch_limits_of(DecodeWorkerConfig(max_running_requests=8), config, num_blocks=100).switch)
     made.granted(WaitingBatch(BatchId(1), True, 6, 0.0))
     made.choose(members(1, 6), 0, 0.0)
     made.granted(WaitingBatch(BatchId(2), True, num_in_second, 0.0))

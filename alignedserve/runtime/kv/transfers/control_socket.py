@@ -70,7 +70,8 @@ class ControlSocket:
             raise PeerLost("the connection was closed") from error
 
     def disconnect(self) -> None:
-        """Shut the connection down from another thread; the thread that uses it gets PeerLost and closes. May be repeated.
+        """Shut the connection down from another thread; the thread that uses it gets PeerLost and closes. May be
+        repeated.
 
         If it were closed here, its descriptor could belong to a newer connection by the time that thread waits on it.
         """

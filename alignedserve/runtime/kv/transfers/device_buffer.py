@@ -1,7 +1,7 @@
 """A candidate buffer in device memory, and blocks on a device gathered into pieces that travel.
 
-Used by `bench transfer` and the contract tests; workers keep candidate buffers in host memory so far. Everything here is
-plain torch and runs on any device, the CPU included.
+Used by `bench transfer` and the contract tests; workers keep candidate buffers in host memory so far. Everything here
+is plain torch and runs on any device, the CPU included.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,8 @@ class DeviceBlocks:
 
 
 class DeviceBuffer:
-    """A ServedBuffer with blocks on a device and their generations on the host; outlives the block server that serves it.
+    """A ServedBuffer with blocks on a device and their generations on the host; outlives the block server that serves
+    it.
 
     Raises NotEnoughMemory saying how many bytes are needed.
     """

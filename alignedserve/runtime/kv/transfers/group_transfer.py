@@ -112,7 +112,8 @@ class GroupTransfer:
         return [one if held else None for one, held in zip(runs, is_held, strict=True)]
 
     def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
-        """Return the checksums of each request's received runs; None: the owner says that it no longer holds the blocks."""
+        """Return the checksums of each request's received runs; None: the owner says that it no longer holds the
+        blocks."""
         self._control.send(ReadBlocks(tuple(one.named for one in planned)))
         granted = [one for one, held in zip(planned, receive_answers(self._control, planned), strict=True) if held]
         targets = blocks_in_order(granted)

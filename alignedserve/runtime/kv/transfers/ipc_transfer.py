@@ -142,8 +142,8 @@ class IpcTransfer:
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[None]:
-        """Run the body on this transfer's stream and synchronize at its end. The engine's work needs no wait: results are
-        announced only once computed."""
+        """Run the body on this transfer's stream and synchronize at its end. The engine's work needs no wait: results
+        are announced only once computed."""
         if self._stream is None:
             yield
             return

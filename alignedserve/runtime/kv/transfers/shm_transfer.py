@@ -97,8 +97,8 @@ def relay(
 ) -> tuple[BlockRun, ...] | None:
     """Copy a request's blocks from one arena to another, verify them and return its new runs with their checksums.
 
-    There must be as many target blocks as the copy has. In a candidate buffer they are stamped first, and unstamped when
-    the result is None; in the pool's arena (`stamps` is false) the pool has stamped them.
+    There must be as many target blocks as the copy has. In a candidate buffer they are stamped first, and unstamped
+    when the result is None; in the pool's arena (`stamps` is false) the pool has stamped them.
     """
     assert source.layout == target.layout, "blocks are copied between arenas of one layout"
     try:

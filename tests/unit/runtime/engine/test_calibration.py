@@ -38,7 +38,7 @@ def measured(duration_s: float, max_sequences: int = 16, *, has_hidden_cache: bo
         duration_s=duration_s,
         clock=lambda: float(next(seconds)),
     )
-    assert tiny.engine.num_sequences == 0
+    assert len(tiny.engine._table) == 0
     return samples
 
 

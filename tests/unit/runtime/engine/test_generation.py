@@ -95,7 +95,7 @@ def test_blocks_copied_to_another_engine_continue_alike(decoder: Decoder, num_ge
     later_blocks = source.take_blocks(50)
     source.engine.append_blocks(A, later_blocks)
     source.generate("a", num_generated)
-    num_cached = source.engine.num_computed(A)
+    num_cached = source.num_computed("a")
     assert num_cached == 10 + num_generated - 1
     copied = np.zeros((blocks_for(num_cached, BLOCK_SIZE), source.storage.layout.block_bytes), np.uint8)
     source.storage.read_blocks((source.blocks["a"] + later_blocks)[: len(copied)], copied)
@@ -182,13 +182,13 @@ def test_accessors(decoder: Decoder) -> None:
     tiny.add("a", [5, 6, 7], prompt_len=2)
     output = tiny.step(a=2)
     assert output.sampled == []
-    assert (tiny.engine.num_computed(A), tiny.engine.num_tokens(A)) == (2, 3)
+    assert (tiny.num_computed("a"), tiny.num_known("a")) == (2, 3)
     new = tiny.step(a=1).sampled[0].token_id
-    assert tiny.engine.generated_token_ids(A) == (7, new)
-    assert tiny.engine.num_sequences == 1
-    assert tiny.engine.has_sequence(A)
+    assert tiny.tokens("a") == [5, 6, 7, new]
+    assert len(tiny.engine._table) == 1
+    assert A in tiny.engine._table
     tiny.engine.remove_sequence(A)
-    assert not tiny.engine.has_sequence(A)
+    assert A not in tiny.engine._table
     assert min(output.times.prepare_s, output.times.forward_s, output.times.sampling_s) >= 0.0
 
 

@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.runtime.kv.block_checksums import RunChecksums, copy_rows, placed
+from alignedserve.runtime.kv.block_checksums import RunChecksums, copy_rows, place_runs
 from alignedserve.runtime.kv.transfers.device_checksums import DeviceRunChecksums, run_checksum
 
 BLOCK_BYTES = 64
@@ -20,7 +20,7 @@ def rows(num_blocks: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.lists(st.integers(1, 300), min_size=1, max_size=40))
 def test_pieces_of_any_size_give_the_sums_of_whole_runs(counts: list[int], sizes: list[int]) -> None:
     content = rows(sum(counts)).reshape(-1)
-    checksums = RunChecksums(placed(counts), BLOCK_BYTES)
+    checksums = RunChecksums(place_runs(counts), BLOCK_BYTES)
     start = 0
     while start < len(content):
         size = sizes[start % len(sizes)]
@@ -28,7 +28,7 @@ def test_pieces_of_any_size_give_the_sums_of_whole_runs(counts: list[int], sizes
         start += size
     expected = [
         xxhash.xxh3_64_intdigest(content[before * BLOCK_BYTES : (before + count) * BLOCK_BYTES].data, before)
-        for before, count in placed(counts)
+        for before, count in place_runs(counts)
     ]
     assert checksums.values == expected
 
@@ -38,7 +38,7 @@ def test_pieces_of_any_size_give_the_sums_of_whole_runs(counts: list[int], sizes
 def test_rows_are_copied_and_summed_in_one_pass(block_bytes: int, from_target: bool) -> None:
     source = np.random.default_rng(1).integers(0, 256, (3, block_bytes), np.uint8)
     target = np.zeros_like(source)
-    checksums = RunChecksums(placed([1, 2]), block_bytes)
+    checksums = RunChecksums(place_runs([1, 2]), block_bytes)
     copy_rows(source, target, checksums, from_target=from_target)
     assert (source == target).all()
     expected = [xxhash.xxh3_64_intdigest(source[0].data, 0), xxhash.xxh3_64_intdigest(source[1:].reshape(-1).data, 1)]
@@ -48,10 +48,10 @@ def test_rows_are_copied_and_summed_in_one_pass(block_bytes: int, from_target: b
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 7), st.integers(0, 3))
 def test_a_devices_sums_are_those_of_the_reference(counts: list[int], piece: int, seed: int) -> None:
     content = rows(sum(counts), seed)
-    checksums = DeviceRunChecksums(placed(counts), BLOCK_BYTES, torch.device("cpu"))
+    checksums = DeviceRunChecksums(place_runs(counts), BLOCK_BYTES, torch.device("cpu"))
     for first in range(0, len(content), piece):
         checksums.update(torch.from_numpy(content[first : first + piece]))
-    expected = [run_checksum(content[before : before + count], before) for before, count in placed(counts)]
+    expected = [run_checksum(content[before : before + count], before) for before, count in place_runs(counts)]
     assert checksums.values == expected
 
 

@@ -77,7 +77,7 @@ def test_without_blocks_none_is_made(tmp_path: Path) -> None:
 
 def test_without_memory_the_decode_worker_does_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert memory_of(tmp_path, num_blocks=1 << 40).open_for(DECODE) is None
-    assert "decode-0 does without a candidate buffer here" in caplog.text
+    assert "no candidate buffer for decode-0" in caplog.text
     assert "prefill.candidate_buffer_bytes" in caplog.text
     assert files(tmp_path) == []
 

@@ -9,7 +9,7 @@ import torch
 
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.messages.caches import BlockCopy
-from alignedserve.runtime.kv.block_checksums import blocks_of
+from alignedserve.runtime.kv.block_checksums import source_blocks
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
@@ -51,7 +51,7 @@ def arenas(tmp_path: Path) -> Iterator[Arenas]:
 def test_a_relayed_copy_is_fetched_from_the_buffer(arenas: Arenas, target: tuple[int, ...]) -> None:
     copy = arenas.relay(arenas.copy, *target)
     assert copy is not None
-    assert blocks_of(copy, block_size=8, num_targets=5, num_blocks=NUM_POOL_BLOCKS) == list(target)
+    assert source_blocks(copy, block_size=8, num_targets=5, num_blocks=NUM_POOL_BLOCKS) == list(target)
     receiver = filled(LAYOUT, 2)
     assert ShmTransfer(receiver, arenas.buffer).fetch([FetchRequest(copy, blocks(0, 1, 2, 3, 4))]) == [True]
     assert (content(receiver, range(5)) == content(arenas.storage, SOURCE)).all()

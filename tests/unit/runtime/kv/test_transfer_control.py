@@ -46,7 +46,7 @@ def test_a_connection_that_is_dropped_as_its_thread_begins_to_wait(late_poll: La
 
     def serve() -> None:
         try:
-            control.wait()
+            control.wait_readable()
             control.receive()
         except PeerLost as error:
             ended.append(str(error))

@@ -1,0 +1,122 @@
+"""Lines of one batch in the cluster: each runs as a task, is retried when it fails, and ends with a result record."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+
+from alignedserve.batches import results
+from alignedserve.batches.input_file import InputFile
+from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest
+from alignedserve.batches.line_scheduling import line_deadline_s
+from alignedserve.batches.line_tracker import LineTracker
+from alignedserve.batches.log.log_format import ResultRecord
+from alignedserve.batches.records import BatchRecord
+from alignedserve.batches.result_writer import ResultWriter
+from alignedserve.batches.run_context import RunContext
+
+logger = logging.getLogger(__name__)
+
+_SERVER_ERROR = "The server had an error while processing the request."
+
+
+class LineExecutor:
+    """Starts lines on request and passes their records to the writer."""
+
+    def __init__(
+        self,
+        record: BatchRecord,
+        context: RunContext,
+        *,
+        input_file: InputFile,
+        tracker: LineTracker,
+        writer: ResultWriter,
+    ) -> None:
+        self.writer = writer
+        self._record = record  # only what never changes
+        self._context = context
+        self._input_file = input_file
+        self._tracker = tracker
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Return True if every line has its durable record."""
+        return self._tracker.is_done
+
+    @property
+    def num_in_flight(self) -> int:
+        """Lines in the cluster, or whose record is not durable yet."""
+        return self._tracker.num_leased
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines without a record that are not in flight."""
+        return self._tracker.num_left - self._tracker.num_leased
+
+    def unsettled(self) -> Iterator[int]:
+        """Iterate over the lines without a durable record, in order."""
+        return self._tracker.unsettled()
+
+    def start_line(self, now: float) -> bool:
+        """Start the next line; False: none is due."""
+        line = self._tracker.lease(now)
+        if line is None:
+            return False
+        task = self._tasks[line] = asyncio.create_task(self._run_line(line))
+        task.add_done_callback(lambda task: self._on_line_ended(line, task))
+        return True
+
+    async def write_results(self) -> list[ResultRecord]:
+        """Write and return every pending record; lines with a terminal one are done. Raises StorageError."""
+        records = await self.writer.write()
+        for record in records:
+            if record.outcome.is_terminal:
+                self._tracker.settle(record.line)
+        return records
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Cancel every line in the cluster; return the tasks that are about to end."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def _run_line(self, line: int) -> None:
+        started_s, batch_id = time.monotonic(), self._record.batch_id
+        request_id = f"{batch_id.removeprefix('batch_')}{line:06x}-{secrets.token_hex(6)}"
+        custom_id, body = self._input_file.line(line)
+        request = LineRequest(self._record.endpoint, request_id, body, self._deadline_s())
+        try:
+            response = await self._context.runner.run(request)
+        except LineRejected as rejection:
+            self._tracker.postpone(line, time.monotonic(), rejection.retry_after_s)
+            self._context.listener.on_rejection(rejection.retry_after_s)
+        except LineFailed as failure:
+            self._retry_or_fail(line, str(failure))
+        else:
+            self._context.line_duration.add(time.monotonic() - started_s)
+            self.writer.add(results.response_record(batch_id, line, custom_id, request_id, response))
+
+    def _on_line_ended(self, line: int, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(line, None)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            logger.error("%s, line %d: internal error", self._record.batch_id, line, exc_info=error)
+            self._retry_or_fail(line, _SERVER_ERROR)
+        self._context.listener.on_progress()
+
+    def _retry_or_fail(self, line: int, reason: str) -> None:
+        if self._tracker.retry(line, time.monotonic()):
+            self.writer.add(results.retry_record(line))
+        else:
+            custom_id = self._input_file.line(line).custom_id
+            self.writer.add(results.failed_record(self._record.batch_id, line, custom_id, reason))
+
+    def _deadline_s(self) -> float:
+        time_left_s = self._record.expires_s - time.time()
+        mean_s = self._context.line_duration.mean_s
+        return line_deadline_s(time_left_s, self._tracker.num_leased, self._tracker.num_left, mean_s)

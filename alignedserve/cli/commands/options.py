@@ -1,0 +1,263 @@
+"""Options of the commands, one dataclass each: a field is an option, its default is the option's.
+
+Loads nothing heavy, so that `--help` answers at once.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from alignedserve.cli.console import DEFAULT_URL
+from alignedserve.cli.options import (
+    BatchingOption,
+    ConfigOption,
+    JsonFlag,
+    ModelOption,
+    SeedOption,
+    SetOption,
+    UrlOption,
+)
+from alignedserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Options of `alignedserve serve`; those that stand for a `--set` are in `all_overrides`."""
+
+    model: Annotated[
+        str | None, typer.Argument(help='Model folder, or "pocket" for the model that ships with AlignedServe.')
+    ] = None
+    config: ConfigOption = None
+    overrides: SetOption = ()
+    port: Annotated[int | None, typer.Option("--port", help="Short for --set gateway.port=PORT.")] = None
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", metavar="NAME", help="Scheduling policy: short for --set scheduling.policy=NAME."),
+    ] = None
+    batching: BatchingOption = None
+    quantization: Annotated[
+        str | None, typer.Option("--quantization", metavar="int8", help="Short for --set model.quantization=int8.")
+    ] = None
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", metavar="DIR", help="Short for --set recording.folder=DIR; see `alignedserve replay`."
+        ),
+    ] = None
+
+    @property
+    def all_overrides(self) -> list[str]:
+        """The overrides that the short options stand for, then those given by `--set`; later ones win."""
+        record = None if self.record is None else str(self.record)
+        short = {
+            "model.path": self.model,
+            "gateway.port": self.port,
+            "batching.policy": self.batching,
+            "scheduling.policy": self.policy,
+            "model.quantization": self.quantization,
+            "recording.folder": record,
+        }
+        # As JSON, since a path is never to be read as a YAML number.
+        named = [f"{field}={json.dumps(value)}" for field, value in short.items() if value is not None]
+        return [*named, *self.overrides]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """Options of `alignedserve replay`."""
+
+    folder: Annotated[Path, typer.Argument(help="Folder that `serve --record` filled.", file_okay=False)]
+    component: Annotated[
+        str | None,
+        typer.Option("--component", metavar="NAME", help="Only this component's decisions, and no simulation."),
+    ] = None
+    fit_on: Annotated[
+        Path | None,
+        typer.Option("--fit-on", metavar="DIR", help="Another recorded run, from which the simulation gets its costs."),
+    ] = None
+    costs: Annotated[
+        str | None, typer.Option("--costs", metavar="fitted:FILE", help="Costs from `alignedserve profile`.")
+    ] = None
+    outstanding: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--outstanding",
+            metavar="rt|be=N",
+            help="Simulate this class as N requests in the air at a time, not by the times at which they came.",
+        ),
+    ] = ()
+    is_simulated: Annotated[
+        bool, typer.Option("--simulate/--no-simulate", help="Simulate the run and compare its times.")
+    ] = True
+    json_output: JsonFlag = False
+
+    def __post_init__(self) -> None:
+        if self.fit_on is not None and self.costs is not None:
+            raise ConfigError("give either --fit-on or --costs")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Options of `alignedserve chat`."""
+
+    url: UrlOption = DEFAULT_URL
+    model: ModelOption = None
+    once: Annotated[
+        str | None,
+        typer.Option("--once", metavar="PROMPT", help="Answer one prompt and leave (so does a prompt on stdin)."),
+    ] = None
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")] = 0.0
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer.", show_default="the server's limit")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """Options of `alignedserve eval`."""
+
+    suite: Annotated[str, typer.Argument(help="What to evaluate; there is one suite: pocket.")] = "pocket"
+    url: UrlOption = DEFAULT_URL
+    num_per_skill: Annotated[int, typer.Option(min=1, help="Tasks per skill and per context length.")] = 50
+    seed: SeedOption = 0
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests in the air at a time.")] = 8
+    threshold: Annotated[float, typer.Option(min=0.0, max=1.0, help="A skill below this share makes exit code 1.")] = (
+        0.9
+    )
+    show_failures: Annotated[int, typer.Option(min=0, metavar="N", help="List up to N wrong answers.")] = 0
+    json_output: JsonFlag = False
+
+    def __post_init__(self) -> None:
+        if self.suite != "pocket":
+            raise ConfigError(f"there is no suite {self.suite!r}; there is: pocket")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """Options of `alignedserve demo`."""
+
+    duration_s: Annotated[float, typer.Option("--duration", min=1.0, help="Seconds of arrivals.")] = 120.0
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", min=0.001, help="Mean requests per second.", show_default="what two cores hold"),
+    ] = None
+    url: Annotated[str | None, typer.Option("--url", help="Use this running server and do not start one.")] = None
+    config: ConfigOption = None
+    overrides: SetOption = ()
+    is_mixed: Annotated[
+        bool, typer.Option("--mixed", help="Nine short prompts to a long one, instead of the trace's own.")
+    ] = False
+    has_faults: Annotated[
+        bool, typer.Option("--faults", help="Kill and stop workers and pool meanwhile, one after the other.")
+    ] = False
+    batching: BatchingOption = None
+    seed: SeedOption = 0
+    json_output: JsonFlag = False
+
+    def __post_init__(self) -> None:
+        if self.url is not None and self.has_faults:
+            raise ConfigError("--faults hurts a cluster that the demo starts; --url names a running one")
+        if self.url is not None and (self.config is not None or self.overrides or self.batching is not None):
+            raise ConfigError("--config and --set belong to a cluster that the demo starts; --url names a running one")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """Options of `alignedserve profile`."""
+
+    model: Annotated[
+        str, typer.Argument(help='Model folder, "pocket", or a named shape with random weights (opt-125m, ...).')
+    ]
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
+    device: Annotated[str, typer.Option(help="cpu, cuda (the first GPU) or cuda:N.")] = "cpu"
+    num_threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="CPU threads of a pass.", show_default="all cores")
+    ] = None
+    duration_s: Annotated[float, typer.Option("--duration", min=1.0, help="Seconds of measuring.")] = 90.0
+    is_quick: Annotated[bool, typer.Option("--quick", help="Short for --duration 15.")] = False
+    is_cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Count processor time: for a busy machine; needs --threads 1.")
+    ] = False
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the profile; its name is then fitted:FILE.")
+    ] = None
+    json_output: JsonFlag = False
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """Options of `alignedserve simulate`."""
+
+    policies: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--policy",
+            metavar="NAME[:PARAMETER=VALUE,...]",
+            help="A scheduling policy (repeatable).",
+            show_default="aligned, aligned_slo, fcfs, sarathi",
+        ),
+    ] = ()
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINE",
+            help="Traffic in one line (docs/workloads.md), such as './last-night.csv, arrivals=recorded'.",
+            show_default="a trace of conversations, TTFT 1 s, TPOT 0.1 s",
+        ),
+    ] = None
+    rates: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--rate",
+            metavar="R[,R...]",
+            help="Requests per second (repeatable).",
+            show_default="2,3,4,6, or what the line says",
+        ),
+    ] = ()
+    model: Annotated[str | None, typer.Option(help="Whose sizes to take.", show_default="llama-2-13b")] = None
+    hardware: Annotated[str | None, typer.Option(help="Accelerator.", show_default="a100-80g")] = None
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Accelerators of one worker.", show_default="1")
+    ] = None
+    num_prefill: Annotated[int | None, typer.Option("--prefill", min=1, help="Prefill workers.")] = None
+    num_decode: Annotated[int | None, typer.Option("--decode", min=1, help="Decode workers.")] = None
+    num_colocated: Annotated[
+        int | None,
+        typer.Option(
+            "--colocated",
+            min=1,
+            help="Colocated workers. Alone: every policy runs on such.",
+            show_default="as many as --prefill and --decode together",
+        ),
+    ] = None
+    num_pools: Annotated[int, typer.Option("--pools", min=1, help="Nodes that the workers are shared out among.")] = 1
+    costs: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|fitted:FILE",
+            help="What iterations cost: roofline, a published measurement, or a profile of `alignedserve profile`.",
+        ),
+    ] = "roofline"
+    duration_s: Annotated[
+        float | None,
+        typer.Option(
+            "--duration",
+            min=0.001,
+            help="Seconds of arrivals.",
+            show_default="60; with --workload a recording's own, otherwise 100 requests",
+        ),
+    ] = None
+    seed: SeedOption = 0
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Simulations at a time.", show_default="one per core")
+    ] = None
+    config: ConfigOption = None
+    overrides: SetOption = ()
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html and simulation.json go.")] = Path(
+        "simulation"
+    )
+    json_output: JsonFlag = False

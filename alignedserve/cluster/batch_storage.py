@@ -1,0 +1,71 @@
+"""Storage of a cluster's files and batches: a state folder, and a Redis of its own unless one is configured."""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from alignedserve.batches.location import BatchLocation
+from alignedserve.cluster.private_redis import PrivateRedis
+from alignedserve.config.environment import STATE_DIR_VARIABLE, redis_url, state_root
+from alignedserve.config.sections import ClusterConfig
+from alignedserve.core.errors import ResourceError
+
+
+class StateLock:
+    """Lock of a state folder, held until `release` or the end of this process. Raises ResourceError if another process
+    holds it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file: int | None = os.open(folder / "cluster.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            problem = f"another cluster keeps its batches in {folder}"
+            raise ResourceError(f"{problem}; set batches.folder to another folder") from None
+
+    def release(self) -> None:
+        """Release the lock. May be repeated."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class BatchStorage(NamedTuple):
+    """Location of the batches, and the resources that this process holds for it."""
+
+    location: BatchLocation
+    redis: PrivateRedis | None  # started for this cluster
+    lock: StateLock | None  # of the folder; clusters may share one only with a Redis that they name
+
+
+def open_batch_storage(config: ClusterConfig, run_folder: Path) -> BatchStorage:
+    """Prepare the state folder and start Redis unless one is configured. Raises ResourceError."""
+    folder = _state_folder(config)
+    url = redis_url()
+    if url is not None:
+        return BatchStorage(BatchLocation(folder, url, config.batches), None, None)
+    lock = StateLock(folder)
+    redis = PrivateRedis(
+        folder=folder / "redis", socket_path=run_folder / "redis.sock", log_path=run_folder / "logs" / "redis.log"
+    )
+    try:
+        redis.start()
+    except BaseException:
+        lock.release()
+        raise
+    return BatchStorage(BatchLocation(folder, redis.address, config.batches), redis, lock)
+
+
+def _state_folder(config: ClusterConfig) -> Path:
+    named = config.batches.folder
+    folder = Path(named).expanduser().absolute() if named else state_root() / str(config.gateway.port)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
+            raise ResourceError(f"{folder} must belong to you and be closed to others (mode 700); it holds files")
+    except OSError as error:
+        problem = f"{folder} cannot hold files and batches: {error.strerror}"
+        raise ResourceError(f"{problem}; set {STATE_DIR_VARIABLE} or batches.folder to another folder") from error
+    return folder

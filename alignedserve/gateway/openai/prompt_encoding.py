@@ -1,0 +1,74 @@
+"""Tokenizes prompts and conversations; long ones in a thread, so that streams continue meanwhile."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from alignedserve.core.errors import InvalidRequest
+from alignedserve.gateway.openai.schemas import ChatMessage, CompletionRequest
+from alignedserve.gateway.services import Services
+
+_LONG_TEXT_LEN = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as token ids and as text."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""  # repeated by `echo`
+
+
+async def encode_chat(messages: list[ChatMessage], services: Services) -> tuple[int, ...]:
+    """Return the token ids of a conversation. Raises InvalidRequest."""
+    plain = [message.as_template_message() for message in messages]
+    now = datetime.now()  # templates show the local date
+    if sum(len(message["content"]) for message in plain) <= _LONG_TEXT_LEN:
+        return tuple(services.tokenizer.encode_chat(plain, now=now))
+    return tuple(await asyncio.to_thread(services.tokenizer.encode_chat, plain, now=now))
+
+
+async def encode_text(text: str, services: Services, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    """Return the token ids of a text."""
+    encode = services.tokenizer.encode
+    if len(text) <= _LONG_TEXT_LEN:
+        return tuple(encode(text, add_special_tokens=add_special_tokens))
+    return tuple(await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens))
+
+
+async def encode_prompts(completion: CompletionRequest, services: Services) -> list[Prompt]:
+    """Return the prompts of a completion, whatever form they were sent in. Raises InvalidRequest."""
+    prompt = completion.prompt
+    if isinstance(prompt, str):
+        return [await _text_prompt(prompt, services)]
+    token_ids = [item for item in prompt if isinstance(item, int)]
+    if token_ids:
+        return [_token_prompt(token_ids, services)]
+    if len(prompt) > services.config.max_concurrent_requests:
+        raise InvalidRequest(f"More than {services.config.max_concurrent_requests} prompts.", param="prompt")
+    texts = [item for item in prompt if isinstance(item, str)]
+    lists = [item for item in prompt if isinstance(item, list)]
+    return [await _text_prompt(text, services) for text in texts] + [_token_prompt(one, services) for one in lists]
+
+
+def check_token_ids(token_ids: Sequence[int], services: Services, *, param: str = "prompt") -> tuple[int, ...]:
+    """Return these ids if the vocabulary has all of them. Raises InvalidRequest."""
+    known_ids = range(services.tokenizer.vocab_size)
+    if any(token_id not in known_ids for token_id in token_ids):
+        raise InvalidRequest(f"{param} holds an id outside the vocabulary (0 to {len(known_ids) - 1}).", param=param)
+    return tuple(token_ids)
+
+
+async def _text_prompt(text: str, services: Services) -> Prompt:
+    token_ids = await encode_text(text, services)
+    if not token_ids and services.tokenizer.bos_token_id is not None:
+        token_ids = (services.tokenizer.bos_token_id,)  # an empty prompt begins a new document
+    if not token_ids:
+        raise InvalidRequest("prompt must hold at least one token: this model has no begin token.", param="prompt")
+    return Prompt(token_ids, text)
+
+
+def _token_prompt(token_ids: list[int], services: Services) -> Prompt:
+    known = check_token_ids(token_ids, services)
+    return Prompt(known, services.tokenizer.decode(known))

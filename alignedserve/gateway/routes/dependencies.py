@@ -1,0 +1,32 @@
+"""Functions that routes call first: find the app's services and count the request against its key's quota."""
+
+from typing import Any
+
+from starlette.requests import HTTPConnection, Request
+
+from alignedserve.gateway.errors import NotFound
+from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.services import Services
+
+
+def services_of(connection: HTTPConnection) -> Services:
+    """Return the app's services."""
+    state: Any = connection.app.state
+    services = state.services
+    assert isinstance(services, Services), "an app without services"
+    return services
+
+
+def rate_limited_services(http: Request) -> Services:
+    """Return the app's services after counting this request. Raises QuotaExceeded."""
+    services = services_of(http)
+    services.api_keys.count_request(http.state.key_number)
+    return services
+
+
+def files_api_of(http: Request) -> tuple[FilesApi, str]:
+    """Return files and batches, and the owner whose this request may see. Raises QuotaExceeded, NotFound."""
+    services = rate_limited_services(http)
+    if services.files_api is None:
+        raise NotFound("Files and batches are not served here (batches.enabled is false).", code="batches_disabled")
+    return services.files_api, services.api_keys.owner(http.state.key_number)

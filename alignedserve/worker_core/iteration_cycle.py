@@ -1,0 +1,99 @@
+"""The iteration in flight on a worker, and what follows from its end: the same for prompts and for decodes."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from alignedserve.core.ids import RequestId
+from alignedserve.messages.events import Send, SendTo
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.gateways import PromptScored, TokenDelta
+from alignedserve.messages.iterations import IterationCompleted, group_by_gateway
+from alignedserve.worker_core.iteration_log import IterationLog
+from alignedserve.worker_core.request import WorkerRequest
+from alignedserve.worker_core.router_link import RouterLink
+
+RequestT = TypeVar("RequestT", bound=WorkerRequest)
+RequestT_co = TypeVar("RequestT_co", bound=WorkerRequest, covariant=True)
+CommandT = TypeVar("CommandT")
+
+
+class _Requests(Protocol[RequestT_co]):
+    def __getitem__(self, request_id: RequestId, /) -> RequestT_co: ...
+
+
+class IterationCycle(Generic[RequestT, CommandT]):
+    """Starts and ends one iteration at a time.
+
+    A phase differs in two functions: `release` drops a request that has ended, `proceed` takes one on that has sampled
+    a token and continues. Both return the commands that this takes. A worker that changes its role changes `proceed`.
+    """
+
+    def __init__(
+        self,
+        *,
+        router: RouterLink,
+        eos_token_ids: frozenset[int],
+        release: Callable[[RequestT], Sequence[CommandT]],
+        proceed: Callable[[RequestT], Sequence[CommandT]] | None = None,
+        iteration_log: IterationLog | None = None,
+    ) -> None:
+        self._router = router
+        self._eos_token_ids = eos_token_ids
+        self._release = release
+        self._proceed = proceed
+        self._iteration_log = iteration_log
+        self._started_s: float | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an iteration is in flight."""
+        return self._started_s is not None
+
+    def start(
+        self, now: float, members: Collection[RequestT], *, has_changed: bool, is_switching: bool = False
+    ) -> None:
+        """Begin an iteration of these requests; `has_changed`: others than in the last one."""
+        self._started_s = now
+        if self._iteration_log is not None:
+            self._iteration_log.iteration_started(now, members, has_changed=has_changed, is_switching=is_switching)
+
+    def end(self, event: IterationCompleted, now: float) -> float:
+        """End the iteration in flight and return the seconds that it took."""
+        started_s, self._started_s = self._started_s, None
+        assert started_s is not None, "an iteration ended that was not started"
+        if self._iteration_log is not None:
+            self._iteration_log.iteration_completed(now, event)
+        return event.duration_s(started_s, now)
+
+    def outcome(self, event: IterationCompleted, requests: _Requests[RequestT]) -> list[CommandT | Send | SendTo]:
+        """Add the sampled tokens to their requests; return what gateways and router are told.
+
+        Scores of a prompt go before its token, reports to the router last: no client waits for them.
+        """
+        commands: list[CommandT | Send | SendTo] = []
+        deltas: list[tuple[str, TokenDelta]] = []
+        scored = [
+            SendTo(
+                requests[one.request_id].request.reply_to, PromptScored(one.request_id, one.first_position, one.entries)
+            )
+            for one in event.prompt_scores
+        ]
+        for token in event.sampled:
+            one = requests[token.request_id]
+            if one.is_aborted:
+                continue
+            delta = one.append(token, self._eos_token_ids)
+            deltas.append((one.request.reply_to, delta))
+            if not one.is_prefilled:
+                one.is_prefilled = True
+                commands += self._router.prefilled(one)
+            if delta.finish_reason is not None:
+                commands += self._release(one)
+                commands += self._router.finished(one)
+            elif self._proceed is not None:
+                commands += self._proceed(one)
+        for request_id in event.failed:
+            one = requests[request_id]
+            commands += self._release(one)
+            commands += self._router.failed(one, FailureKind.INTERNAL, "the model gave no usable logits")
+        return [*scored, *group_by_gateway(deltas), *commands]

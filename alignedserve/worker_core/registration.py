@@ -1,0 +1,25 @@
+"""What a worker tells the router about itself."""
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.messages.workers import WorkerRegistered
+
+
+def registration_of(
+    layout: BlockLayout,
+    *,
+    num_blocks: int,
+    max_running_requests: int,
+    pool_name: str = "",
+    can_prefill: bool = False,
+    can_decode: bool = False,
+) -> WorkerRegistered:
+    """Build the registration of a worker with that many blocks. `pool_name`: the KV pool beside it, if it has one."""
+    return WorkerRegistered(
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        max_running_requests=max_running_requests,
+        pool_name=pool_name,
+        can_prefill=can_prefill,
+        can_decode=can_decode,
+        layout_digest=layout.digest().hex(),
+    )

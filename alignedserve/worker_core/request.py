@@ -1,0 +1,54 @@
+"""The part of a request's record that every worker keeps, whichever phase it serves."""
+
+from dataclasses import dataclass, field
+
+from alignedserve.core.request import Request, SampledToken
+from alignedserve.messages.gateways import TokenDelta
+from alignedserve.messages.iterations import delta_of
+from alignedserve.messages.workers import PrefillRequest, RequestPreempted
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRequest:
+    """One attempt of a request on a worker. Later attempts wait in `successor` until this one has left."""
+
+    request: Request
+    attempt: int
+    generated_token_ids: list[int]
+    granted_s: float = field(default=0.0, kw_only=True)  # when it came to this worker
+    predicted_output_len: float | None = field(default=None, kw_only=True)
+    is_prefilled: bool = field(default=False, kw_only=True)  # the router knows that its prompt is computed
+    is_aborted: bool = field(default=False, kw_only=True)  # but something still reads or writes its blocks
+    successor: PrefillRequest | None = field(default=None, kw_only=True)
+    context_len: int = field(init=False)  # prompt and generated tokens; the next iteration reads or computes all
+    max_context_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Kept, not worked out: they are read for every request in every iteration.
+        self.context_len = self.request.prompt_len + len(self.generated_token_ids)
+        self.max_context_len = self.request.max_context_len
+
+    def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
+        """Add the token sampled from its whole context, and return the message part for its gateway."""
+        delta = delta_of(self.request, token, len(self.generated_token_ids), eos_token_ids)
+        self.generated_token_ids += delta.token_ids
+        self.context_len += len(delta.token_ids)
+        return delta
+
+    def is_up_to(self, attempt: int | None) -> bool:
+        """Return whether this is the given attempt or an earlier one; None stands for any attempt."""
+        return attempt is None or self.attempt <= attempt
+
+    def abort(self, attempt: int | None) -> bool:
+        """Mark it aborted and drop its successor, each only up to `attempt`; return whether it is aborted by this."""
+        if self.successor is not None and (attempt is None or self.successor.attempt <= attempt):
+            self.successor = None
+        if not self.is_up_to(attempt):
+            return False
+        self.is_aborted = True
+        return True
+
+    def preempted(self, *, is_refused: bool = False) -> RequestPreempted:
+        """Build the report that its only cache is gone. `is_refused`: the copy did not verify."""
+        generated = tuple(self.generated_token_ids)
+        return RequestPreempted(self.request.request_id, self.attempt, generated, handoff_refused=is_refused)

@@ -1,0 +1,73 @@
+"""Reports of a worker to its router: registration, load, ends of requests, and sums of the iteration log."""
+
+from alignedserve.messages.events import Send
+from alignedserve.messages.fields import FailureKind
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import (
+    AttemptFailed,
+    IterationLogReport,
+    PrefillCompleted,
+    PrefillRequest,
+    RequestFinished,
+    WorkerLoad,
+    WorkerRegistered,
+)
+from alignedserve.worker_core.iteration_log import IterationLog
+from alignedserve.worker_core.request import WorkerRequest
+
+
+class RouterLink:
+    """The router, if one is connected, and the load last reported to it. Without a router nothing is sent."""
+
+    def __init__(self, registered: WorkerRegistered) -> None:
+        self._registered = registered
+        self._router: str | None = None
+        self._reported: WorkerLoad | None = None
+
+    def connected(self, router: str) -> list[Send]:
+        """Register with a router that is new or back, and so knows nothing of this worker."""
+        self._router = router
+        self._reported = None
+        return self.send(self._registered)
+
+    def send(self, message: Message) -> list[Send]:
+        """Send to the router, if there is one."""
+        return [Send(self._router, message)] if self._router is not None else []
+
+    # --- requests
+
+    def prefilled(self, one: WorkerRequest) -> list[Send]:
+        """Report that all but the token sampled last is computed."""
+        num_tokens = one.request.prompt_len + max(len(one.generated_token_ids) - 1, 0)
+        return self.send(PrefillCompleted(one.request.request_id, one.attempt, num_tokens))
+
+    def finished(self, one: WorkerRequest) -> list[Send]:
+        """Report that the answer is complete."""
+        return self.send(RequestFinished(one.request.request_id, one.attempt, len(one.generated_token_ids)))
+
+    def failed(self, one: WorkerRequest | PrefillRequest, kind: FailureKind, reason: str) -> list[Send]:
+        """Report that this attempt cannot go on."""
+        return self.send(AttemptFailed(one.request.request_id, one.attempt, kind, reason))
+
+    # --- load
+
+    @property
+    def is_load_awaited(self) -> bool:
+        """Whether the router is to have the load even if nothing has changed."""
+        return self._reported is None
+
+    def await_load(self) -> None:
+        """Report the load next time even if it has not changed: the router waits for it."""
+        self._reported = None
+
+    def load(self, load: WorkerLoad) -> list[Send]:
+        """Report the load, if it has changed."""
+        if self._router is None or load == self._reported:
+            return []
+        self._reported = load
+        return self.send(load)
+
+    def totals(self, iteration_log: IterationLog, now: float) -> list[Send]:
+        """Report the sums that the log gained, about once a second; they are kept until there is a router."""
+        gained = iteration_log.take_totals(now) if self._router is not None else None
+        return self.send(IterationLogReport(gained)) if gained is not None else []

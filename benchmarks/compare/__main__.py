@@ -1,0 +1,152 @@
+"""The engine against transformers and OpenVINO GenAI: the same shapes, lengths and threads, random weights, greedy.
+
+Every contender is a process of its own that sleeps while the others run; rounds alternate, medians count. OpenVINO
+GenAI gets an environment of its own (.venv-compare), made on the first run from the package registry, and its own
+defaults but for precision, cache size and the 2048 tokens that a step may have. One of these defaults is a cache of 8
+bits, whatever the precision: `openvino_exact` keeps keys and values in the dtype, as AlignedServe does. transformers
+gets static batches of equal prompts, so it is left out where every length differs.
+
+    python -m benchmarks.compare [--shape opt-125m] [--workload w1 ...] [--dtype float32 ...] [--rounds 3]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from alignedserve.config.environment import SHORT_SPINS, SPIN_VARIABLE
+from alignedserve.microbench.engine.workloads import W4, parse_workload
+from benchmarks.compare.shapes import TRANSFORMERS_CONFIGS
+from benchmarks.support.recording import write_result
+
+ROOT = Path(__file__).parent.parent.parent
+ENVIRONMENT = ROOT / ".venv-compare"
+PACKAGES = ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
+DTYPES = ("float32", "bfloat16")
+WORKLOADS = ("w1", "w2", "w3", W4)
+OPENVINO = frozenset({"openvino", "openvino_exact"})
+
+
+class Case(NamedTuple):
+    """One row of the table."""
+
+    shape: str
+    workload: str
+    dtype: str
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """(prompt, output) of every request."""
+        groups = parse_workload(self.workload)
+        return [(group.prompt_len, group.output_len) for group in groups for _ in range(group.num_requests)]
+
+
+class Contender:
+    """A process that plays the workload when asked."""
+
+    def __init__(self, command: list[str]) -> None:
+        # Threads wait as those of `alignedserve serve` do; OpenVINO brings threads of another kind, that do so anyway.
+        environment = {SPIN_VARIABLE: SHORT_SPINS, **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        )
+        self._answer("ready")
+
+    def play(self) -> float:
+        """Seconds of one run."""
+        assert self._process.stdin is not None, "made with pipes"
+        self._process.stdin.write("run\n")
+        self._process.stdin.flush()
+        return float(self._answer("seconds"))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _answer(self, field: str) -> Any:
+        """The next line that is an answer; libraries print lines of their own."""
+        assert self._process.stdout is not None, "made with pipes"
+        for line in self._process.stdout:
+            if line.startswith(f'{{"{field}"'):
+                return json.loads(line)[field]
+        raise SystemExit(f"a contender ended early: {' '.join(map(str, self._process.args[:4]))}")  # type: ignore[index]
+
+
+def main() -> None:
+    """Run every case, print the table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", nargs="+", choices=list(TRANSFORMERS_CONFIGS), default=list(TRANSFORMERS_CONFIGS))
+    parser.add_argument("--workload", nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--contenders", nargs="+", default=["alignedserve", "transformers", "openvino"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--environment", type=Path, default=ENVIRONMENT)
+    parser.add_argument("--name", default="compare", help="of the file under benchmarks/results")
+    arguments = parser.parse_args()
+    if OPENVINO.intersection(arguments.contenders):
+        make_environment(arguments.environment)
+    rows = []
+    for shape in arguments.shape:
+        for workload in arguments.workload:
+            for dtype in arguments.dtype:
+                rows.append(compare(Case(shape, workload, dtype), arguments))
+                print(line_of(rows[-1]), flush=True)
+                write_result(arguments.name, {"rounds": arguments.rounds, "openvino": PACKAGES[1], "rows": rows})
+
+
+def make_environment(folder: Path) -> None:
+    """OpenVINO's own environment. Nothing is done where it stands."""
+    if (folder / "made").exists():
+        return
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--quiet"]
+    subprocess.run([*pip, "install", *PACKAGES], check=True)
+    # Comes along built for another PyTorch, with which transformers cannot be imported; nothing here needs it.
+    subprocess.run([*pip, "uninstall", "--yes", "torchvision"], check=True)
+    (folder / "made").touch()
+
+
+def compare(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of every contender, and our ratio to each other one."""
+    names = [name for name in arguments.contenders if name != "transformers" or case.workload != W4]
+    contenders = {name: Contender(command_of(name, case, arguments.environment)) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(arguments.rounds):
+        for name, contender in contenders.items():
+            seconds[name].append(contender.play())
+    for contender in contenders.values():
+        contender.close()
+    num_tokens = sum(output_len for _, output_len in case.lengths)
+    rates = {name: num_tokens / statistics.median(values) for name, values in seconds.items()}
+    ours = rates.get("alignedserve")
+    ratios = {name: ours / rate for name, rate in rates.items() if ours is not None and name != "alignedserve"}
+    return {**case._asdict(), "output_tokens_per_s": rates, "ratio_to": ratios, "seconds": seconds}
+
+
+def command_of(name: str, case: Case, environment: Path) -> list[str]:
+    """What starts this contender."""
+    workload = json.dumps(case.lengths)
+    if name not in OPENVINO:
+        module = ["-m", "benchmarks.compare.contenders", name]
+        return [sys.executable, *module, case.shape, case.dtype, workload]
+    folder = environment / "models"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{case.shape}.json").write_text(json.dumps(TRANSFORMERS_CONFIGS[case.shape]))
+    script = str(ROOT / "benchmarks" / "openvino_contender.py")
+    kind = ["exact"] if name == "openvino_exact" else []
+    return [str(environment / "bin" / "python"), script, str(folder), case.shape, case.dtype, workload, *kind]
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """One row of the table."""
+    rates = "  ".join(f"{name} {rate:7.1f}" for name, rate in row["output_tokens_per_s"].items())
+    ratios = "  ".join(f"{ratio:.2f} x {name}" for name, ratio in row["ratio_to"].items())
+    return f"{row['shape']:10} {row['workload']:4} {row['dtype']:8}  {rates}  |  {ratios}"
+
+
+if __name__ == "__main__":
+    main()

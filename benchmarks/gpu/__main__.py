@@ -1,0 +1,184 @@
+"""Whether the GPU path computes what it must, and how fast, on one GPU: every target of docs/gpu.md in nine minutes.
+
+    python -m benchmarks.gpu                        # figures in benchmarks/results/gpu_<part>.json
+    python -m benchmarks.gpu --toy --device cpu     # shows without a GPU whether everything runs; records nothing
+
+Needs PyTorch, numpy and what the model and its files need, no Ray. Every part is a process of its own with a share of
+the time: one that crashes or hangs is reported at the end (exit code 1), and the others go on.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from alignedserve.core.errors import ConfigError
+from alignedserve.microbench.device_choice import chosen_device
+from alignedserve.runtime.device.devices import CPU, cuda_obstacle
+from benchmarks.gpu.targets import Outcome, outcomes
+from benchmarks.support.recording import RESULTS, write_result
+
+TOTAL_S = 540.0
+PART_COMMAND = (sys.executable, "-m", "benchmarks.gpu.parts")
+_WIDTH = 160  # of the table where there is no terminal
+_SHOWN_LINES = 30  # of what a part printed that did not end well
+
+
+class Share(NamedTuple):
+    """One part and its share of the time; what a part does not need, the next ones have."""
+
+    part: str
+    weight: float
+
+
+TESTS = Share("tests", 2.5)
+PARTS = (
+    Share("logits", 1.0),
+    Share("kernels", 2.0),
+    Share("iterations", 1.5),
+    Share("transfers", 1.0),
+    Share("generation", 1.5),
+)
+
+
+@dataclass(slots=True)
+class Ended:
+    """How one part ended. Every field is plain JSON."""
+
+    part: str
+    seconds: float
+    failures: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)  # its last lines, where something failed
+
+
+class Runner:
+    """Runs parts one after the other and keeps what they found."""
+
+    def __init__(self, arguments: Sequence[str], output: Path | None, total_s: float) -> None:
+        """`arguments`: for every part. `output`: where their figures go as soon as each ends."""
+        self.ended: list[Ended] = []
+        self.figures: dict[str, dict[str, Any]] = {}
+        self._arguments = arguments
+        self._output = output
+        self._deadline_s = time.monotonic() + total_s
+
+    def run(self, shares: Sequence[Share]) -> None:
+        """All of them, within the time that is left."""
+        for index, share in enumerate(shares):
+            left_s = self._deadline_s - time.monotonic()
+            limit_s = max(1.0, left_s * share.weight / sum(one.weight for one in shares[index:]))
+            self._run_part(share.part, limit_s)
+
+    def _run_part(self, part: str, limit_s: float) -> None:
+        print(f"== {part} (at most {limit_s:.0f} s)", flush=True)
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            problem, log = self._in_a_process(part, limit_s, folder)
+            figures = self._take(part, folder)
+        seconds = round(time.monotonic() - started, 1)
+        ended = Ended(part, seconds, list(figures.get("failures", ())), list(figures.get("left_out", ())))
+        if problem is not None:
+            ended.failures.append(problem)
+        self.ended.append(ended)
+        self.figures[part] = figures
+        if ended.failures:
+            ended.log = log.splitlines()[-_SHOWN_LINES:]
+            print("\n".join(ended.log))
+        print(f"   {seconds:.0f} s, {'; '.join((*ended.failures, *ended.left_out)) or 'went through'}", flush=True)
+
+    def _in_a_process(self, part: str, limit_s: float, folder: Path) -> tuple[str | None, str]:
+        """What went wrong, and everything that it printed."""
+        command = [*PART_COMMAND, part, "--output", str(folder), *self._arguments]
+        with (folder / "log").open("w+") as log:
+            process = subprocess.Popen(
+                [*command, "--limit", f"{limit_s:.0f}"], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                problem = _problem(process.wait(limit_s))
+            except subprocess.TimeoutExpired:
+                problem = f"ended after {limit_s:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with everything that it has started
+                process.wait()
+            log.seek(0)
+            return problem, log.read()
+
+    def _take(self, part: str, folder: Path) -> dict[str, Any]:
+        """Figures of the part, as far as it came; its file is kept."""
+        found = folder / f"gpu_{part}.json"
+        try:
+            figures: dict[str, Any] = json.loads(found.read_text())["figures"]
+        except (OSError, ValueError):  # ended before it wrote, or while it did
+            return {}
+        if self._output is not None:
+            self._output.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(found, self._output / found.name)
+        return figures
+
+
+def _problem(code: int) -> str | None:
+    if code == 0:
+        return None
+    return f"ended by signal {-code}" if code < 0 else f"ended with {code}"
+
+
+def main() -> int:
+    """Run everything; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--toy", action="store_true", help="sizes that show only whether everything runs")
+    parser.add_argument("--output", type=Path, help="folder for the figures in place of benchmarks/results")
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for everything together")
+    arguments = parser.parse_args()
+    try:
+        device = chosen_device(arguments.device).type
+    except ConfigError as error:
+        parser.error(f"--{error}")
+    if device == CPU and not arguments.toy:
+        parser.error(f"on a CPU only --toy makes sense ({cuda_obstacle() or 'there is a GPU: leave --device out'})")
+    output = arguments.output or (None if arguments.toy else RESULTS)
+    runner = Runner(["--device", device, *(["--toy"] if arguments.toy else [])], output, arguments.seconds)
+    runner.run(PARTS if arguments.toy else (TESTS, *PARTS))
+    return _report(runner, output, is_toy=arguments.toy)
+
+
+def _report(runner: Runner, output: Path | None, *, is_toy: bool) -> int:
+    found = outcomes(runner.figures, is_toy=is_toy)
+    if output is not None:
+        figures = {"parts": [asdict(one) for one in runner.ended], "targets": [asdict(one) for one in found]}
+        print(write_result("gpu_targets", figures, folder=output))
+    _print_targets(found)
+    failed = [f"{one.part}: {failure}" for one in runner.ended for failure in one.failures]
+    for line in failed:
+        print(f"FAILED {line}")
+    return 1 if failed else 0
+
+
+def _print_targets(found: Sequence[Outcome]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    table = Table(title="targets", title_justify="left", header_style="bold")
+    for heading in ("what", "target", "seen", ""):
+        table.add_column(heading)
+    for one in found:
+        table.add_row(one.what, one.target, one.seen, one.verdict)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""One part of benchmarks.gpu in a process of its own, which may end in any way without costing the others.
+
+    python -m benchmarks.gpu.parts kernels --device cuda
+
+Writes gpu_<part>.json again whenever something more was measured, so that a crash leaves what came before it.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from alignedserve.microbench.device_choice import chosen_device
+from alignedserve.microbench.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
+from alignedserve.microbench.kernels.benchmark import KernelBenchmarkSpec, run_kernel_benchmark
+from alignedserve.microbench.results import IterationReport, KernelReport, TransferReport
+from alignedserve.microbench.transfer.benchmark import measure_device_transfers
+from alignedserve.microbench.transfer.device_transfers import pinned_rows
+from alignedserve.microbench.transfer.spec import DEVICE_SPEC, TransferBenchmarkSpec
+from alignedserve.runtime.device.devices import CUDA
+from benchmarks.gpu.generation import compare_generation
+from benchmarks.gpu.logits import compare_logits
+from benchmarks.support.recording import RESULTS, write_result
+from kernels.gpu_dispatch import launch_failures
+
+TESTS, LOGITS, KERNELS = "tests", "logits", "kernels"
+ITERATIONS, TRANSFERS, GENERATION = "iterations", "transfers", "generation"
+
+_TESTS_FOLDER = "tests/gpu_kernels"
+_REPOSITORY = Path(__file__).parent.parent.parent
+_TOY_TRANSFERS = TransferBenchmarkSpec(("toy",), (1,), num_rounds=1)
+_NOTHING_COLLECTED = 5  # an exit code of pytest
+_OUT_OF_TIME = "was not through when its time was over"
+_KEPT_OF_LOG = 8000  # characters from the end
+_OWN_END_S = 5.0  # what a part needs to write what it knows when it ends what it has started
+
+Report = KernelReport | IterationReport | TransferReport
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one part is to do."""
+
+    name: str
+    device: torch.device
+    is_toy: bool
+    folder: Path
+    limit_s: float
+    is_compiled: bool  # generation: transformers compiled as well
+
+    def record(self, figures: dict[str, Any]) -> None:
+        """Write them."""
+        options = f"{' --toy' if self.is_toy else ''}{' --compiled' if self.is_compiled else ''}"
+        command = f"python -m benchmarks.gpu.parts {self.name} --device {self.device.type}{options}"
+        write_result(f"gpu_{self.name}", figures, folder=self.folder, command=command)
+
+    def record_some(self, known: dict[str, Any]) -> None:
+        """Write what is known so far."""
+        self.record({"is_complete": False, **known})
+
+    def record_report(self, report: Report) -> None:
+        """Likewise."""
+        self.record_some(asdict(report))
+
+
+def main() -> None:
+    """Run the part and write its figures. What fails is among them, kernels that PyTorch stands in for as well; or it
+    is the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--toy", action="store_true", help="sizes that show only whether everything runs")
+    parser.add_argument("--output", type=Path, help="folder for the figures in place of benchmarks/results")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds until it is ended from outside")
+    parser.add_argument("--compiled", action="store_true", help="generation: transformers compiled as well (minutes)")
+    arguments = parser.parse_args()
+    if arguments.toy and arguments.output is None:
+        parser.error("--toy needs --output: a toy is no result")
+    device = chosen_device(arguments.device)
+    folder = arguments.output or RESULTS
+    part = Part(arguments.part, device, arguments.toy, folder, arguments.limit, arguments.compiled)
+    try:
+        figures = PARTS[part.name](part)
+    except ModuleNotFoundError as error:
+        if error.name not in ("pytest", "transformers"):
+            raise
+        figures = {"left_out": [f"{error.name} is not installed"]}
+    figures.setdefault("failures", []).extend(f"{name}: {reason}" for name, reason in launch_failures().items())
+    part.record({"is_complete": True, "left_out": [], **figures})
+
+
+# --- correctness ------------------------------------------------------------------------------------------------------
+
+
+def _tests(part: Part) -> dict[str, Any]:
+    """The kernels' tests on the GPU: those of every day, then the other sizes, as far as the time goes."""
+    import pytest
+
+    deadline_s = time.monotonic() + part.limit_s - _OWN_END_S
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        daily, others = (_run_pytest(chosen, log, deadline_s) for chosen in ("not slow", "slow"))
+        log.seek(0)
+        text = log.read()
+    print(text[-_KEPT_OF_LOG:], flush=True)
+    counts, failed = count_tests(text)
+    failures = [f"pytest {problem}" for problem in (daily, others) if problem not in (None, _OUT_OF_TIME)]
+    failures += [f"pytest {daily}"] if daily == _OUT_OF_TIME else []
+    left_out = ["the rarer sizes, as far as the time was over"] if others == _OUT_OF_TIME else []
+    kept = text[-_KEPT_OF_LOG:].splitlines() if failures else []
+    return {
+        "pytest": pytest.__version__,
+        "counts": counts,
+        "failed": failed,
+        "failures": failures,
+        "left_out": left_out,
+        "log": kept,
+    }
+
+
+def _run_pytest(chosen: str, log: TextIO, deadline_s: float) -> str | None:
+    """Run tests marked so, with none of this project's settings, whose plugins may not be here, and without those that
+    compile for a GPU that is not here. What went wrong."""
+    settings = ("-c", os.devnull, f"--rootdir={_REPOSITORY}", f"--confcutdir={_TESTS_FOLDER}", "-p", "no:cacheprovider")
+    tests = (_TESTS_FOLDER, f"--ignore={_TESTS_FOLDER}/test_compiling.py", "-m", chosen)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "pytest", *settings, "-v", "--tb=short", *tests],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=_REPOSITORY,
+            env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+            timeout=max(1.0, deadline_s - time.monotonic()),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _OUT_OF_TIME
+    return None if ended.returncode in (0, _NOTHING_COLLECTED) else f"ended with {ended.returncode}"
+
+
+def count_tests(log: str) -> tuple[dict[str, int], list[str]]:
+    """How many tests came to what, and which failed, of a log by `pytest -v` that may end anywhere."""
+    seen = re.findall(r"^(\S+::.*) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b", log, flags=re.MULTILINE)
+    counts: dict[str, int] = {}
+    for _, what in seen:
+        counts[what.lower()] = counts.get(what.lower(), 0) + 1
+    return counts, [name.strip() for name, what in seen if what in ("FAILED", "ERROR")]
+
+
+def _logits(part: Part) -> dict[str, Any]:
+    return compare_logits(part.device, is_toy=part.is_toy)
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def _kernels(part: Part) -> dict[str, Any]:
+    shape, dtype = ("toy", "float32") if part.is_toy else ("llama-3-8b", "bfloat16")
+    report = run_kernel_benchmark(KernelBenchmarkSpec(part.device.type, shape, dtype, part.is_toy), part.record_report)
+    return {**asdict(report), "left_out": []}  # what is left out has failed, and is known as such
+
+
+def _iterations(part: Part) -> dict[str, Any]:
+    spec = TOY if part.is_toy else IterationSpec("llama-3-8b", device=part.device.type)
+    return asdict(run_iteration_benchmark(spec, part.record_report))
+
+
+def _transfers(part: Part) -> dict[str, Any]:
+    report = TransferReport()
+    spec = _TOY_TRANSFERS if part.is_toy else DEVICE_SPEC
+    if part.device.type == CUDA:
+        measure_device_transfers(spec, part.device, report, part.record_report)
+    else:
+        report.rows += pinned_rows(spec, part.device)
+    return asdict(report)
+
+
+def _generation(part: Part) -> dict[str, Any]:
+    return compare_generation(
+        part.device, is_toy=part.is_toy, is_compiled=part.is_compiled, on_measured=part.record_some
+    )
+
+
+PARTS: dict[str, Callable[[Part], dict[str, Any]]] = {
+    TESTS: _tests,
+    LOGITS: _logits,
+    KERNELS: _kernels,
+    ITERATIONS: _iterations,
+    TRANSFERS: _transfers,
+    GENERATION: _generation,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""How a benchmark or an experiment leaves its figures: JSON with machine, versions and command."""
+
+import json
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from alignedserve.cli.machine import describe_machine
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+def write_result(name: str, figures: Any, *, folder: Path = RESULTS, command: str | None = None) -> Path:
+    """Write `figures` to <name>.json in the results folder and return the path. `command`: what repeats them, where it
+    is not what was called."""
+    script = Path(sys.argv[0])
+    called = " ".join(["python", "-m", f"{script.parent.name}.{script.stem}", *sys.argv[1:]])
+    record = {
+        "benchmark": name,
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command or called,
+        "machine": {**describe_machine(), "commit": commit()},
+        "figures": figures,
+    }
+    path = folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def commit() -> str:
+    """Of the working tree, shortened; what has changed since is not said. Empty where there is no git to ask."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    asked = subprocess.run([git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip()

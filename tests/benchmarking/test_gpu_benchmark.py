@@ -1,0 +1,174 @@
+"""benchmarks.gpu: targets from figures, parts that crash or hang, the log of tests; all of it at toy size (slow)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.microbench import device_choice
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.parts import count_tests
+from benchmarks.gpu.targets import MET, MISSED, NOT_MEASURED, outcomes
+
+
+def decode(case: str, by: str, gb_per_s: float, against: float | None = None) -> dict[str, Any]:
+    return {"kernel": "decode", "case": case, "by": by, "gb_per_s": gb_per_s, "against_aligned": against}
+
+
+def kernels(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {"ceilings": {"copy_gb_per_s": 4000.0}, "rows": list(rows)}
+
+
+def iteration(kind: str, ratio: float, what: str = "") -> dict[str, Any]:
+    return {"kind": kind, "what": what, "ratio": ratio, "milliseconds": 2.0, "bound_milliseconds": 1.0}
+
+
+def pinned(operation: str, share: float) -> dict[str, Any]:
+    return {"transport": "pinned", "operation": operation, "share": share, "gb_per_s": 45.0, "plain_gb_per_s": 50.0}
+
+
+EVEN, MIXED = "64 x 4096", "60 x 256 + 4 x 16384"
+FIGURES: dict[str, dict[str, Any]] = {
+    "kernels": kernels(
+        decode(EVEN, "torch", 1.0),
+        decode(EVEN, "triton", 3500.0),
+        decode(MIXED, "triton", 3000.0, 1.2),
+        decode(MIXED, "undivided", 300.0, 9.0),
+    ),
+    "iterations": {
+        "rows": [iteration("decode", 1.25), iteration("prefill", 0.6), iteration("decode beside copies", 1.01)]
+    },
+    "transfers": {"rows": [pinned("offload", 0.5), pinned("offload", 0.95), pinned("prefetch", 0.89)]},
+    "generation": {
+        "ratio_to_best_transformers": 3.5,
+        "output_tokens_per_s": {"alignedserve": 3500.0, "static": 1000.0},
+    },
+}
+
+
+def test_every_target_is_met_or_missed() -> None:
+    found = outcomes(FIGURES, is_toy=False)
+    assert [one.verdict for one in found] == [MET, MISSED, MET, MISSED, MET, MET, MISSED, MET]
+    assert found[0].seen == "87.5% (3,500 of 4,000 GB/s)"
+    assert found[1].seen == "1.2 times (naive kernel 9 times)"
+    assert found[5].seen == "95.0% (45.0 of 50.0 GB/s)"
+
+
+def test_a_toy_meets_nothing() -> None:
+    found = outcomes(FIGURES, is_toy=True)
+    assert {one.verdict for one in found} == {NOT_MEASURED}
+    assert all(one.seen for one in found)
+
+
+def test_what_a_part_did_not_come_to_is_not_measured() -> None:
+    parts = {
+        "kernels": kernels(decode(EVEN, "torch", 1.0)),
+        "iterations": {"rows": [iteration("decode beside copies", 1.0, "64 x 2048 (copies ended earlier)")]},
+        "generation": {"ratio_to_best_transformers": None},
+    }
+    assert {(one.seen, one.verdict) for one in outcomes(parts, is_toy=False)} == {("", NOT_MEASURED)}
+    assert {one.verdict for one in outcomes({"kernels": {}, "transfers": {}}, is_toy=False)} == {NOT_MEASURED}
+
+
+def test_contenders_that_are_missing_leave_no_verdict() -> None:
+    figures = {**FIGURES["generation"], "is_complete": False}
+    assert outcomes({"generation": figures}, is_toy=False)[-1].verdict == NOT_MEASURED
+    figures = {**FIGURES["generation"], "left_out": ["continuous batching: RuntimeError: no"]}
+    outcome = outcomes({"generation": figures}, is_toy=False)[-1]
+    assert outcome.verdict == MET
+    assert outcome.seen.endswith("static 1,000; left out: continuous batching: RuntimeError: no)")
+
+
+def test_tests_are_counted_in_a_log_that_ends_anywhere() -> None:
+    log = (
+        "tests/a.py::one PASSED [ 1%]\ntests/a.py::two[x - y] FAILED [ 2%]\n"
+        "tests/a.py::three SKIPPED (why) [ 3%]\ntests/a.py::four PAS"
+    )
+    assert count_tests(log) == ({"passed": 1, "failed": 1, "skipped": 1}, ["tests/a.py::two[x - y]"])
+
+
+PARTS = """
+import json, os, sys, time
+part, folder = sys.argv[1], sys.argv[3]
+def write(figures):
+    with open(f"{folder}/gpu_{part}.json", "w") as file:
+        json.dump({"figures": figures}, file)
+if part == "good":
+    write({"rows": [1]})
+elif part == "failing":
+    write({"failures": ["wrong"], "left_out": ["no second GPU"]})
+elif part == "crashing":
+    write({"rows": [2]})
+    print("the last words", flush=True)
+    os.abort()
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def fake_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PART_COMMAND", (sys.executable, "-c", PARTS))
+
+
+@pytest.mark.usefixtures("fake_parts")
+def test_a_part_that_crashes_or_hangs_costs_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = gpu.Runner([], tmp_path / "out", 60.0)
+    runner.run([gpu.Share(name, 1.0) for name in ("crashing", "failing", "good")])
+    crashing, failing, good = runner.ended
+    assert crashing.failures == ["ended by signal 6"]
+    assert "the last words" in crashing.log
+    assert (failing.failures, failing.left_out) == (["wrong"], ["no second GPU"])
+    assert good.failures == []
+    assert runner.figures == {
+        "crashing": {"rows": [2]},
+        "failing": {"failures": ["wrong"], "left_out": ["no second GPU"]},
+        "good": {"rows": [1]},
+    }
+    assert json.loads((tmp_path / "out" / "gpu_crashing.json").read_text())["figures"] == {"rows": [2]}
+    assert "the last words" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("fake_parts")
+def test_a_part_that_hangs_is_ended() -> None:
+    runner = gpu.Runner([], None, 1.0)
+    runner.run([gpu.Share("hanging", 1.0)])
+    assert runner.ended[0].failures == ["ended after 1 s"]
+    assert runner.figures == {"hanging": {}}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--device", "cpu"], "on a CPU only --toy makes sense"),
+        (["--device", "cuda"], "--device cuda cannot be had: no GPU"),
+        ([], "on a CPU only --toy makes sense (no GPU)"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    options: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (gpu, device_choice):
+        monkeypatch.setattr(module, "cuda_obstacle", lambda: "no GPU")
+    monkeypatch.setattr("sys.argv", ["gpu", *options])
+    with pytest.raises(SystemExit) as end:
+        gpu.main()
+    assert end.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_everything_runs_at_toy_size(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--toy", "--device", "cpu", "--output", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    names = {"logits", "kernels", "iterations", "transfers", "generation", "targets"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"gpu_{name}.json" for name in names}
+    record = json.loads((tmp_path / "gpu_targets.json").read_text())
+    assert [part["failures"] for part in record["figures"]["parts"]] == [[]] * 5
+    assert {target["verdict"] for target in record["figures"]["targets"]} == {NOT_MEASURED}
+    assert record["machine"]["torch"]

@@ -1,0 +1,164 @@
+"""The transfer benchmark says how fast every way of this machine is, and refuses what it cannot run."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from alignedserve.cli.main import main
+from alignedserve.core.errors import ConfigError, HandoffRejected, PeerLost
+from alignedserve.microbench.results import TransferReport, TransferResult
+from alignedserve.microbench.transfer import benchmark as transfer
+from alignedserve.microbench.transfer.benchmark import measure_device_transfers, measure_host_transfers
+from alignedserve.microbench.transfer.device_transfers import pinned_rows
+from alignedserve.microbench.transfer.host_transfers import host_rows
+from alignedserve.microbench.transfer.peer_process import peer_process
+from alignedserve.microbench.transfer.peer_transfers import PeerWay, peer_rows
+from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
+
+SMALL = TransferBenchmarkSpec(("pocket",), (1,), num_rounds=1)
+ROW = TransferResult("pocket", 81920, 12, "pinned", "offload", 1.0, 2.0, 0.5)
+CPU = torch.device("cpu")
+
+
+def test_every_way_of_the_host_is_measured() -> None:
+    rows = list(host_rows(SMALL))
+    assert [(row.transport, row.operation) for row in rows] == [
+        ("shm", "offload"),
+        ("shm", "fetch"),
+        ("shm", "relay"),
+        ("gloo", "offload"),
+        ("gloo", "fetch"),
+    ]
+    check(rows)
+
+
+def check(rows: list[TransferResult]) -> None:
+    for row in rows:
+        assert (row.block_bytes, row.num_blocks) == (81920, 12)
+        assert min(row.gb_per_s, row.plain_gb_per_s, row.share) > 0
+
+
+def test_lists_of_blocks_to_the_host_and_back() -> None:
+    rows = list(pinned_rows(SMALL, CPU))
+    assert [(row.transport, row.operation) for row in rows] == [("pinned", "offload"), ("pinned", "prefetch")]
+    check(rows)
+
+
+def test_blocks_of_devices_between_processes() -> None:
+    rows = list(peer_rows(SMALL, PeerWay("gloo", "cpu", "cpu")))
+    assert [(row.transport, row.operation) for row in rows] == [("gloo", "offload"), ("gloo", "fetch")]
+    check(rows)
+
+
+@pytest.mark.slow
+def test_memory_that_cannot_be_mapped_is_said() -> None:
+    with pytest.raises(HandoffRejected, match="the blocks are not in a device's memory"):
+        list(peer_rows(SMALL, PeerWay("cuda_ipc", "cpu", "cpu")))
+
+
+def ends_at_once(told: Any) -> None:
+    told.close()
+
+
+@pytest.mark.slow
+def test_another_process_that_does_not_begin() -> None:
+    with pytest.raises(PeerLost, match="ended as it began"), peer_process(ends_at_once):
+        pass
+
+
+# --- which ways there are
+
+
+def test_a_cpu_has_none_of_the_device() -> None:
+    report = TransferReport()
+    measure_device_transfers(SMALL, CPU, report)
+    assert (report.rows, report.failures) == ([], [])
+    (line,) = report.left_out
+    assert line.startswith("pinned copies, cuda_ipc and nccl move blocks of a GPU: ")
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int, **ways: Any) -> TransferReport:
+    """What is reported of so many GPUs; `ways`: what each of them gives."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(transfer, "pinned_rows", lambda *_: iter([ROW]))
+
+    def rows(_: object, way: PeerWay) -> list[TransferResult]:
+        assert way[1:] == ("cuda:0", "cuda:1" if way.transport == "nccl" else "cuda:0")
+        found = ways[way.transport]
+        if isinstance(found, Exception):
+            raise found
+        return [found]
+
+    monkeypatch.setattr(transfer, "_module", lambda _: SimpleNamespace(peer_rows=rows, PeerWay=PeerWay))
+    report, seen = TransferReport(), []
+    measure_device_transfers(SMALL, torch.device("cuda"), report, lambda known: seen.append(len(known.rows)))
+    assert seen == list(range(1, len(report.rows) + 1))
+    return report
+
+
+def test_one_gpu_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = gpus(monkeypatch, 1, cuda_ipc=ROW)
+    assert report == TransferReport([ROW] * 2, ["nccl, which moves blocks between two GPUs: there is one GPU"], [])
+
+
+def test_what_does_not_work_costs_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = gpus(monkeypatch, 2, cuda_ipc=HandoffRejected("the memory cannot be mapped\nat all"), nccl=ROW)
+    assert report == TransferReport([ROW] * 2, [], ["cuda_ipc: HandoffRejected: the memory cannot be mapped"])
+
+
+def test_without_msgspec_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> None:
+        raise ModuleNotFoundError("No module named 'msgspec'", name="msgspec")
+
+    monkeypatch.setattr(transfer, "_module", missing)
+    report = TransferReport()
+    measure_host_transfers(SMALL, report)
+    said = "shm and gloo: moving blocks between processes needs msgspec (pip install msgspec)"
+    assert report == TransferReport([], [said], [])
+
+
+# --- the command
+
+
+def test_the_command_prints_rows_and_what_there_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(spec: TransferBenchmarkSpec, report: TransferReport) -> None:
+        assert spec.mebibytes == (3,)
+        report.rows.append(ROW)
+        report.failures.append("gloo: nobody there")
+
+    monkeypatch.setattr("alignedserve.microbench.transfer.benchmark.measure_host_transfers", measured)
+    options = ["bench", "transfer", "--device", "cpu", "--sizes", "3"]
+    assert run_command(monkeypatch, *options) == 1
+    shown = capsys.readouterr().out
+    assert "50%" in shown
+    assert "- left out: pinned copies" in shown
+    assert "- failed: gloo: nobody there" in shown
+    assert run_command(monkeypatch, *options, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["rows"][0]["transport"] == "pinned"
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *options: str) -> object:
+    monkeypatch.setattr("sys.argv", ["alignedserve", *options])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"shapes": ("gpt-9",)}, "shape 'gpt-9' is none of pocket, "),
+        ({"mebibytes": ()}, "mebibytes must be"),
+        ({"mebibytes": (0,)}, "mebibytes must be"),
+        ({"num_rounds": 0}, "num_rounds must be"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        TransferBenchmarkSpec(**changes)  # type: ignore[arg-type]

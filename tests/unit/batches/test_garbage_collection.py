@@ -1,0 +1,106 @@
+"""What is removed, and what is not, when nobody needs it any more."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from alignedserve.batches.garbage_collection import collect_garbage
+from alignedserve.batches.location import BatchStores, stores_in
+from alignedserve.batches.logic import CancelRequested, ValidationFailed, advance
+from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, Progress
+from alignedserve.batches.repository import BatchSnapshot
+from alignedserve.batches.results import result_files
+from alignedserve.batches.stores.memory_records import MemoryRecords
+from alignedserve.core.errors import StorageDamaged
+from tests.support.batch_samples import BATCH, INPUT, OUTPUT, batch_record, file_record
+
+DAY_S = 86_400.0
+
+
+async def keep_blob(stores: BatchStores, file_id: FileId, *, is_committed: bool = True) -> None:
+    writer = await stores.blobs.begin(file_id)
+    await writer.write(b"{}")
+    if is_committed:
+        await writer.commit()
+
+
+def make_old(folder: Path) -> None:
+    for path in (folder / "files").iterdir():
+        os.utime(path, (1.0, 1.0))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "files").iterdir())
+
+
+async def add_batch(stores: BatchStores) -> BatchRecord:
+    source = file_record()
+    await stores.repository.add_file(source, fits=lambda _: True)
+    record = batch_record()
+    assert await stores.repository.add_batch(
+        BatchSnapshot(record, Progress()), source, idempotency_key=None, key_lifetime_s=0.0
+    )
+    return record
+
+
+async def test_contents_without_a_record_go_once_they_are_old(tmp_path: Path) -> None:
+    stores = stores_in(tmp_path, MemoryRecords())
+    await stores.repository.add_file(file_record(), fits=lambda _: True)
+    await keep_blob(stores, INPUT)
+    await keep_blob(stores, OUTPUT)
+    await keep_blob(stores, FileId("file-" + "9" * 24), is_committed=False)
+    await collect_garbage(stores, 10.0, batch_lifetime_s=DAY_S)
+    assert len(names(tmp_path)) == 3
+    make_old(tmp_path)
+    await collect_garbage(stores, 10.0, batch_lifetime_s=DAY_S)
+    assert names(tmp_path) == [INPUT]
+
+
+async def end(stores: BatchStores, progress: Progress, at_s: float) -> None:
+    await stores.repository.save_progress(BATCH, progress)
+    files = result_files(batch_record(), progress, at_s + 2 * DAY_S)
+    await stores.repository.change_batch(BATCH, lambda one: advance(one, ValidationFailed(()), at_s), files=files)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10])
+async def test_a_batch_is_forgotten_when_it_is_long_over_and_its_results_are_gone(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    stores = stores_in(tmp_path, MemoryRecords())
+    await add_batch(stores)
+    stores.logs.open(BATCH, 3)[0].close()
+    await end(stores, Progress(output_bytes=num_bytes), at_s=100.0)
+    await collect_garbage(stores, 100.0 + 0.9 * DAY_S, batch_lifetime_s=DAY_S)
+    await collect_garbage(stores, 100.0 + 1.1 * DAY_S, batch_lifetime_s=DAY_S)
+    assert (await stores.repository.batch(BATCH) is None) == (num_bytes == 0)
+    await collect_garbage(stores, 100.0 + 2.1 * DAY_S, batch_lifetime_s=DAY_S)
+    assert await stores.repository.batch(BATCH) is None
+    assert await stores.repository.list_batches("anyone", after=None, limit=9) == ([], False)
+    assert not list((tmp_path / "results").iterdir())
+
+
+async def test_a_batch_that_runs_stays(tmp_path: Path) -> None:
+    stores = stores_in(tmp_path, MemoryRecords())
+    await add_batch(stores)
+    await collect_garbage(stores, 1000 * DAY_S, batch_lifetime_s=DAY_S)
+    assert await stores.repository.batch(BATCH) is not None
+
+
+async def test_a_step_of_a_batch_that_has_vanished_is_an_error_of_the_tree(tmp_path: Path) -> None:
+    stores = stores_in(tmp_path, MemoryRecords())
+    with pytest.raises(StorageDamaged):
+        await stores.repository.change_batch(BATCH, lambda one: advance(one, CancelRequested(), 1.0))
+
+
+def test_when_a_batch_was_over() -> None:
+    ended = [
+        ("failed", "failed_s"),
+        ("completed", "completed_s"),
+        ("expired", "expired_s"),
+        ("cancelled", "cancelled_s"),
+    ]
+    for status, name in ended:
+        record = msgspec.structs.replace(batch_record(status=BatchStatus(status)), **{name: 7.0})
+        assert record.over_s == 7.0
