@@ -1,4 +1,4 @@
-"""Leaves the ledger's latest iterations in a file, for whoever looks at them later. The columns: docs/ledger.md."""
+"""Writes the latest entries of the iteration log to a file; docs/iteration_log.md explains the columns."""
 
 import logging
 import os
