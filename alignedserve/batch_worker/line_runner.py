@@ -22,14 +22,14 @@ from alignedserve.gateway.openai.slo_headers import DEADLINE_HEADER
 from alignedserve.gateway.services import Services
 
 _RETRY_AFTER_S = 1.0
-_BEST_EFFORT = "flex"
-_TIERS = ("auto", "default", _BEST_EFFORT)
+_SERVICE_TIER = "flex"  # best effort
+_ALLOWED_SERVICE_TIERS = ("auto", "default", _SERVICE_TIER)
 
 FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
 
 class ClusterLineRunner:
-    """Implements LineRunner with a gateway's services."""
+    """A LineRunner that generates in the cluster."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -75,13 +75,13 @@ def _at_best_effort(fields: FieldsT) -> FieldsT:
     """Return the fields at the service tier of batches. Raises InvalidRequest for fields that batches refuse."""
     if fields.stream:
         raise InvalidRequest("stream is not supported in a batch.", param="stream", code="unsupported_parameter")
-    if fields.service_tier not in _TIERS:
+    if fields.service_tier not in _ALLOWED_SERVICE_TIERS:
         raise InvalidRequest(
             "Lines of a batch run at best effort; leave service_tier out.",
             param="service_tier",
             code="unsupported_parameter",
         )
-    return fields.model_copy(update={"service_tier": _BEST_EFFORT})
+    return fields.model_copy(update={"service_tier": _SERVICE_TIER})
 
 
 def _failure(error: GenerationError, *, has_started: bool) -> LineResponse:

@@ -35,7 +35,7 @@ class ApiKeys:
         return matches.index(True)
 
     def owner(self, key_number: int) -> str:
-        """Return the name of this key's holder: the same after a restart, whatever other keys there are."""
+        """Return the owner's name for this key, independent of restarts and of other keys."""
         return hashlib.sha256(b"owner" + self._digests[key_number]).hexdigest()[:32] if self._digests else "anyone"
 
     def count_request(self, key_number: int) -> None:

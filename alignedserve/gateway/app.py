@@ -5,7 +5,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.gateway.errors import JSON_TYPE, error_json
+from alignedserve.gateway.errors import error_json
+from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.middleware import GatewayMiddleware
 from alignedserve.gateway.routes import batches, files, generate, health, models, page, tokens
 from alignedserve.gateway.services import Services
@@ -34,4 +35,4 @@ async def _http_exception(http: Request, error: Exception) -> Response:
         message = f"Invalid URL ({http.method} {path})."
     code = "method_not_allowed" if error.status_code == 405 else "unknown_url"
     body = error_json(message, "invalid_request_error", code=code)
-    return Response(body, error.status_code, headers=error.headers, media_type=JSON_TYPE)
+    return JsonResponse(body, error.status_code, headers=error.headers)

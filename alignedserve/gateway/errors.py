@@ -27,8 +27,7 @@ import orjson
 from starlette.responses import Response
 
 from alignedserve.core.errors import AlignedServeError, ContextTooLong, InvalidRequest, StorageError, StorageFull
-
-JSON_TYPE = "application/json"
+from alignedserve.gateway.json_response import JsonResponse
 
 
 class Unauthorized(InvalidRequest):
@@ -167,7 +166,7 @@ def error_body(error: Exception) -> bytes:
 def error_response(error: Exception) -> Response:
     """Return the HTTP response for this error, with `Retry-After` where retrying can help."""
     row = http_error_of(error)
-    response = Response(error_body(error), row.status, media_type=JSON_TYPE)
+    response = JsonResponse(error_body(error), row.status)
     retry_after_s: float | None = getattr(error, "retry_after_s", None)
     if isinstance(error, StorageError):
         retry_after_s = _STORAGE_RETRY_S

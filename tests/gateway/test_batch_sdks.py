@@ -52,7 +52,7 @@ async def recorded(folder: Path) -> AsyncIterator[tuple[str, Recorder]]:
 
 
 class Session:
-    """What a user of the Python SDK does."""
+    """Steps of a user of the Python SDK."""
 
     def __init__(self, client: openai.AsyncOpenAI, folder: Path) -> None:
         self._client = client
@@ -130,7 +130,7 @@ async def test_the_node_sdk(tmp_path: Path) -> None:
 
 
 async def _run(*command: str) -> str | None:
-    """What it said, if it failed."""
+    """Return the output of the command if it failed."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
     try:

@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from alignedserve.batches.input_file import InputFile
 from alignedserve.batches.records import Endpoint
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
-from alignedserve.cli.batch.input_check import as_text, check_file
+from alignedserve.cli.batch.formatting import problem_text
+from alignedserve.cli.batch.input_check import check_file
 from alignedserve.config.sections import BatchesConfig
 from tests.gateway.batch_server import listening
 from tests.gateway.batch_support import batch_gateway, eventually
@@ -51,18 +53,18 @@ def test_the_check_does_not_read_201_megabytes(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").touch()
     os.truncate(tmp_path / "in.jsonl", 201_000_000)
     [problem] = check_file(tmp_path / "in.jsonl", Endpoint.CHAT, ("tiny",)).problems
-    assert as_text(problem) == "The file is larger than 200000000 bytes. (body_too_large)"
+    assert problem_text(msgspec.to_builtins(problem)) == "The file is larger than 200000000 bytes. (body_too_large)"
 
 
 @pytest.mark.slow
 async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """Of the same number of lines, at ten times the length."""
+    """The number of lines is the same, their length ten times as long."""
     peaks = [await peak_bytes(tmp_path, "x" * size) for size in (4_000, 40_000)]
     assert peaks[1] - peaks[0] < 2_000_000
 
 
 async def peak_bytes(folder: Path, content: str) -> int:
-    """What reading and inspecting a file of 2 000 such lines takes at most: 8 and 80 MB."""
+    """Return the peak memory of reading and inspecting a file of 2 000 such lines: 8 or 80 MB."""
     blobs = DiskBlobs(folder)
     record = batch_record()
     writer = await blobs.begin(record.input_file_id)

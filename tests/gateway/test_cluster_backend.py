@@ -64,13 +64,13 @@ class Recorder:
 
 
 @dataclass
-class Cluster:
+class ClusterHarness:
     """One gateway backend, one router, one worker."""
 
     backend: ClusterBackend
     router: LinkManager
     worker: LinkManager
-    heard: Recorder
+    received: Recorder
     gateway_address: str
     router_address: str
 
@@ -83,15 +83,15 @@ class Cluster:
         delta = TokenDelta(RequestId(name), first_index, token_ids, (), finish_reason)
         self.worker.send_to(self.gateway_address, TokensEmitted((delta,)))
 
-    def says(self, message: Message) -> None:
+    def send_from_router(self, message: Message) -> None:
         assert self.router.send("gateway-0", message)
 
 
 @asynccontextmanager
-async def cluster(folder: Path, **config: float) -> AsyncIterator[Cluster]:
+async def cluster(folder: Path, **config: float) -> AsyncIterator[ClusterHarness]:
     router_at, gateway_at = f"unix:{folder}/router.sock", f"unix:{folder}/gateway.sock"
-    heard = Recorder()
-    router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), heard)
+    received = Recorder()
+    router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), received)
     worker = LinkManager(Identity(Role.DECODE_WORKER, "decode-0", SECRET), Codec(RouterInbound), Recorder())
     await router.listen(router_at)
     identity = Identity(Role.GATEWAY, "gateway-0", SECRET)
@@ -100,15 +100,15 @@ async def cluster(folder: Path, **config: float) -> AsyncIterator[Cluster]:
         GatewayConfig(**config),  # type: ignore[arg-type]
     )
     await backend.start()
-    made = Cluster(backend, router, worker, heard, gateway_at, router_at)
+    harness = ClusterHarness(backend, router, worker, received, gateway_at, router_at)
     await holds(lambda: bool(router.peers()))
-    made.says(STATUS)
+    harness.send_from_router(STATUS)
     await holds(lambda: backend.status() is not None)
     try:
-        yield made
+        yield harness
     finally:
         await backend.stop()
-        await made.router.close()
+        await harness.router.close()
         await worker.close()
 
 
@@ -127,80 +127,80 @@ async def failure_of(stream: RequestStream) -> GenerationError:
 
 
 async def test_tokens_come_straight_from_the_worker(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        stream = made.submit()
-        (submitted,) = await made.heard.wait_for(SubmitRequest)
+    async with cluster(tmp_path) as harness:
+        stream = harness.submit()
+        (submitted,) = await harness.received.wait_for(SubmitRequest)
         assert isinstance(submitted, SubmitRequest)
-        assert submitted.request.reply_to == made.gateway_address
-        made.emit(0, 11)
-        made.emit(1, 12, 13)
-        made.emit(3, 14, end=True)
+        assert submitted.request.reply_to == harness.gateway_address
+        harness.emit(0, 11)
+        harness.emit(1, 12, 13)
+        harness.emit(3, 14, end=True)
         token_ids, reason, _ = await read(stream)
         assert (token_ids, reason) == ([11, 12, 13, 14], FinishReason.STOP)
-        assert made.backend.status() == STATUS
+        assert harness.backend.status() == STATUS
 
 
 async def test_order_repeats_and_gaps(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        stream = made.submit()
-        made.emit(4, 15, 16, end=True)  # behind a gap, with the end
-        made.emit(0, 11, 12)
-        made.emit(1, 12, 13)  # overlaps
-        made.emit(0, 11, 12, 13)  # a repeat
-        made.emit(2, 13, end=False)
-        made.emit(0, 99, name="another worker")
+    async with cluster(tmp_path) as harness:
+        stream = harness.submit()
+        harness.emit(4, 15, 16, end=True)  # behind a gap, with the end
+        harness.emit(0, 11, 12)
+        harness.emit(1, 12, 13)  # overlaps
+        harness.emit(0, 11, 12, 13)  # a repeat
+        harness.emit(2, 13, end=False)
+        harness.emit(0, 99, name="another worker")
         first = await anext(stream)
         tokens = list(first.token_ids)
-        made.emit(2, 13, 14)
+        harness.emit(2, 13, 14)
         rest, reason, _ = await read(stream)
         assert tokens + rest == [11, 12, 13, 14, 15, 16]
         assert reason is FinishReason.STOP
 
 
-async def test_nothing_is_given_on_behind_a_gap(tmp_path: Path) -> None:
-    async with cluster(tmp_path, token_timeout_s=0.3) as made:
-        stream = made.submit()
-        made.emit(0, 11)
-        made.emit(2, 13, end=True)
+async def test_no_token_is_delivered_behind_a_gap(tmp_path: Path) -> None:
+    async with cluster(tmp_path, token_timeout_s=0.3) as harness:
+        stream = harness.submit()
+        harness.emit(0, 11)
+        harness.emit(2, 13, end=True)
         assert (await anext(stream)).token_ids == (11,)
         assert isinstance(await failure_of(stream), TimedOut)
-        await made.heard.wait_for(AbortRequest)
+        await harness.received.wait_for(AbortRequest)
 
 
 async def test_tokens_after_the_end_are_ignored(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        stream = made.submit()
-        made.emit(0, 11, end=True)
-        made.emit(1, 12)
-        made.emit(0, 11, end=True)
+    async with cluster(tmp_path) as harness:
+        stream = harness.submit()
+        harness.emit(0, 11, end=True)
+        harness.emit(1, 12)
+        harness.emit(0, 11, end=True)
         assert (await read(stream))[0] == [11]
 
 
-async def test_prompt_scores_come_first_and_in_order(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        stream = made.submit(num_prompt_logprobs=0)
-        made.emit(0, 11, end=True)
+async def test_prompt_logprobs_come_first_and_in_order(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as harness:
+        stream = harness.submit(num_prompt_logprobs=0)
+        harness.emit(0, 11, end=True)
         for position in (2, 1, 1):
             scored = PromptScored(RequestId("r"), position, (TokenLogprob(position, -1.0),))
-            made.worker.send_to(made.gateway_address, scored)
+            harness.worker.send_to(harness.gateway_address, scored)
         token_ids, reason, outputs = await read(stream)
         assert [score.token_id for score in outputs[0].prompt_logprobs] == [1, 2]
         assert (token_ids, reason) == ([11], FinishReason.STOP)
 
 
 async def test_scores_alone_end_a_request_for_no_tokens(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        stream = made.submit(max_tokens=0, num_prompt_logprobs=0)
+    async with cluster(tmp_path) as harness:
+        stream = harness.submit(max_tokens=0, num_prompt_logprobs=0)
         scores = (TokenLogprob(6, -1.0), TokenLogprob(7, -2.0))
-        made.worker.send_to(made.gateway_address, PromptScored(RequestId("r"), 1, scores))
+        harness.worker.send_to(harness.gateway_address, PromptScored(RequestId("r"), 1, scores))
         token_ids, reason, _ = await read(stream)
         assert (token_ids, reason) == ([], FinishReason.LENGTH)
 
 
 async def test_rejections_and_failures(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        stream = made.submit()
-        made.says(RequestRejected(RequestId("r"), "the queue is full", 7.2))
+    async with cluster(tmp_path) as harness:
+        stream = harness.submit()
+        harness.send_from_router(RequestRejected(RequestId("r"), "the queue is full", 7.2))
         error = await failure_of(stream)
         assert isinstance(error, Overloaded)
         assert error.retry_after_s == 7.2
@@ -211,75 +211,75 @@ async def test_rejections_and_failures(tmp_path: Path) -> None:
             FailureKind.UNSERVABLE: Unservable,
         }
         for kind, error_class in expected.items():
-            stream = made.submit(name=kind.value)
-            made.says(RequestFailed(RequestId(kind.value), kind, "why"))
+            stream = harness.submit(name=kind.value)
+            harness.send_from_router(RequestFailed(RequestId(kind.value), kind, "why"))
             assert type(await failure_of(stream)) is error_class
 
 
 async def test_a_failure_comes_after_the_tokens_before_it(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        stream = made.submit()
-        made.emit(0, 11)
+    async with cluster(tmp_path) as harness:
+        stream = harness.submit()
+        harness.emit(0, 11)
         assert (await anext(stream)).token_ids == (11,)
-        made.says(RequestFailed(RequestId("r"), FailureKind.WORKER_LOST, "gone"))
+        harness.send_from_router(RequestFailed(RequestId("r"), FailureKind.WORKER_LOST, "gone"))
         assert isinstance(await failure_of(stream), Unavailable)
 
 
 async def test_abort_reaches_the_router_once(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        made.submit()
-        made.backend.abort(RequestId("r"))
-        made.backend.abort(RequestId("r"))
-        made.backend.abort(RequestId("unknown"))
-        made.submit(name="second")
-        await made.heard.wait_for(SubmitRequest, 2)
-        assert made.heard.inbox.count(AbortRequest(RequestId("r"))) == 1
+    async with cluster(tmp_path) as harness:
+        harness.submit()
+        harness.backend.abort(RequestId("r"))
+        harness.backend.abort(RequestId("r"))
+        harness.backend.abort(RequestId("unknown"))
+        harness.submit(name="second")
+        await harness.received.wait_for(SubmitRequest, 2)
+        assert harness.received.inbox.count(AbortRequest(RequestId("r"))) == 1
 
 
 async def test_no_first_token_in_time(tmp_path: Path) -> None:
-    async with cluster(tmp_path, first_token_timeout_s=0.2) as made:
-        assert isinstance(await failure_of(made.submit()), TimedOut)
-        await made.heard.wait_for(AbortRequest)
+    async with cluster(tmp_path, first_token_timeout_s=0.2) as harness:
+        assert isinstance(await failure_of(harness.submit()), TimedOut)
+        await harness.received.wait_for(AbortRequest)
 
 
 async def test_an_interrupted_request_goes_on_where_the_client_is(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        stream = made.submit()
-        made.emit(0, 11, 12)
+    async with cluster(tmp_path) as harness:
+        stream = harness.submit()
+        harness.emit(0, 11, 12)
         await anext(stream)
-        made.says(RequestInterrupted(RequestId("r")))
-        made.says(RequestInterrupted(RequestId("long gone")))
-        (resumed,) = await made.heard.wait_for(ResumeRequest)
+        harness.send_from_router(RequestInterrupted(RequestId("r")))
+        harness.send_from_router(RequestInterrupted(RequestId("long gone")))
+        (resumed,) = await harness.received.wait_for(ResumeRequest)
         assert isinstance(resumed, ResumeRequest)
         assert resumed.generated_token_ids == (11, 12)
-        assert (await made.heard.wait_for(AbortRequest)) == [AbortRequest(RequestId("long gone"))]
-        made.emit(2, 13, end=True)
+        assert (await harness.received.wait_for(AbortRequest)) == [AbortRequest(RequestId("long gone"))]
+        harness.emit(2, 13, end=True)
         assert (await read(stream))[0] == [13]
 
 
 async def test_a_lost_router(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        waiting, streaming = made.submit(name="waiting"), made.submit(name="streaming")
-        made.emit(0, 11, name="streaming")
+    async with cluster(tmp_path) as harness:
+        waiting, streaming = harness.submit(name="waiting"), harness.submit(name="streaming")
+        harness.emit(0, 11, name="streaming")
         await anext(streaming)
-        await made.router.close()
+        await harness.router.close()
         assert isinstance(await failure_of(waiting), Unavailable)
-        assert made.backend.status() is None
+        assert harness.backend.status() is None
         with pytest.raises(Unavailable):
-            made.submit(name="later")
-        made.backend.abort(RequestId("unknown"))
-        heard = Recorder()
-        made.router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), heard)
-        await made.router.listen(made.router_address)
-        (resumed,) = await heard.wait_for(ResumeRequest)
+            harness.submit(name="later")
+        harness.backend.abort(RequestId("unknown"))
+        received = Recorder()
+        harness.router = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(RouterInbound), received)
+        await harness.router.listen(harness.router_address)
+        (resumed,) = await received.wait_for(ResumeRequest)
         assert isinstance(resumed, ResumeRequest)
         assert resumed.request.request_id == "streaming"
-        made.emit(1, 12, end=True, name="streaming")
+        harness.emit(1, 12, end=True, name="streaming")
         assert (await read(streaming))[0] == [12]
 
 
 async def test_stopping_ends_what_is_open(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as made:
-        stream = made.submit()
-        await made.backend.stop()
+    async with cluster(tmp_path) as harness:
+        stream = harness.submit()
+        await harness.backend.stop()
         assert isinstance(await failure_of(stream), Unavailable)

@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
-from alignedserve.gateway.openai import streaming as responding
+from alignedserve.gateway.openai import streaming
 from tests.gateway.support import error_of, gateway, saying, tokens_of
 
 CHAT_PATH = "/v1/chat/completions"
@@ -289,8 +289,8 @@ async def test_half_characters_in_scripts_do_not_break_scoring() -> None:
 
 
 async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responding, "_SEND_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(responding, "_CHECK_PAUSE_S", 0.02)
+    monkeypatch.setattr(streaming, "_SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(streaming, "_CHECK_PAUSE_S", 0.02)
     body = json.dumps({"model": "tiny", "prompt": "a", "stream": True}).encode()
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[str] = []

@@ -50,14 +50,14 @@ async def test_a_quota_is_429_with_the_time_to_come_back() -> None:
 
 def test_a_quota_refills() -> None:
     now = [0.0]
-    gate = ApiKeys((), requests_per_minute=60, clock=lambda: now[0])
+    api_keys = ApiKeys((), requests_per_minute=60, clock=lambda: now[0])
     for _ in range(60):
-        gate.count_request(0)
+        api_keys.count_request(0)
     with pytest.raises(QuotaExceeded) as caught:
-        gate.count_request(0)
+        api_keys.count_request(0)
     assert caught.value.retry_after_s == pytest.approx(1.0)
     now[0] = 1.0
-    gate.count_request(0)
+    api_keys.count_request(0)
 
 
 async def test_ready_only_after_a_token_came_through() -> None:

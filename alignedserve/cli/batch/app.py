@@ -1,4 +1,4 @@
-"""`alignedserve batch`: declares every option of its commands, then hands over to the module of the command.
+"""Options of `alignedserve batch`; each command is performed by its own module.
 
 Imports of a command's module are inside its function, as in main.py.
 """

@@ -1,7 +1,7 @@
-"""Client of the Files and Batches API of any gateway. What is lost with a connection is asked for again, and said so.
+"""Client of the Files and Batches API of any gateway. Lost connections are retried, with a message.
 
-Nothing is sent twice that could be done twice: creations carry an Idempotency-Key, and an upload whose answer was lost
-leaves at most a file that nobody uses. A server that never answered is reported at once; one that did is waited for.
+Retries have no effect beyond the first request: creations carry an Idempotency-Key, and an upload whose response was
+lost leaves at most an unused file. A server that never responded is reported at once; one that did is waited for.
 """
 
 import asyncio
@@ -15,24 +15,24 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 
-from alignedserve.cli.batch.input_check import USUAL, FileLimits
+from alignedserve.cli.batch.input_check import DEFAULT_LIMITS, FileLimits
 from alignedserve.cli.batch.upload_form import upload_form
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE
 from alignedserve.core.errors import ConfigError, PeerError, PeerLost, ProtocolError
 from alignedserve.loadgen.sse import error_message
 
-PATIENCE_S = 600.0  # how long a server that answered before may be away
+PATIENCE_S = 600.0  # how long a server that responded before may be down
 _CONNECT_S, _SILENCE_S = 10.0, 90.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 _MAX_ERROR_BYTES = 64 * 1024
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
-_COME_BACK = frozenset({429, 502, 503, 504})
+_RETRY_STATUS = frozenset({429, 502, 503, 504})
 
 T = TypeVar("T")
 
 
 class RequestRefused(PeerError):
-    """The server's answer is no, and would be again."""
+    """The server refused the request; a retry would be refused too."""
 
     def __init__(self, message: str, *, status: int, code: str | None) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class RequestRefused(PeerError):
 
 
 class ServerUnavailable(PeerLost):
-    """No answer, or one that says to come back."""
+    """No response, or one that asks to retry later."""
 
     def __init__(self, message: str, *, has_answered: bool, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -51,11 +51,11 @@ class ServerUnavailable(PeerLost):
 
 @dataclass(slots=True)
 class Receiver:
-    """Takes a file's bytes from wherever it stands."""
+    """Takes the bytes of a download from an offset on."""
 
-    offset: Callable[[], int]  # the first byte that it wants; asked anew after a lost connection
+    offset: Callable[[], int]  # the first wanted byte; called again after a lost connection
     take: Callable[[bytes], None]
-    begin: Callable[[], None] = field(default=lambda: None)  # what was taken since the last whole line is void
+    begin: Callable[[], None] = field(default=lambda: None)  # drop what was taken since the last whole line
 
 
 class BatchClient:
@@ -86,10 +86,10 @@ class BatchClient:
         if self._session is not None:
             await self._session.close()
 
-    # --- what there is
+    # --- reading
 
     async def models(self) -> tuple[str, ...]:
-        """Names of the models that are served."""
+        """Return the names of the served models."""
         listed = await self._json("GET", "/v1/models")
         try:
             return tuple(str(model["id"]) for model in listed["data"])
@@ -97,24 +97,24 @@ class BatchClient:
             raise ProtocolError(f"{self.url}/v1/models does not list models") from error
 
     async def limits(self) -> FileLimits:
-        """What a file may be. A server that is not one of ours does not say, and gets the usual ones."""
+        """Return the limits of the server; the default ones if it is another product."""
         try:
-            told = await self._json("GET", "/v1/batches/limits")
+            limits = await self._json("GET", "/v1/batches/limits")
         except RequestRefused:
-            return USUAL
-        if told.get("object") != "batch.limits":
-            return USUAL
+            return DEFAULT_LIMITS
+        if limits.get("object") != "batch.limits":
+            return DEFAULT_LIMITS
         try:
-            return FileLimits(*(int(told[name]) for name in FileLimits._fields))
+            return FileLimits(*(int(limits[name]) for name in FileLimits._fields))
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"{self.url}/v1/batches/limits does not say what may be sent") from error
+            raise ProtocolError(f"{self.url}/v1/batches/limits does not list limits") from error
 
     async def batch(self, batch_id: str) -> dict[str, Any]:
-        """A batch as it is now."""
+        """Return a batch as it is now."""
         return await self._json("GET", f"/v1/batches/{batch_id}")
 
     async def batches(self, limit: int) -> list[dict[str, Any]]:
-        """The newest ones."""
+        """Return the newest batches."""
         found: list[dict[str, Any]] = []
         while True:
             after = f"&after={found[-1]['id']}" if found else ""
@@ -124,7 +124,7 @@ class BatchClient:
                 return found[:limit]
 
     async def receive(self, file_id: str, receiver: Receiver) -> None:
-        """All that a file holds now, from where the receiver stands; whatever is lost on the way is asked for again."""
+        """Download all that a file holds now, from the receiver's offset on; resume after lost connections."""
 
         async def attempt() -> None:
             receiver.begin()
@@ -132,35 +132,35 @@ class BatchClient:
             headers = {"Range": f"bytes={offset}-"} if offset else {}
             async with self._open.get(f"{self.url}/v1/files/{file_id}/content", headers=headers) as response:
                 await self._check(response)
-                surplus = offset if response.status == 200 else 0  # of a server that knows no ranges
+                surplus = offset if response.status == 200 else 0  # from a server without range requests
                 async for chunk in response.content.iter_any():
                     receiver.take(chunk[surplus:])
                     surplus = max(0, surplus - len(chunk))
 
-        await self._patiently(attempt, is_retried=True)
+        await self._with_retries(attempt, is_retried=True)
 
-    # --- what changes something
+    # --- writing
 
     async def upload(self, path: Path, on_bytes: Callable[[int], None]) -> dict[str, Any]:
-        """Send a file for batches, piece by piece; tells how many bytes have gone."""
+        """Upload a file for batches in chunks; call `on_bytes` with the bytes sent so far."""
 
         async def attempt() -> dict[str, Any]:
             form = upload_form(path, on_bytes)
             async with self._open.post(f"{self.url}/v1/files", data=form.chunks(), headers=form.headers) as response:
                 return await self._answer(response)
 
-        return await self._patiently(attempt, is_retried=True)
+        return await self._with_retries(attempt, is_retried=True)
 
     async def create(self, body: dict[str, Any], idempotency_key: str) -> dict[str, Any]:
-        """A batch. The same key never makes a second one."""
+        """Create a batch. The same key never creates a second one."""
         return await self._json("POST", "/v1/batches", body, {"Idempotency-Key": idempotency_key})
 
     async def cancel(self, batch_id: str) -> dict[str, Any]:
-        """Ask for the end of a batch."""
+        """Request the cancellation of a batch."""
         return await self._json("POST", f"/v1/batches/{batch_id}/cancel")
 
     async def delete_file(self, file_id: str) -> None:
-        """Forget a file."""
+        """Delete a file."""
         await self._json("DELETE", f"/v1/files/{file_id}")
 
     # --- one request
@@ -172,7 +172,7 @@ class BatchClient:
             async with self._open.request(method, self.url + path, json=body, headers=headers) as response:
                 return await self._answer(response)
 
-        return await self._patiently(attempt, is_retried=method == "GET")
+        return await self._with_retries(attempt, is_retried=method == "GET")
 
     async def _answer(self, response: aiohttp.ClientResponse) -> dict[str, Any]:
         await self._check(response)
@@ -195,26 +195,26 @@ class BatchClient:
             hint = f"{self.url} wants a key: set {CLIENT_KEY_VARIABLE} to one that it knows"
             raise RequestRefused(hint, status=response.status, code=None)
         message = error_message(body) or f"status {response.status}"
-        if response.status in _COME_BACK:
-            told = response.headers.get("Retry-After", "")
-            retry_after_s = float(told) if told.isascii() and told.isdigit() else None
+        if response.status in _RETRY_STATUS:
+            header = response.headers.get("Retry-After", "")
+            retry_after_s = float(header) if header.isascii() and header.isdigit() else None
             is_quota = response.status == 429
             raise ServerUnavailable(f"{response.status}: {message}", has_answered=is_quota, retry_after_s=retry_after_s)
         raise RequestRefused(message, status=response.status, code=_code_of(body))
 
-    async def _patiently(self, attempt: Callable[[], Awaitable[T]], *, is_retried: bool) -> T:
-        """Its result, at last. `is_retried`: also where the server has said that it was asked too often."""
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], *, is_retried: bool) -> T:
+        """Repeat an attempt until it succeeds. `is_retried`: also after a 429 response."""
         began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         is_lost = False
         while True:
             try:
                 result = await self._once(attempt)
-            except ServerUnavailable as away:
+            except ServerUnavailable as error:
                 waited_s = time.monotonic() - began_s
-                if (away.has_answered and not is_retried) or not self._has_answered or waited_s > self._patience_s:
+                if (error.has_answered and not is_retried) or not self._has_answered or waited_s > self._patience_s:
                     raise
-                pause_s = min(_LONGEST_PAUSE_S, max(pause_s, away.retry_after_s or 0.0))
-                self._say(f"{away}; trying again in {pause_s:g} s")
+                pause_s = min(_LONGEST_PAUSE_S, max(pause_s, error.retry_after_s or 0.0))
+                self._say(f"{error}; trying again in {pause_s:g} s")
                 is_lost = True
                 await asyncio.sleep(pause_s)
                 pause_s *= 2

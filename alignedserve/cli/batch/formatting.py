@@ -1,4 +1,4 @@
-"""A batch in words: for a line that is printed, for a bar that moves, for a table."""
+"""Batches as text: for a status line, a progress bar, a table."""
 
 import time
 from collections import deque
@@ -15,37 +15,37 @@ _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancel
 
 
 class Rate:
-    """Lines per second, of the last half minute."""
+    """Lines per second over the last half minute."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
+        self._observations: deque[tuple[float, int]] = deque()
 
-    def note(self, now: float, num_ended: int) -> None:
-        """So many lines have ended by now."""
-        self._seen.append((now, num_ended))
-        while len(self._seen) > 2 and now - self._seen[0][0] > _RATE_WINDOW_S:
-            self._seen.popleft()
+    def add(self, now: float, num_ended: int) -> None:
+        """Add an observation: the lines that have ended by now."""
+        self._observations.append((now, num_ended))
+        while len(self._observations) > 2 and now - self._observations[0][0] > _RATE_WINDOW_S:
+            self._observations.popleft()
 
     @property
     def per_s(self) -> float | None:
-        """None before there is anything to tell it from."""
-        (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
+        """Return the rate; None before two observations differ."""
+        (first_s, first), (last_s, last) = self._observations[0], self._observations[-1]
         return (last - first) / (last_s - first_s) if last_s > first_s and last > first else None
 
 
 def num_ended(batch: dict[str, Any]) -> int:
-    """Lines that have their record."""
+    """Return the number of lines that have ended."""
     counts = batch.get("request_counts") or {}
     return int(counts.get("completed", 0)) + int(counts.get("failed", 0))
 
 
 def num_lines(batch: dict[str, Any]) -> int:
-    """Of the whole file; 0 until it was read."""
+    """Return the number of lines of the file; 0 until it was read."""
     return int((batch.get("request_counts") or {}).get("total", 0))
 
 
 def outlook(batch: dict[str, Any], now: float) -> str:
-    """When it will end and what time that leaves; why nothing moves; empty for a server that does not say."""
+    """Format expected end and slack, or the reason of a pause; empty for a server that does not report them."""
     extension = batch.get("alignedserve") or {}
     if extension.get("paused"):
         return f"paused: {printable(str(extension['paused']))}"
@@ -58,20 +58,20 @@ def outlook(batch: dict[str, Any], now: float) -> str:
     return f"{verdict}, ends {clock(finish_s)} (in {duration(finish_s - now)}), {slack}"
 
 
-def progress_words(batch: dict[str, Any], rate: Rate, now: float) -> str:
-    """What stands beside the bar, or in a line without one."""
-    words = []
+def progress_text(batch: dict[str, Any], rate: Rate, now: float) -> str:
+    """Format lines read, failures, rate and outlook, for beside the bar."""
+    parts = []
     if batch["status"] == "validating":
-        words.append(f"{(batch.get('alignedserve') or {}).get('lines_validated', 0)} lines read")
+        parts.append(f"{(batch.get('alignedserve') or {}).get('lines_validated', 0)} lines read")
     failed = int((batch.get("request_counts") or {}).get("failed", 0))
-    words += [f"{failed} failed"] if failed else []
-    words += [f"{rate.per_s:.1f} lines/s"] if rate.per_s is not None and batch["status"] not in OVER else []
-    words += [text] if (text := outlook(batch, now)) else []
-    return ", ".join(words)
+    parts += [f"{failed} failed"] if failed else []
+    parts += [f"{rate.per_s:.1f} lines/s"] if rate.per_s is not None and batch["status"] not in OVER else []
+    parts += [text] if (text := outlook(batch, now)) else []
+    return ", ".join(parts)
 
 
 def summary(batch: dict[str, Any], now: float) -> Table:
-    """A batch as a table of two columns."""
+    """Build a table of two columns from a batch."""
     table = Table.grid(padding=(0, 2))
     counts = batch.get("request_counts") or {}
     rows = [("batch", batch["id"]), ("status", batch["status"])]
@@ -95,15 +95,40 @@ def summary(batch: dict[str, Any], now: float) -> Table:
     return table
 
 
+def batches_table(batches: list[dict[str, Any]], now: float) -> Table:
+    """Build the table of `alignedserve batch list`."""
+    table = Table(header_style="bold")
+    for heading in ("batch", "status", "lines", "failed", "created", "window", "outlook"):
+        table.add_column(heading, justify="right" if heading in ("lines", "failed") else "left", no_wrap=True)
+    for batch in batches:
+        counts = batch.get("request_counts") or {}
+        table.add_row(
+            str(batch["id"]),
+            str(batch["status"]),
+            f"{num_ended(batch)}/{num_lines(batch)}" if num_lines(batch) else "",
+            str(counts.get("failed") or ""),
+            clock(batch["created_at"]),
+            str(batch["completion_window"]),
+            outlook(batch, now).partition(",")[0],
+        )
+    return table
+
+
+def problem_text(problem: dict[str, Any]) -> str:
+    """Format a problem of the input file: line, message, code."""
+    place = f"line {problem['line']}: " if problem.get("line") is not None else ""
+    return printable(f"{place}{problem.get('message')} ({problem.get('code')})")
+
+
 def clock(unix_s: float) -> str:
-    """Local time, with its day where that is another one."""
+    """Format a local time, with its day unless that is today."""
     then, today = time.localtime(unix_s), time.localtime()
     shape = "%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d %H:%M"
     return time.strftime(shape, then)
 
 
 def duration(seconds: float) -> str:
-    """Two units at most."""
+    """Format a duration in at most two units."""
     total = max(0, round(seconds))
     days, hours, minutes = total // 86_400, total // 3600 % 24, total // 60 % 60
     if days:

@@ -1,4 +1,4 @@
-"""A batch's file looked at before it is sent, by the code that the server will look at it with."""
+"""Validation of an input file before it is sent, by the server's own code."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -14,18 +14,18 @@ _CHUNK_BYTES = 1024 * 1024
 
 
 class FileLimits(NamedTuple):
-    """What a server accepts; the usual ones unless it says otherwise."""
+    """Limits of a server; by default those of our default configuration."""
 
     max_file_bytes: int = BatchesConfig().max_file_bytes
     max_lines: int = BatchesConfig().max_lines
     max_line_bytes: int = BatchesConfig().max_line_bytes
 
 
-USUAL = FileLimits()
+DEFAULT_LIMITS = FileLimits()
 
 
 class Checked(NamedTuple):
-    """What a file holds."""
+    """Result of a check."""
 
     num_lines: int
     problems: tuple[LineProblem, ...]
@@ -37,9 +37,9 @@ def check_file(
     models: Collection[str],
     on_bytes: Callable[[int], None] = lambda _: None,
     *,
-    limits: FileLimits = USUAL,
+    limits: FileLimits = DEFAULT_LIMITS,
 ) -> Checked:
-    """Read the file as a server with these limits would. Raises OSError."""
+    """Validate the file as a server with these limits would. Raises OSError."""
     num_bytes = path.stat().st_size
     if num_bytes == 0:
         return Checked(0, (LineProblem(code="empty_file", message="The file is empty."),))
@@ -69,16 +69,10 @@ def _read(path: Path, validator: InputValidator, splitter: LineSplitter, on_byte
 
 
 def endpoint_of_first_line(path: Path) -> Endpoint:
-    """Where the first line wants to go; chat where it does not say: validation will."""
+    """Return the endpoint of the first line; chat if it names none, which validation reports."""
     with path.open("rb") as file:
         first = file.readline(BatchesConfig().max_line_bytes).removeprefix(b"\xef\xbb\xbf")
     try:
         return Endpoint(orjson.loads(first)["url"])
     except (orjson.JSONDecodeError, ValueError, KeyError, TypeError):
         return Endpoint.CHAT
-
-
-def as_text(problem: LineProblem) -> str:
-    """A problem as it is shown: where, what, and its code."""
-    place = "" if problem.line is None else f"line {problem.line}: "
-    return f"{place}{problem.message} ({problem.code})"

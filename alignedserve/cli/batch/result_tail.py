@@ -1,7 +1,7 @@
-"""Result lines on their way to a file or a pipe: each exactly once, whatever connection is lost in between.
+"""Result lines written to a file or pipe: each exactly once, even if connections are lost in between.
 
-Only whole lines are written, so what is written always ends where a line does. Every download begins with the last
-line that was written: it shows that the server's file is still the same one.
+Only whole lines are written, so the output always ends at the end of a line. Every download begins with the last line
+that was written, to check that the server's file is still the same.
 """
 
 import os
@@ -14,47 +14,47 @@ _BLOCK_BYTES = 64 * 1024
 
 
 class ResultsChanged(PeerError):
-    """The server's file does not go on where ours ends."""
+    """The server's file does not continue where ours ends."""
 
 
 class NotWritten(AlignedServeError):
-    """The disk is full, or whoever read our output went away."""
+    """The disk is full, or the reader of our output has closed it."""
 
 
 class Sink(Protocol):
-    """Where whole lines go: a file, or whatever shows them."""
+    """Destination of whole lines: a file, or a printer."""
 
     def write(self, whole_lines: bytes, /) -> int:
-        """More of them."""
+        """Write whole lines."""
 
     def flush(self) -> None:
-        """Let nothing wait in a buffer."""
+        """Flush buffers."""
 
     def truncate(self) -> int:
-        """Forget what stands behind what was written."""
+        """Remove everything behind the current position."""
 
 
 class ResultTail:
-    """What was written, and what comes next."""
+    """Lines written so far, continued by the next download."""
 
     def __init__(self, sink: Sink, *, num_bytes: int = 0, last_line: bytes = b"") -> None:
-        self._sink = sink  # stands behind what was written; half a line may follow there, if `last_line` is given
-        self.num_bytes = num_bytes  # written: whole lines
-        self.num_lines = 0  # written by us
+        self._sink = sink  # positioned behind the last whole line; with `last_line`, half a line may follow there
+        self.num_bytes = num_bytes  # written, in whole lines
+        self.num_lines = 0  # written by this object
         self._last_line = last_line
         self._rest = b""
         self._is_joined = not last_line
 
     def offset(self) -> int:
-        """Where the next download begins."""
+        """Return the byte at which the next download begins."""
         return self.num_bytes - len(self._last_line)
 
     def begin(self) -> None:
-        """A download begins; what an earlier one left of a line will come again."""
+        """Begin a download: half a line left by an earlier one will be sent again."""
         self._rest, self._is_joined = b"", not self._last_line
 
     def take(self, chunk: bytes) -> None:
-        """More of the file. Raises ResultsChanged, NotWritten."""
+        """Write the whole lines of a chunk. Raises ResultsChanged, NotWritten."""
         self._rest += chunk
         if not self._is_joined and not self._join():
             return
@@ -72,10 +72,10 @@ class ResultTail:
         self._last_line = whole[whole.rfind(b"\n", 0, end - 1) + 1 :]
 
     def _join(self) -> bool:
-        """Whether the line that we have came; it is not written again."""
+        """Skip the line that was written already; return True once it has arrived."""
         known = self._last_line
         if not known.startswith(self._rest[: len(known)]):
-            raise ResultsChanged("the results do not go on where those that are here end")
+            raise ResultsChanged("the results do not continue where those that are here end")
         if len(self._rest) < len(known):
             return False
         self._rest, self._is_joined = self._rest[len(known) :], True
@@ -85,8 +85,8 @@ class ResultTail:
 
 
 def open_tail(path: Path) -> tuple[ResultTail, BinaryIO]:
-    """Go on with a file that an earlier run left, or begin one. A file with something else in it is left alone.
-    Raises ConfigError."""
+    """Continue the output of an earlier run, or create the file. A file with other content is not touched. Raises
+    ConfigError."""
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b")
         end, last_line = _last_whole_line(file)
@@ -96,12 +96,12 @@ def open_tail(path: Path) -> tuple[ResultTail, BinaryIO]:
         raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
     if is_foreign:
         file.close()
-        raise ConfigError(f"--output {path}: holds something that is no beginning of results")
+        raise ConfigError(f"--output {path}: holds something other than results")
     return ResultTail(file, num_bytes=end, last_line=last_line), file
 
 
 def _last_whole_line(file: BinaryIO) -> tuple[int, bytes]:
-    """Where it ends, and its bytes."""
+    """Return the end of the last whole line, and its bytes."""
     start, tail = file.seek(0, os.SEEK_END), b""
     while start:
         length = min(_BLOCK_BYTES, start)

@@ -1,4 +1,4 @@
-"""`alignedserve batch results` and `errors`: a batch's two files, whole or as they grow."""
+"""Commands `alignedserve batch results` and `errors`: a batch's two result files, whole or as they grow."""
 
 import asyncio
 import os
@@ -13,20 +13,20 @@ import msgspec
 from rich.console import Console
 
 from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, Receiver, RequestRefused
-from alignedserve.cli.batch.commands import checked_id, exit_code_of, problem_text, run_with_client
-from alignedserve.cli.batch.formatting import OVER, num_ended
+from alignedserve.cli.batch.formatting import OVER, num_ended, problem_text
 from alignedserve.cli.batch.result_tail import NotWritten, ResultsChanged, ResultTail, open_tail
+from alignedserve.cli.batch.session import checked_id, exit_code_of, run_with_client
 from alignedserve.cli.batch.watch import POLL_S
 from alignedserve.cli.console import printable, results
 from alignedserve.core.errors import ConfigError
 
-_SHARE = 10.0  # a download's time is at most one part in so many: the server reads its log anew each time
+_SHARE = 10.0  # at most one part in this many of the time is spent downloading: the server reads its log each time
 _LONGEST_PAUSE_S = 10.0
 _RANGE_NOT_THERE = 416
 
 
 def show_results(url: str, batch_id: str, *, is_followed: bool, output: Path | None) -> int:
-    """The answers so far; `is_followed`: until there will be no more."""
+    """Print or write the results so far; `is_followed`: until the batch is over."""
 
     async def act(client: BatchClient, console: Console) -> int:
         checked_id(batch_id)
@@ -78,7 +78,7 @@ def _tail(output: Path | None) -> Iterator[ResultTail]:
         try:
             yield ResultTail(sys.stdout.buffer)
         except NotWritten:
-            # What could not be written must not be tried again when Python ends.
+            # What could not be written must not be flushed again when Python exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise
         return
@@ -93,7 +93,7 @@ def _tail(output: Path | None) -> Iterator[ResultTail]:
 
 
 def show_errors(url: str, batch_id: str, *, json_output: bool) -> int:
-    """What is wrong with the file, or with which of its lines."""
+    """Print the problems of the input file, or the errors of its lines."""
 
     async def act(client: BatchClient, console: Console) -> int:
         batch = await client.batch(checked_id(batch_id))
@@ -113,35 +113,35 @@ def show_errors(url: str, batch_id: str, *, json_output: bool) -> int:
 
 
 class _LinePrinter:
-    """Shows each line of an error file as it comes: a sink for a ResultTail."""
+    """Prints each line of an error file as it arrives: a sink for a ResultTail."""
 
     def __init__(self, json_output: bool) -> None:
         self._json_output = json_output
         self.tail = ResultTail(self)
 
     def write(self, whole_lines: bytes, /) -> int:
-        """Only ever whole lines."""
+        """Print whole lines."""
         for line in whole_lines.splitlines():
             _print(line.decode() if self._json_output else _error_text(line))
         return len(whole_lines)
 
     def flush(self) -> None:
-        """At once."""
+        """Flush stdout."""
         sys.stdout.flush()
 
     def truncate(self) -> int:
-        """Nothing stands behind what was shown."""
+        """Do nothing: output cannot be taken back."""
         return 0
 
 
 def _error_text(line: bytes) -> str:
-    """An error line: who, and why."""
+    """Format an error line: custom id, status, code, message."""
     try:
-        ended = msgspec.json.decode(line)
-        response = ended.get("response")
-        error = response["body"]["error"] if response else ended["error"]
+        result = msgspec.json.decode(line)
+        response = result.get("response")
+        error = response["body"]["error"] if response else result["error"]
         place = f"{response['status_code']} " if response else ""
-        return printable(f"{ended['custom_id']}: {place}{error.get('code') or ''}: {error.get('message')}")
+        return printable(f"{result['custom_id']}: {place}{error.get('code') or ''}: {error.get('message')}")
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         return printable(line.decode("utf-8", "replace"))
 

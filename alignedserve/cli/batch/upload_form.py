@@ -1,4 +1,4 @@
-"""A file as multipart/form-data, sent piece by piece: it is never in memory as a whole."""
+"""A file as multipart/form-data, sent in chunks: it is never in memory as a whole."""
 
 import asyncio
 import secrets
@@ -11,7 +11,7 @@ _CHUNK_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class UploadForm:
-    """One request's body. `chunks` may be called once per attempt."""
+    """Body of one request. `chunks` may be called once per attempt."""
 
     path: Path
     head: bytes
@@ -22,12 +22,12 @@ class UploadForm:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the request."""
+        """Return the headers of the request."""
         length = len(self.head) + self.num_bytes + len(self.tail)
         return {"Content-Type": f"multipart/form-data; boundary={self.boundary}", "Content-Length": str(length)}
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body."""
+        """Yield the body."""
         yield self.head
         num_sent = 0
         with self.path.open("rb") as file:
@@ -42,7 +42,7 @@ class UploadForm:
 
 
 def upload_form(path: Path, on_bytes: Callable[[int], None]) -> UploadForm:
-    """The form that POST /v1/files wants; the name is sent without its folder."""
+    """Build the form for POST /v1/files; the name is sent without its folder."""
     boundary = secrets.token_hex(16)
     part = f'--{boundary}\r\nContent-Disposition: form-data; name="'
     head = f'{part}purpose"\r\n\r\nbatch\r\n{part}file"; filename="{_quoted(path.name)}"\r\n'
@@ -52,6 +52,6 @@ def upload_form(path: Path, on_bytes: Callable[[int], None]) -> UploadForm:
 
 
 def _quoted(name: str) -> str:
-    """As browsers do (HTML living standard, multipart/form-data)."""
+    """Quote a file name as browsers do (HTML living standard, multipart/form-data)."""
     plain = name.encode("utf-8", "replace").decode()
     return plain.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")

@@ -1,4 +1,4 @@
-"""How a batch is watched: a bar where stderr is a terminal, a line now and then where it is not."""
+"""Watching a batch: a progress bar if stderr is a terminal, otherwise a line now and then."""
 
 import asyncio
 import time
@@ -9,39 +9,39 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from alignedserve.cli.batch.client import BatchClient
-from alignedserve.cli.batch.formatting import OVER, Rate, num_ended, num_lines, progress_words
+from alignedserve.cli.batch.formatting import OVER, Rate, num_ended, num_lines, progress_text
 
 POLL_S = 1.0
 _LINE_EVERY_S = 10.0  # without a terminal, unless the status changes
 
 
 class View(Protocol):
-    """Somewhere to show a batch."""
+    """Shows a batch and its changes."""
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Start showing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the screen as it should be."""
+        """Restore the screen."""
 
     def show(self, batch: dict[str, Any]) -> None:
-        """The batch as it is now."""
+        """Show the batch as it is now."""
 
 
 class BarView:
-    """A bar, the rate, the expected end."""
+    """A progress bar with rate and expected end."""
 
     def __init__(self, console: Console) -> None:
         columns = (
             TextColumn("[bold]{task.description}[/]"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[words]}", markup=False),
+            TextColumn("{task.fields[text]}", markup=False),
         )
         self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
-        self._task: TaskID = self._bar.add_task("", total=None, words="")
+        self._task: TaskID = self._bar.add_task("", total=None, text="")
         self._rate = Rate()
 
     def __enter__(self) -> Self:
@@ -57,13 +57,13 @@ class BarView:
 
     def show(self, batch: dict[str, Any]) -> None:
         """See View."""
-        self._rate.note(time.monotonic(), num_ended(batch))
+        self._rate.add(time.monotonic(), num_ended(batch))
         self._bar.update(
             self._task,
             description=str(batch["status"]),
             completed=num_ended(batch),
             total=num_lines(batch) or None,
-            words=progress_words(batch, self._rate, time.time()),
+            text=progress_text(batch, self._rate, time.time()),
         )
 
 
@@ -74,7 +74,7 @@ class LineView:
         self._console = console
         self._rate = Rate()
         self._last: tuple[str, int] | None = None
-        self._said_s = 0.0
+        self._printed_s = 0.0
 
     def __enter__(self) -> Self:
         """See View."""
@@ -88,24 +88,24 @@ class LineView:
     def show(self, batch: dict[str, Any]) -> None:
         """See View."""
         now, seen = time.monotonic(), (str(batch["status"]), num_ended(batch))
-        self._rate.note(now, seen[1])
+        self._rate.add(now, seen[1])
         is_other_status = self._last is None or self._last[0] != seen[0]
-        if not is_other_status and (seen == self._last or now - self._said_s < _LINE_EVERY_S):
+        if not is_other_status and (seen == self._last or now - self._printed_s < _LINE_EVERY_S):
             return
-        self._last, self._said_s = seen, now
+        self._last, self._printed_s = seen, now
         count = f" {seen[1]}/{num_lines(batch)}" if num_lines(batch) else ""
-        words = progress_words(batch, self._rate, time.time())
-        line = f"{time.strftime('%H:%M:%S')} {batch['id']} {seen[0]}{count}{', ' + words if words else ''}"
+        text = progress_text(batch, self._rate, time.time())
+        line = f"{time.strftime('%H:%M:%S')} {batch['id']} {seen[0]}{count}{', ' + text if text else ''}"
         self._console.print(line, markup=False, soft_wrap=True)
 
 
-def view_of(console: Console) -> View:
-    """What suits this console."""
+def make_view(console: Console) -> View:
+    """Return the view that suits the console."""
     return BarView(console) if console.is_terminal else LineView(console)
 
 
-async def watch(client: BatchClient, batch_id: str, view: View) -> dict[str, Any]:
-    """Until the batch is over; the batch as it then is."""
+async def watch_until_over(client: BatchClient, batch_id: str, view: View) -> dict[str, Any]:
+    """Show the batch until it is over; return it as it is then."""
     while True:
         batch = await client.batch(batch_id)
         view.show(batch)
@@ -115,24 +115,24 @@ async def watch(client: BatchClient, batch_id: str, view: View) -> dict[str, Any
 
 
 class ByteBar:
-    """Progress through a file; nothing where stderr is no terminal."""
+    """Progress bar of a file in bytes; hidden if stderr is no terminal."""
 
-    def __init__(self, console: Console, what: str, num_bytes: int) -> None:
+    def __init__(self, console: Console, label: str, num_bytes: int) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), DownloadColumn())
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task(what, total=num_bytes)
+        self._task = self._bar.add_task(label, total=num_bytes)
 
     def __enter__(self) -> Self:
-        """Show it."""
+        """Show the bar."""
         self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take it away."""
+        """Remove the bar."""
         self._bar.stop()
 
-    def note(self, num_bytes: int) -> None:
-        """So far."""
+    def update(self, num_bytes: int) -> None:
+        """Set the bytes so far."""
         self._bar.update(self._task, completed=num_bytes)

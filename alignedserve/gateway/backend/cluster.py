@@ -228,7 +228,7 @@ class _OpenRequest:
         return self._has_last and self.stream.has_prompt_logprobs
 
     def is_resend_due(self, now: float) -> bool:
-        """Return whether it has been silent too long since it was heard or last resent; True starts the next wait."""
+        """Return whether it has been silent too long; True starts the next wait."""
         is_due = now - max(self.last_heard_s, self._last_sent_s) > _RESEND_AFTER_S
         if is_due:
             self._last_sent_s = now

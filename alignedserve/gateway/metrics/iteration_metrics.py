@@ -25,11 +25,11 @@ def iteration_log_metrics(totals: IterationLogTotals) -> Iterator[Metric]:
         "waiting_for_prefill": totals.waiting_for_prefill_s,
         "nothing_to_do": totals.nothing_to_do_s,
     }
-    yield _counter("decode_wall_seconds", "Time of the decode workers, to their latest iterations.", totals.wall_s)
-    yield _labelled("decode_seconds", "The same in parts.", "part", parts)
-    yield _labelled("bubble_seconds", "Of it, lost; misaligned is within part=forward.", "cause", bubbles)
+    yield _counter("decode_wall_seconds", "Wall time of the decode workers.", totals.wall_s)
+    yield _labelled("decode_seconds", "Wall time of the decode workers by part.", "part", parts)
+    yield _labelled("bubble_seconds", "Lost time by cause; misaligned is within part=forward.", "cause", bubbles)
     yield _counter("iterations", "Decode iterations.", totals.num_iterations)
-    yield _counter("switch_iterations", "Of them, in which two batches mixed.", totals.num_switch_iterations)
+    yield _counter("switch_iterations", "Decode iterations in which two batches mixed.", totals.num_switch_iterations)
     yield _counter("iteration_requests", "Running requests, counted in every iteration.", totals.num_requests)
     yield _spread(totals)
 

@@ -151,7 +151,7 @@ class _Choice:
             self._metrics.ttft_s.observe(now - self.request.arrival_s)
             self._metrics.prompt_tokens.inc(self.request.prompt_len)
         elif num_new:
-            self._metrics.gap_s.observe((now - self._last_s) / num_new)
+            self._metrics.tbt_s.observe((now - self._last_s) / num_new)
         self._last_s = now
         self._num_tokens += num_new
         self._metrics.generation_tokens.inc(num_new)

@@ -105,7 +105,7 @@ def _with_common(fields: dict[str, Any]) -> dict[str, Any]:
         fields["stream_options"] = _without_neutral(options, unsupported.STREAM_OPTIONS, "stream_options.")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
-    if fields.get("service_tier") in unsupported.TIERS:
+    if fields.get("service_tier") in unsupported.SERVICE_TIERS:
         _refuse_unsupported("service_tier", fields["service_tier"])
     return fields
 

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from alignedserve.gateway.errors import JSON_TYPE, ClientDisconnected
+from alignedserve.gateway.errors import ClientDisconnected
+from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.generation import Generation
 from alignedserve.gateway.openai.response_format import collect_body, make_formatter
 
@@ -30,13 +31,13 @@ class BodyResponse(Response):
     """A whole response. Errors are raised before anything is sent."""
 
     def __init__(self, generation: Generation) -> None:
-        super().__init__(media_type=JSON_TYPE)
+        super().__init__()
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, then send."""
         body = await while_connected(receive, collect_body(self._generation))
-        await Response(body, media_type=JSON_TYPE)(scope, receive, send)
+        await JsonResponse(body)(scope, receive, send)
 
 
 class EventStreamResponse(Response):

@@ -41,6 +41,6 @@ MESSAGE: NeutralValues = {
     "tool_calls": ([],),
 }
 PART: NeutralValues = {"prompt_cache_breakpoint": ()}
-TIERS = ("scale",)
+SERVICE_TIERS = ("scale",)
 ROLES = ("tool", "function")
 PART_TYPES = ("image_url", "input_audio", "file", "refusal")

@@ -1,18 +1,16 @@
 """Routes of /v1/batches: create, list, get, cancel."""
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import JSON_TYPE
 from alignedserve.gateway.files.schemas import CreateBatchRequest
 from alignedserve.gateway.files.views import batch_view, limits_view, list_view
+from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.parsing import parse, read_json
 from alignedserve.gateway.routes.dependencies import files_api_of, services_of
-from alignedserve.gateway.routes.query_parameters import positive
+from alignedserve.gateway.routes.request_parameters import positive
 
 router = APIRouter()
 
@@ -25,7 +23,7 @@ async def create_batch(http: Request) -> Response:
     """Create a batch; its lines are validated after the response."""
     files_api, owner = files_api_of(http)
     asked = parse(CreateBatchRequest, await read_json(http, services_of(http).config))
-    return _json(await files_api.create(owner, asked, _idempotency_key(http)))
+    return JsonResponse(batch_view(await files_api.create(owner, asked, _idempotency_key(http))))
 
 
 @router.get("/v1/batches", response_model=None)
@@ -35,28 +33,28 @@ async def list_batches(http: Request) -> Response:
     limit = positive(http, "limit", default=_DEFAULT_LIMIT, at_most=_MAX_LIMIT)
     snapshots, has_more = await files_api.batches(owner, after=http.query_params.get("after"), limit=limit)
     shown = list_view([batch_view(snapshot) for snapshot in snapshots], has_more=has_more)
-    return Response(orjson.dumps(shown), media_type=JSON_TYPE)
+    return JsonResponse(shown)
 
 
 @router.get("/v1/batches/limits", response_model=None)
 async def get_limits(http: Request) -> Response:
     """Return the limits, so that clients can check a file before sending it. No batch id equals `limits`."""
     files_api, _ = files_api_of(http)
-    return Response(orjson.dumps(limits_view(files_api.config)), media_type=JSON_TYPE)
+    return JsonResponse(limits_view(files_api.config))
 
 
 @router.get("/v1/batches/{batch_id}", response_model=None)
 async def get_batch(http: Request, batch_id: str) -> Response:
     """Return a batch."""
     files_api, owner = files_api_of(http)
-    return _json(await files_api.batch(owner, batch_id))
+    return JsonResponse(batch_view(await files_api.batch(owner, batch_id)))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=None)
 async def cancel_batch(http: Request, batch_id: str) -> Response:
     """Cancel a batch; results so far are kept."""
     files_api, owner = files_api_of(http)
-    return _json(await files_api.cancel(owner, batch_id))
+    return JsonResponse(batch_view(await files_api.cancel(owner, batch_id)))
 
 
 def _idempotency_key(http: Request) -> str | None:
@@ -66,7 +64,3 @@ def _idempotency_key(http: Request) -> str | None:
             f"Idempotency-Key must have 1 to {_MAX_IDEMPOTENCY_KEY_LEN} characters.", param="Idempotency-Key"
         )
     return key
-
-
-def _json(snapshot: BatchSnapshot) -> Response:
-    return Response(orjson.dumps(batch_view(snapshot)), media_type=JSON_TYPE)

@@ -3,20 +3,19 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from alignedserve.batches.records import FileRecord
 from alignedserve.core.errors import StorageDamaged
-from alignedserve.gateway.errors import JSON_TYPE, RangeNotSatisfiable
+from alignedserve.gateway.errors import RangeNotSatisfiable
 from alignedserve.gateway.files.files_api import FilesApi, new_file_id
 from alignedserve.gateway.files.uploads import receive_upload
 from alignedserve.gateway.files.views import file_view, list_view
-from alignedserve.gateway.routes.byte_ranges import first_byte
+from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.dependencies import files_api_of
-from alignedserve.gateway.routes.query_parameters import one_of, positive
+from alignedserve.gateway.routes.request_parameters import first_byte, one_of, positive
 
 router = APIRouter()
 
@@ -33,7 +32,7 @@ async def create_file(http: Request) -> Response:
         record = await files_api.add_file(owner, file_id, upload)
     finally:
         await upload.blob.discard()
-    return _json(file_view(record, record.num_bytes))
+    return JsonResponse(file_view(record, record.num_bytes))
 
 
 @router.get("/v1/files", response_model=None)
@@ -49,14 +48,14 @@ async def list_files(http: Request) -> Response:
     )
     shown = list_view([await _file_view(files_api, record) for record in records], has_more=has_more)
     # Required strings in this list only, according to the specification.
-    return _json({"first_id": "", "last_id": ""} | shown)
+    return JsonResponse({"first_id": "", "last_id": ""} | shown)
 
 
 @router.get("/v1/files/{file_id}", response_model=None)
 async def get_file(http: Request, file_id: str) -> Response:
     """Return a file's metadata."""
     files_api, owner = files_api_of(http)
-    return _json(await _file_view(files_api, await files_api.file(owner, file_id)))
+    return JsonResponse(await _file_view(files_api, await files_api.file(owner, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content", response_model=None)
@@ -86,7 +85,7 @@ async def delete_file(http: Request, file_id: str) -> Response:
     """Delete a file."""
     files_api, owner = files_api_of(http)
     record = await files_api.remove(owner, file_id)
-    return _json({"id": record.file_id, "object": "file", "deleted": True})
+    return JsonResponse({"id": record.file_id, "object": "file", "deleted": True})
 
 
 async def _checked_stream(chunks: AsyncIterator[bytes], num_bytes: int) -> AsyncIterator[bytes]:
@@ -110,10 +109,6 @@ async def _checked_stream(chunks: AsyncIterator[bytes], num_bytes: int) -> Async
 
 async def _file_view(files_api: FilesApi, record: FileRecord) -> dict[str, Any]:
     return file_view(record, await files_api.num_bytes(record))
-
-
-def _json(answer: Any) -> Response:
-    return Response(orjson.dumps(answer), media_type=JSON_TYPE)
 
 
 def _ascii(name: str) -> str:

@@ -2,15 +2,15 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-import orjson
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.core.errors import StorageError
-from alignedserve.gateway.errors import JSON_TYPE, error_json
+from alignedserve.gateway.errors import error_json
 from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.metrics.batch_metrics import batch_metrics
 from alignedserve.gateway.routes.dependencies import services_of
 
@@ -20,7 +20,7 @@ router = APIRouter()
 @router.get("/health", response_model=None)
 async def health() -> Response:
     """Report that the gateway is alive, whatever the rest of the cluster does."""
-    return Response(b'{"status":"alive"}', media_type=JSON_TYPE)
+    return JsonResponse({"status": "alive"})
 
 
 @router.get("/ready", response_model=None)
@@ -28,9 +28,9 @@ async def ready(http: Request) -> Response:
     """Report whether the whole cluster generates tokens; 503 with the reason when it does not."""
     missing = services_of(http).readiness_probe.missing()
     if missing is None:
-        return Response(b'{"status":"ready"}', media_type=JSON_TYPE)
+        return JsonResponse({"status": "ready"})
     body = error_json(f"Not ready: {missing}.", "server_error", code="not_ready")
-    return Response(body, 503, headers={"Retry-After": "1"}, media_type=JSON_TYPE)
+    return JsonResponse(body, 503, headers={"Retry-After": "1"})
 
 
 @router.get("/metrics", response_model=None)
@@ -54,7 +54,7 @@ async def _batch_metrics(files_api: FilesApi) -> bytes:
 @router.get("/version", response_model=None)
 async def get_version() -> Response:
     """Return the version of AlignedServe."""
-    return Response(orjson.dumps({"version": _VERSION}), media_type=JSON_TYPE)
+    return JsonResponse({"version": _VERSION})
 
 
 def _installed_version() -> str:

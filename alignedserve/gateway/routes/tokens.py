@@ -1,12 +1,11 @@
 """POST /tokenize and /detokenize."""
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from alignedserve.core.errors import InvalidRequest
-from alignedserve.gateway.errors import JSON_TYPE
+from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.openai.parsing import parse, plain_messages, read_json
 from alignedserve.gateway.openai.prompt_encoding import check_token_ids, encode_chat, encode_text
 from alignedserve.gateway.openai.schemas import DetokenizeRequest, TokenizeRequest
@@ -28,7 +27,7 @@ async def tokenize(http: Request) -> Response:
     else:
         token_ids = await encode_text(asked.prompt, services, add_special_tokens=asked.add_special_tokens)
     answer = {"count": len(token_ids), "max_model_len": services.model.max_context_len, "tokens": token_ids}
-    return Response(orjson.dumps(answer), media_type=JSON_TYPE)
+    return JsonResponse(answer)
 
 
 @router.post("/detokenize", response_model=None)
@@ -39,4 +38,4 @@ async def detokenize(http: Request) -> Response:
     services.check_model(asked.model)
     token_ids = check_token_ids(asked.tokens, services, param="tokens")
     text = services.tokenizer.decode(token_ids, skip_special_tokens=False)
-    return Response(orjson.dumps({"prompt": text}), media_type=JSON_TYPE)
+    return JsonResponse({"prompt": text})

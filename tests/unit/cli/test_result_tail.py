@@ -48,7 +48,7 @@ def test_a_file_goes_on(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "out"
     path.write_bytes(CONTENT[:num_bytes])
     if 0 < num_bytes < CONTENT.index(b"\n") + 1:
-        with pytest.raises(ConfigError, match="no beginning of results"):
+        with pytest.raises(ConfigError, match="other than results"):
             open_tail(path)
         return
     tail, file = open_tail(path)
@@ -76,10 +76,10 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_a_rate_is_of_the_last_half_minute() -> None:
     rate = Rate()
-    rate.note(0.0, 0)
+    rate.add(0.0, 0)
     assert rate.per_s is None
     for second in range(1, 101):
-        rate.note(float(second), second if second < 60 else 60 + (second - 60) * 3)
+        rate.add(float(second), second if second < 60 else 60 + (second - 60) * 3)
     assert rate.per_s == pytest.approx(3.0, rel=0.05)
 
 

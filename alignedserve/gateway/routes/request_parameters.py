@@ -1,4 +1,4 @@
-"""Query parameters of lists."""
+"""Query parameters and headers that routes of files and batches read."""
 
 import re
 from collections.abc import Sequence
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from alignedserve.core.errors import InvalidRequest
+
+_RANGE = re.compile(r"bytes=(\d{1,15})-", re.ASCII)
 
 
 def positive(http: Request, name: str, *, default: int, at_most: int) -> int:
@@ -24,3 +26,12 @@ def one_of(http: Request, name: str, known: Sequence[str]) -> str:
     if text not in known:
         raise InvalidRequest(f"{name} must be one of {', '.join(known)}.", param=name, code="invalid_value")
     return text
+
+
+def first_byte(http: Request) -> int | None:
+    """Return the first byte that `Range: bytes=N-` asks for, to resume a download (RFC 9110, section 14).
+
+    None without a range, or with one of another form, which may be ignored.
+    """
+    match = _RANGE.fullmatch(http.headers.get("range", "").strip())
+    return int(match[1]) if match else None

@@ -1,0 +1,16 @@
+"""The HTTP response of every JSON endpoint."""
+
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+
+class JsonResponse(Response):
+    """A response of JSON, encoded here unless it already is."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the encoded content."""
+        return content if isinstance(content, bytes) else orjson.dumps(content)
