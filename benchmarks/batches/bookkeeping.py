@@ -45,7 +45,7 @@ class _AtOnce:
 
 
 def measure_bookkeeping(num_lines: int, content: bytes) -> dict[str, float]:
-    """Milliseconds of one core per line, of this process and of Redis; validation apart."""
+    """Measure milliseconds of one core per line, of this process and of Redis; validation apart."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server = PrivateRedis(folder=folder / "redis", socket_path=folder / "redis.sock", log_path=folder / "log")

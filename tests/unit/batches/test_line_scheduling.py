@@ -49,7 +49,7 @@ def test_the_example_of_the_quote(window_s: float, risk: Risk, finish_s: float) 
 def test_batches_that_end_before_it_stand_before_it() -> None:
     own = RemainingWork(1000.0, 10_000.0)
     assert (
-        estimate_eta(own, [RemainingWork(900.0, 5000.0), RemainingWork(1100.0, 5000.0)], THROUGHPUT, 0.0).finish_s
+        estimate_eta(own, [RemainingWork(900.0, 5000.0), RemainingWork(1100.0, 7000.0)], THROUGHPUT, 0.0).finish_s
         == 150.0
     )
 
