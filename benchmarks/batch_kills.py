@@ -37,7 +37,7 @@ _ENDPOINT = "/v1/chat/completions"
 
 
 class Verdict(NamedTuple):
-    """Verdict on one batch."""
+    """Result of one batch."""
 
     num_lost: int
     num_duplicated: int
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
 
     @property
     def is_clean(self) -> bool:
-        """Return whether every line ended once, with the right answer."""
+        """Return True if every line ended once, with the right answer."""
         return (self.num_lost, self.num_duplicated, self.num_wrong, self.status) == (0, 0, 0, "completed")
 
 
@@ -157,7 +157,7 @@ def run_all(folder: Path, seeds: range, records: dict[str, dict[str, Any]]) -> N
 
 
 def figures_of(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the totals of all records."""
+    """Sum up all recorded runs."""
     ordered = [records[seed] for seed in sorted(records, key=int)]
     faults = [fault for record in ordered for fault in record["faults"] if fault["batch_ran"] and fault["was_there"]]
     return {

@@ -116,7 +116,7 @@ def measure(policy: str, num_requests: int, situation: str, rounds: int) -> dict
         "p50_ms": round(1e3 * statistics.median(processor_s), 3),
         "p90_ms": round(1e3 * statistics.quantiles(processor_s, n=10)[8], 3),
         "wall_p50_ms": round(1e3 * statistics.median(wall_s), 3),
-        "shares": len(plan.shares),
+        "shares": len(plan.scheduled),
         "evictions": len(plan.evictions),
     }
 

@@ -39,13 +39,13 @@ class SwappingEngine:
         served = resolve_model(ModelSectionConfig())
         has_int8_swaps = swap_format == "int8"
         sizes = EngineSizes(MEMORY_BYTES, BATCH_SIZE, BLOCK_SIZE, has_int8_swaps=has_int8_swaps)
-        self._engine = ModelExecutor(served, sizes)
+        self._executor = ModelExecutor(served, sizes)
         self._swaps = swap_format is not None
         self._leaving: tuple[RequestId, ...] = ()  # with the next iteration
 
     def close(self) -> None:
         """End its threads."""
-        self._engine.close()
+        self._executor.close()
 
     def answer(self, prompts: Sequence[tuple[int, ...]], max_tokens: Sequence[int]) -> list[list[int]]:
         """Answer greedily, up to an end-of-sequence token; at most BATCH_SIZE at a time."""
@@ -64,7 +64,7 @@ class SwappingEngine:
         slices = [(request.request_id, request.prompt_len) for request in requests]
         command = RunIteration(self._leaving, tuple(additions), (), tuple(slices))
         for iteration in range(max(max_tokens)):
-            for token in self._engine.run_iteration(command).sampled:
+            for token in self._executor.run_iteration(command).sampled:
                 generated[token.request_id].append(token.token_id)
             ended = [request for request in running if self._is_over(request, generated[request.request_id])]
             running = [request for request in running if request not in ended]
@@ -76,7 +76,7 @@ class SwappingEngine:
         return list(generated.values())
 
     def _is_over(self, request: Request, tokens: Sequence[int]) -> bool:
-        return len(tokens) == request.sampling.max_tokens or tokens[-1] in self._engine.eos_token_ids
+        return len(tokens) == request.sampling.max_tokens or tokens[-1] in self._executor.eos_token_ids
 
 
 def _next_command(

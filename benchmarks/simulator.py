@@ -23,7 +23,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import ClusterHardware, simulated_on
+from alignedserve.sim.cluster_hardware import ClusterHardware, simulated_on
 from alignedserve.sim.simulation import Simulation
 from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
 from alignedserve.workload.traces import TraceRow, at_rate, read_trace, shipped_trace

@@ -24,7 +24,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import ClusterHardware
+from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from alignedserve.sim.result import SimulationResult
 from experiments.common import (

@@ -25,7 +25,7 @@ from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, RouterConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import ClusterHardware
+from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ClassResult, Measure, SimulationResult
 from alignedserve.sim.sweep import Case, CaseProgress, CaseResult, WorkloadLine, run_cases
@@ -134,7 +134,7 @@ def run(
         task = bar.add_task("simulating", total=len(cases))
 
         def report(progress: CaseProgress) -> None:
-            bar.advance(task, 1 if progress.is_over else 0)
+            bar.advance(task, 1 if progress.is_done else 0)
 
         results = run_cases([case for _, case in cases], processes=processes, progress=report)
     return [

@@ -14,7 +14,7 @@ from typing import Any
 from alignedserve.config.sections import Topology
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import ClusterHardware
+from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from experiments.alignedserve import KERNELS, PAIR, further_figures
 from experiments.common import (

@@ -1,4 +1,4 @@
-"""What a worker tells the router about itself."""
+"""Registration of a worker with the router."""
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.workers import WorkerRegistered

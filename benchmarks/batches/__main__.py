@@ -142,7 +142,7 @@ def chat() -> dict[str, Any]:
 
 
 def load(cluster: KillCluster, folder: Path, duration_s: float) -> dict[str, Any]:
-    """Return what `bench serve` saw of the real-time load."""
+    """Put on the real-time load; return what `bench serve` measured."""
     command = [*_alignedserve(), "bench", "serve", "--url", cluster.url, "--endpoint", "completions", "--ignore-eos"]
     command += ["--duration", str(duration_s), "--json", "-", "--tokenizer", str(folder), "--synthetic", _REAL_TIME]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["report"]

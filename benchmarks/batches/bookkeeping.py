@@ -1,5 +1,5 @@
-"""Cost of a line of a batch beside the request itself: the real driver, store and disk, a runner that answers
-at once. Run by `python -m benchmarks.batches`."""
+"""Overhead of a batch line beside its request: the real driver, store and disk, and a runner that responds at
+once. Run by `python -m benchmarks.batches`."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What experiments share: cases from names, and rows out of results."""
+"""Helpers shared by the experiments: cases from names, and rows out of results."""
 
 import json
 from pathlib import Path

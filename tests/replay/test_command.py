@@ -1,4 +1,4 @@
-"""`alignedserve replay` on recordings of simulated and of real rooms, and what it says of the times in them."""
+"""`alignedserve replay` on recordings of simulated and of real components, and its report of their times."""
 
 import json
 from pathlib import Path

@@ -15,7 +15,7 @@ from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass
 from alignedserve.costmodel.choice import FITTED, make_cost_model
 from alignedserve.loadgen.prompts import to_json
-from alignedserve.replay.components import ComponentReplay, Difference, recordings_in
+from alignedserve.replay.component_replay import ComponentReplay, Difference, recordings_in
 from alignedserve.replay.fitting import MachineFit, WorkerFit, fit_machine
 from alignedserve.replay.observed import ObservedRun
 from alignedserve.replay.run_file import read_run_metadata
@@ -74,7 +74,7 @@ def replay_folder(folder: Path, component: str | None = None) -> tuple[list[Comp
     if not chosen:
         raise ConfigError(f"--component {component}: recorded are {', '.join(sorted({one.name for one in replays}))}")
     for one in chosen:
-        observer, began_s = run.room(one.name, one.pool), time.perf_counter()
+        observer, began_s = run.observer(one.name, one.pool), time.perf_counter()
         for decided in one.decided():
             observer.take(decided)
         seconds = time.perf_counter() - began_s

@@ -84,8 +84,8 @@ class _Bar:
         """Show how far a simulation has come."""
         ends_s = self._ends_s[case.name]
         so_far = int(100 * min(case.simulated_s / ends_s, 1.0)) if ends_s > 0 else 0
-        self._steps[case.name] = 100 if case.is_over else so_far
-        if case.is_over:
+        self._steps[case.name] = 100 if case.is_done else so_far
+        if case.is_done:
             self._over.add(case.name)
         status = f"{len(self._over)} of {len(self._ends_s)} simulations"
         self._bar.update(self._task, completed=sum(self._steps.values()), status=status)

@@ -16,8 +16,8 @@ from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
+from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.config import SimConfig
-from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.sweep import Case, WorkloadLine
 from alignedserve.workload.feasibility import require_feasible

@@ -127,7 +127,7 @@ class _IterationBenchmark:
         )
         engine.record_graphs()
         block_ids = np.random.default_rng(0).permutation(num_used).tolist()
-        self._iteration_timer = IterationTimer(engine, block_ids=block_ids, clock=time.perf_counter)
+        self._timer = IterationTimer(engine, block_ids=block_ids, clock=time.perf_counter)
         lists = lists_at_the_end(storage, num_listed)
         self._lists = PinnedLists(storage, streams_of(storage.device), *lists)
         self._block_kib = layout.block_bytes / 1024
@@ -162,9 +162,9 @@ class _IterationBenchmark:
         beside: list[float] = []
         outlasted: list[float] = []
         for _ in range(self._spec.num_rounds):
-            alone.append(self._iteration_timer.visit(self._decodes))
+            alone.append(self._timer.measure(self._decodes))
             traffic.fill()
-            seconds = self._iteration_timer.visit(self._decodes)
+            seconds = self._timer.measure(self._decodes)
             (beside if traffic.is_going_on() else outlasted).append(seconds)
             traffic.drain()
         sizes = _named(self._decodes)
@@ -181,8 +181,8 @@ class _IterationBenchmark:
         return _at_least(name, sizes, speed.lists_s, _Bound("a plain copy", speed.plain_s), _COPY_SHARE)
 
     def _seconds(self, point: Point) -> float:
-        self._iteration_timer.visit(point)  # compiles and warms up
-        return statistics.median(self._iteration_timer.visit(point) for _ in range(self._spec.num_rounds))
+        self._timer.measure(point)  # compiles and warms up
+        return statistics.median(self._timer.measure(point) for _ in range(self._spec.num_rounds))
 
 
 def _attention_operations(config: ModelConfig, num_pairs: int) -> int:

@@ -112,8 +112,8 @@ def run_profile(spec: ProfileSpec, on_measured: Callable[[float], None] = lambda
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     profiler = _Profiler(spec)
-    held_out = [PointResult(point) for point in profiler.possible(held_out_points(0, _NUM_HELD_OUT))]
-    fitted = [PointResult(point) for point in profiler.possible(fitted_points())]
+    held_out = [PointResult(point) for point in profiler.feasible(held_out_points(0, _NUM_HELD_OUT))]
+    fitted = [PointResult(point) for point in profiler.feasible(fitted_points())]
     num_rounds = profiler.measure([*held_out, *fitted], on_measured)
     fitted, held_out = ([result for result in results if result.seconds] for results in (fitted, held_out))
     costs = fit_linear([result.sample for result in fitted])
@@ -138,11 +138,11 @@ class _Profiler:
         engine.record_graphs()
         # In no order, as the blocks of a worker that has served for a while.
         self._block_ids: list[int] = np.random.default_rng(0).permutation(self._storage.num_blocks).tolist()
-        self._iteration_timer = IterationTimer(engine, block_ids=self._block_ids, clock=self._clock)
+        self._timer = IterationTimer(engine, block_ids=self._block_ids, clock=self._clock)
 
-    def possible(self, points: Sequence[Point]) -> list[Point]:
-        """Return the points that fit the model and the storage."""
-        return self._iteration_timer.possible(points, self._max_context_len)
+    def feasible(self, points: Sequence[Point]) -> list[Point]:
+        """Those that the model and the storage have room for."""
+        return self._timer.feasible(points, self._max_context_len)
 
     def measure(self, results: list[PointResult], on_measured: Callable[[float], None]) -> int:
         """Measure the points, those with fewest tokens first, until the time is up. Returns the number of whole rounds.
@@ -150,14 +150,12 @@ class _Profiler:
         Of a model too slow for one round, the points with most tokens have no time.
         """
         results = sorted(results, key=lambda result: (result.point.work.num_tokens, result.point.work.prompt_pairs))
-        self._iteration_timer.visit(
-            results[-1].point if len(results) < 2 else results[len(results) // 2].point
-        )  # warms up
+        self._timer.measure(results[-1].point if len(results) < 2 else results[len(results) // 2].point)  # warms up
         started = time.perf_counter()
         num_rounds = 0
         while True:
             for result in results:
-                result.seconds.append(self._iteration_timer.visit(result.point))
+                result.seconds.append(self._timer.measure(result.point))
                 gone = time.perf_counter() - started
                 on_measured(min(gone, self._duration_s))
                 if gone > self._duration_s:
@@ -172,8 +170,8 @@ class _Profiler:
         rows = []
         for count in counts:
             # Other blocks each time: those just copied would come from the processor's caches.
-            chosen = [self._block_ids[index * count :][:count] for index in range(_NUM_COPIES)]
-            seconds = statistics.median(self._timed(partial(copy, blocks)) for blocks in chosen)
+            lists = [self._block_ids[index * count :][:count] for index in range(_NUM_COPIES)]
+            seconds = statistics.median(self._timed(partial(copy, blocks)) for blocks in lists)
             rows.append((1.0 / seconds, count * block_bytes / seconds))
         latency_s, byte_s = nonnegative_least_squares(np.array(rows), np.ones(len(rows))).tolist()
         return LinkModel(latency_s, 1.0 / byte_s)

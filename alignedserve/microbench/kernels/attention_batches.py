@@ -86,5 +86,5 @@ def attention_batch(storage: BlockStorage, lengths: Sequence[int], num_new: int)
 
 
 def _placed(step: StepAttention, device: torch.device) -> StepAttention:
-    step.place(to_device(step.host_arrays, device))
+    step.bind(to_device(step.host_arrays, device))
     return step

@@ -157,11 +157,11 @@ class _SchedulingBenchmark:
         self._queue.append((_POOL, PeerConnected(Role.ROUTER, _ROUTER)))
         for worker, role in ((_PREFILL, Role.PREFILL_WORKER), (_DECODE, Role.DECODE_WORKER)):
             self._queue.append((_POOL, PeerConnected(role, worker)))
-        self._buffers.pool_linked()
-        for command in self._buffers.linked(_DECODE):
+        self._buffers.pool_connected()
+        for command in self._buffers.connected(_DECODE):
             if isinstance(command, OpenBuffer):
                 offered = ArenaOffered("", self._num_blocks // 2, 1, "")
-                self._perform_all(_PREFILL, self._buffers.opened(BufferOpened(_DECODE, command.life, offered)))
+                self._perform_all(_PREFILL, self._buffers.opened(BufferOpened(_DECODE, command.link_epoch, offered)))
         self._deliver()
 
     def _fill(self) -> None:
@@ -235,7 +235,7 @@ class _SchedulingBenchmark:
             case CancelPrefetch():
                 return [*self._buffers.cancel(event.peer, event.message)]
             case ReturnRequest():
-                return [*self._buffers.bring_back(event.peer, event.message)]
+                return [*self._buffers.return_to_pool(event.peer, event.message)]
             case BlocksReserved() | BlocksTaken() | ReservationRefused():
                 return [*self._buffers.answered(event.message)]
         return []
