@@ -24,67 +24,6 @@ def opened(
     return lease
 
 
-def kept(
-    table: LeaseTable, name: str, num_blocks: int = 1, arrival_s: float = 0.0, of: RequestClass = REAL_TIME
-) -> Lease:
-    lease = opened(table, name, num_blocks, arrival_s, of)
-    table.move(lease, LeaseStage.KEPT)
-    return lease
-
-
-def counts(table: LeaseTable) -> tuple[int, int]:
-    return table.num_used, table.num_kept
-
-
-# --- counting
-
-
-def test_leases_are_numbered_from_the_first_one_on() -> None:
-    table = LeaseTable(8, first_lease=40)
-    assert [opened(table, name).lease_id for name in ("r1", "r2")] == [40, 41]
-
-
-def test_a_lease_is_found_by_number_and_by_request_until_it_ends() -> None:
-    table = LeaseTable(8, first_lease=1)
-    first, second = opened(table, "r1", 2), opened(table, "r1")
-    assert table.of_request(R1) == [first, second]
-    assert table.close(first) == blocks(0, 1)
-    assert table.get(first.lease_id) is None
-    assert table.of_request(R1) == table.all() == [second]
-    table.close(second)
-    assert table.of_request(R1) == table.all() == []
-
-
-@pytest.mark.parametrize("stage", [stage for stage in LeaseStage if stage is not LeaseStage.RESERVED])
-def test_what_is_being_written_is_listed_until_it_moves_on(stage: LeaseStage) -> None:
-    table = LeaseTable(8, first_lease=1)
-    lease = opened(table, "r1")
-    assert table.reserved() == [lease]
-    table.move(lease, stage)
-    assert table.reserved() == []
-
-
-def test_kept_blocks_are_used_and_counted_apart() -> None:
-    table = LeaseTable(8, first_lease=1)
-    lease = opened(table, "r1", 3)
-    assert counts(table) == (3, 0)
-    table.move(lease, LeaseStage.KEPT)
-    assert counts(table) == (3, 3)
-    table.move(lease, LeaseStage.GRANTED)
-    assert counts(table) == (3, 0)
-    table.move(lease, LeaseStage.KEPT)
-    table.close(lease)
-    assert counts(table) == (0, 0)
-
-
-def test_free_and_kept_blocks_can_be_allocated() -> None:
-    table = LeaseTable(8, first_lease=1)
-    opened(table, "r1", 3)
-    kept(table, "r2", 2)
-    assert table.can_allocate(5)
-    assert not table.can_allocate(6)
-
-
 def test_a_lease_on_blocks_that_are_not_free_is_a_broken_invariant() -> None:
     table = LeaseTable(8, first_lease=1)
     with pytest.raises(AssertionError, match="not free"):
