@@ -37,13 +37,7 @@ class DecodeWorkerActor(ActorHost):
 
         async def build() -> DecodeWorker:
             engine = ModelExecutor(served, sizes)
-            registered = registration_of(
-                layout,
-                num_blocks=engine.num_blocks,
-                max_running_requests=config.max_running_requests,
-                pool_name=POOL,
-                can_decode=True,
-            )
+            registered = registration_of(layout, engine.num_blocks, config.max_running_requests, POOL, can_decode=True)
             make = partial(
                 make_logic,
                 registered=registered,
@@ -98,11 +92,7 @@ class ColocatedWorkerActor(ActorHost):
             make = partial(
                 make_colocated_logic,
                 registered=registration_of(
-                    layout,
-                    num_blocks=engine.num_blocks,
-                    max_running_requests=max_held(config),
-                    can_prefill=True,
-                    can_decode=True,
+                    layout, engine.num_blocks, max_held(config), can_prefill=True, can_decode=True
                 ),
                 memory=memory_of(config, layout, num_blocks=engine.num_blocks, hidden_block_tokens=block_tokens),
                 config=config,

@@ -1,4 +1,4 @@
-"""Writes the latest iterations of a worker's iteration log to a file. The columns: docs/ledger.md."""
+"""Writes the latest iterations of a worker's iteration log to a file. The columns: docs/iteration_log.md."""
 
 import logging
 import os

@@ -36,13 +36,7 @@ class PrefillWorkerActor(ActorHost):
 
         async def build() -> PrefillWorker:
             engine = ModelExecutor(served, sizes)
-            registered = registration_of(
-                layout,
-                num_blocks=engine.num_blocks,
-                max_running_requests=config.max_running_requests,
-                pool_name=POOL,
-                can_prefill=True,
-            )
+            registered = registration_of(layout, engine.num_blocks, config.max_running_requests, POOL, can_prefill=True)
             make = partial(
                 make_logic,
                 registered=registered,
