@@ -1,4 +1,4 @@
-"""Writes the latest iterations of a worker's iteration log to a file. The columns: docs/iteration_log.md."""
+"""Writes the latest entries of the iteration log to a file; docs/iteration_log.md explains the columns."""
 
 import logging
 import os

@@ -23,18 +23,18 @@ class DecodeWorker:
         self,
         *,
         make: "partial[DecodeLogic]",
-        engine: ModelExecutor,
+        executor: ModelExecutor,
         pool_name: str,
         process_spec: ProcessSpec,
         transport: str = AUTO,
     ) -> None:
         """`make`: makes its logic, out of what can be recorded."""
         logic = make()
-        self._engine = engine
+        self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self._pool_name = pool_name
         identity = process_spec.identity()
-        self._copier: BlockCopier = engine.copier(identity, transport=transport)
+        self._copier: BlockCopier = executor.copier(identity, transport=transport)
         self.iteration_log = logic.iteration_log
         self._driver: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
             logic, identity, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
@@ -48,13 +48,13 @@ class DecodeWorker:
     async def close(self) -> None:
         """Close the links, stop the threads and write the iteration log."""
         await self._driver.close()
-        self._engine.close()
+        self._executor.close()
         try_write_iterations(self._iteration_log_path, self.iteration_log.records())
 
     def _perform(self, command: WorkCommand) -> None:
         match command:
             case RunIteration():
-                self._engine.start_iteration(command, self._driver.dispatch)
+                self._executor.start_iteration(command, self._driver.dispatch)
             case LoadBlocks():
                 self._copier.start_load(command, self._driver.dispatch)
             case OffloadBlocks():

@@ -22,16 +22,16 @@ class PrefillWorker:
         self,
         *,
         make: "partial[PrefillLogic]",
-        engine: ModelExecutor,
+        executor: ModelExecutor,
         memory: CandidateMemory,
         pool_name: str,
         process_spec: ProcessSpec,
     ) -> None:
         """`make`: makes its logic, out of what can be recorded."""
         identity = process_spec.identity()
-        self._engine = engine
+        self._executor = executor
         self._memory = memory
-        self._copier = engine.copier(identity)
+        self._copier = executor.copier(identity)
         self._pool_name = pool_name
         self._driver: LogicDriver[CommonEvent | PrefillEvent, WorkCommand] = LogicDriver(
             make(), identity, Codec(PrefillWorkerInbound), self._perform, process_spec.recorder(make)
@@ -46,13 +46,13 @@ class PrefillWorker:
     async def close(self) -> None:
         """Close the links, stop the threads and free the buffers."""
         await self._driver.close()
-        self._engine.close()
+        self._executor.close()
         self._memory.close()
 
     def _perform(self, command: WorkCommand) -> None:
         match command:
             case RunIteration():
-                self._engine.start_iteration(command, self._driver.dispatch)
+                self._executor.start_iteration(command, self._driver.dispatch)
             case LoadBlocks():
                 self._copier.start_load(command, self._driver.dispatch)
             case OffloadBlocks():

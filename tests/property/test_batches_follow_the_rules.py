@@ -137,7 +137,7 @@ def random_request(rng: random.Random, number: int, now: float) -> PooledRequest
 
 
 def assert_sound(batch: AlignedBatch, pool: dict[RequestId, PooledRequest], limits: BatchLimits) -> None:
-    """What holds for every batch, whatever it was that came first."""
+    """Check the rules of every batch, whichever request came first."""
     members = [pool[request_id] for request_id in batch.request_ids]
     assert members
     assert len(set(batch.request_ids)) == len(members)

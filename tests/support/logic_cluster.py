@@ -146,12 +146,12 @@ class Shape:
 
     @property
     def batching(self) -> BatchingConfig:
-        """Of router, pool and decode workers."""
+        """Return the batching section of router, pool and decode workers."""
         return BatchingConfig(policy=self.policy, min_requests=self.min_requests, starvation_s=0.3)
 
     @property
     def decode(self) -> DecodeWorkerConfig:
-        """Of decode and colocated workers; the latter hold four times as many requests as are in an iteration."""
+        """Return the limits of decode and colocated workers; the latter hold four times as many as an iteration."""
         return DecodeWorkerConfig(
             max_running_requests=self.max_running_requests,
             max_num_batched_tokens=12,
@@ -210,7 +210,7 @@ class LogicCluster:
                 self._link(name, other)
 
     def _do_meet(self, name: str, other: str) -> bool:
-        """Whether these two have a link, beside those to the router."""
+        """Return True if these two have a link, beside those to the router."""
         kinds = {name.split("-")[0], other.split("-")[0]}
         return kinds in ({"pool", "prefill"}, {"pool", "decode"}, {"prefill", "decode"})
 
