@@ -52,7 +52,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 bench: install-dev  ## every recorded benchmark, one after the other; results under benchmarks/results
-	@for name in startup iteration_gap ledger schedule decisions transfer attention alignment gateway_streams engine_overhead engine_vs_transformers; do \
+	@for name in startup iteration_gap iteration_log schedule decisions transfer attention alignment gateway_streams engine_overhead engine_vs_transformers; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
