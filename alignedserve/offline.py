@@ -63,9 +63,11 @@ class LLM:
         served = resolve_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization), worker_device)
         self._tokenizer = Tokenizer.load(served.folder)
         self._max_context_len = served.max_context_len
-        self._engine = ModelExecutor(served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=worker_device))
+        self._executor = ModelExecutor(
+            served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=worker_device)
+        )
         registered = WorkerRegistered(
-            num_blocks=self._engine.num_blocks,
+            num_blocks=self._executor.num_blocks,
             block_size=_BLOCK_SIZE,
             max_running_requests=max_running,
             pool_name="",
@@ -77,10 +79,10 @@ class LLM:
         )
         self._logic = make_colocated_logic(
             registered=registered,
-            memory=memory_of(config, self._engine.layout, num_blocks=self._engine.num_blocks),
+            memory=memory_of(config, self._executor.layout, num_blocks=self._executor.num_blocks),
             config=config,
             scheduling=SchedulingConfig(policy="fcfs"),
-            eos_token_ids=self._engine.eos_token_ids,
+            eos_token_ids=self._executor.eos_token_ids,
         )
         self._perform(self._logic.on_event(PeerConnected(Role.ROUTER, _ROUTER), 0.0), {})
 
@@ -96,7 +98,7 @@ class LLM:
 
     def close(self) -> None:
         """End the engine's threads."""
-        self._engine.close()
+        self._executor.close()
 
     def _run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None) -> list[RequestOutput]:
         requests = [self._request(prompt, sampling) for prompt in prompts]
@@ -115,7 +117,7 @@ class LLM:
             raise ContextTooLong(f"the prompt has {len(prompt)} tokens, the model's context {self._max_context_len}")
         wanted = sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0)
         wanted = replace(wanted, max_tokens=min(wanted.max_tokens, max_tokens))
-        if blocks_for(len(prompt) + wanted.max_tokens, _BLOCK_SIZE) > self._engine.num_blocks:
+        if blocks_for(len(prompt) + wanted.max_tokens, _BLOCK_SIZE) > self._executor.num_blocks:
             raise InvalidRequest("the request needs more KV cache than memory_bytes allows", param="max_tokens")
         return Request(RequestId(secrets.token_hex(8)), tuple(prompt), wanted, reply_to="", arrival_s=0.0)
 
@@ -125,7 +127,7 @@ class LLM:
         while pending:
             command = pending.pop(0)
             if isinstance(command, RunIteration):
-                completed: IterationCompleted = self._engine.run_iteration(command)
+                completed: IterationCompleted = self._executor.run_iteration(command)
                 pending += self._logic.on_event(completed, 0.0)
             elif isinstance(command, SendTo) and isinstance(command.message, TokensEmitted):
                 _collect(command.message, outputs)

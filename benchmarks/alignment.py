@@ -24,7 +24,7 @@ POLICIES = ("fcfs", "density_first")
 
 
 def run_demo(policy: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """One demo; its report."""
+    """Run one demo and return its report."""
     alignedserve = Path(sys.executable).with_name("alignedserve")
     command = [str(alignedserve), "demo", "--json", "--batching", policy]
     command += ["--duration", str(options.duration), "--rate", str(options.rate), "--seed", str(seed)]
@@ -38,7 +38,7 @@ def run_demo(policy: str, options: argparse.Namespace, seed: int) -> dict[str, A
 
 
 def figures(report: dict[str, Any]) -> dict[str, float]:
-    """What counts of one demo."""
+    """Return the figures that count of one demo."""
     total, alignment = report["load"]["total"], report["alignment"]
     return {
         "num_completed": total["num_completed"],

@@ -54,7 +54,7 @@ class Timed:
         self.seconds: list[float] = []
 
     def __call__(self) -> None:
-        """One turn: all layers once."""
+        """Run one turn: all layers once."""
         began = time.perf_counter()
         for layer in range(NUM_LAYERS):
             self._turn(layer)
@@ -62,12 +62,12 @@ class Timed:
 
 
 def lower_quartile(seconds: list[float]) -> float:
-    """A time that other work has not disturbed much."""
+    """Return a time that other work has not disturbed much."""
     return statistics.quantiles(seconds, n=4)[0]
 
 
 def take_turns(turns: list[Callable[[], None]], seconds: float) -> None:
-    """Every one in turn, five times at least."""
+    """Call every one in turn, five times at least."""
     began = time.perf_counter()
     count = 0
     while count < 5 or time.perf_counter() - began < seconds:
@@ -77,7 +77,7 @@ def take_turns(turns: list[Callable[[], None]], seconds: float) -> None:
 
 
 def filled(lengths: list[int], num_new: int, heads: tuple[int, int], dtype: str) -> AttentionBatch:
-    """Sequences of these lengths, of which the last `num_new` tokens are to be computed."""
+    """Make sequences of these lengths, of which the last `num_new` tokens are to be computed."""
     layout = BlockLayout(BLOCK_SIZE, NUM_LAYERS, heads[0], HEAD_DIM, dtype)
     storage = BlockStorage(layout, num_blocks_of(lengths, BLOCK_SIZE))
     storage.blocks.normal_()
@@ -85,12 +85,12 @@ def filled(lengths: list[int], num_new: int, heads: tuple[int, int], dtype: str)
 
 
 def shape_of(heads: tuple[int, int]) -> ModelConfig:
-    """A model with these key heads and query heads per key head."""
+    """Return a model with these key heads and query heads per key head."""
     return replace(LLAMA_0_5B, num_kv_heads=heads[0], num_heads=heads[0] * heads[1], head_dim=HEAD_DIM)
 
 
 def measure_decode(name: str, heads: tuple[int, int], dtype: str, seconds: float) -> list[dict[str, Any]]:
-    """One row of figures for each kernel."""
+    """Measure one row of figures for each kernel."""
     lengths = BATCHES[name]
     batch = filled(lengths, 1, heads, dtype)
     queries = torch.randn(len(lengths), *heads, HEAD_DIM).to(batch.storage.blocks.dtype)
@@ -120,7 +120,7 @@ def measure_decode(name: str, heads: tuple[int, int], dtype: str, seconds: float
 
 
 def measure_prefill(name: str, heads: tuple[int, int], dtype: str, seconds: float) -> list[dict[str, Any]]:
-    """One row of figures for each kernel."""
+    """Measure one row of figures for each kernel."""
     count, num_new, context_len = CHUNKS[name]
     batch = filled([context_len] * count, num_new, heads, dtype)
     kind = batch.storage.blocks.dtype
@@ -163,13 +163,13 @@ class PackedProduct:
         self._seconds: list[float] = []
 
     def __call__(self) -> None:
-        """One turn."""
+        """Run one turn."""
         began = time.perf_counter()
         self._product(self._rows)
         self._seconds.append(time.perf_counter() - began)
 
     def operations_per_s(self) -> float:
-        """Of the turns so far."""
+        """Return the operations per second of the turns so far."""
         return 2 * PRODUCT_ROWS * PRODUCT_WIDTH**2 / lower_quartile(self._seconds)
 
 
@@ -177,7 +177,7 @@ MEMORY = torch.ones(CEILING_BYTES // 4)
 
 
 def read_once() -> float:
-    """Seconds to read memory that no cache holds, with all threads."""
+    """Return the seconds to read memory that no cache holds, with all threads."""
     began = time.perf_counter()
     MEMORY.sum()
     return time.perf_counter() - began

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from alignedserve.pocket.tasks import PocketTask, Skill, is_correct, make_task
-from benchmarks.support.batch_client import BatchClient, chat_file
+from benchmarks.support.batch_client import BatchHttpClient, chat_file
 from benchmarks.support.kill_cluster import KillCluster
 from benchmarks.support.kill_schedules import KillSchedule, make_schedule
 from benchmarks.support.recording import RESULTS, commit, write_result
@@ -37,7 +37,7 @@ _ENDPOINT = "/v1/chat/completions"
 
 
 class Verdict(NamedTuple):
-    """What a batch came to."""
+    """Result of one batch."""
 
     num_lost: int
     num_duplicated: int
@@ -46,18 +46,18 @@ class Verdict(NamedTuple):
 
     @property
     def is_clean(self) -> bool:
-        """Whether every line ended once, with the right answer."""
+        """Return True if every line ended once, with the right answer."""
         return (self.num_lost, self.num_duplicated, self.num_wrong, self.status) == (0, 0, 0, "completed")
 
 
 def make_tasks(count: int) -> dict[str, PocketTask]:
-    """Tasks by custom_id."""
+    """Make tasks by custom_id."""
     rng = random.Random(1)
     return {f"line-{number}": make_task(rng.choice(_SKILLS), rng) for number in range(count)}
 
 
-def answered_alone(client: BatchClient, tasks: dict[str, PocketTask], count: int) -> dict[str, PocketTask]:
-    """The first `count` of those that the model answers rightly when nothing is hurt."""
+def answered_alone(client: BatchHttpClient, tasks: dict[str, PocketTask], count: int) -> dict[str, PocketTask]:
+    """Return the first `count` of those that the model answers rightly when nothing is hurt."""
     batch = client.wait(_submit(client, tasks, list(tasks)))
     answers = {line["custom_id"]: _answer(line) for line in client.lines(batch.get("output_file_id"))}
     right = [custom_id for custom_id, task in tasks.items() if is_correct(task, answers[custom_id])]
@@ -66,8 +66,8 @@ def answered_alone(client: BatchClient, tasks: dict[str, PocketTask], count: int
 
 
 def run_schedule(cluster: KillCluster, schedule: KillSchedule, tasks: dict[str, PocketTask]) -> dict[str, Any]:
-    """One batch under fire."""
-    client = BatchClient(cluster.url)
+    """Run one batch under fire."""
+    client = BatchHttpClient(cluster.url)
     order = list(tasks)
     random.Random(schedule.seed).shuffle(order)
     began_s = time.monotonic()
@@ -129,14 +129,14 @@ def _answer(line: dict[str, Any]) -> str:
     return str(line["response"]["body"]["choices"][0]["message"]["content"])
 
 
-def _submit(client: BatchClient, tasks: dict[str, PocketTask], order: list[str]) -> str:
+def _submit(client: BatchHttpClient, tasks: dict[str, PocketTask], order: list[str]) -> str:
     prompts = [(custom_id, tasks[custom_id].prompt) for custom_id in order]
     return client.submit(chat_file(prompts, _MODEL), _ENDPOINT)
 
 
 @contextlib.contextmanager
 def kill_cluster(folder: Path, options: tuple[str, ...] = ()) -> Iterator[KillCluster]:
-    """A cluster that is ended whatever happens."""
+    """Start a cluster that is ended whatever happens."""
     cluster = KillCluster(folder, options)
     try:
         cluster.start()
@@ -146,9 +146,9 @@ def kill_cluster(folder: Path, options: tuple[str, ...] = ()) -> Iterator[KillCl
 
 
 def run_all(folder: Path, seeds: range, records: dict[str, dict[str, Any]]) -> None:
-    """Every seed, on one cluster; what comes of it is put into `records` at once, and on the disk."""
+    """Run every seed on one cluster; its result goes into `records` at once, and on the disk."""
     with kill_cluster(folder) as cluster:
-        tasks = answered_alone(BatchClient(cluster.url), make_tasks(NUM_LINES * 6 // 5), NUM_LINES)
+        tasks = answered_alone(BatchHttpClient(cluster.url), make_tasks(NUM_LINES * 6 // 5), NUM_LINES)
         for seed in seeds:
             record = run_schedule(cluster, make_schedule(seed), tasks)
             records[str(seed)] = record
@@ -157,7 +157,7 @@ def run_all(folder: Path, seeds: range, records: dict[str, dict[str, Any]]) -> N
 
 
 def figures_of(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What all of it adds up to."""
+    """Sum up all recorded runs."""
     ordered = [records[seed] for seed in sorted(records, key=int)]
     faults = [fault for record in ordered for fault in record["faults"] if fault["batch_ran"] and fault["was_there"]]
     return {

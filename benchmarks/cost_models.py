@@ -1,4 +1,4 @@
-"""How far the roofline lies from what others have measured, and how long a cost model takes to answer and to learn.
+"""Distance of the roofline from what others have measured, and the time a cost model takes to answer and to learn.
 
 python -m benchmarks.cost_models
 """
@@ -81,7 +81,7 @@ def _layers(machine: str, tensor_parallel: int) -> dict[str, Any]:
 
 
 def _prefills() -> list[IterationWork]:
-    """Batches of whole prompts, up to 8 192 tokens."""
+    """Return batches of whole prompts, up to 8 192 tokens."""
     iterations = []
     for num, length in product((1, 4, 16), (64, 128, 256, 512, 1024)):
         work = IterationWork()
@@ -106,7 +106,7 @@ def _rounded(error: Any) -> dict[str, float]:
 
 
 def _speeds() -> dict[str, float]:
-    """Of one mixed iteration; the best of many short runs, as other processes only add."""
+    """Measure one mixed iteration; the best of many short runs, as other processes only add."""
     generator = random.Random(0)
     work = IterationWork()
     work.add_chunk(200, 300, is_last=True)

@@ -37,7 +37,7 @@ SEED = 20250401
 
 
 def view_of(situation: str, num_requests: int, policy: str) -> WorkerView:
-    """A worker in this situation, with the mechanisms that the policy can make use of."""
+    """Make the view of a worker in this situation, with the mechanisms that the policy can make use of."""
     rng = np.random.default_rng(SEED)
     table = _requests(num_requests, rng)
     running = np.sort(rng.choice(num_requests, min(NUM_RUNNING, num_requests // 2), replace=False))
@@ -62,7 +62,10 @@ def view_of(situation: str, num_requests: int, policy: str) -> WorkerView:
 
 
 def _is_colocated(policy: str) -> bool:
-    """Whether it decides for workers that prefill and decode; elsewhere everybody holds the blocks that it needs."""
+    """Return whether it decides for workers that prefill and decode.
+
+    Elsewhere every request holds the blocks that it needs.
+    """
     return Topology.COLOCATED in POLICIES[policy].topologies
 
 
@@ -86,7 +89,7 @@ def _requests(num_requests: int, rng: np.random.Generator) -> RequestTable:
 
 
 def _start(table: RequestTable, running: Ints, rng: np.random.Generator) -> None:
-    """These have had their prompt computed, and decode."""
+    """Mark these as decoding, their prompts computed."""
     table.num_generated[running] = rng.integers(1, 200, len(running))
     table.num_cached[running] = table.context_len[running] - 1
     table.num_blocks[running] = -(-table.num_cached[running] // BLOCK_SIZE)
@@ -96,7 +99,7 @@ def _start(table: RequestTable, running: Ints, rng: np.random.Generator) -> None
 
 
 def measure(policy: str, num_requests: int, situation: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a decision, of processor time and as the clock has it, and what was decided."""
+    """Measure milliseconds of a decision, of processor time and as the clock has it, and what was decided."""
     view = view_of(situation, num_requests, policy)
     decider = make_policy(policy)
     plan = decider.plan(view)
@@ -113,7 +116,7 @@ def measure(policy: str, num_requests: int, situation: str, rounds: int) -> dict
         "p50_ms": round(1e3 * statistics.median(processor_s), 3),
         "p90_ms": round(1e3 * statistics.quantiles(processor_s, n=10)[8], 3),
         "wall_p50_ms": round(1e3 * statistics.median(wall_s), 3),
-        "shares": len(plan.shares),
+        "shares": len(plan.scheduled),
         "evictions": len(plan.evictions),
     }
 

@@ -19,7 +19,7 @@ SHOWN = ("output_tokens_per_s", "share_of_gemm_floor", "share_of_weight_reading"
 
 
 def run(shape: str, workload: str, dtype: str) -> dict[str, Any]:
-    """Everything that one run says."""
+    """Return everything that one run says."""
     command = [ALIGNEDSERVE, "bench", "engine", "--shape", shape, "--workload", workload, "--dtype", dtype, "--json"]
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
     figures: dict[str, Any] = json.loads(answer.stdout)

@@ -1,4 +1,4 @@
-"""What an engine step costs outside the forward pass: 64 decoding rows, greedy, contexts of 64 and 2000 tokens.
+"""Cost of an engine step outside the forward pass: 64 decoding rows, greedy, contexts of 64 and 2000 tokens.
 
 The model is one small layer, so that many steps fit a short run; the work around the pass is the same for any model but
 for the vocabulary, over which sampling takes a maximum.
@@ -41,7 +41,10 @@ def main() -> None:
 
 
 def measure(vocab_size: int, context_len: int, is_mixed: bool) -> dict[str, object]:
-    """Milliseconds per step outside the pass, over NUM_STEPS decode steps. Mixed: contexts from half of it to all."""
+    """Measure milliseconds per step outside the pass, over NUM_STEPS decode steps.
+
+    Mixed: contexts from half of it to all.
+    """
     engine, slices = make_engine(vocab_size, context_len, is_mixed)
     prepare, sampling, outside = [], [], []
     for _ in range(NUM_STEPS):
@@ -62,7 +65,7 @@ def measure(vocab_size: int, context_len: int, is_mixed: bool) -> dict[str, obje
 
 
 def make_engine(vocab_size: int, context_len: int, is_mixed: bool) -> tuple[Engine, list[StepSlice]]:
-    """An engine with NUM_ROWS sequences that decode from their first step: their cache counts as computed."""
+    """Make an engine with NUM_ROWS sequences that decode from their first step: their cache counts as computed."""
     config = replace(LLAMA_0_5B, num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, head_dim=32)
     config = replace(config, embedding_size=64, vocab_size=vocab_size, rope=RopeConfig(rotary_dim=32))
     max_context_len = context_len + NUM_STEPS + 1

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def make_contenders(reference: Any, folder: str) -> dict[str, Callable[[], None]]:
-    """What to time, by name. Each call generates BATCH x OUTPUT_LEN tokens."""
+    """Make the contenders, by name. Each call generates BATCH x OUTPUT_LEN tokens."""
     spec = EngineBenchmarkSpec(model=folder, groups=(RequestGroup(BATCH, PROMPT_LEN, OUTPUT_LEN),))
     engine = make_engine(load_decoder(folder, "float32"), spec)
     prompts = torch.randint(4, reference.config.vocab_size, (BATCH, PROMPT_LEN))
@@ -68,7 +68,7 @@ def make_contenders(reference: Any, folder: str) -> dict[str, Callable[[], None]
 
 
 def alternate(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender in each round, after one round that is not counted."""
+    """Return the seconds of each contender in each round, after one round that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for counted in range(-1, rounds):
         for name, run in contenders.items():
@@ -82,7 +82,7 @@ def alternate(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[st
 
 
 def make_report(seconds: dict[str, list[float]]) -> dict[str, object]:
-    """Medians, the ratio, and what is needed to repeat the measurement."""
+    """Return medians, the ratio, and what is needed to repeat the measurement."""
     tokens_per_s = {name: BATCH * OUTPUT_LEN / statistics.median(values) for name, values in seconds.items()}
     best = max(value for name, value in tokens_per_s.items() if name != "alignedserve")
     return {

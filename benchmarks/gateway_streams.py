@@ -1,4 +1,4 @@
-"""How much the gateway itself costs: streams over HTTP from a backend that answers at once.
+"""Cost of the gateway itself: streams over HTTP from a backend that answers at once.
 
 `server` runs the gateway with a scripted backend in this process; the client runs in a second process, so that the CPU
 time measured is the gateway's alone. Run: python -m benchmarks.gateway_streams [--streams 64] [--tokens 400]
@@ -24,7 +24,7 @@ from benchmarks.support.recording import write_result
 
 
 async def stream_once(port: int, max_tokens: int) -> tuple[int, float]:
-    """(events, seconds to the first) of one streamed chat completion."""
+    """Return (events, seconds to the first) of one streamed chat completion."""
     fields = {"model": "bench", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     body = json.dumps({**fields, "max_tokens": max_tokens, "ignore_eos": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
@@ -43,7 +43,7 @@ async def stream_once(port: int, max_tokens: int) -> tuple[int, float]:
 def run_client(
     port: int, streams: int, max_tokens: int, results: "multiprocessing.Queue[tuple[int, float, float]]"
 ) -> None:
-    """All streams at once; puts (events, wall seconds, slowest first event)."""
+    """Run all streams at once; put (events, wall seconds, slowest first event)."""
 
     async def run() -> tuple[int, float, float]:
         started_s = time.perf_counter()
@@ -54,7 +54,7 @@ def run_client(
 
 
 async def measure(streams: int, max_tokens: int) -> dict[str, float]:
-    """One round: every token of every stream is one step of the backend and one event."""
+    """Measure one round: every token of every stream is one step of the backend and one event."""
     tokenizer = Tokenizer.load(pocket_folder())
     word = tokenizer.encode(" the", add_special_tokens=False)[0]
     backend = ScriptedBackend(lambda request: Script((word,) * request.sampling.max_tokens))

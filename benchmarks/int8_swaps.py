@@ -1,4 +1,4 @@
-"""What copies of 8 bits in host memory (decode.swap_format=int8; ALISE, section 3.2) do to the pocket model's answers.
+"""Effect of 8-bit copies in host memory (decode.swap_format=int8; ALISE, section 3.2) on the pocket model's answers.
 
     python -m benchmarks.int8_swaps [tasks per skill and context length]
 
@@ -39,16 +39,16 @@ class SwappingEngine:
         served = resolve_model(ModelSectionConfig())
         has_int8_swaps = swap_format == "int8"
         sizes = EngineSizes(MEMORY_BYTES, BATCH_SIZE, BLOCK_SIZE, has_int8_swaps=has_int8_swaps)
-        self._engine = ModelExecutor(served, sizes)
+        self._executor = ModelExecutor(served, sizes)
         self._swaps = swap_format is not None
         self._leaving: tuple[RequestId, ...] = ()  # with the next iteration
 
     def close(self) -> None:
         """End its threads."""
-        self._engine.close()
+        self._executor.close()
 
     def answer(self, prompts: Sequence[tuple[int, ...]], max_tokens: Sequence[int]) -> list[list[int]]:
-        """Greedy, up to an end-of-sequence token; at most BATCH_SIZE at a time."""
+        """Answer greedily, up to an end-of-sequence token; at most BATCH_SIZE at a time."""
         requests = [
             Request(RequestId(str(number)), prompt, SamplingParams(temperature=0.0, max_tokens=limit), "", 0.0)
             for number, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
@@ -64,7 +64,7 @@ class SwappingEngine:
         slices = [(request.request_id, request.prompt_len) for request in requests]
         command = RunIteration(self._leaving, tuple(additions), (), tuple(slices))
         for iteration in range(max(max_tokens)):
-            for token in self._engine.run_iteration(command).sampled:
+            for token in self._executor.run_iteration(command).sampled:
                 generated[token.request_id].append(token.token_id)
             ended = [request for request in running if self._is_over(request, generated[request.request_id])]
             running = [request for request in running if request not in ended]
@@ -76,7 +76,7 @@ class SwappingEngine:
         return list(generated.values())
 
     def _is_over(self, request: Request, tokens: Sequence[int]) -> bool:
-        return len(tokens) == request.sampling.max_tokens or tokens[-1] in self._engine.eos_token_ids
+        return len(tokens) == request.sampling.max_tokens or tokens[-1] in self._executor.eos_token_ids
 
 
 def _next_command(
@@ -86,7 +86,7 @@ def _next_command(
     generated: dict[RequestId, list[int]],
     blocks: dict[RequestId, tuple[BlockId, ...]],
 ) -> RunIteration:
-    """One token of each; those in `again` leave for host memory and come back before."""
+    """Return a command for one token of each; those in `again` are swapped out and in before."""
     swaps, additions = [], []
     for request in again:
         own, tokens = blocks[request.request_id], tuple(generated[request.request_id])
@@ -103,7 +103,7 @@ def _next_command(
 
 
 def answer_all(items: Sequence[EvalItem], swap_format: str | None) -> list[EvalAnswer]:
-    """The answer to every task."""
+    """Return the answer to every task."""
     count_tokens, tokenizer = load_tokenizer(pocket_folder()), Tokenizer.load(pocket_folder())
     now = datetime.now().astimezone()
     engine = SwappingEngine(swap_format=swap_format)

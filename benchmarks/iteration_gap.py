@@ -86,19 +86,19 @@ class PeerProcess:
         self._board = LinkManager(Identity(Role.ROUTER, "router", SECRET), Codec(union), self)
 
     async def run(self) -> None:
-        """Until every request is done."""
+        """Run until every request is done."""
         await self._board.listen(f"unix:{self._folder}/router.sock")
         async with asyncio.timeout(600):
             await self._done.wait()
 
     def on_linked(self, peer: Peer) -> None:
-        """LinkHandler."""
+        """Handle the link's event (see LinkHandler)."""
 
     def on_lost(self, peer: Peer) -> None:
-        """LinkHandler."""
+        """Handle the link's event (see LinkHandler)."""
 
     def on_message(self, peer: Peer, message: Message) -> None:
-        """LinkHandler."""
+        """Handle the link's event (see LinkHandler)."""
         match message:
             case WorkerRegistered():
                 for number in range(NUM_REQUESTS):
@@ -117,7 +117,7 @@ class PeerProcess:
 
 
 def play_peer(folder: Path, prompt_len: int) -> None:
-    """Entry point of the peer process."""
+    """Play the peer in the other process."""
     uvloop.run(_play(folder, prompt_len))
 
 
@@ -126,7 +126,7 @@ async def _play(folder: Path, prompt_len: int) -> None:
 
 
 def measure(prompt_len: int) -> list[float]:
-    """Seconds between forward passes while all requests decode."""
+    """Return the seconds between forward passes while all requests decode."""
     stamps, _ = serve_peer(prompt_len)
     return [
         after[0] - before[1]
@@ -136,7 +136,7 @@ def measure(prompt_len: int) -> list[float]:
 
 
 def serve_peer(prompt_len: int) -> tuple[list[tuple[float, float, int]], IterationLog]:
-    """Serve one peer process; (begin, end, tokens) of every forward pass, and the worker's own ledger."""
+    """Serve one peer process; (begin, end, tokens) of every forward pass, and the worker's own iteration log."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         peer = multiprocessing.get_context("spawn").Process(target=play_peer, args=(folder, prompt_len))
@@ -146,30 +146,30 @@ def serve_peer(prompt_len: int) -> tuple[list[tuple[float, float, int]], Iterati
 
 async def _serve(folder: Path, peer: Any) -> tuple[list[tuple[float, float, int]], IterationLog]:
     served = ServedModel("pocket-shape", folder, parse_model_config(POCKET_SHAPE), "float32", 2048, True)
-    engine = ModelExecutor(served, EngineSizes(1 << 30, NUM_REQUESTS, 16))
-    stamps = _stamp_forward_passes(engine)
-    registered = WorkerRegistered(engine.num_blocks, 16, NUM_REQUESTS, "", can_prefill=True, can_decode=True)
+    executor = ModelExecutor(served, EngineSizes(1 << 30, NUM_REQUESTS, 16))
+    stamps = _stamp_forward_passes(executor)
+    registered = WorkerRegistered(executor.num_blocks, 16, NUM_REQUESTS, "", can_prefill=True, can_decode=True)
     config = DecodeWorkerConfig(max_running_requests=NUM_REQUESTS, max_num_batched_tokens=2048, swap_space_bytes=0)
-    book = AddressBook(folder)
-    process_spec = ProcessSpec(Role.DECODE_WORKER, "decode-0", "bench", SECRET, 60.0, book, folder)
+    address_book = AddressBook(folder)
+    process_spec = ProcessSpec(Role.DECODE_WORKER, "decode-0", "bench", SECRET, 60.0, address_book, folder)
     make = partial(
         make_colocated_logic,
         registered=registered,
-        memory=memory_of(config, engine.layout, num_blocks=engine.num_blocks),
+        memory=memory_of(config, executor.layout, num_blocks=executor.num_blocks),
         config=config,
         scheduling=SchedulingConfig(policy="fcfs"),
-        eos_token_ids=engine.eos_token_ids,
+        eos_token_ids=executor.eos_token_ids,
     )
-    worker = ColocatedWorker(make=make, engine=engine, process_spec=process_spec)
+    worker = ColocatedWorker(make=make, executor=executor, process_spec=process_spec)
     await worker.start(router_at=f"unix:{folder}/router.sock")
     await asyncio.to_thread(peer.join)
     await worker.close()
     return stamps, worker.iteration_log
 
 
-def _stamp_forward_passes(engine: ModelExecutor) -> list[tuple[float, float, int]]:
+def _stamp_forward_passes(executor: ModelExecutor) -> list[tuple[float, float, int]]:
     """Note (begin, end, tokens) of every pass, from entering the decoder to having the logits."""
-    model: Any = engine._engine.model
+    model: Any = executor._engine.model
     forward, logits = model.forward, model.logits
     stamps: list[tuple[float, float, int]] = []
 

@@ -8,7 +8,7 @@ A model of 125M OPT's shape with random weights in bfloat16. Real-time: Poisson,
 answers 32 to 128. Per topology first each kind alone, under `aligned_slo`: best-effort alone gives its throughput,
 real-time alone the share of the workers' time that it takes. Target for `aligned_slo`: both objectives held by 98 %,
 best-effort at 85 % or more of what real-time leaves free. Beside each run stands what the simulator makes of the same
-traffic (other draws from the same laws), with costs fitted to the recording of the two runs alone.
+traffic (other draws from the same distributions), with costs fitted to the recording of the two runs alone.
 """
 
 import argparse
@@ -80,8 +80,9 @@ _BUBBLE = re.compile(r'^alignedserve_bubble_seconds_total\{[^}]*cause="nothing_t
 
 
 def make_model(folder: Path) -> None:
-    """A folder with the shape, and the shipped model's tokenizer with made-up words for the rest of the vocabulary:
-    random weights choose any token, and a token without text would not be seen by a client."""
+    """Make a folder with the shape, and the shipped model's tokenizer with made-up words for the rest of the
+    vocabulary: random weights choose any token, and a token without text would not be seen by a client.
+    """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))
     shipped = Path(str(files("alignedserve.pocket"))) / "model"
@@ -95,7 +96,7 @@ def make_model(folder: Path) -> None:
 
 @contextlib.contextmanager
 def served(folder: Path, policy: str, topology: str, recording: Path | None = None) -> Iterator[int]:
-    """A server of this machine's own, for as long as the context lasts; its port."""
+    """Start a server on this machine, for as long as the context lasts, and return its port."""
     port = free_port()
     command = [ALIGNEDSERVE, "serve", str(folder), "--port", str(port)]
     command += ["--record", str(recording)] if recording is not None else []
@@ -113,7 +114,7 @@ def served(folder: Path, policy: str, topology: str, recording: Path | None = No
 
 
 def load(port: int, folder: Path, traffic: list[str], duration_s: float) -> dict[str, Any]:
-    """What `bench serve` saw of this traffic, and the share of the time in which decoding workers had nothing to do."""
+    """Return what `bench serve` saw of this traffic, and the share of time in which decode workers were idle."""
     idle_before = idle_s(port)
     command = [ALIGNEDSERVE, "bench", "serve", "--url", f"http://127.0.0.1:{port}"]
     command += ["--endpoint", "completions", "--ignore-eos", "--cut-off", "--duration", str(duration_s), "--json", "-"]
@@ -125,7 +126,7 @@ def load(port: int, folder: Path, traffic: list[str], duration_s: float) -> dict
 
 
 def idle_s(port: int) -> float:
-    """Seconds in which workers had nothing to do, since they started."""
+    """Return the seconds in which workers had nothing to do, since they started."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         return sum(float(value) for value in _BUBBLE.findall(answer.read().decode()))
 
@@ -147,7 +148,7 @@ def main() -> None:
 
 
 def measure(folder: Path, topology: str, policies: list[str], duration_s: float) -> dict[str, Any]:
-    """Each kind alone, then both under every policy, with the simulator's word beside it."""
+    """Measure each kind alone, then both under every policy, beside the simulator's prediction."""
     recording = folder.parent / f"{topology}-alone"
     with served(folder, "aligned_slo", topology, recording) as port:
         load(port, folder, [REAL_TIME], 10.0)  # so that the workers have learned what iterations cost
@@ -167,13 +168,14 @@ def measure(folder: Path, topology: str, policies: list[str], duration_s: float)
 
 
 def fit_to(recording: Path) -> MachineFit:
-    """What iterations and copies of this run cost."""
+    """Fit the costs of iterations and copies of this run."""
     return fit_machine(replay_folder(recording)[1], read_run_metadata(recording).layout.block_bytes)
 
 
 def predicted(machine: SimulatedMachine, policy: str, topology: str, duration_s: float) -> dict[str, Any]:
-    """What the simulator makes of both kinds under a policy: means over draws of the traffic, as `short` has them.
-    Best-effort requests that end after the last arrival do not count, as live, where they are cut off."""
+    """Return what the simulator predicts for both kinds under a policy: means over draws of the traffic, as `short`
+    has them. Best-effort requests that end after the last arrival do not count, as live, where they are cut off.
+    """
     cluster = load_config(None, [*SETTINGS, f"topology={topology}"])
     machine = replace(machine, cluster=with_policy(cluster, policy, topology=Topology(topology)))
     runs = []
@@ -204,7 +206,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def short(report: dict[str, Any]) -> dict[str, Any]:
-    """What matters of a report, for the screen: requests completed, their medians, and the share that held."""
+    """Return what matters of a report, for the screen: requests completed, their medians, and the share that held."""
     return {
         one["name"]: {
             "completed": one["num_completed"],

@@ -29,7 +29,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 def products(weight: Tensor) -> dict[str, Product]:
-    """Every way to multiply by this weight that is here."""
+    """Return every way to multiply by this weight that is here."""
     levels, int8 = packed_levels(weight.dtype, weight.device), packed_levels(INT8, weight.device)
     made: dict[str, Product] = {"onednn": OneDnnLinear(weight), "torch": Linear(weight, allow_packing=False)}
     for level in levels:
@@ -40,7 +40,7 @@ def products(weight: Tensor) -> dict[str, Product]:
 
 
 def measure(in_width: int, columns: int, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
-    """One row of figures per number of rows."""
+    """Measure one row of figures per number of rows."""
     count = max(1, CACHE_BYTES // (in_width * columns * dtype.itemsize))
     weights = [products(torch.randn(columns, in_width).mul_(in_width**-0.5).to(dtype)) for _ in range(count)]
     return [_measure_rows(weights, rows, in_width, columns, dtype, seconds) for rows in ROWS]

@@ -1,4 +1,4 @@
-"""What weights of 8 bits do to the pocket model: the tasks of `alignedserve eval`, and the logits of the right answers.
+"""Effect of 8-bit weights on the pocket model: the tasks of `alignedserve eval`, and the logits of the right answers.
 
     python -m benchmarks.quantization [tasks per skill and context length]
 
@@ -42,7 +42,7 @@ NUM_LOGIT_TASKS = 200
 
 
 class LogitDistance(NamedTuple):
-    """Of one text."""
+    """Distance of logits on one text."""
 
     relative_error: float
     same_likeliest: float
@@ -63,13 +63,13 @@ def evaluate(quantization: str | None, items: list[EvalItem]) -> EvalReport:
 
 
 def load(quantization: str | None) -> Decoder:
-    """The pocket model in float32."""
+    """Return the pocket model in float32."""
     config = read_model_config(pocket_folder())
     return Decoder(config, load_weights(pocket_folder(), config, torch.float32, quantization=quantization))
 
 
 def logits_of(decoder: Decoder, token_ids: list[int]) -> Tensor:
-    """[tokens, vocab_size] of one text, computed in one pass."""
+    """Return logits [tokens, vocab_size] of one text, computed in one pass."""
     num_blocks = blocks_for(len(token_ids), BLOCK_SIZE)
     storage = BlockStorage(decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name), num_blocks)
     table = SequenceTable(max_sequences=1, max_context_len=len(token_ids), block_size=BLOCK_SIZE)
@@ -82,7 +82,7 @@ def logits_of(decoder: Decoder, token_ids: list[int]) -> Tensor:
 
 
 def distance(exact: Tensor, rounded: Tensor) -> LogitDistance:
-    """Both [tokens, vocab_size]."""
+    """Return the distance of logits, both [tokens, vocab_size]."""
     logprobs = exact.log_softmax(-1)
     return LogitDistance(
         relative_error=float((rounded - exact).norm() / exact.norm()),
@@ -93,7 +93,7 @@ def distance(exact: Tensor, rounded: Tensor) -> LogitDistance:
 
 @torch.inference_mode()
 def compare_logits(items: list[EvalItem]) -> dict[str, float]:
-    """Means over the texts."""
+    """Return means over the texts."""
     tokenizer = Tokenizer.load(pocket_folder())
     now = datetime.now().astimezone()
     exact, rounded = load(None), load("int8")
@@ -107,7 +107,7 @@ def compare_logits(items: list[EvalItem]) -> dict[str, float]:
 
 
 def table_of(report: EvalReport) -> dict[str, float]:
-    """Share of right answers by skill and by context length."""
+    """Return the share of right answers by skill and by context length."""
     return {group.name: group.accuracy for group in (*report.skills, *report.contexts)}
 
 

@@ -18,7 +18,7 @@ from benchmarks.support.recording import write_result
 
 
 def measure(lengths: str, rounds: int) -> dict[str, Any]:
-    """Medians over the rounds for one distribution of lengths."""
+    """Return medians over the rounds for one distribution of lengths."""
     results = [run_schedule_benchmark(ScheduleBenchmarkSpec(lengths=lengths)) for _ in range(rounds)]
     limits = {name: getattr(results[0], name) for name in ("max_blocks", "max_requests", "min_requests")}
     return {
@@ -30,7 +30,7 @@ def measure(lengths: str, rounds: int) -> dict[str, Any]:
 
 
 def _medians(rounds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The same table of every round as one of medians."""
+    """Return the same table of every round as one of medians."""
     return [{name: _median([row[name] for row in rows]) for name in rows[0]} for rows in zip(*rounds, strict=True)]
 
 

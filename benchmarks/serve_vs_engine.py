@@ -1,4 +1,4 @@
-"""What the whole system keeps of the engine's speed: W4's 128 requests, all at once, through gateway, router, workers.
+"""Share of engine speed that the whole system keeps: 128 requests at once, through gateway, router and workers.
 
     python -m benchmarks.serve_vs_engine [--topology colocated disaggregated] [--rounds 3]
 
@@ -24,7 +24,7 @@ POLICY = "fcfs"
 
 
 def write_trace(path: Path) -> int:
-    """The workload's lengths as a trace in Azure's format, all arriving at once; how many tokens it answers."""
+    """Return the workload's lengths as a trace in Azure's format, all arriving at once; how many tokens it answers."""
     groups = parse_workload(WORKLOAD)
     rows = [f"0.0,{group.prompt_len},{group.output_len}" for group in groups for _ in range(group.num_requests)]
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows, ""]))
@@ -32,14 +32,14 @@ def write_trace(path: Path) -> int:
 
 
 def run_engine() -> float:
-    """Output tokens per second of `bench engine`."""
+    """Return the output tokens per second of `bench engine`."""
     command = [ALIGNEDSERVE, "bench", "engine", "--shape", "opt-125m", "--workload", WORKLOAD]
     answer = subprocess.run([*command, "--dtype", "bfloat16", "--json"], capture_output=True, text=True, check=True)
     return float(json.loads(answer.stdout)["output_tokens_per_s"])
 
 
 def run_served(folder: Path, trace: Path, topology: str, num_tokens: int) -> float:
-    """Output tokens per second from the first request to the last answer, as clients see them."""
+    """Return the output tokens per second from the first request to the last answer, as clients see them."""
     with served(folder, POLICY, topology) as port:
         command = [ALIGNEDSERVE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", "--tokenizer", str(folder)]
         command += ["--endpoint", "completions", "--ignore-eos", "--trace", str(trace), "--json", "-"]

@@ -1,4 +1,4 @@
-"""How far the simulator is from the live system: serve under load twice, fit on the first run, judge on the second.
+"""Distance of the simulator from the live system: serve under load twice, fit on the first run, judge on the second.
 
     python -m benchmarks.simulated_vs_live [--topology colocated|disaggregated] [--model pocket|opt-125m] [--duration S]
 
@@ -38,7 +38,7 @@ JUDGED = ("requests/s", "ttft p50, s", "ttft p90, s", "tbt p50, s", "tbt p90, s"
 
 
 def write_opt_125m(folder: Path) -> Path:
-    """The shape of OPT-125M, to be served with random weights and the shipped tokenizer."""
+    """Return the shape of OPT-125M, to be served with random weights and the shipped tokenizer."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pocket_folder() / name, folder / name)
@@ -80,7 +80,7 @@ def record_run(folder: Path, overrides: list[str], load: str, duration_s: float,
 
 
 def judged(times: SimulatedTimes) -> dict[str, bool]:
-    """Whether each measure of all requests is within its bound."""
+    """Return whether each measure of all requests is within its bound."""
     within = {}
     for one in times.comparisons:
         if one.class_name == "all" and one.measure in JUDGED and one.ratio is not None:
@@ -141,7 +141,7 @@ def _compare(folder: Path, seed: int, outstanding: dict[str, int]) -> tuple[list
 def _decisions(check: ComponentCheck) -> dict[str, Any]:
     per_s = round(check.num_equal / check.seconds) if check.seconds else None
     return {
-        "room": check.room,
+        "room": check.component,
         "equal": check.num_equal,
         "differs": check.difference is not None,
         "events_per_s": per_s,

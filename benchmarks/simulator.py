@@ -1,4 +1,4 @@
-"""How fast the simulator is: one hour of the Azure conversation trace on 4 prefill and 4 decode workers.
+"""Speed of the simulator: one hour of the Azure conversation trace on 4 prefill and 4 decode workers.
 
     python -m benchmarks.simulator    # target for llama-2-13b on A100: 60 s of one core, 1 GiB
 
@@ -23,9 +23,9 @@ from alignedserve.config.sections import (
 )
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import ClusterHardware, simulated_on
+from alignedserve.sim.cluster_hardware import ClusterHardware, simulated_on
 from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import Description, TimedRequest, Workload
+from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
 from alignedserve.workload.traces import TraceRow, at_rate, read_trace, shipped_trace
 from benchmarks.support.recording import write_result
 
@@ -35,16 +35,16 @@ WORKERS = (("llama-2-13b", "a100-80g"), ("llama-3-8b", "a100-80g"))  # the secon
 
 
 def workload_of(rows: Sequence[TraceRow], rate: float, duration_s: float) -> Workload:
-    """The rows at this rate, again and again, until the time is up."""
+    """Return the rows at this rate, again and again, until the time is up."""
     requests = tuple(
         TimedRequest(row.arrival_s, row.prompt_len, max(row.output_len, 1), max(row.output_len, 1), "chat", slo=_SLO)
         for row in at_rate(rows, rate, duration_s, is_repeated=True)
     )
-    return Workload(Description("azure_conv", 0, {"rate": rate}), requests)
+    return Workload(WorkloadDescription("azure_conv", 0, {"rate": rate}), requests)
 
 
 def measure(model: str, hardware: str, workload: Workload) -> dict[str, Any]:
-    """One run."""
+    """Measure one run."""
     cluster = ClusterConfig(
         scheduling=SchedulingConfig(policy="aligned"),
         router=RouterConfig(prefill_order="least_slack"),
@@ -56,19 +56,19 @@ def measure(model: str, hardware: str, workload: Workload) -> dict[str, Any]:
     began_s = time.process_time()
     result = simulation.run()
     cpu_s = time.process_time() - began_s
-    everybody, workers = result.classes["all"], result.workers
+    overall, workers = result.classes["all"], result.workers
     return {
         "model": model,
         "hardware": hardware,
         "simulated_s": round(result.duration_s, 1),
         "cpu_s": round(cpu_s, 1),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "num_requests": everybody.num_sent,
-        "num_tokens": everybody.num_sent + sum(worker.num_decodes for worker in workers),
+        "num_requests": overall.num_sent,
+        "num_tokens": overall.num_sent + sum(worker.num_decodes for worker in workers),
         "num_iterations": sum(worker.num_iterations for worker in workers),
         "num_events": result.num_events,
         "decisions_per_s": round(result.num_decisions / cpu_s),
-        "attainment": everybody.attainment,
+        "attainment": overall.attainment,
         "utilisation": {worker.name: round(worker.utilisation, 3) for worker in workers},
     }
 

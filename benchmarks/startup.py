@@ -23,14 +23,14 @@ _IDLE_S = 5.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_ready(port: int) -> None:
-    """Until /ready answers 200."""
+    """Wait until /ready answers 200."""
     deadline_s = time.monotonic() + _READY_TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:
@@ -44,7 +44,10 @@ def wait_ready(port: int) -> None:
 
 
 def memory_bytes(root: psutil.Process) -> dict[str, int]:
-    """Proportional set size of every process of the cluster, by what it is; shared pages are counted once."""
+    """Return the proportional set size of every process of the cluster, by what it is.
+
+    Shared pages are counted once.
+    """
     sizes: dict[str, int] = {}
     for process in [root, *root.children(recursive=True)]:
         try:
@@ -56,7 +59,7 @@ def memory_bytes(root: psutil.Process) -> dict[str, int]:
 
 
 def measure(arguments: list[str]) -> tuple[float, dict[str, int]]:
-    """One start: seconds to /ready, memory once idle."""
+    """Measure one start: seconds to /ready, memory once idle."""
     port = free_port()
     command = [str(Path(sys.executable).parent / "alignedserve"), "serve", "--port", str(port), *arguments]
     began_s = time.monotonic()
@@ -72,7 +75,7 @@ def measure(arguments: list[str]) -> tuple[float, dict[str, int]]:
 
 
 def main() -> None:
-    """Several starts of each topology; print and record."""
+    """Measure several starts of each topology; print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds

@@ -36,13 +36,9 @@ class DecodeWorkerActor(ActorHost):
         sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
 
         async def build() -> DecodeWorker:
-            engine = ModelExecutor(served, sizes)
+            executor = ModelExecutor(served, sizes)
             registered = registration_of(
-                layout,
-                num_blocks=engine.num_blocks,
-                max_running_requests=config.max_running_requests,
-                pool_name=POOL,
-                can_decode=True,
+                layout, executor.num_blocks, config.max_running_requests, POOL, can_decode=True
             )
             make = partial(
                 make_logic,
@@ -50,12 +46,12 @@ class DecodeWorkerActor(ActorHost):
                 config=config,
                 batching=batching,
                 scheduling=scheduling,
-                eos_token_ids=engine.eos_token_ids,
-                measured=engine.measure_iterations(calibration_s(engine_config, scheduling)),
+                eos_token_ids=executor.eos_token_ids,
+                measured=executor.measure_iterations(calibration_s(engine_config, scheduling)),
             )
             worker = DecodeWorker(
                 make=make,
-                engine=engine,
+                executor=executor,
                 pool_name=POOL,
                 process_spec=process_spec,
                 transport=engine_config.kv_transport,
@@ -94,23 +90,19 @@ class ColocatedWorkerActor(ActorHost):
         )
 
         async def build() -> ColocatedWorker:
-            engine = ModelExecutor(served, sizes)
+            executor = ModelExecutor(served, sizes)
             make = partial(
                 make_colocated_logic,
                 registered=registration_of(
-                    layout,
-                    num_blocks=engine.num_blocks,
-                    max_running_requests=max_held(config),
-                    can_prefill=True,
-                    can_decode=True,
+                    layout, executor.num_blocks, max_held(config), can_prefill=True, can_decode=True
                 ),
-                memory=memory_of(config, layout, num_blocks=engine.num_blocks, hidden_block_tokens=block_tokens),
+                memory=memory_of(config, layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens),
                 config=config,
                 scheduling=scheduling,
-                eos_token_ids=engine.eos_token_ids,
-                measured=engine.measure_iterations(engine_config.calibration_s),
+                eos_token_ids=executor.eos_token_ids,
+                measured=executor.measure_iterations(engine_config.calibration_s),
             )
-            worker = ColocatedWorker(make=make, engine=engine, process_spec=process_spec)
+            worker = ColocatedWorker(make=make, executor=executor, process_spec=process_spec)
             await worker.start(router_at=process_spec.addresses.of(ROUTER))
             return worker
 

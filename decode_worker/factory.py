@@ -1,4 +1,4 @@
-"""How the logics of decode and colocated workers are put together, alike for live workers and for simulated ones."""
+"""Construction of the logics of decode and colocated workers, for live workers and for simulated ones."""
 
 from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
@@ -13,7 +13,7 @@ from decode_worker.logic import DecodeLimits, DecodeLogic
 
 
 def batch_limits_of(config: DecodeWorkerConfig, batching: BatchingConfig, *, num_blocks: int) -> DecodeLimits:
-    """What bounds the running batch of a worker with so many blocks.
+    """Return the limits of the running batch of a worker with this many blocks.
 
     `min_requests` saturate any worker, however many places it has; and so do fewer that fill its memory.
     """
@@ -42,20 +42,22 @@ def make_logic(
         registered=registered,
         limits=batch_limits_of(config, batching, num_blocks=registered.num_blocks),
         eos_token_ids=eos_token_ids,
-        pacing=make_decode_iteration_scheduler(scheduling, limits_of(config), costs, measured),
+        scheduler=make_decode_iteration_scheduler(scheduling, limits_of(config), costs, measured),
     )
 
 
 def max_held(config: DecodeWorkerConfig) -> int:
-    """Requests that a colocated worker holds at most; who pauses keeps its place in the engine."""
+    """Return the most requests that a colocated worker holds; paused ones keep their place in the engine."""
     return config.max_running_requests + config.max_waiting_requests
 
 
 def memory_of(
     config: DecodeWorkerConfig, layout: BlockLayout, *, num_blocks: int, hidden_block_tokens: int | None = None
 ) -> DeviceMemory:
-    """What a live colocated worker's policy has to work with, nothing in it yet; whole caches can be swapped.
-    `hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches."""
+    """Return the empty device memory of a live colocated worker; whole caches can be swapped.
+
+    `hidden_block_tokens`: tokens whose layer inputs a block holds; None: there are no hidden caches.
+    """
     copy_bytes = layout.int8_block_bytes if config.has_int8_swaps else layout.block_bytes
     host_tokens = config.swap_space_bytes // copy_bytes * layout.block_size
     return DeviceMemory(

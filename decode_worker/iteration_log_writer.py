@@ -1,4 +1,4 @@
-"""Leaves the ledger's latest iterations in a file, for whoever looks at them later. The columns: docs/ledger.md."""
+"""Writes the latest entries of the iteration log to a file; docs/iteration_log.md explains the columns."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ _DECIMALS = 7  # a tenth of a microsecond
 
 
 def write_iterations(path: Path, records: Sequence[IterationRecord]) -> None:
-    """One JSON object per line, oldest first. An earlier file is replaced whole or not at all. Raises OSError."""
+    """Write one JSON object per line, oldest first. An earlier file is replaced atomically. Raises OSError."""
     clock_to_date_s = time.time() - time.monotonic()
     lines = [orjson.dumps(_columns_of(record, clock_to_date_s)) + b"\n" for record in records]
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -37,7 +37,7 @@ def _columns_of(record: IterationRecord, clock_to_date_s: float) -> dict[str, An
 
 
 def try_write_iterations(path: Path, records: Sequence[IterationRecord]) -> None:
-    """Write what there is, if there is anything; where that cannot be done the log says so."""
+    """Write the records, if there are any; log a warning if that fails."""
     if not records:
         return
     try:

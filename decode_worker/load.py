@@ -1,4 +1,4 @@
-"""What the router is told of this worker's load."""
+"""Load of a decode worker, as reported to the router."""
 
 from typing import NamedTuple
 
@@ -7,45 +7,45 @@ from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Evictions
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.state import CachePlace
+from decode_worker.state import CacheLocation
 
 _WIDEST_JOIN = 1.5  # longest over shortest of the lengths that may join
-_SPAN_STEP = 16  # tokens; the running range is told to the router in such steps
+_SPAN_STEP = 16  # tokens; the running range is reported in such steps
 
 
-class _Waiting(NamedTuple):
+class _CandidateCounts(NamedTuple):
     num_joining: int
     num_following: int
     num_blocks: int
 
 
 class LoadCounts(NamedTuple):
-    """All of the load but free blocks, which change all the time."""
+    """The load without free blocks, which change in nearly every iteration."""
 
     num_running: int
     num_joining: int  # candidates of the running batch
     num_following: int  # and of the next
-    num_blocks: int  # that both will take
+    num_blocks: int  # blocks that both will take
     num_verified: int
     num_evictions: int
     running: JoinedBatch | None
 
 
 class LoadCounter:
-    """Counts for placement. Asked at every event, so what takes a loop is counted only when it has changed."""
+    """Counts for placement. Called at every event, so what takes a loop is counted only when it has changed."""
 
     def __init__(self, batch: RunningBatch, candidates: Candidates, order: BatchOrder, evictions: Evictions) -> None:
         self._batch = batch
         self._candidates = candidates
         self._order = order
         self._evictions = evictions
-        self._waiting_of: tuple[int, int] | None = None  # versions that `_waiting` is of
-        self._waiting = _Waiting(0, 0, 0)
+        self._waiting_of: tuple[int, int] | None = None  # versions for which `_waiting` was counted
+        self._waiting = _CandidateCounts(0, 0, 0)
         self._range_of: tuple[int, int, int] | None = None
         self._range: JoinedBatch | None = None
 
     def counts(self, *, num_verified: int, num_iterations: int) -> LoadCounts:
-        """As they are now."""
+        """Return the current counts."""
         return LoadCounts(
             self._batch.num_holding,
             *self._count_waiting(),
@@ -55,7 +55,7 @@ class LoadCounter:
         )
 
     def load_of(self, counts: LoadCounts) -> WorkerLoad:
-        """These, and the free blocks."""
+        """Build the message of these counts and the free blocks."""
         return WorkerLoad(
             num_running=counts.num_running,
             num_candidate_requests=counts.num_joining,
@@ -67,19 +67,19 @@ class LoadCounter:
             running=counts.running,
         )
 
-    def _count_waiting(self) -> _Waiting:
-        """Candidates; what is on its way back to the pool counts no more."""
+    def _count_waiting(self) -> _CandidateCounts:
+        """Count candidates, except those on their way back to the pool."""
         versions = (self._candidates.version, self._order.version)
         if versions != self._waiting_of:
-            staying = [one for one in self._candidates if one.place is not CachePlace.RETURNING]
+            staying = [one for one in self._candidates if one.location is not CacheLocation.RETURNING]
             num_joining = sum(self._order.joins_running(one) for one in staying)
             num_blocks = sum(self._batch.blocks_for(one.context_len) for one in staying)
             self._waiting_of = versions
-            self._waiting = _Waiting(num_joining, len(staying) - num_joining, num_blocks)
+            self._waiting = _CandidateCounts(num_joining, len(staying) - num_joining, num_blocks)
         return self._waiting
 
     def _running_range(self, num_iterations: int) -> JoinedBatch | None:
-        """The lengths that others may join, in steps of tokens so that it is not news at every iteration."""
+        """Return the lengths that may join, in steps of tokens so that they do not change in every iteration."""
         state = (self._batch.version, self._order.version, num_iterations // _SPAN_STEP)
         if state != self._range_of:
             self._range_of, self._range = state, self._count_range()
@@ -89,7 +89,7 @@ class LoadCounter:
         span = self._batch.span(self._order.running_id) if self._order.is_aligned else None
         if span is None:
             return None
-        # A batch that had to be widened to be large enough does not stay wide by whoever joins it.
+        # A batch that had to be widened to be large enough does not stay wide by requests that join it.
         shortest, longest = max(span[0], int(span[1] / _WIDEST_JOIN)), span[1]
         start, stop = shortest // _SPAN_STEP * _SPAN_STEP, -(-(longest + 1) // _SPAN_STEP) * _SPAN_STEP
         return JoinedBatch(self._order.running_id, start, stop)

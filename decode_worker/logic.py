@@ -1,16 +1,16 @@
-"""What a decode worker decides, every iteration, by itself and without any remote call.
+"""Decisions of a decode worker, in every iteration and without any remote call.
 
 The life of a request on a decode worker:
 1. BatchGranted: it is a candidate; its cache waits in the pool under a lease, and is prefetched into a prefill worker's
-   memory unless it can run at once. An urgent one comes straight from a prefill worker. (candidates.py)
-2. When its turn has come (batches.py) and its blocks and those of its next iterations fit, its cache is copied into
-   blocks of ours beside the running iteration, verified, and it enters with the next one. What does not verify is a
-   miss: RequestPreempted sends it back to be recomputed.
+   memory unless it can run at once. An urgent one comes straight from a prefill worker. (batching/candidates.py)
+2. When its batch is due (batching/batch_order.py) and its blocks and those of its next iterations fit, its cache is
+   copied into this worker's blocks beside the running iteration, verified, and it enters with the next one. A copy that
+   does not verify is a miss: RequestPreempted sends the request back to be recomputed.
 3. Every iteration gives it one token, which goes straight to its gateway.
 4. It ends with its stop token or its limit: blocks freed, RequestFinished. Or the client leaves: AbortRequest.
 5. When the next iteration would not fit, the longest request (while two batches mix, of the outgoing one) is evicted
-   into a prefill worker's memory, from where it comes back. When its batch has gone, it returns to the pool.
-   Where there is no room for it, it is preempted and recomputed later.
+   into a prefill worker's memory, from where it is loaded again. When its batch has ended, it returns to the pool.
+   If no buffer has space for it, it is preempted and recomputed later. (batching/eviction.py)
 """
 
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import SetPredictedLength, WorkerRegistered
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.iteration_log import IterationLog
 from alignedserve.worker_core.router_link import RouterLink
@@ -55,7 +55,7 @@ from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.load import LoadCounter, LoadCounts
 from decode_worker.state import (
-    CachePlace,
+    CacheLocation,
     Candidate,
     Loading,
     RunningRequest,
@@ -69,7 +69,7 @@ DecodeCommand = Send | SendTo | WorkCommand
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """What bounds the running batch."""
+    """Limits of the running batch."""
 
     max_running_requests: int
     switch: SwitchLimits = field(default_factory=SwitchLimits)
@@ -84,24 +84,24 @@ class DecodeLogic:
         registered: WorkerRegistered,
         limits: DecodeLimits,
         eos_token_ids: frozenset[int],
-        pacing: PolicyPacing | None = None,
+        scheduler: PolicyIterationScheduler | None = None,
     ) -> None:
-        """`pacing`: who is in which iteration; None: everybody in every one."""
-        self._pacing = pacing
+        """`scheduler`: chooses the requests of each iteration; None: all are in every one."""
+        self._scheduler = scheduler
         self._registered = registered
         self._limits = limits
         self._batch = RunningBatch(
             num_blocks=registered.num_blocks,
             block_size=registered.block_size,
             max_running_requests=limits.max_running_requests,
-            pacing=pacing,
+            scheduler=scheduler,
         )
         self._candidates = Candidates(registered.pool_name)
-        self._order = BatchOrder(limits.switch, pacing.is_worth_mixing if pacing is not None else None)
+        self._order = BatchOrder(limits.switch, scheduler.is_mixing_cheaper if scheduler is not None else None)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
-        self._aborted: list[RunningRequest] = []  # to be dropped when the iteration is over
+        self._aborted: list[RunningRequest] = []  # dropped at the end of the iteration
         self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
-        self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last looked through
+        self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last examined
         self._num_iterations = 0
         self._num_verified = 0
         self._counted: LoadCounts | None = None  # as last reported
@@ -115,7 +115,7 @@ class DecodeLogic:
         )
 
     def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
-        """Same state, event and now always give the same commands. Touches nothing outside self."""
+        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         commands = self._handle(event, now)
         # The next iteration first: it computes while candidates are moved and the messages about the last one are sent.
         started = self._start_iteration(now)
@@ -129,19 +129,19 @@ class DecodeLogic:
             case BlocksLoaded():
                 return self._loaded(event, now)
             case BlocksOffloaded():
-                return self._told(self._evictions.evicted(event))
+                return self._send_evictions(self._evictions.evicted(event))
             case Received(peer, message):
                 return self._on_message(peer, message, now)
             case PeerConnected(role, peer):
-                return self._on_linked(role, peer)
+                return self._on_connected(role, peer)
             case PeerDisconnected(role, peer):
-                return self._on_lost(role, peer)
+                return self._on_disconnected(role, peer)
             case Ticked():
                 return [*self._router.totals(self.iteration_log, now)]
 
     # --- peers and messages
 
-    def _on_linked(self, role: Role, peer: str) -> list[DecodeCommand]:
+    def _on_connected(self, role: Role, peer: str) -> list[DecodeCommand]:
         if role is not Role.ROUTER:
             return []
         # A router that comes (back) knows nothing of what we hold: its gateways resume those requests through it.
@@ -152,13 +152,13 @@ class DecodeLogic:
             candidate.is_aborted = True
         return [*self._router.connected(peer), *dropped]
 
-    def _on_lost(self, role: Role, peer: str) -> list[DecodeCommand]:
+    def _on_disconnected(self, role: Role, peer: str) -> list[DecodeCommand]:
         if peer == self._registered.pool_name:
-            lost = self._candidates.pool_lost()
+            lost = self._candidates.pool_disconnected()
             return [UnmapArena(peer), *self._preempted(*lost, is_refused=True)]
         if role is not Role.PREFILL_WORKER:
             return []
-        lost = self._candidates.prefill_worker_lost(peer)
+        lost = self._candidates.prefill_worker_disconnected(peer)
         return [UnmapArena(peer), *self._preempted(*lost)]
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[DecodeCommand]:
@@ -167,8 +167,8 @@ class DecodeLogic:
                 return self._granted(message, now)
             case SetPredictedLength(request_id=request_id):
                 set_predicted_length((self._candidates.get(request_id), self._batch.get(request_id)), message)
-                if self._pacing is not None:
-                    self._pacing.set_predicted_length(request_id, message.predicted_output_len)
+                if self._scheduler is not None:
+                    self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
                 return []
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
@@ -201,7 +201,7 @@ class DecodeLogic:
         if message.joins is None:
             self._order.granted(WaitingBatch(batch_id, message.is_aligned, len(members), now))
         for handoff in message.handoffs:
-            commands += self._take(Candidate.of_handoff(handoff, batch_id, now))
+            commands += self._add_candidate(Candidate.of_handoff(handoff, batch_id, now))
         return commands
 
     def _reserve(self, peer: str, message: ReserveBlocks) -> list[DecodeCommand]:
@@ -209,7 +209,7 @@ class DecodeLogic:
         waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
         moving = self._batch.loading_candidate(request_id), self._evictions.get(request_id)
         known = [one.attempt for one in (waiting, running, *moving) if one is not None]
-        if max(known, default=0) > message.attempt:  # it has come another way since
+        if max(known, default=0) > message.attempt:  # a later attempt is here already
             return [Send(peer, ReservationRefused(request_id, message.attempt))]
         return [*self._candidates.reserve(peer, message)]
 
@@ -218,9 +218,9 @@ class DecodeLogic:
         if candidate is None:
             return [*answer]
         received = BatchReceived(NO_BATCH, ((candidate.request.request_id, candidate.attempt),))
-        return [*answer, *self._router.send(received), *self._take(candidate)]
+        return [*answer, *self._router.send(received), *self._add_candidate(candidate)]
 
-    def _take(self, candidate: Candidate) -> list[DecodeCommand]:
+    def _add_candidate(self, candidate: Candidate) -> list[DecodeCommand]:
         # What an earlier attempt left here is stale: its abort is on the way, over another link. So is what is still to
         # come of one, straight from a prefill worker.
         request_id, earlier = candidate.request.request_id, candidate.attempt - 1
@@ -230,9 +230,9 @@ class DecodeLogic:
         return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DecodeCommand]:
-        """End what is here of a request; with an attempt, only of that one and earlier ones."""
+        """Abort a request; with an attempt, only that one and earlier ones."""
         commands: list[DecodeCommand] = []
-        self._candidates.forget_given_back(request_id, attempt)
+        self._candidates.forget_returned(request_id, attempt)
         waiting = self._candidates.get(request_id)
         if waiting is not None and waiting.is_up_to(attempt):
             commands += self._candidates.abort(request_id)
@@ -248,10 +248,10 @@ class DecodeLogic:
                 self._aborted.append(running)
         return commands
 
-    # --- candidates: in, and back
+    # --- candidates: admitted, prefetched, returned
 
     def _move_candidates(self, now: float) -> list[DecodeCommand]:
-        """Admit who may enter, prefetch the others, give back who has missed its batch."""
+        """Admit candidates that may enter, prefetch the others, return those whose batch has ended to the pool."""
         if not self._candidates:
             return []
         commands: list[DecodeCommand] = []
@@ -265,19 +265,19 @@ class DecodeLogic:
         self._moved_at = versions
         for candidate in list(self._candidates):
             if self._order.is_stray(candidate):
-                commands += self._candidates.give_back(candidate)
+                commands += self._candidates.return_to_pool(candidate)
             else:
                 commands += self._candidates.prefetch(candidate)
-        return [*commands, *self._candidates.relieve_buffers()]
+        return [*commands, *self._candidates.drain_buffers()]
 
     def _admit(self, may_enter: Iterable[Candidate], now: float) -> list[DecodeCommand]:
-        """Candidates that fit, in order; nobody overtakes one that does not, but one that is still on its way waits."""
+        """Load the candidates that fit, in order, up to the first that does not; those being copied are skipped."""
         loads: dict[str, list[Load]] = {}
         for candidate in may_enter:
-            if candidate.place in (CachePlace.COMING, CachePlace.RETURNING):
+            if candidate.location in (CacheLocation.PREFETCHING, CacheLocation.RETURNING):
                 continue
             if self._evictions.get(candidate.request.request_id) is not None:
-                continue  # an earlier life of it is still on its way out
+                continue  # an earlier attempt of it is still being copied out
             block_ids = self._batch.blocks_if_fits(candidate)
             if block_ids is None:
                 break
@@ -296,7 +296,7 @@ class DecodeLogic:
             self._num_verified += not is_refused
             if is_refused and not candidate.is_aborted:
                 commands += self._preempted(candidate, is_refused=True)
-            commands += self._candidates.let_go(candidate)
+            commands += self._candidates.release(candidate)
             if is_refused or candidate.is_aborted:
                 self._batch.free(entry.block_ids)
             else:
@@ -311,23 +311,25 @@ class DecodeLogic:
         commands: list[DecodeCommand] = [*self._evictions.evict_outgoing()]
         growth = self._batch.grow()
         if growth.num_missing > 0:
-            commands += self._told(self._evictions.make_way(growth.num_missing, num_stalled=growth.num_stalled))
+            commands += self._send_evictions(
+                self._evictions.free_blocks(growth.num_missing, num_stalled=growth.num_stalled)
+            )
             if growth.num_stalled:
                 self._batch.grow()
         slices = self._batch.slices(now)
         if not slices:
-            return commands + self._give_up_stuck()
+            return commands + self._fail_stuck()
         changes = self._batch.take_changes()
         self._num_iterations += 1
         members, has_changed = self._batch.all(), bool(changes.additions or changes.removals)
-        if self._pacing is not None:  # some of them pause
+        if self._scheduler is not None:  # some of them pause
             members, has_changed = [self._batch[request_id] for request_id, _ in slices], True
         is_switching = self._order.is_switching
         self._iterations.start(now, members, has_changed=has_changed, is_switching=is_switching)
         return [RunIteration(*changes, slices), *commands]
 
-    def _give_up_stuck(self) -> list[DecodeCommand]:
-        """One request alone that does not fit this worker: no block will ever come free for it."""
+    def _fail_stuck(self) -> list[DecodeCommand]:
+        """Fail a request that is alone and does not fit this worker: no block will ever be freed for it."""
         stuck = self._batch.stuck()
         if stuck is None or self._evictions.candidates():
             return []
@@ -339,8 +341,8 @@ class DecodeLogic:
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
         duration_s = self._iterations.end(event, now)
-        if self._pacing is not None:
-            self._pacing.completed(now, duration_s)
+        if self._scheduler is not None:
+            self._scheduler.completed(now, duration_s)
         self._batch.note_chunks()
         commands = self._iterations.outcome(event, self._batch)
         aborted, self._aborted = self._aborted, []
@@ -356,18 +358,18 @@ class DecodeLogic:
     # --- reports
 
     def _preempted(self, *candidates: Candidate, is_refused: bool = False) -> list[DecodeCommand]:
-        """Their only cache is gone. `is_refused`: what was granted did not verify, or went with the pool."""
+        """Report that their only cache is gone. `is_refused`: the granted copy did not verify, or the pool was lost."""
         return [send for one in candidates for send in self._router.send(one.preempted(is_refused=is_refused))]
 
-    def _told(self, outcomes: list[EvictionCommand]) -> list[DecodeCommand]:
-        """Copies as they are; who was preempted goes to the router."""
+    def _send_evictions(self, outcomes: list[EvictionCommand]) -> list[DecodeCommand]:
+        """Return copies as they are, and reports of preempted requests addressed to the router."""
         commands: list[DecodeCommand] = []
         for one in outcomes:
             commands += [one] if isinstance(one, OffloadBlocks) else self._router.send(one)
         return commands
 
     def _report(self, *, is_tick: bool) -> list[DecodeCommand]:
-        """The load where it has changed. Free blocks alone can wait for the next tick."""
+        """Report the load if it has changed; free blocks alone wait for the next tick."""
         counts = self._load.counts(num_verified=self._num_verified, num_iterations=self._num_iterations)
         if counts == self._counted and not (self._router.is_load_awaited or is_tick):
             return []

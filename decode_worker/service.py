@@ -1,4 +1,4 @@
-"""The decode worker at work: its logic, its links and its engine, joined."""
+"""The decode worker's process: its logic, its links and its engine, joined."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,38 +23,38 @@ class DecodeWorker:
         self,
         *,
         make: "partial[DecodeLogic]",
-        engine: ModelExecutor,
+        executor: ModelExecutor,
         pool_name: str,
         process_spec: ProcessSpec,
         transport: str = AUTO,
     ) -> None:
         """`make`: makes its logic, out of what can be recorded."""
         logic = make()
-        self._engine = engine
+        self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self._pool_name = pool_name
         identity = process_spec.identity()
-        self._copier: BlockCopier = engine.copier(identity, transport=transport)
+        self._copier: BlockCopier = executor.copier(identity, transport=transport)
         self.iteration_log = logic.iteration_log
         self._driver: LogicDriver[CommonEvent | DecodeEvent, WorkCommand] = LogicDriver(
             logic, identity, Codec(DecodeWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, router_at: str, pool_at: str, prefillers_at: Sequence[str]) -> None:
-        """Introduce ourselves to the router, the pool and every prefill worker."""
+        """Connect to the pool, every prefill worker and the router."""
         for address in (pool_at, *prefillers_at, router_at):
             self._driver.links.dial(address)
 
     async def close(self) -> None:
-        """Drop the links, end the threads and write the iteration log."""
+        """Close the links, stop the threads and write the iteration log."""
         await self._driver.close()
-        self._engine.close()
+        self._executor.close()
         try_write_iterations(self._iteration_log_path, self.iteration_log.records())
 
     def _perform(self, command: WorkCommand) -> None:
         match command:
             case RunIteration():
-                self._engine.start_iteration(command, self._driver.dispatch)
+                self._executor.start_iteration(command, self._driver.dispatch)
             case LoadBlocks():
                 self._copier.start_load(command, self._driver.dispatch)
             case OffloadBlocks():

@@ -10,6 +10,7 @@ from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import BlockCopy, Handoff
 from alignedserve.messages.fields import NO_BATCH
 from alignedserve.messages.gateways import TokenDelta
+from alignedserve.messages.iterations import delta_of
 from alignedserve.messages.workers import SetPredictedLength
 from alignedserve.worker_core.request import WorkerRequest
 
@@ -40,20 +41,23 @@ class RunningRequest(WorkerRequest):
 
     def append(self, token: SampledToken, eos_token_ids: frozenset[int]) -> TokenDelta:
         """Add the next token: the cache of all tokens before it lies in the blocks."""
+        index = len(self.generated_token_ids)  # not by super(): this runs for every request in every iteration
+        self.generated_token_ids.append(token.token_id)
         self.num_computed = self.context_len
-        return WorkerRequest.append(self, token, eos_token_ids)
+        self.context_len += 1
+        return delta_of(self.request, token, index, eos_token_ids)
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled: 1, but at first more where the copy was shorter."""
+        """Tokens to compute before the next one can be sampled: 1, or more at first where the copy was shorter."""
         return self.context_len - self.num_computed
 
 
-class CachePlace(enum.Enum):
-    """Where a candidate's cache lies."""
+class CacheLocation(enum.Enum):
+    """Location of a candidate's cache."""
 
     POOL = "pool"  # in the pool's arena, under a lease
-    COMING = "coming"  # there, and on its way into a prefill worker's memory
+    PREFETCHING = "coming"  # there, and on its way into a prefill worker's memory
     BUFFER = "buffer"  # in a prefill worker's memory
     RETURNING = "returning"  # there, and on its way back to the pool
 
@@ -63,9 +67,9 @@ class BufferSlot:
     """Blocks of the buffer that this worker has in a prefill worker's memory."""
 
     peer: str
-    life: int  # of the link to it: a buffer does not outlive its link
+    link_epoch: int  # of the link to it: a buffer does not outlive its link
     block_ids: tuple[BlockId, ...]
-    generation: int  # stamped on them by whoever writes there
+    generation: int  # stamped on them by their writer
 
 
 @dataclass(slots=True, eq=False)
@@ -73,12 +77,12 @@ class Candidate(WorkerRequest):
     """A request at this worker that is not in the running batch."""
 
     batch_id: BatchId
-    place: CachePlace
+    location: CacheLocation
     lease_id: LeaseId | None = None  # the pool's copy is held for us
     pool_copy: BlockCopy | None = None
     slot: BufferSlot | None = None
     buffer_copy: BlockCopy | None = None
-    must_stay: bool = False  # the pool had no room for it
+    must_stay: bool = False  # the pool had no free blocks for it
     has_lost_pool: bool = False  # while it was on its way back there
     may_prefetch: bool = True  # a prefill worker that has lost the pool answers at once, again and again
 
@@ -90,7 +94,7 @@ class Candidate(WorkerRequest):
             handoff.attempt,
             list(handoff.generated_token_ids),
             batch_id,
-            CachePlace.POOL,
+            CacheLocation.POOL,
             handoff.lease_id,
             handoff.copy,
             granted_s=now,
@@ -99,13 +103,13 @@ class Candidate(WorkerRequest):
 
     @property
     def num_copied_blocks(self) -> int:
-        """Blocks of its cache, wherever it lies."""
+        """Number of blocks of its cache, in a buffer or in the pool."""
         copy = self.buffer_copy or self.pool_copy
         return copy.num_blocks if copy is not None else 0
 
 
 def set_predicted_length(known: Iterable[Candidate | RunningRequest | None], message: SetPredictedLength) -> None:
-    """Note it of those that it is said of."""
+    """Set it on those of the request's records that belong to the message's epoch."""
     for one in known:
         if one is not None and is_same_epoch(one.attempt, message.attempt):
             one.predicted_output_len = message.predicted_output_len
@@ -113,7 +117,7 @@ def set_predicted_length(known: Iterable[Candidate | RunningRequest | None], mes
 
 @dataclass(slots=True)
 class Loading:
-    """A candidate on its way into the running batch: its cache is being copied into blocks of ours."""
+    """A candidate on its way into the running batch: its cache is being copied into this worker's blocks."""
 
     candidate: Candidate
     block_ids: tuple[BlockId, ...]
@@ -123,6 +127,6 @@ class Loading:
 class Evicting:
     """A request on its way out of the running batch: its cache is being copied into a buffer."""
 
-    candidate: Candidate  # as it will be
-    block_ids: tuple[BlockId, ...]  # ours, free when the copy is done
+    candidate: Candidate  # as it will be afterwards
+    block_ids: tuple[BlockId, ...]  # on this worker, freed when the copy is done
     num_cached: int  # tokens whose cache is copied

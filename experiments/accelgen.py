@@ -21,7 +21,7 @@ from alignedserve.workload.objectives import with_ttft_from_prefill
 from benchmarks.support.recording import commit
 from experiments.common import (
     GIB,
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Labels,
     Row,
@@ -79,7 +79,7 @@ FEWER = ("sarathi", "accelgen", "oracle", "aligned_slo")  # where all would take
 
 
 def workload_line(setting: Setting) -> str:
-    """Alpaca, ShareGPT and books in the shape of the paper's Figure 8a; a fifth of all offline, with a deadline.
+    """Return Alpaca, ShareGPT and books in the shape of the paper's Figure 8a; a fifth of all offline, with a deadline.
 
     Books are drawn: BookCorpus has no lengths to be had. 2 048 tokens at most are generated (section 3.1).
     """
@@ -100,9 +100,9 @@ def workload_line(setting: Setting) -> str:
 def accelgen_case(
     setting: Setting, policy: str, seed: int, labels: Labels, settings: Mapping[str, Any] | None = None
 ) -> LabelledCase:
-    """One window. The settings of the policy are the paper's, with these changed."""
+    """Return the case of one window. The settings of the policy are the paper's, with these changed."""
     spec = WorkerSpec(setting.model, tensor_parallel=setting.tensor_parallel)
-    worker = ColocatedWorker(spec, source=setting.source, max_tokens=8192)  # vLLM: not below the longest prompt
+    worker = ColocatedWorkerSpec(spec, source=setting.source, max_tokens=8192)  # vLLM: not below the longest prompt
     written = line(workload_line(setting), seed, duration_s=setting.window_s)
     known: Labels = {"model": setting.model, "source": setting.source, "rate": setting.rate, **labels}
     labelled = colocated_case(known, policy, worker, written, {**_settings(policy, setting), **(settings or {})})
@@ -114,7 +114,7 @@ def accelgen_case(
 
 
 def _settings(policy: str, setting: Setting) -> dict[str, Any]:
-    """S_pf is everybody's token budget (section 3.1)."""
+    """Return the policy's parameters; S_pf is the token budget of all (section 3.1)."""
     budgets = {"accelgen": "pivot_len", "fastgen": "token_budget", "sarathi": "token_budget"}
     budget = {budgets[policy]: setting.pivot_len} if policy in budgets else {}
     return {**SETTINGS.get(policy, {}), **budget}
@@ -132,7 +132,7 @@ def _with_cache(config: SimConfig, setting: Setting) -> SimConfig:
 
 
 def prefill_s(costs: CostModel, prompt_len: int) -> float:
-    """Of one prompt alone, whole."""
+    """Return the seconds of one prompt alone, whole."""
     work = IterationWork()
     work.add_chunk(prompt_len, 0, is_last=True)
     return costs.iteration_s(work)
@@ -167,7 +167,7 @@ def _rates(setting: Setting) -> list[LabelledCase]:
 
 
 def _reasons(setting: Setting) -> list[LabelledCase]:
-    """What the gap to Sarathi-Serve and to the oracle depends on; half of the window."""
+    """Return cases that show what the gap to Sarathi-Serve and to the oracle depends on; half of the window."""
     setting = replace(setting, window_s=setting.window_s / 2)
     changes = {
         "half the window": setting,
@@ -234,7 +234,7 @@ def _with_means(row: Row) -> Row:
 
 
 def cases_of(*, is_quick: bool, setting: Setting = OPT_13B) -> list[LabelledCase]:
-    """Everything, or the headline in little."""
+    """Return all cases, or the headline in little."""
     if is_quick:
         short = replace(setting, window_s=min(setting.window_s, 20.0))
         return _headline((1,), (short,), ("sarathi", "accelgen", "aligned_slo")) + _ablations((1,), short)
@@ -249,7 +249,7 @@ def cases_of(*, is_quick: bool, setting: Setting = OPT_13B) -> list[LabelledCase
 
 
 def figures(cases: Sequence[LabelledCase], *, processes: int) -> list[Row]:
-    """One row for each configuration: means over its seeds."""
+    """Return one row for each configuration: means over its seeds."""
     rows = over_seeds(map(_with_means, run(cases, processes=processes)), by=BY)
     return [row | {"commit": commit()} for row in rows]
 

@@ -24,7 +24,7 @@ from alignedserve.config.sections import (
 )
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import ClusterHardware
+from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from alignedserve.sim.result import SimulationResult
 from experiments.common import (
@@ -113,7 +113,7 @@ _RECORDED = ("part", *COLUMNS, *_MORE, "commit")
 
 
 def synthetic(short_share: float) -> str:
-    """Section 4.1: short prompts under one thousand tokens, long ones from one to eight thousand.
+    """Return the mix of section 4.1: short prompts under one thousand tokens, long ones from one to eight thousand.
 
     How long answers are and when requests come is not said. Here: 32 to 256 tokens, and all within a few seconds.
     """
@@ -123,7 +123,7 @@ def synthetic(short_share: float) -> str:
 
 
 def applications() -> dict[str, str]:
-    """The three recordings; prompts are cut to what every worker's memory holds."""
+    """Return the three recordings; prompts are cut to what every worker's memory holds."""
     sources = {
         "sharegpt": source_or("sharegpt_full", "sharegpt"),
         "longbench": source_or("longbench", "arxiv"),
@@ -140,14 +140,17 @@ _MAX_PROMPT = 16000
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PaperCell:
     """So many prefill and decode workers, or as many colocated ones."""
 
     num_prefill: int = 1
     num_decode: int = 1
 
     def cluster(self, topology: Topology) -> ClusterConfig:
-        """Sizes of a GPU: vLLM's limits at the time of the paper; host memory as half of the paper's machine."""
+        """Return the sizes of a GPU: vLLM's limits at the time of the paper.
+
+        Host memory as half of the paper's machine.
+        """
         is_colocated = topology is Topology.COLOCATED
         return ClusterConfig(
             router=RouterConfig(
@@ -169,12 +172,12 @@ class Cell:
         )
 
 
-PAIR = Cell()
-EIGHT = Cell(2, 6)  # the paper's machine; how it divides its accelerators is not said
+PAIR = PaperCell()
+EIGHT = PaperCell(2, 6)  # the paper's machine; how it divides its accelerators is not said
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class AlignedServeLoad:
     """One point of a figure."""
 
     lengths: str
@@ -182,15 +185,15 @@ class Load:
     num_requests: int
     model: str = "opt-2.7b"
     kernel: AttentionKernel = STRAGGLER
-    cell: Cell = PAIR
+    cell: PaperCell = PAIR
 
     def case(self, part: str, system: str, seed: int) -> LabelledCase:
-        """One of SYSTEMS."""
+        """Return the case of one of SYSTEMS."""
         policy, topology = SYSTEMS[system]
         return self._case(part, system, seed, with_policy(self.cell.cluster(topology), policy, topology=topology))
 
     def ablated(self, part: str, name: str, seed: int) -> LabelledCase:
-        """AlignedServe without batching by length (FCFS), without prefetching (no buffers), or without both."""
+        """Return AlignedServe without batching by length (FCFS), without prefetching (no buffers), or without both."""
         settings = self.cell.cluster(Topology.DISAGGREGATED)
         if name in (FCFS_BATCHES, WITHOUT_BOTH):
             fcfs = msgspec.structs.replace(settings.batching, policy="fcfs")
@@ -220,62 +223,62 @@ class Load:
 
 
 def further_figures(result: SimulationResult) -> Row:
-    """Of the iterations of one decode worker, and of the ledger of all."""
+    """Return further figures: iterations of one decode worker, and the iteration logs of all."""
     durations_s = [one.ended_s - one.started_s for one in result.timeline]
-    ledger, num = result.iteration_log, max(result.iteration_log.num_iterations, 1)
+    log, num = result.iteration_log, max(result.iteration_log.num_iterations, 1)
     return {
         "iteration.within_30ms": sum(one <= 0.03 for one in durations_s) / max(len(durations_s), 1),
-        "ledger.batch": ledger.num_requests / num,
-        "ledger.spread": ledger.sum_of_spreads / num,
-        "ledger.switch_share": ledger.num_switch_iterations / num,
-        "ledger.prefetch_not_ready_s": ledger.prefetch_not_ready_s,
-        "ledger.waiting_for_prefill_s": ledger.waiting_for_prefill_s,
+        "ledger.batch": log.num_requests / num,
+        "ledger.spread": log.sum_of_spreads / num,
+        "ledger.switch_share": log.num_switch_iterations / num,
+        "ledger.prefetch_not_ready_s": log.prefetch_not_ready_s,
+        "ledger.waiting_for_prefill_s": log.waiting_for_prefill_s,
     }
 
 
 # --- parts
 
 
-HEADLINE = Load("95% short", synthetic(0.95), 600)
+HEADLINE = AlignedServeLoad("95% short", synthetic(0.95), 600)
 
 
 def headline(num_requests: int, seeds: Sequence[int]) -> list[LabelledCase]:
-    """The point that the paper's text has numbers for, with both kernels and every system."""
+    """Return the point that the paper's text has numbers for, with both kernels and every system."""
     loads = [replace(HEADLINE, kernel=kernel, num_requests=num_requests) for kernel in KERNELS]
     return [load.case("headline", system, seed) for load in loads for system in SYSTEMS for seed in seeds]
 
 
 def figures_7_and_9(num_requests: int) -> list[LabelledCase]:
-    """Short requests among long ones, on the four models; fewer short ones on the smallest."""
+    """Return short requests among long ones, on the four models; fewer short ones on the smallest."""
     points = [(model, SHORT_SHARES[-1]) for model in DEGREE] + [("opt-2.7b", share) for share in SHORT_SHARES[:-1]]
-    loads = [Load(f"{share:.0%} short", synthetic(share), num_requests, model) for model, share in points]
+    loads = [AlignedServeLoad(f"{share:.0%} short", synthetic(share), num_requests, model) for model, share in points]
     return [load.case("figures 7, 9", system, 1) for load in loads for system in COMPARED]
 
 
 def figures_8_and_10(num_requests: int) -> list[LabelledCase]:
-    """Recordings, on the model of Figure 13, with both kernels."""
+    """Return recordings, on the model of Figure 13, with both kernels."""
     loads = [
-        Load(name, text, num_requests // (4 if name == "longbench" else 1), "opt-13b", kernel)
+        AlignedServeLoad(name, text, num_requests // (4 if name == "longbench" else 1), "opt-13b", kernel)
         for (name, text), kernel in product(applications().items(), KERNELS)
     ]
     return [load.case("figures 8, 10", system, 1) for load in loads for system in COMPARED]
 
 
 def eight_accelerators(num_requests: int) -> list[LabelledCase]:
-    """The whole machine, three of four accelerators decoding."""
+    """Return the whole machine, three of four accelerators decoding."""
     load = replace(HEADLINE, cell=EIGHT, num_requests=num_requests)
     return [load.case("eight accelerators", system, 1) for system in COMPARED]
 
 
 def figures_13_and_14(num_requests: int, seeds: Sequence[int]) -> list[LabelledCase]:
-    """AlignedServe without its parts."""
+    """Return AlignedServe without its parts."""
     texts = applications()
-    azure = Load("azure", texts["azure"], num_requests, "opt-13b")
+    azure = AlignedServeLoad("azure", texts["azure"], num_requests, "opt-13b")
     names = (FCFS_BATCHES, WITHOUT_PREFETCH, WITHOUT_BOTH)
     cases = [azure.ablated("figure 14", name, seed) for name, seed in product(names, seeds)]
     cases += [azure.case("figure 14", "aligned", seed) for seed in seeds]
     others = [
-        Load(name, texts[name], num_requests // (4 if name == "longbench" else 1), "opt-13b")
+        AlignedServeLoad(name, texts[name], num_requests // (4 if name == "longbench" else 1), "opt-13b")
         for name in ("sharegpt", "longbench")
     ]
     return cases + [load.ablated("figure 13", FCFS_BATCHES, 1) for load in others]
@@ -285,7 +288,7 @@ def figures_13_and_14(num_requests: int, seeds: Sequence[int]) -> list[LabelledC
 
 
 def comparisons(rows: Sequence[Row]) -> list[Row]:
-    """Ours by each baseline, at every point where all of them ran."""
+    """Return ours by each baseline, at every point where all of them ran."""
     means = over_seeds(rows, (*_POINT, "system"))
     points = dict.fromkeys(tuple(row[name] for name in _POINT) for row in means)
     compared: list[Row] = []
@@ -310,7 +313,7 @@ def _ratios(by_system: Mapping[str, Row], system: str) -> Row:
 
 
 def show(rows: Sequence[Row], compared: Sequence[Row]) -> None:
-    """All tables."""
+    """Print all tables."""
     for part in dict.fromkeys(row["part"] for row in rows):
         means = over_seeds(pick(rows, part=part), (*_POINT, "system"))
         print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
@@ -318,7 +321,7 @@ def show(rows: Sequence[Row], compared: Sequence[Row]) -> None:
 
 
 def parts_of(*, is_quick: bool) -> list[list[LabelledCase]]:
-    """The whole experiment, part by part; or the headline in little."""
+    """Return the whole experiment, part by part; or the headline in little."""
     if is_quick:
         return [headline(200, (1,))]
     return [
@@ -331,7 +334,7 @@ def parts_of(*, is_quick: bool) -> list[list[LabelledCase]]:
 
 
 def simulated(cases: Sequence[LabelledCase], *, processes: int) -> list[Row]:
-    """One row for each."""
+    """Return one row for each."""
     return run(cases, processes=processes, also=further_figures)
 
 

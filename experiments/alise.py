@@ -17,7 +17,7 @@ from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
 from experiments.common import (
     GIB,
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Row,
     chosen,
@@ -35,7 +35,7 @@ from experiments.common import (
 
 LATENCY = "all.normalized_s.mean"
 TARGET_S = 0.2  # per token: where the paper reads throughput off Figure 6(b)
-_CONTEXT = 2048  # OPT's: longer requests are left out, and nobody knows how much of it an answer will take
+_CONTEXT = 2048  # OPT's: longer requests are left out, and how much of it an answer will take is unknown
 _SHARE_TO_SIGMA = math.sqrt(math.pi / 2)  # a small log-normal error of deviation s is sqrt(2 / pi) s off on average
 _NEVER_S = 1e9
 
@@ -51,7 +51,7 @@ OUR_SIGMA: Mapping[str, float] = {"alpaca": 1.4, "sharegpt": 2.7}
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is compared: a policy, and what it is told."""
+    """System under comparison: a policy, and its information."""
 
     policy: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -127,7 +127,7 @@ _RECORDED = ("part", "kernel", *COLUMNS, "all.ttft_s.p50", "all.num_sent", *_MOR
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class AliseLoad:
     """One point of a figure."""
 
     model: str
@@ -137,10 +137,12 @@ class Load:
     kernel: AttentionKernel = AttentionKernel.LOAD_BALANCED
 
     def case(self, part: str, name: str, seed: int) -> LabelledCase:
-        """Under the system of this name."""
+        """Return the case under the system of this name."""
         system = SYSTEMS[name]
         spec = WorkerSpec(self.model, "v100-32g", kernel=self.kernel)
-        worker = ColocatedWorker(spec, swap_space_bytes=512 * GIB)  # half of the machine's memory: it has two of these
+        worker = ColocatedWorkerSpec(
+            spec, swap_space_bytes=512 * GIB
+        )  # half of the machine's memory: it has two of these
         labels: dict[str, str | float] = {"part": part, "policy": name, "model": self.model, "lengths": self.lengths}
         labels |= {"rate": self.rate, "kernel": self.kernel.value}
         duration_s = self.duration_s or DURATION_S[self.model, self.lengths]
@@ -148,7 +150,7 @@ class Load:
         return colocated_case(labels, system.policy, worker, workload, system.settings)
 
     def _line(self, system: System) -> str:
-        """As docs/workloads.md has it."""
+        """Return the workload line (docs/workloads.md)."""
         parts = (_source(self.lengths), f"max_total={_CONTEXT}", system.limit, f"rate={self.rate}")
         return ", ".join(part for part in (*parts, f"predict={self._prediction(system)}") if part)
 
@@ -169,7 +171,10 @@ def _source(lengths: str) -> str:
 
 
 def figure_6(seeds: Sequence[int]) -> list[LabelledCase]:
-    """The three that count on all models, the others on OPT-13B. Several seeds at the one rate that all share there."""
+    """Return the three that count on all models, the others on OPT-13B.
+
+    Several seeds at the one rate that all share there.
+    """
     cases = []
     for model, lengths in RATES:
         names = (*COMPARED, *OTHERS) if model == "opt-13b" else COMPARED
@@ -177,9 +182,9 @@ def figure_6(seeds: Sequence[int]) -> list[LabelledCase]:
         for name, rate in points:
             is_headline = name in COMPARED and model == "opt-13b" and rate == SHARED_RATES[lengths]
             of_point = seeds if is_headline else seeds[:1]
-            cases += [Load(model, lengths, rate).case("figure 6", name, seed) for seed in of_point]
+            cases += [AliseLoad(model, lengths, rate).case("figure 6", name, seed) for seed in of_point]
     for lengths, rates in ORCA_RATES.items():
-        loads = [Load("opt-13b", lengths, rate) for rate in rates]
+        loads = [AliseLoad("opt-13b", lengths, rate) for rate in rates]
         cases += [load.case("figure 6", "ORCA", seeds[0]) for load in loads]
     return cases
 
@@ -190,16 +195,16 @@ def _rates(model: str, lengths: str, name: str) -> tuple[float, ...]:
 
 
 def figure_8(seeds: Sequence[int], rates: Sequence[float]) -> list[LabelledCase]:
-    """Other things to do with the caches of those who were overtaken; swapping is ALISE in Figure 6."""
-    loads = [Load("opt-13b", "alpaca", rate) for rate in rates]
+    """Return other ways to treat the caches of overtaken requests; swapping is ALISE in Figure 6."""
+    loads = [AliseLoad("opt-13b", "alpaca", rate) for rate in rates]
     return [load.case("figure 8", *case) for load in loads for case in product(("Recompute", "Defer"), seeds)]
 
 
 def choices() -> list[LabelledCase]:
-    """What the paper does not state (K), what it may have meant (errors), and attention as of old."""
+    """Return cases of what the paper leaves open: K, its errors, and the older attention."""
     cases = []
     for lengths, rate in HIGH_RATES.items():
-        load = Load("opt-13b", lengths, rate)
+        load = AliseLoad("opt-13b", lengths, rate)
         cases += [load.case("choices", name, 1) for name in SYSTEMS if name.startswith(("ALISE,", "aligned_slo,"))]
         old = replace(load, kernel=AttentionKernel.ONE_BLOCK_PER_SEQUENCE)
         cases += [old.case("one block per sequence", name, 1) for name in COMPARED]
@@ -207,8 +212,8 @@ def choices() -> list[LabelledCase]:
 
 
 def long_traces() -> list[LabelledCase]:
-    """Longer, at a rate that is a little too much for everybody: what overload adds up to."""
-    load = Load("opt-13b", "sharegpt", 1.5, _LONG_TRACE_S)
+    """Return longer traces, at a rate slightly too high for all, where overload adds up."""
+    load = AliseLoad("opt-13b", "sharegpt", 1.5, _LONG_TRACE_S)
     return [load.case("long trace", name, 1) for name in COMPARED]
 
 
@@ -216,7 +221,7 @@ def long_traces() -> list[LabelledCase]:
 
 
 def rate_at(rows: Iterable[Row], target_s: float = TARGET_S) -> float | None:
-    """Requests per second at which the mean normalised latency reaches the target; rows in order of their rates.
+    """Return the requests per second at which the mean normalised latency reaches the target; rows by their rates.
 
     Between two rates its logarithm is taken for a line. None where it is reached before the first or not at all.
     """
@@ -229,7 +234,7 @@ def rate_at(rows: Iterable[Row], target_s: float = TARGET_S) -> float | None:
 
 
 def throughputs(rows: Sequence[Row]) -> list[Row]:
-    """By model and lengths: requests per second at the target, and how many times vLLM's."""
+    """Return, by model and lengths, requests per second at the target, and how many times vLLM's."""
     found = []
     for model, lengths in dict.fromkeys((row["model"], row["lengths"]) for row in rows):
         of_figure = pick(rows, part="figure 6", model=model, lengths=lengths)
@@ -245,7 +250,7 @@ def throughputs(rows: Sequence[Row]) -> list[Row]:
 
 
 def show(rows: Sequence[Row], reached: Sequence[Row]) -> None:
-    """All tables."""
+    """Print all tables."""
     for part in dict.fromkeys(row["part"] for row in rows):
         means = over_seeds(pick(rows, part=part), ("model", "lengths", "rate", "policy"))
         print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
@@ -253,9 +258,9 @@ def show(rows: Sequence[Row], reached: Sequence[Row]) -> None:
 
 
 def cases_of(*, is_quick: bool) -> list[LabelledCase]:
-    """All of them, or a few short ones."""
+    """Return all cases, or a few short ones."""
     if is_quick:
-        loads = [Load("opt-13b", "sharegpt", rate, 60.0) for rate in (1.0, 2.0)]
+        loads = [AliseLoad("opt-13b", "sharegpt", rate, 60.0) for rate in (1.0, 2.0)]
         return [load.case("figure 6", name, 1) for load in loads for name in COMPARED]
     return figure_6((1, 2, 3)) + figure_8((1,), (20, 28, 38)) + choices() + long_traces()
 

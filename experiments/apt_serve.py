@@ -17,7 +17,7 @@ import msgspec
 
 from alignedserve.costmodel.choice import WorkerSpec
 from experiments.common import (
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Options,
     Row,
@@ -34,10 +34,10 @@ from experiments.common import (
     write_record,
 )
 
-WORKERS: Mapping[str, ColocatedWorker] = {  # Table 2
-    "opt-13b": ColocatedWorker(WorkerSpec("opt-13b", "a100-40g", 1)),
-    "opt-30b": ColocatedWorker(WorkerSpec("opt-30b", "a100-40g", 2)),
-    "opt-66b": ColocatedWorker(WorkerSpec("opt-66b", "a100-40g", 4)),
+WORKERS: Mapping[str, ColocatedWorkerSpec] = {  # Table 2
+    "opt-13b": ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-40g", 1)),
+    "opt-30b": ColocatedWorkerSpec(WorkerSpec("opt-30b", "a100-40g", 2)),
+    "opt-66b": ColocatedWorkerSpec(WorkerSpec("opt-66b", "a100-40g", 4)),
 }
 TTFT_S: Mapping[str, tuple[float, ...]] = {  # Table 3, in the order of the workers
     "sharegpt": (1.0, 1.5, 2.0),
@@ -88,7 +88,7 @@ _RECORDED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class AptServeLoad:
     """One trace of so many requests, on one worker."""
 
     dataset: str
@@ -99,14 +99,14 @@ class Load:
     costs: str = "roofline"
 
     def line(self) -> str:
-        """As docs/workloads.md has it."""
+        """Return the workload line (docs/workloads.md)."""
         ttft_s = TTFT_S[self.dataset][list(WORKERS).index(self.model)]
         objectives = f"ttft={ttft_s}, tpot={TBT_S[self.dataset]}"
         lengths = source_or(*LENGTHS[self.dataset])
         return f"{lengths}, max_total={_CONTEXT}, rate={self.rate:.4g}, cv={self.cv:g}, {objectives}"
 
     def case(self, part: str, policy: str, seed: int) -> LabelledCase:
-        """Under this policy, or KV_ONLY."""
+        """Return the case under this policy, or KV_ONLY."""
         labels: dict[str, str | float] = {
             "part": part,
             "dataset": self.dataset,
@@ -128,7 +128,7 @@ class Load:
 
 
 def _with_memory_of(smaller: LabelledCase, larger: LabelledCase) -> LabelledCase:
-    """Published costs are of A100-80GB: its times with the memory of the smaller one."""
+    """Return the case with the times of the A100-80GB, as published, and the memory of the smaller one."""
     kv_cache_bytes = smaller.case.config.cluster.decode.kv_cache_bytes
     cluster = larger.case.config.cluster
     cluster = msgspec.structs.replace(
@@ -141,7 +141,7 @@ def _with_memory_of(smaller: LabelledCase, larger: LabelledCase) -> LabelledCase
 
 
 @dataclass(slots=True)
-class Curve:
+class AttainmentCurve:
     """Attainment against rate of one policy, as far as it has been asked for."""
 
     dataset: str
@@ -150,21 +150,21 @@ class Curve:
     held: dict[int, float] = field(default_factory=dict)  # by number of the rate
 
     def rate(self, number: int) -> float:
-        """Of the grid."""
+        """Return a rate of the grid."""
         return _LOWEST_RATES[self.dataset] * _STEP**number
 
     def bracket(self, level: float) -> tuple[int, int]:
-        """The highest rate known to hold the level (-1: none), and the lowest that does not."""
+        """Return the highest rate known to hold the level (-1: none), and the lowest that does not."""
         above = min((number for number, held in self.held.items() if held < level), default=_NUM_RATES)
         return max((number for number in self.held if number < above), default=-1), above
 
     def wanted(self) -> list[int]:
-        """The next rate to try for each level; none when all are found."""
+        """Return the next rate to try for each level; none when all are found."""
         brackets = map(self.bracket, LEVELS)
         return sorted({(below + above) // 2 for below, above in brackets if above - below > 1})
 
     def throughput(self, level: float) -> float | None:
-        """Interpolated between the two rates about the level (in the logarithm); None beyond the grid."""
+        """Interpolate between the two rates about the level (in the logarithm); None beyond the grid."""
         below, above = self.bracket(level)
         if below < 0 or above == _NUM_RATES:
             return None
@@ -172,20 +172,20 @@ class Curve:
         return math.exp(math.log(self.rate(below)) + share * math.log(_STEP))
 
 
-class Sizes(NamedTuple):
-    """How long an experiment is."""
+class WorkerSizes(NamedTuple):
+    """Length of an experiment."""
 
     num_requests: int
     seeds: Sequence[int]
     processes: int
 
 
-def find_throughputs(curves: Sequence[Curve], sizes: Sizes) -> list[Row]:
-    """Fills the curves, all of them by one round of simulations after the other; the rows of all rounds."""
+def find_throughputs(curves: Sequence[AttainmentCurve], sizes: WorkerSizes) -> list[Row]:
+    """Fill the curves by one round of simulations after the other; return the rows of all rounds."""
     rows: list[Row] = []
     while asked := [(curve, number) for curve in curves for number in curve.wanted()]:
         cases = [
-            Load(curve.dataset, curve.rate(number), sizes.num_requests, model=curve.model).case(
+            AptServeLoad(curve.dataset, curve.rate(number), sizes.num_requests, model=curve.model).case(
                 FIGURE_8, curve.policy, sizes.seeds[0]
             )
             for curve, number in asked
@@ -197,18 +197,18 @@ def find_throughputs(curves: Sequence[Curve], sizes: Sizes) -> list[Row]:
     return rows
 
 
-def curves_in(rows: Iterable[Row]) -> list[Curve]:
-    """What the rows of figure 8 come to."""
-    curves: dict[tuple[str, str, str], Curve] = {}
+def curves_in(rows: Iterable[Row]) -> list[AttainmentCurve]:
+    """Return the curves in the rows of figure 8."""
+    curves: dict[tuple[str, str, str], AttainmentCurve] = {}
     for row in pick(rows, part=FIGURE_8):
         key = (row["dataset"], row["model"], row["policy"])
-        curve = curves.setdefault(key, Curve(*key))
+        curve = curves.setdefault(key, AttainmentCurve(*key))
         curve.held[round(math.log(row["rate"] / curve.rate(0), _STEP))] = row[HELD]
     return list(curves.values())
 
 
-def throughput_rows(curves: Iterable[Curve]) -> list[Row]:
-    """One row for each, by level."""
+def throughput_rows(curves: Iterable[AttainmentCurve]) -> list[Row]:
+    """Return one row for each, by level."""
     return [
         {"dataset": curve.dataset, "model": curve.model, "policy": curve.policy}
         | {_at(level): curve.throughput(level) for level in LEVELS}
@@ -224,7 +224,10 @@ _THROUGHPUT = ("dataset", "model", "policy", *map(_at, LEVELS))
 
 
 def advantages(rows: Sequence[Row]) -> list[Row]:
-    """The rate of ours by that of each baseline: the mean over the models, and the highest; by lengths and overall."""
+    """Return the rate of ours by that of each baseline: the mean over the models, and the highest.
+
+    By lengths and overall.
+    """
     pairs = [*product(OURS, POLICIES[:3]), ("aligned_slo", "apt_serve")]
     groups = [[name] for name in dict.fromkeys(row["dataset"] for row in rows)]
     groups = [*groups, [name for group in groups for name in group]] if len(groups) > 1 else groups
@@ -251,27 +254,30 @@ def _advantage(rows: Sequence[Row], policy: str, baseline: str, datasets: Sequen
 # --- the other parts
 
 
-def figure_9(sizes: Sizes) -> list[LabelledCase]:
-    """Bursts: Gamma arrivals of growing variation, at the paper's rates (of LongBench: below)."""
+def figure_9(sizes: WorkerSizes) -> list[LabelledCase]:
+    """Return bursts: Gamma arrivals of growing variation, at the paper's rates (of LongBench: below)."""
     rates = {"sharegpt": 3.8, "humaneval": 9.0}
-    loads = [Load(name, rate, sizes.num_requests, cv) for name, rate in rates.items() for cv in BURSTS]
+    loads = [AptServeLoad(name, rate, sizes.num_requests, cv) for name, rate in rates.items() for cv in BURSTS]
     policies = ("fcfs", "sarathi", *OURS)
     return [load.case("figure 9", policy, sizes.seeds[0]) for load in loads for policy in policies]
 
 
-def tables_4_and_5(sizes: Sizes) -> list[LabelledCase]:
-    """Without hidden caches, with them, and first come, first served. Poisson arrivals with several seeds."""
+def tables_4_and_5(sizes: WorkerSizes) -> list[LabelledCase]:
+    """Return runs without hidden caches, with them, and first come, first served.
+
+    Poisson arrivals with several seeds.
+    """
     rates = [("sharegpt", 3.0), ("sharegpt", 6.0), ("longbench", 1.5)]
-    points = [(Load(*pair, sizes.num_requests), seed) for pair in rates for seed in sizes.seeds]
-    points += [(Load(*pair, sizes.num_requests, cv), sizes.seeds[0]) for pair in rates for cv in BURSTS[1:]]
+    points = [(AptServeLoad(*pair, sizes.num_requests), seed) for pair in rates for seed in sizes.seeds]
+    points += [(AptServeLoad(*pair, sizes.num_requests, cv), sizes.seeds[0]) for pair in rates for cv in BURSTS[1:]]
     policies = ("fcfs", KV_ONLY, *OURS)
     return [load.case("tables 4, 5", policy, seed) for load, seed in points for policy in policies]
 
 
-def other_costs(sizes: Sizes) -> list[LabelledCase]:
-    """The same with iteration times that others have measured."""
+def other_costs(sizes: WorkerSizes) -> list[LabelledCase]:
+    """Return the same with iteration times that others have measured."""
     loads = [
-        Load("sharegpt", rate, sizes.num_requests, costs=costs)
+        AptServeLoad("sharegpt", rate, sizes.num_requests, costs=costs)
         for costs in ("vllm", "distserve")
         for rate in (3.0, 6.0)
     ]
@@ -279,18 +285,18 @@ def other_costs(sizes: Sizes) -> list[LabelledCase]:
     return [load.case("costs", policy, sizes.seeds[0]) for load in loads for policy in policies]
 
 
-def curves_of(*, is_quick: bool) -> list[Curve]:
-    """Figure 8 on the smallest model, of the other lengths only what counts; on the others of ShareGPT only."""
+def curves_of(*, is_quick: bool) -> list[AttainmentCurve]:
+    """Return figure 8 on the smallest model, of the other lengths only what counts; on the others of ShareGPT only."""
     compared = ("fcfs", *OURS)
     if is_quick:
-        return [Curve("humaneval", "opt-13b", policy) for policy in compared]
+        return [AttainmentCurve("humaneval", "opt-13b", policy) for policy in compared]
     points = [("sharegpt", "opt-13b", POLICIES), ("humaneval", "opt-13b", compared), ("longbench", "opt-13b", compared)]
     points += [("sharegpt", model, compared) for model in ("opt-30b", "opt-66b")]
-    return [Curve(dataset, model, policy) for dataset, model, policies in points for policy in policies]
+    return [AttainmentCurve(dataset, model, policy) for dataset, model, policies in points for policy in policies]
 
 
 def show(rows: Sequence[Row], throughputs: Sequence[Row], compared: Sequence[Row]) -> None:
-    """All tables."""
+    """Print all tables."""
     print_table(throughputs, {name: name for name in _THROUGHPUT}, title="figure 8")
     print_table(compared, {name: name for name in compared[0]}, title="figure 8: by how much higher")
     for part in dict.fromkeys(row["part"] for row in rows if row["part"] != FIGURE_8):
@@ -301,7 +307,7 @@ def show(rows: Sequence[Row], throughputs: Sequence[Row], compared: Sequence[Row
 def main() -> None:
     """Simulate, show, record; what is done is recorded after every part."""
     options = read_options(__doc__)
-    sizes = Sizes(60 if options.is_quick else 300, (1, 2, 3), options.processes)
+    sizes = WorkerSizes(60 if options.is_quick else 300, (1, 2, 3), options.processes)
     curves = curves_of(is_quick=options.is_quick)
     curves = [one for one in curves if options.wants({"part": FIGURE_8, "policy": one.policy})]
     rows = with_recorded("apt_serve", [], options) if options.is_recorded else []
@@ -315,7 +321,7 @@ def main() -> None:
 
 
 def _record(rows: Sequence[Row], options: Options) -> tuple[list[Row], list[Row]]:
-    """What figure 8 comes to, as far as it has been run; recorded unless the run is quick."""
+    """Record figure 8, as far as it has been run, unless the run is quick."""
     throughputs = chosen(throughput_rows(curves_in(rows)), _THROUGHPUT)
     compared = advantages(throughputs)
     if options.is_recorded:

@@ -13,7 +13,7 @@ from itertools import product
 from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.sim.config import SimMechanisms
 from experiments.common import (
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Row,
     chosen,
@@ -28,10 +28,10 @@ from experiments.common import (
     write_record,
 )
 
-WORKERS: Mapping[str, ColocatedWorker] = {  # section 7.1
-    "opt-13b": ColocatedWorker(WorkerSpec("opt-13b", "a100-40g", 2)),
-    "opt-30b": ColocatedWorker(WorkerSpec("opt-30b", "a100-40g", 4)),
-    "llama-3-70b": ColocatedWorker(WorkerSpec("llama-3-70b", "a100-80g", 8)),
+WORKERS: Mapping[str, ColocatedWorkerSpec] = {  # section 7.1
+    "opt-13b": ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-40g", 2)),
+    "opt-30b": ColocatedWorkerSpec(WorkerSpec("opt-30b", "a100-40g", 4)),
+    "llama-3-70b": ColocatedWorkerSpec(WorkerSpec("llama-3-70b", "a100-80g", 8)),
 }
 RATES: Mapping[str, tuple[float, ...]] = {  # five per model; of the paper's, its text names 10 (30B) and 15 (70B)
     "opt-13b": (2.0, 6.0, 10.0, 14.0, 18.0),
@@ -84,7 +84,7 @@ _RECORDED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BrosLoad:
     """One point of a figure."""
 
     model: str
@@ -94,20 +94,20 @@ class Load:
     costs: str = "roofline"
 
     def line(self) -> str:
-        """As docs/workloads.md has it."""
+        """Return the workload line (docs/workloads.md)."""
         limits = f"max_tokens={_CONTEXT}"
         real_time = f"rt: {LENGTHS[self.lengths]}, max_total={_CONTEXT}, {limits}, rate={self.rate}, ttft=0.4, tpot=0.2"
         return f"{real_time}; be: prompt=uniform(512,1024), output=uniform(32,128), {limits}, wave={self.wave}"
 
-    def worker(self) -> ColocatedWorker:
-        """The paper's; published costs are of A100-80GB."""
+    def worker(self) -> ColocatedWorkerSpec:
+        """Return the paper's system; published costs are of A100-80GB."""
         on = WORKERS[self.model]
         if self.costs == "roofline":
             return on
         return replace(on, source=self.costs, worker=replace(on.worker, hardware="a100-80g"))
 
     def case(self, part: str, policy: str, seed: int, duration_s: float) -> LabelledCase:
-        """Under this policy, or RECOMPUTING."""
+        """Return the case under this policy, or RECOMPUTING."""
         labels: dict[str, str | float] = {
             "part": part,
             "model": self.model,
@@ -130,33 +130,33 @@ class Load:
 
 
 def figures_10_and_11(duration_s: float) -> list[LabelledCase]:
-    """Three models, five rates each; of the second kind of lengths every other rate."""
-    loads = [Load(model, rate) for model in WORKERS for rate in RATES[model]]
-    loads += [Load(model, rate, "lmsys") for model in WORKERS for rate in RATES[model][::2]]
+    """Return three models, five rates each; of the second kind of lengths every other rate."""
+    loads = [BrosLoad(model, rate) for model in WORKERS for rate in RATES[model]]
+    loads += [BrosLoad(model, rate, "lmsys") for model in WORKERS for rate in RATES[model][::2]]
     return [load.case(FIGURES, policy, 1, duration_s) for load in loads for policy in COMPARED]
 
 
 def headline(duration_s: float, seeds: Sequence[int]) -> list[LabelledCase]:
-    """One point, longer and with several seeds; two policies that the paper has not."""
-    load = Load("opt-13b", 10.0)
+    """Return one point, longer and with several seeds; two policies that the paper has not."""
+    load = BrosLoad("opt-13b", 10.0)
     return [load.case("headline", policy, seed, duration_s) for policy, seed in product(ALL, seeds)]
 
 
 def other_waves(duration_s: float) -> list[LabelledCase]:
-    """What the paper does not say: how much best-effort work is outstanding."""
-    loads = [Load("opt-13b", 10.0, wave=wave) for wave in (32, 128)]
+    """Return cases of what the paper does not say: how much best-effort work is outstanding."""
+    loads = [BrosLoad("opt-13b", 10.0, wave=wave) for wave in (32, 128)]
     return [load.case("waves", policy, 1, duration_s) for load in loads for policy in COMPARED]
 
 
 def other_costs(duration_s: float) -> list[LabelledCase]:
-    """The same worker with the iteration times that others have measured, where there are any."""
-    loads = [Load("opt-13b", 10.0, costs=costs) for costs in ("distserve", "vllm")]
+    """Return the same worker with the iteration times that others have measured, where there are any."""
+    loads = [BrosLoad("opt-13b", 10.0, costs=costs) for costs in ("distserve", "vllm")]
     return [load.case("costs", policy, 1, duration_s) for load in loads for policy in COMPARED]
 
 
 def figure_13(duration_s: float, seeds: Sequence[int]) -> list[LabelledCase]:
-    """BROS with shared blocks, and with recomputing in their place; at the paper's rate, with memory short."""
-    load = Load("opt-30b", 10.0, wave=2 * WAVE)
+    """Return BROS with shared blocks, and with recomputing in their place; at the paper's rate, with memory short."""
+    load = BrosLoad("opt-30b", 10.0, wave=2 * WAVE)
     return [load.case("figure 13", policy, seed, duration_s) for policy in ("bros", RECOMPUTING) for seed in seeds]
 
 
@@ -164,7 +164,7 @@ def figure_13(duration_s: float, seeds: Sequence[int]) -> list[LabelledCase]:
 
 
 def comparisons(rows: Sequence[Row]) -> list[Row]:
-    """Each of ours against each baseline, and the union against BROS, by kind of lengths, as far as they were run."""
+    """Return each of ours by each baseline, and the union by BROS, by kind of lengths, as far as they were run."""
     were_run = {(row["lengths"], row["policy"]) for row in rows}
     pairs = [*product(("bros", "aligned_slo"), COMPARED[:2]), ("aligned_slo", "bros")]
     return [
@@ -175,7 +175,7 @@ def comparisons(rows: Sequence[Row]) -> list[Row]:
 
 
 def comparison(rows: Sequence[Row], lengths: str, policy: str, baseline: str) -> Row:
-    """Averages over the cases of a figure as the paper states them."""
+    """Return averages over the cases of a figure as the paper states them."""
     ours, theirs = (pick(rows, lengths=lengths, policy=name) for name in (policy, baseline))
     latency, throughput = "rt.normalized_s.mean", "be.loaded_requests_per_s"
     return {
@@ -204,7 +204,7 @@ def _ratio(ours: float, theirs: float) -> float | None:
 
 
 def show(rows: Sequence[Row], comparisons: Sequence[Row]) -> None:
-    """All tables."""
+    """Print all tables."""
     for part in dict.fromkeys(row["part"] for row in rows):
         means = over_seeds(pick(rows, part=part), ("lengths", "model", "rate", "wave", "costs", "policy"))
         print_table(means, {**COLUMNS, "num_runs": "runs"}, title=part)
@@ -213,7 +213,7 @@ def show(rows: Sequence[Row], comparisons: Sequence[Row]) -> None:
 
 
 def cases_of(*, is_quick: bool) -> list[LabelledCase]:
-    """The whole experiment, or the headline in little."""
+    """Return the whole experiment, or the headline in little."""
     if is_quick:
         return headline(15.0, (1,))
     return [

@@ -1,4 +1,4 @@
-"""What the experiments share: simulations described by names, their figures in rows, tables and a record.
+"""Shared by the experiments: simulations described by names, their figures in rows, tables and a record.
 
 cases = [
     colocated_case({"rate": rate, "seed": seed}, "bros", worker, WorkloadLine(line(rate), seed, duration_s=600))
@@ -25,7 +25,7 @@ from alignedserve.config.environment import data_dir
 from alignedserve.config.sections import ClusterConfig, DecodeWorkerConfig, RouterConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import ClusterHardware
+from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.result import ClassResult, Measure, SimulationResult
 from alignedserve.sim.sweep import Case, CaseProgress, CaseResult, WorkloadLine, run_cases
@@ -54,7 +54,7 @@ class LabelledCase(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ColocatedWorker:
+class ColocatedWorkerSpec:
     """One worker that computes prompts and decodes. The limits are vLLM's defaults at the time of the papers."""
 
     worker: WorkerSpec
@@ -65,9 +65,16 @@ class ColocatedWorker:
 
 
 def colocated_case(
-    labels: Labels, policy: str, on: ColocatedWorker, workload: WorkloadLine, settings: Mapping[str, Any] | None = None
+    labels: Labels,
+    policy: str,
+    on: ColocatedWorkerSpec,
+    workload: WorkloadLine,
+    settings: Mapping[str, Any] | None = None,
 ) -> LabelledCase:
-    """This policy on one such worker, with the mechanisms that it wants. Raises ConfigError for unknown names."""
+    """Return this policy on one such worker, with the mechanisms that it wants.
+
+    Raises ConfigError for unknown names.
+    """
     cluster = ClusterConfig(
         router=RouterConfig(max_queued_requests=MANY, max_queued_tokens=MANY),
         decode=DecodeWorkerConfig(
@@ -84,14 +91,17 @@ def colocated_case(
 def cluster_case(
     labels: Labels, machines: ClusterHardware, cluster: ClusterConfig, workload: WorkloadLine
 ) -> LabelledCase:
-    """Any cluster (sim.policies.with_policy makes one for a policy). `policy` and `seed` join the labels."""
+    """Return the case of any cluster (sim.policies.with_policy makes one for a policy).
+
+    `policy` and `seed` join the labels.
+    """
     labelled = {"policy": cluster.scheduling.policy, **labels, "seed": workload.seed}
     name = " ".join(f"{key}={value}" for key, value in labelled.items())
     return LabelledCase(labelled, Case(name, simulated_policy(machines, cluster), workload))
 
 
 def source_or(preferred: str, stand_in: str) -> str:
-    """The first of two sources of lengths that there is. Says so where it is the second."""
+    """Return the first of two sources of lengths that there is. Says so where it is the second."""
     try:
         _library().source(preferred)
     except ConfigError as error:
@@ -106,7 +116,7 @@ def _library() -> Library:
 
 
 def line(text: str, seed: int, *, duration_s: float | None = None, num_requests: int | None = None) -> WorkloadLine:
-    """A workload (docs/workloads.md), with the folder that ALIGNEDSERVE_DATA names."""
+    """Return a workload (docs/workloads.md), with the folder that ALIGNEDSERVE_DATA names."""
     return WorkloadLine(text, seed, num_requests, duration_s, data_dir())
 
 
@@ -116,7 +126,7 @@ def line(text: str, seed: int, *, duration_s: float | None = None, num_requests:
 def run(
     cases: Sequence[LabelledCase], *, processes: int, also: Callable[[SimulationResult], Row] = lambda _: {}
 ) -> list[Row]:
-    """One row for each, in their order. `also`: further figures of a result.
+    """Return one row for each, in their order. `also`: further figures of a result.
 
     Raises RuntimeError with what went wrong in the first that failed.
     """
@@ -124,7 +134,7 @@ def run(
         task = bar.add_task("simulating", total=len(cases))
 
         def report(progress: CaseProgress) -> None:
-            bar.advance(task, 1 if progress.is_over else 0)
+            bar.advance(task, 1 if progress.is_done else 0)
 
         results = run_cases([case for _, case in cases], processes=processes, progress=report)
     return [
@@ -142,7 +152,7 @@ def _figures(outcome: CaseResult, also: Callable[[SimulationResult], Row]) -> Ro
 
 
 def figures_of(result: SimulationResult) -> Row:
-    """The figures of a run, flat."""
+    """Return the figures of a run, flat."""
     row: Row = {
         "duration_s": result.duration_s,
         "utilisation": max(worker.utilisation for worker in result.workers),
@@ -174,7 +184,7 @@ def _figures_of_class(of_class: ClassResult) -> Iterable[tuple[str, float | None
 
 
 def over_seeds(rows: Iterable[Row], by: Sequence[str]) -> list[Row]:
-    """The mean of every figure over the rows that have these labels in common, in the order of their coming.
+    """Return the mean of every figure over the rows that have these labels in common, in the order of their coming.
 
     `num_runs` says of how many; `NAME.spread` is the largest less the smallest. A figure that one of them lacks is out.
     """
@@ -195,12 +205,12 @@ def _mean(rows: Sequence[Row], but: Sequence[str]) -> Row:
 
 
 def pick(rows: Iterable[Row], **labels: str | float) -> list[Row]:
-    """The rows with these labels."""
+    """Return the rows with these labels."""
     return [row for row in rows if all(row[name] == value for name, value in labels.items())]
 
 
 def print_table(rows: Sequence[Row], columns: Mapping[str, str], *, title: str = "") -> None:
-    """These columns, by their headings, of the rows."""
+    """Print these columns of the rows, by their headings."""
     table = Table(title=title or None, title_justify="left")
     for heading in columns.values():
         table.add_column(heading)
@@ -210,7 +220,7 @@ def print_table(rows: Sequence[Row], columns: Mapping[str, str], *, title: str =
 
 
 def markdown_table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
-    """The same for a page."""
+    """Return the same for a page."""
     lines = [list(columns.values()), ["---"] * len(columns)]
     lines += [[_shown(row.get(name)) for name in columns] for row in rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -223,7 +233,7 @@ def _shown(value: Any) -> str:
 
 
 def chosen(rows: Iterable[Row], names: Iterable[str]) -> list[Row]:
-    """Of the rows only what has these names, to five digits, for a record that can be read."""
+    """Return these fields of the rows, to five digits, for a record that can be read."""
     return [{name: _rounded(row[name]) for name in names if name in row} for row in rows]
 
 
@@ -232,7 +242,7 @@ def _rounded(value: Any) -> Any:
 
 
 def with_recorded(name: str, rows: Sequence[Row], options: "Options") -> list[Row]:
-    """These rows (as `chosen`), and where only some policies or parts were run the others from results/NAME.json.
+    """Return these rows (as `chosen`) and, of policies or parts that were not run, those of results/NAME.json.
 
     The record's figures are to have the rows under "runs". Each says of which commit it is.
     """
@@ -252,7 +262,7 @@ def write_record(name: str, figures: Any) -> Path:
 
 
 class Options(NamedTuple):
-    """Of the command line of every experiment."""
+    """Options of every experiment's command line."""
 
     is_quick: bool
     processes: int
@@ -261,17 +271,17 @@ class Options(NamedTuple):
     parts: tuple[str, ...] = ()  # likewise, where cases have that label
 
     def wants(self, labels: Mapping[str, Any]) -> bool:
-        """Whether what has these labels is to run."""
+        """Return whether what has these labels is to run."""
         is_wanted = not self.policies or labels["policy"] in self.policies
         return is_wanted and (not self.parts or labels.get("part") in self.parts)
 
     def select(self, cases: Iterable[LabelledCase]) -> list[LabelledCase]:
-        """Those that are to run."""
+        """Return the parts that are to run."""
         return [case for case in cases if self.wants(case.labels)]
 
 
 def read_options(description: str | None) -> Options:
-    """`--quick` (not recorded), `--processes N`, `--policies NAME ...`, `--parts NAME ...`."""
+    """Read `--quick` (not recorded), `--processes N`, `--policies NAME ...`, `--parts NAME ...`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few and short runs, under a minute; nothing is recorded")
     parser.add_argument("--processes", type=int, default=2, help="simulations at a time")

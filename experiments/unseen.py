@@ -14,11 +14,11 @@ from typing import Any
 from alignedserve.config.sections import Topology
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.choice import WorkerSpec
-from alignedserve.sim.machines import ClusterHardware
+from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.policies import with_policy
 from experiments.alignedserve import KERNELS, PAIR, further_figures
 from experiments.common import (
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Row,
     chosen,
@@ -103,17 +103,17 @@ def _source(name: str, seed: int, rate: float) -> str:
 
 
 def mixed_case(name: str, rate: float, policy: str, seed: int, duration_s: float) -> LabelledCase:
-    """Real-time requests of the trace, best-effort ones of another beside them, on one worker."""
+    """Return real-time requests of the trace, best-effort ones of another beside them, on one worker."""
     trace = TRACES[name]
     best_effort = f"be: {trace.beside}, {trace.limit}, outstanding={_OUTSTANDING}"
     text = f"rt: {_source(name, seed, rate)}, {trace.objectives}; {best_effort}"
     labels: Mapping[str, str | float] = {"part": MIX, "trace": name, "rate": rate}
-    worker = ColocatedWorker(WORKER, max_tokens=8192)
+    worker = ColocatedWorkerSpec(WORKER, max_tokens=8192)
     return colocated_case(labels, policy, worker, line(text, seed, duration_s=duration_s), SETTINGS.get(policy))
 
 
 def separate_case(name: str, kernel: AttentionKernel, policy: str, seed: int, num_requests: int) -> LabelledCase:
-    """As many requests of these lengths as there are, all within seconds, as in AlignedServe's own experiment."""
+    """Return all requests of these lengths, arriving within seconds, as in AlignedServe's own experiment."""
     labels: Mapping[str, str | float] = {"part": SEPARATE, "trace": name, "kernel": kernel.value}
     cluster = with_policy(PAIR.cluster(Topology.DISAGGREGATED), policy)
     workload = line(f"{name}, {TRACES[name].limit}, rate=100", seed, num_requests=num_requests)
@@ -124,19 +124,19 @@ def separate_case(name: str, kernel: AttentionKernel, policy: str, seed: int, nu
 
 
 def mixed(seed: int) -> list[LabelledCase]:
-    """Every trace at both rates."""
+    """Return every trace at both rates."""
     points = [(name, rate, trace.window_s) for name, trace in TRACES.items() for rate in trace.rates]
     return [mixed_case(name, rate, policy, seed, window_s) for name, rate, window_s in points for policy in MIXED]
 
 
 def separate(seed: int, num_requests: int = 200) -> list[LabelledCase]:
-    """Every trace, with both kinds of decode attention."""
+    """Return every trace, with both kinds of decode attention."""
     points = [(name, kernel) for name in TRACES for kernel in KERNELS]
     return [separate_case(*point, policy, seed, num_requests) for point in points for policy in APART]
 
 
 def parts_of(*, is_quick: bool) -> list[list[LabelledCase]]:
-    """The whole experiment, seed by seed; or one point in little."""
+    """Return the whole experiment, seed by seed; or one point in little."""
     if is_quick:
         return [[mixed_case("azure_code", 4.0, policy, 1, 20.0) for policy in ("sarathi", "bros", UNION)]]
     return [part(seed) for seed in (1, 2, 3) for part in (mixed, separate)]
@@ -146,7 +146,7 @@ def parts_of(*, is_quick: bool) -> list[list[LabelledCase]]:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
-    """At every point of the mix, by each figure: the union's, the best of the others, and whose that is."""
+    """Return, at every point of the mix and for each figure, the union's value, the best other, and its policy."""
     means = over_seeds(pick(rows, part=MIX), ("trace", "rate", "policy"))
     found: list[Row] = []
     for trace, rate in dict.fromkeys((row["trace"], row["rate"]) for row in means):
@@ -167,7 +167,7 @@ def _verdict(figure: str, ours: Row, others: Sequence[Row]) -> Row:
 
 
 def show(rows: Sequence[Row], compared: Sequence[Row]) -> None:
-    """All tables."""
+    """Print all tables."""
     mixes = over_seeds(pick(rows, part=MIX), ("trace", "rate", "policy"))
     print_table(mixes, {**COLUMNS, "num_runs": "runs"}, title=MIX)
     apart = over_seeds(pick(rows, part=SEPARATE), ("trace", "kernel", "policy"))

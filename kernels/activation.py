@@ -11,7 +11,7 @@ from kernels.gpu_dispatch import fused_kernels
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU, element by element."""
+    """Compute the tanh approximation of GELU, element by element."""
     return functional.gelu(x, approximate="tanh")
 
 
@@ -34,18 +34,18 @@ class Gated:
         self._rows = _gate_rows(activation, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """May overwrite x."""
+        """Apply the activation. May overwrite x."""
         return gated(x, self._activation) if self._rows is None else self._rows(x)
 
 
 def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """The same in plain PyTorch."""
+    """Compute the same in plain PyTorch."""
     gate, up = x.chunk(2, dim=-1)
     return activation(gate).mul_(up)
 
 
 def _gate_rows(activation: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor] | None:
-    """What does so in one pass here."""
+    """Return the one-pass kernel here; None: there is none."""
     fused = fused_kernels("gating", device, dtype)
     if fused is not None:
         on_gpu: Callable[[Tensor], Tensor] = fused.Gates(activation)

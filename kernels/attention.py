@@ -20,7 +20,7 @@ _MIN_GROUP_16_BIT = 4
 
 
 class GatherBuffers:
-    """Buffers that grow to the largest gather and are reused: fresh memory would cost a page fault per 4 KB."""
+    """Buffers that grow to the largest gather and are reused: new memory would cost a page fault per 4 KB."""
 
     __slots__ = ("_device", "_tensors")
 
@@ -29,7 +29,7 @@ class GatherBuffers:
         self._tensors: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """A contiguous [rows, width] buffer with arbitrary content, valid until the next call with this name."""
+        """Return a contiguous [rows, width] buffer of arbitrary content, valid until the next call with this name."""
         size = rows * width
         tensor = self._tensors.get((name, dtype))
         if tensor is None or tensor.numel() < size:
@@ -41,7 +41,7 @@ class GatherBuffers:
 def attend_decode(
     queries: Tensor, key_runs: Tensor, value_runs: Tensor, run_ids: Tensor, mask: Tensor, buffers: GatherBuffers
 ) -> Tensor:
-    """One query token for each of `sequences` sequences.
+    """Compute attention of one query token for each of `sequences` sequences.
 
     queries    [sequences, kv_heads, group, head_dim]
     key_runs   [runs, block_size * kv_heads * head_dim]; value_runs alike
@@ -67,7 +67,7 @@ def attend_decode(
 
 
 def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Several new tokens of one sequence.
+    """Compute attention of several new tokens of one sequence.
 
     queries    [tokens, kv_heads, group, head_dim]
     keys       [context, kv_heads, head_dim]; values alike; the new tokens are the last of the context
@@ -90,7 +90,7 @@ def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 def gather_context(
     runs: Tensor, run_ids: Tensor, shape: tuple[int, int, int], name: str, buffers: GatherBuffers
 ) -> Tensor:
-    """The first slots of the runs `run_ids`, as `shape` = (context_len, kv_heads, head_dim); `name` of the buffer."""
+    """Gather the first slots of the runs `run_ids` as `shape` (context_len, kv_heads, head_dim) into a buffer."""
     context_len, kv_heads, head_dim = shape
     return _gather(runs, run_ids, name, buffers).view(-1, kv_heads, head_dim)[:context_len]
 

@@ -1,4 +1,4 @@
-"""Lists of blocks into one contiguous run of rows, and out of one."""
+"""Copies of listed blocks to and from contiguous rows."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def gather_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
 
 
 def scatter_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
-    """blocks[block_ids[i]] = rows[i]; as `gather_blocks`, and no block twice."""
+    """blocks[block_ids[i]] = rows[i], under the terms of `gather_blocks`; no block twice."""
     kernels = fused_kernels("block_copies", blocks.device, blocks.dtype)
     if kernels is not None:
         with on_device(blocks.device):
@@ -32,5 +32,5 @@ def scatter_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
 
 
 def _words(rows: Tensor) -> Tensor:
-    """Copied eight bytes at a time."""
+    """View rows as 8-byte words."""
     return rows.view(torch.int64)

@@ -1,4 +1,4 @@
-"""Which GPU kernels (`kernels.gpu`) are used here, without loading Triton where nobody asked for them."""
+"""The choice between GPU kernels (`kernels.gpu`) and plain PyTorch, without loading Triton where it is not needed."""
 
 import importlib
 import importlib.util
@@ -12,22 +12,22 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# What a launch that cannot be made raises, besides Triton's own errors: no Triton or an old one, no driver, no C
-# compiler (Triton builds its launchers with one), a GPU that is too old, not enough memory.
+# Errors of a failed launch, besides Triton's own: no Triton or an old one, no driver, no C compiler (Triton builds its
+# launchers with one), a GPU that is too old, not enough memory.
 _FAILURES = (AttributeError, ImportError, OSError, RuntimeError, ValueError, subprocess.SubprocessError)
 _LONGEST_REASON = 300
 
-_known: dict[str, bool] = {}  # which kernels work, by name; a process finds out once
-_reasons: dict[str, str] = {}  # why the others do not
+_can_launch: dict[str, bool] = {}  # whether a kernel can be launched, by name; tried once per process
+_reasons: dict[str, str] = {}  # of failed launches, by name
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """What is launched within goes to this device: Triton takes the thread's current one, wherever its tensors lie."""
+    """Launch kernels on this device within the context, as Triton ignores the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def gpu_kernels_available(device: torch.device) -> bool:
-    """On an NVIDIA GPU with Triton installed; on a CPU in Triton's interpreter (TRITON_INTERPRET=1), for tests."""
+    """Return whether Triton runs here: on a GPU, or on a CPU in its interpreter (TRITON_INTERPRET=1), for tests."""
     if importlib.util.find_spec("triton") is None:
         return False
     if device.type == "cuda":
@@ -37,12 +37,12 @@ def gpu_kernels_available(device: torch.device) -> bool:
 
 
 def wants_fused_kernels(device: torch.device) -> bool:
-    """Whether kernels that do several of PyTorch's steps at once are wanted: on a GPU. Tests want them elsewhere."""
+    """Return whether to fuse several of PyTorch's operations into one kernel: on a GPU (and where tests patch this)."""
     return device.type == "cuda"
 
 
 def fused_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Any | None:
-    """The module `name` of kernels.gpu, where its kernels are wanted and work; None: plain PyTorch computes."""
+    """Return the module `name` of kernels.gpu where its kernels are wanted and can be launched; None: use PyTorch."""
     if not wants_fused_kernels(device):
         return None
 
@@ -56,11 +56,13 @@ def fused_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Any | 
 
 
 def can_launch(name: str, trial: Callable[[], object]) -> bool:
-    """Whether a kernel can be launched here: what `trial`, a launch on next to nothing, came to when `name` was first
-    asked for in this process. A kernel that cannot is named in the log once, with the reason."""
-    if name not in _known:
+    """Return whether a kernel can be launched here, by running `trial`, a tiny launch, once per `name` and process.
+
+    A kernel that cannot be launched is logged once, with the reason.
+    """
+    if name not in _can_launch:
         reason = _obstacle(trial)
-        _known[name] = reason is None
+        _can_launch[name] = reason is None
         if reason is not None:
             _reasons[name] = reason
             logger.warning(
@@ -69,16 +71,16 @@ def can_launch(name: str, trial: Callable[[], object]) -> bool:
                 name,
                 reason,
             )
-    return _known[name]
+    return _can_launch[name]
 
 
 def launch_failures() -> dict[str, str]:
-    """Kernels that this process wanted and whose work PyTorch's own operations do, each with the reason."""
+    """Return the kernels of this process that failed to launch and were replaced by PyTorch, each with the reason."""
     return dict(_reasons)
 
 
 def _obstacle(trial: Callable[[], object]) -> str | None:
-    """Why the trial failed, in one line; None: it did not."""
+    """Return why the trial failed, in one line; None: it did not."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     try:
@@ -93,7 +95,7 @@ def _obstacle(trial: Callable[[], object]) -> str | None:
 
 
 def _line(error: BaseException) -> str:
-    """The first cause's name and the end of what it says: a compiler shows the source first."""
+    """Return the first cause's name and the end of its message: a compiler shows the source first."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -24,7 +24,7 @@ SMALLEST, LARGEST = 2.0**-24, 65504.0  # that float16 has
 
 
 def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
-    """Round listed blocks on their way out.
+    """Round listed blocks into rows.
 
     blocks      [num_blocks, runs, block_size, width] float, contiguous: runs are keys and values of every layer,
                 width is kv_heads * head_dim, block_size is even
@@ -43,7 +43,7 @@ def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
 
 
 def dequantise_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
-    """Write listed blocks on their way in; as `quantise_blocks`, and no block twice."""
+    """Write rows to listed blocks, under the terms of `quantise_blocks`; no block twice."""
     kernels = fused_kernels("int8_blocks", blocks.device, blocks.dtype)
     if kernels is not None:
         with on_device(blocks.device):
@@ -68,8 +68,8 @@ def plain_dequantise(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
 
 
 def parts_of(rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded numbers [count, runs, block_size, width] and the ranges [count, runs, 2, width] in copies of blocks
-    [num_blocks, runs, block_size, width]."""
+    """Return the rounded numbers [count, runs, block_size, width] and the ranges [count, runs, 2, width] in copies of
+    blocks [num_blocks, runs, block_size, width]."""
     _, runs, block_size, width = blocks.shape
     num_numbers = runs * block_size * width
     assert rows.shape[1] == num_numbers + RANGE_BYTES * runs * width, "rows are of other blocks"
@@ -78,7 +78,7 @@ def parts_of(rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(count: int, blocks: Tensor) -> Iterator[slice]:
-    """Of a list of blocks: so many at once that what lies between stays in a processor's caches."""
+    """Split a list of blocks so that the intermediate results of each part stay in a processor's caches."""
     step = max(1, _NUMBERS_AT_ONCE // blocks[0].numel())
     return (slice(first, first + step) for first in range(0, count, step))
 
@@ -88,6 +88,6 @@ def _quantise(x: Tensor, rounded: Tensor, ranges: Tensor) -> None:
     lowest, highest = x.amin(dim=-2), x.amax(dim=-2)
     ranges[:, :, 0] = ((highest - lowest) / LEVELS).clamp(SMALLEST, LARGEST)
     ranges[:, :, 1] = lowest.clamp(-LARGEST, LARGEST)
-    steps, lowest = ranges.float().unbind(dim=2)  # as they are kept, so that rounding them is no error of its own
+    steps, lowest = ranges.float().unbind(dim=2)  # in the stored precision, so that rounding the ranges adds no error
     scaled = (x - lowest[:, :, None]) / steps[:, :, None]
     rounded.copy_(scaled.nan_to_num_(0.0).round_().clamp_(0.0, LEVELS))

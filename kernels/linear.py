@@ -22,7 +22,7 @@ ONEDNN = "onednn"
 
 
 class _PostOp(NamedTuple):
-    """A nonlinearity as oneDNN names it."""
+    """A nonlinearity under oneDNN's name."""
 
     name: str
     algorithm: str
@@ -38,13 +38,13 @@ _POST_OPS = {
 
 
 class Projection(Protocol):
-    """Whatever computes x [rows, in_width] -> [rows, out_width]: `Linear`, `Int8Linear`, or one that is measured."""
+    """A product x [rows, in_width] -> [rows, out_width]: `Linear`, `Int8Linear`, or one that is measured."""
 
     in_width: int
     out_width: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width], rows >= 1, stays as it is -> [rows, out_width]."""
+        """Multiply x [rows, in_width], rows >= 1, unchanged -> [rows, out_width]."""
 
 
 class Linear:
@@ -83,12 +83,12 @@ class Linear:
             self._multiply = _product(weight, bias, activation, allow_packing)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         return self._multiply(x)
 
 
 def packing(dtype: torch.dtype, device: torch.device) -> str | None:
-    """How weights of this dtype are packed here: a level of the native kernels, ONEDNN, or not at all."""
+    """Return the packing of weights of this dtype here: a level of the native kernels, ONEDNN, or none."""
     levels = packed_levels(dtype, device)
     if levels:
         return levels[0]
@@ -120,7 +120,7 @@ class OneDnnLinear:
         self._post_op = _POST_OPS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width] -> [rows, out_width]."""
+        """Multiply x [rows, in_width] -> [rows, out_width]."""
         name, algorithm = self._post_op
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, name, [], algorithm)
         return product

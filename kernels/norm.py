@@ -12,13 +12,13 @@ from kernels.gpu_dispatch import fused_kernels
 
 
 class Norm(Protocol):
-    """What stands before, or after, the parts of a layer."""
+    """Normalisation before, or after, the parts of a layer."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., width] -> normalised over the last dimension, dtype of x; x stays as it is."""
+        """Normalise x [..., width] -> normalised over the last dimension, dtype of x; x stays as it is."""
 
     def after_adding_(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual += x, both [rows, width]; the normalised residual. x stays as it is."""
+        """Add residual += x, both [rows, width], and return the normalised residual; x stays unchanged."""
 
 
 class LayerNorm:
@@ -66,7 +66,7 @@ class RmsNorm:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same in plain PyTorch, x of any shape [..., width]."""
+    """Normalise in plain PyTorch, x of any shape [..., width]."""
     shape = tuple(weight.shape)
     if x.dtype == torch.float32:
         return functional.rms_norm(x, shape, weight, eps)
@@ -74,7 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _row_norm(weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool) -> Callable[..., Tensor] | None:
-    """What normalises rows in one pass here: of x, or of the residual given with it, after x is added to it."""
+    """Return a one-pass kernel that normalises x, or the residual after x is added to it; None: there is none."""
     fused = fused_kernels("row_norm", weight.device, weight.dtype)
     if fused is not None:
         on_gpu: Callable[..., Tensor] = fused.RowNorm(weight, bias, eps, is_rms=is_rms)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One query over one context.
+    """Compute attention of one query over one context.
 
     query [num_heads, head_dim]; keys, values [context, kv_heads, head_dim]; query head h reads key head
     h // (num_heads / kv_heads) -> [num_heads, head_dim] float64.
@@ -26,7 +26,7 @@ def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def attention_of_chunk(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """The last tokens of one context, each over what comes up to itself.
+    """Compute attention of the last tokens of one context, each over the tokens up to itself.
 
     queries [tokens, num_heads, head_dim]; keys, values [context, kv_heads, head_dim]; a token reads the last `window`
     of its context -> [tokens, num_heads, head_dim] float64.
@@ -54,7 +54,7 @@ def penalised(
     frequency: float,
     presence: float,
 ) -> list[float]:
-    """Logits of one row after the penalties, token by token; see `kernels.sampling.penalise_`."""
+    """Return the logits of one row after the penalties, token by token; see `kernels.sampling.penalise_`."""
     result = list(logits)
     for token_id in range(len(logits)):
         count = generated.count(token_id)
@@ -66,7 +66,7 @@ def penalised(
 
 
 def kept_tokens(probabilities: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Tokens that the filters let through, token by token; see `kernels.sampling.sample`."""
+    """Return the tokens that the filters keep, token by token; see `kernels.sampling.sample`."""
     order = sorted(range(len(probabilities)), key=lambda token_id: -probabilities[token_id])
     highest = probabilities[order[0]]
     kept = [token_id for token_id in order if probabilities[token_id] >= min_p * highest]
@@ -83,7 +83,7 @@ def kept_tokens(probabilities: list[float], top_k: int, top_p: float, min_p: flo
 
 
 def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """One token of each row and whether it is usable; see `kernels.gpu.token_sampling.sample_tokens`."""
+    """Sample one token of each row, and whether it is usable; see `kernels.gpu.token_sampling.sample_tokens`."""
     token_ids = torch.zeros(len(logits), dtype=torch.int64)
     is_usable = torch.zeros(len(logits), dtype=torch.bool)
     for row, own in enumerate(logits.double().cpu()):

@@ -11,7 +11,8 @@ from kernels.norm import rms_norm
 
 
 def rotary_angles(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [tokens], inverse_frequencies [rotary_dim / 2] float32 -> cos, sin [tokens, 1, rotary_dim / 2]."""
+    """Compute positions [tokens], inverse_frequencies [rotary_dim / 2] float32 -> cos, sin [tokens, 1,
+    rotary_dim / 2]."""
     angles = positions.to(torch.float32)[:, None, None] * inverse_frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -28,7 +29,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 class HeadNorms(NamedTuple):
-    """Of the root mean square norm that some families give every query and key head."""
+    """Parameters of the root mean square norm that some families apply to every query and key head."""
 
     queries: Tensor  # [head_dim]
     keys: Tensor  # [head_dim]
@@ -36,14 +37,14 @@ class HeadNorms(NamedTuple):
 
 
 class HeadPlacement:
-    """Brings queries and keys to their positions, and keys and values into the cache."""
+    """Rotates queries and keys by their positions, and writes keys and values to the cache."""
 
     __slots__ = ("_fused", "_head_dim", "_kv_heads", "_num_heads", "_rows", "angle_dtype")
 
     def __init__(self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._num_heads, self._kv_heads, self._head_dim = num_heads, kv_heads, head_dim
         kernels = fused_kernels("head_placement", device, dtype)
-        self._fused = None if kernels is None else kernels.HeadRows(num_heads, kv_heads, head_dim)
+        self._fused = None if kernels is None else kernels.HeadRowsKernel(num_heads, kv_heads, head_dim)
         level = native_level(dtype, device)
         self._rows = None if level is None else HeadRows(num_heads, kv_heads, head_dim, dtype, level=level)
         is_plain = self._fused is None and self._rows is None
@@ -58,7 +59,8 @@ class HeadPlacement:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: queries and keys are normalised and rotated in place.
+        """Place fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: queries and keys are normalised and rotated in
+        place.
 
         norms      None: heads are rotated as they are
         rotation   cos, sin [tokens, 1, rotary_dim / 2] in `angle_dtype`; None: nothing is rotated

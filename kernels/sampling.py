@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, row by row independent: what shares the batch never changes a row's result."""
+"""Token sampling from logits. Rows are independent: the rest of the batch never changes a row's result."""
 
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ class RowParameters(NamedTuple):
 
 
 def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) per (seed, position): a hash (splitmix64 twice), so there is no state to lose or share."""
+    """Return one number in [0, 1) per (seed, position): a hash (splitmix64 twice), without any state."""
     with np.errstate(over="ignore"):
         mixed = _splitmix(seeds.astype(np.uint64)) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         mixed = _splitmix(mixed)
@@ -66,8 +66,8 @@ def _splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [rows, vocabulary] of any dtype -> the likeliest token (the first of equals) [rows] int64, and whether the
-    row is usable [rows] bool.
+    """Choose from logits [rows, vocabulary] of any dtype -> the likeliest token (the first of equals) [rows] int64, and
+    whether the row is usable [rows] bool.
 
     A row that holds NaN or +inf, or nothing but -inf, is not usable: the maximum shows all three.
     """
@@ -76,7 +76,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Index and value of each row's maximum; NaN where it has one."""
+    """Return index and value of each row's maximum; NaN where it has one."""
     level = native_level(logits.dtype, logits.device)
     if level is not None:
         return highest(logits, level=level)
@@ -136,7 +136,8 @@ def _sample_filtered(logits: Tensor, filters: Filters, draws: Tensor, num_candid
 
 
 def _draw(weights: Tensor, draws: Tensor) -> Tensor:
-    """weights [rows, width], not negative, not all 0; draws [rows] in [0, 1) -> index [rows] of a positive weight."""
+    """Draw by weights [rows, width], not negative, not all 0; draws [rows] in [0, 1) -> index [rows] of a positive
+    weight."""
     rows, width = weights.shape
     if width <= 2 * _SPAN:
         cumulative = weights.cumsum(-1, dtype=torch.float64)
@@ -155,7 +156,7 @@ def _draw(weights: Tensor, draws: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first index whose cumulative weight exceeds the target: one of weight zero can never be it."""
+    """Return the first index whose cumulative weight exceeds the target, which never has weight zero."""
     # Rounding may have carried the target up to the sum itself, which nothing exceeds.
     target = torch.minimum(target, torch.nextafter(cumulative[:, -1], torch.zeros_like(target)))
     return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
@@ -174,7 +175,7 @@ def penalise_(logits: Tensor, seen: SeenTokens, penalties: Penalties) -> None:
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities in the raw distribution.
+    """Return log-probabilities in the raw distribution.
 
     logits [rows, vocabulary] float32, token_ids [rows] int64 -> that token's log-probability [rows], and the `num_top`
     likeliest: values and ids [rows, num_top], likeliest first.

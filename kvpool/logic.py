@@ -359,11 +359,7 @@ def _indexed(lease: Lease, content: BlocksWritten) -> PooledRequest:
 
 
 def _urgent_at_s(content: BlocksWritten) -> float | None:
-    """Return when waiting must end for the deadline to be met.
-
-    All tokens that may still be generated have to fit before the deadline, in half of the whole time at most, as few
-    answers reach their limit.
-    """
+    """Return when waiting must end: the remaining tokens must fit, in half of the time to the deadline at most."""
     request = content.request
     if request.slo.deadline_s is None:
         return None

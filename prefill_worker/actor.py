@@ -35,25 +35,21 @@ class PrefillWorkerActor(ActorHost):
         buffer_blocks = buffer_blocks_of(config, layout, num_decode_workers)
 
         async def build() -> PrefillWorker:
-            engine = ModelExecutor(served, sizes)
+            executor = ModelExecutor(served, sizes)
             registered = registration_of(
-                layout,
-                num_blocks=engine.num_blocks,
-                max_running_requests=config.max_running_requests,
-                pool_name=POOL,
-                can_prefill=True,
+                layout, executor.num_blocks, config.max_running_requests, POOL, can_prefill=True
             )
             make = partial(
                 make_logic,
                 registered=registered,
                 config=config,
                 scheduling=scheduling,
-                eos_token_ids=engine.eos_token_ids,
-                measured=engine.measure_iterations(calibration_s(engine_config, scheduling)),
+                eos_token_ids=executor.eos_token_ids,
+                measured=executor.measure_iterations(calibration_s(engine_config, scheduling)),
             )
             worker = PrefillWorker(
                 make=make,
-                engine=engine,
+                executor=executor,
                 memory=CandidateMemory(layout, BufferSizes(buffer_blocks, engine_config.kv_transport), process_spec),
                 pool_name=POOL,
                 process_spec=process_spec,

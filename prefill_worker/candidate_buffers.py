@@ -1,13 +1,13 @@
 """The candidate buffers that decode workers have in this worker's memory (AlignedServe, sections 3.2 and 3.4).
 
-The decode worker says what lies where in its buffer. We open it, copy candidates into it from the pool ahead of need,
-and bring evicted requests back from it to the pool. One such copy is under way at a time, so that plans can change for
-all the others; what a prefill itself offloads does not wait for them.
+The decode worker allocates the blocks of its buffer. This worker opens it, copies candidates into it from the pool
+ahead of need, and returns evicted requests from it to the pool. One such copy runs at a time, so that plans can change
+for all others; offloads of computed prompts do not wait for them.
 
 A request on its way back to the pool:
-1. ReturnRequest: we ask the pool for room. 2. BlocksReserved: copied from the buffer into the arena, BlocksWritten.
+1. ReturnRequest: the pool is asked for blocks. 2. BlocksReserved: copied from the buffer to the arena, BlocksWritten.
 3. BlocksTaken: RequestReturned tells the decode worker, which frees the buffer's blocks.
-Whatever goes wrong before the pool was offered it leaves the request where it is, in the buffer.
+If this fails before the blocks were offered to the pool, the request stays in the buffer.
 """
 
 from collections import deque
@@ -32,30 +32,30 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import Send
 from alignedserve.messages.iterations import BlocksRelayed, RelayBlocks
-from prefill_worker.state import Returning
+from prefill_worker.state import ReturningRequest
 
 
 @dataclass(frozen=True, slots=True)
 class OpenBuffer:
-    """Command: make a buffer for this decode worker, in place of any earlier one. Answered by BufferOpened."""
+    """Command: allocate a buffer for this decode worker, in place of any earlier one. Answered by BufferOpened."""
 
     peer: str
-    life: int
+    link_epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class CloseBuffer:
-    """Command: this decode worker is gone; give its buffer's memory back."""
+    """Command: free the buffer of a decode worker that is gone."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
 class BufferOpened:
-    """Event: the buffer is there; None: there is no memory for one, and the decode worker does without."""
+    """Event: the buffer is allocated; None: there is no memory for one, and the decode worker has none here."""
 
     peer: str
-    life: int
+    link_epoch: int
     offered: ArenaOffered | None
 
 
@@ -63,44 +63,44 @@ BufferCommand = Send | RelayBlocks | OpenBuffer | CloseBuffer
 
 
 class CandidateBuffers:
-    """Relays between the pool and the buffers, and who they are for."""
+    """Copies between the pool and the buffers, and the decode workers that they are for."""
 
     def __init__(self, pool_name: str) -> None:
         self._pool_name = pool_name
         self._has_pool = False
-        self._lives: dict[str, int] = {}  # of the decode workers linked now
+        self._link_epochs: dict[str, int] = {}  # of the decode workers linked now
         self._offered: dict[str, None] = {}  # those that have a buffer
-        self._num_lives = 0
+        self._num_link_epochs = 0
         self._waiting: deque[tuple[str, RelayBlocks]] = deque()  # (decode worker, copy), in order
         self._relaying: tuple[str, int, RelayBlocks] | None = None
-        self._returning: dict[RequestId, Returning] = {}
+        self._returning: dict[RequestId, ReturningRequest] = {}
 
     def has_buffer(self, peer: str) -> bool:
-        """Whether this decode worker is linked and was offered a buffer."""
+        """Return whether this decode worker is connected and was offered a buffer."""
         return peer in self._offered
 
     # --- decode workers
 
-    def linked(self, peer: str) -> list[BufferCommand]:
-        """A decode worker came, or came back with an empty buffer."""
-        self._num_lives += 1
-        self._lives[peer] = self._num_lives
-        return [OpenBuffer(peer, self._num_lives)]
+    def connected(self, peer: str) -> list[BufferCommand]:
+        """Open a buffer for a decode worker that is new or back."""
+        self._num_link_epochs += 1
+        self._link_epochs[peer] = self._num_link_epochs
+        return [OpenBuffer(peer, self._num_link_epochs)]
 
-    def lost(self, peer: str) -> list[BufferCommand]:
-        """A decode worker is gone, and what lay in its buffer with it."""
-        del self._lives[peer]
+    def disconnected(self, peer: str) -> list[BufferCommand]:
+        """Close the buffer of a decode worker that is gone."""
+        del self._link_epochs[peer]
         self._offered.pop(peer, None)
         self._waiting = deque(entry for entry in self._waiting if entry[0] != peer)
         commands: list[BufferCommand] = [CloseBuffer(peer)]
         for request_id, entry in list(self._returning.items()):
             if entry.peer == peer and not self._is_under_way(request_id):
-                commands += self._give_up(request_id)
+                commands += self._fail_return(request_id)
         return commands
 
     def opened(self, event: BufferOpened) -> list[BufferCommand]:
-        """Offer the buffer to the decode worker that it was made for, if that one is still there."""
-        if self._lives.get(event.peer) != event.life or event.offered is None:
+        """Offer the buffer to the decode worker that it was made for, if that one is still connected."""
+        if self._link_epochs.get(event.peer) != event.link_epoch or event.offered is None:
             return []
         self._offered[event.peer] = None
         return [Send(event.peer, event.offered)]
@@ -122,30 +122,30 @@ class CandidateBuffers:
         return self._next()
 
     def cancel(self, peer: str, message: CancelPrefetch) -> list[BufferCommand]:
-        """Take a prefetch out of the queue; one under way goes on, and is answered as usual."""
+        """Remove a prefetch from the queue; one that has started continues and is answered as usual."""
         commands: list[BufferCommand] = []
         for entry in [entry for entry in self._waiting if entry[0] == peer and _is_of(entry[1], message)]:
             self._waiting.remove(entry)
             commands.append(_not_prefetched(peer, entry[1]))
         return commands
 
-    def bring_back(self, peer: str, message: ReturnRequest) -> list[BufferCommand]:
-        """Ask the pool for room for what this decode worker evicted."""
+    def return_to_pool(self, peer: str, message: ReturnRequest) -> list[BufferCommand]:
+        """Ask the pool for blocks for a request that this decode worker evicted."""
         request_id = message.request.request_id
         if not self._has_pool or request_id in self._returning:
             return [Send(peer, RequestReturned(request_id, message.attempt, ReturnOutcome.STAYED))]
-        self._returning[request_id] = Returning(peer, self._lives[peer], message)
+        self._returning[request_id] = ReturningRequest(peer, self._link_epochs[peer], message)
         num_blocks = message.copy.num_blocks
         return [Send(self._pool_name, ReserveBlocks(request_id, message.attempt, num_blocks, may_wait=False))]
 
     # --- the pool
 
-    def pool_linked(self) -> None:
-        """The pool is there."""
+    def pool_connected(self) -> None:
+        """Note that the pool is connected."""
         self._has_pool = True
 
-    def pool_lost(self) -> list[BufferCommand]:
-        """Leases are void: nothing can be prefetched, and what was on its way back did not arrive."""
+    def pool_disconnected(self) -> list[BufferCommand]:
+        """Cancel all queued copies: leases are void, and requests on their way back did not arrive."""
         self._has_pool = False
         waiting, self._waiting = self._waiting, deque()
         commands: list[BufferCommand] = []
@@ -154,11 +154,11 @@ class CandidateBuffers:
                 commands.append(_not_prefetched(peer, relay))
         for request_id in list(self._returning):
             if not self._is_under_way(request_id):
-                commands += self._give_up(request_id)
+                commands += self._fail_return(request_id)
         return commands
 
     def answered(self, message: BlocksReserved | BlocksTaken | ReservationRefused) -> list[BufferCommand]:
-        """The pool's word; nothing when it is of no request on its way back."""
+        """Handle the pool's answer; return nothing when it concerns no request on its way back."""
         match message:
             case BlocksReserved():
                 return self._reserved(message)
@@ -168,11 +168,11 @@ class CandidateBuffers:
                 return self._refused(message)
 
     def _reserved(self, message: BlocksReserved) -> list[BufferCommand]:
-        """Room for it."""
+        """Queue the copy to the reserved blocks."""
         entry = self._returning_at(message.request_id, message.attempt)
-        if entry is None or entry.has_room:
+        if entry is None or entry.is_reserved:
             return []
-        entry.has_room = True
+        entry.is_reserved = True
         relay = RelayBlocks(
             message.request_id,
             message.attempt,
@@ -183,11 +183,11 @@ class CandidateBuffers:
             message.generation,
             message.lease_id,
         )
-        self._waiting.appendleft((entry.peer, relay))  # before prefetches: it makes room
+        self._waiting.appendleft((entry.peer, relay))  # before prefetches: it frees buffer blocks
         return self._next()
 
     def _taken(self, message: BlocksTaken) -> list[BufferCommand]:
-        """The pool's answer to what came back."""
+        """Tell the decode worker whether the pool took its request."""
         entry = self._returning_at(message.request_id, message.attempt)
         if entry is None or not entry.is_written:
             return []
@@ -195,20 +195,20 @@ class CandidateBuffers:
         return self._answer(message.request_id, outcome)
 
     def _refused(self, message: ReservationRefused) -> list[BufferCommand]:
-        """The pool has no room for it now."""
+        """Tell the decode worker that its request stays: the pool has no free blocks for it now."""
         entry = self._returning_at(message.request_id, message.attempt)
-        if entry is None or entry.has_room:
+        if entry is None or entry.is_reserved:
             return []
         return self._answer(message.request_id, ReturnOutcome.STAYED)
 
     # --- copies
 
     def relayed(self, event: BlocksRelayed) -> list[BufferCommand]:
-        """A copy is done: tell whom it was for, and begin the next."""
-        assert self._relaying is not None, "a relay that nobody began"
-        peer, life, relay = self._relaying
+        """Report a finished copy and start the next."""
+        assert self._relaying is not None, "a copy ended that was not started"
+        peer, link_epoch, relay = self._relaying
         self._relaying = None
-        is_there = self._lives.get(peer) == life
+        is_there = self._link_epochs.get(peer) == link_epoch
         if relay.target == self._pool_name:
             commands = self._returned(relay, event, is_there=is_there)
         else:
@@ -225,7 +225,7 @@ class CandidateBuffers:
     def _returned(self, relay: RelayBlocks, event: BlocksRelayed, *, is_there: bool) -> list[BufferCommand]:
         entry = self._returning[relay.request_id]
         if event.runs is None or not is_there or not self._has_pool:
-            return self._give_up(relay.request_id)
+            return self._fail_return(relay.request_id)
         assert relay.lease_id is not None, "a copy to the pool without a lease"
         entry.is_written = True
         message = entry.message
@@ -244,23 +244,23 @@ class CandidateBuffers:
         if self._relaying is not None or not self._waiting:
             return []
         peer, relay = self._waiting.popleft()
-        self._relaying = (peer, self._lives[peer], relay)
+        self._relaying = (peer, self._link_epochs[peer], relay)
         return [relay]
 
     # --- ends
 
-    def _returning_at(self, request_id: RequestId, attempt: int) -> Returning | None:
+    def _returning_at(self, request_id: RequestId, attempt: int) -> ReturningRequest | None:
         entry = self._returning.get(request_id)
         return entry if entry is not None and entry.message.attempt == attempt else None
 
     def _is_under_way(self, request_id: RequestId) -> bool:
-        """Whether this request is being copied to the pool right now: it is dealt with when that is done."""
+        """Return whether this request is being copied to the pool now; it is handled when that is done."""
         if self._relaying is None:
             return False
         relay = self._relaying[2]
         return relay.target == self._pool_name and relay.request_id == request_id
 
-    def _give_up(self, request_id: RequestId) -> list[BufferCommand]:
+    def _fail_return(self, request_id: RequestId) -> list[BufferCommand]:
         entry = self._returning[request_id]
         cancel = CancelReservation(request_id, entry.message.attempt)
         cancels: list[BufferCommand] = [Send(self._pool_name, cancel)] if self._has_pool else []
@@ -269,7 +269,7 @@ class CandidateBuffers:
 
     def _answer(self, request_id: RequestId, outcome: ReturnOutcome) -> list[BufferCommand]:
         entry = self._returning.pop(request_id)
-        if self._lives.get(entry.peer) != entry.life:
+        if self._link_epochs.get(entry.peer) != entry.link_epoch:
             return []
         return [Send(entry.peer, RequestReturned(request_id, entry.message.attempt, outcome))]
 

@@ -1,8 +1,8 @@
-"""How a computed request leaves a prefill worker: for the pool; or, when it is urgent, for a decode worker first.
+"""Departure of a computed request from a prefill worker: to the pool, or first to a decode worker if it is urgent.
 
-1. ReserveBlocks asks for room where it is to go. 2. BlocksReserved: its blocks are copied there, beside the running
-iteration. 3. BlocksWritten offers it. 4. BlocksTaken: it is its receiver's. What a decode worker took is then offered
-to the pool as a copy, which is given up where there is no room; what it refused goes to the pool like any other.
+1. ReserveBlocks asks the target for blocks. 2. BlocksReserved: the request's blocks are copied there, beside the
+running iteration. 3. BlocksWritten offers it. 4. BlocksTaken: the target owns it. A request that a decode worker took
+is then offered to the pool as a copy, which is dropped if the pool is full; one that it refused goes to the pool.
 """
 
 import enum
@@ -23,43 +23,43 @@ from prefill_worker.state import PrefillJob
 
 
 class JobEnd(enum.Enum):
-    """Why a job is over here."""
+    """Reason why a job has ended on this worker."""
 
-    GONE = "gone"  # it is somebody else's, and nobody holds anything for it
-    UNKNOWN = "unknown"  # it was offered to a receiver that is lost; only the router can know what became of it
-    DROPPED = "dropped"  # it was aborted, and room may be reserved for it
+    GONE = "gone"  # its receiver owns it, and no blocks are reserved for it
+    UNKNOWN = "unknown"  # it was offered to a receiver that is lost; only the router can know whether that took it
+    DROPPED = "dropped"  # it was aborted, and blocks may be reserved for it
     TOO_LARGE = "too large"  # for the pool, ever
 
 
-class LeavingStep(NamedTuple):
-    """What to do about a job next, and whether it ends here with that."""
+class DepartureStep(NamedTuple):
+    """Commands for a departing job, and whether it ends on this worker with them."""
 
     commands: tuple[Send | OffloadBlocks, ...] = ()
     end: JobEnd | None = None
 
 
-class Leaving:
-    """Decides where jobs go and what follows from each answer. Changes the jobs, and keeps none."""
+class Departure:
+    """Decides where jobs go and what follows from each answer. Changes the jobs, and keeps none of them."""
 
     def __init__(self, buffers: CandidateBuffers) -> None:
         self.pool: str | None = None  # the pool that is linked
         self._buffers = buffers
 
-    def begin(self, job: PrefillJob) -> LeavingStep:
-        """Ask for room where the job is to go; without anywhere to go it waits for the pool."""
+    def begin(self, job: PrefillJob) -> DepartureStep:
+        """Ask the job's target for blocks; without a target it waits for the pool."""
         if job.bypass_to is not None and self._buffers.has_buffer(job.bypass_to):
             job.target = job.bypass_to
         else:
             job.target = self.pool
         job.is_written = False
         if job.target is None:
-            return LeavingStep(end=JobEnd.GONE if job.is_taken else None)
+            return DepartureStep(end=JobEnd.GONE if job.is_taken else None)
         is_copy = job.is_taken
         reserve = ReserveBlocks(job.request.request_id, job.attempt, len(job.block_ids), is_copy, may_wait=not is_copy)
-        return LeavingStep((Send(job.target, reserve),))
+        return DepartureStep((Send(job.target, reserve),))
 
-    def answered(self, job: PrefillJob, message: BlocksReserved | BlocksTaken | ReservationRefused) -> LeavingStep:
-        """The word that the job was waiting for."""
+    def answered(self, job: PrefillJob, message: BlocksReserved | BlocksTaken | ReservationRefused) -> DepartureStep:
+        """Handle the answer that the job was waiting for."""
         match message:
             case BlocksReserved():
                 return self._reserved(job, message)
@@ -68,12 +68,12 @@ class Leaving:
             case ReservationRefused():
                 return self._refused(job)
 
-    def offloaded(self, job: PrefillJob, event: BlocksOffloaded) -> LeavingStep:
-        """Its blocks are copied, well or not."""
+    def offloaded(self, job: PrefillJob, event: BlocksOffloaded) -> DepartureStep:
+        """Offer the copied blocks, or begin again if the copy failed."""
         command = event.command
         job.is_copying = False
         if job.is_aborted:
-            return LeavingStep(end=JobEnd.DROPPED)
+            return DepartureStep(end=JobEnd.DROPPED)
         if job.target != command.target or event.runs is None:
             return self.begin(job)
         assert command.lease_id is not None, "a copy out without a lease"
@@ -82,22 +82,22 @@ class Leaving:
             command.lease_id, copy, job.attempt, job.request, tuple(job.generated_token_ids), job.predicted_output_len
         )
         job.is_written = True
-        return LeavingStep((Send(command.target, written),))
+        return DepartureStep((Send(command.target, written),))
 
-    def target_lost(self, job: PrefillJob) -> LeavingStep:
-        """Whoever it was leaving for is gone."""
+    def target_lost(self, job: PrefillJob) -> DepartureStep:
+        """Handle the loss of the job's target."""
         job.target = None
-        if job.is_taken:  # only the copy is lost, and nobody waits for it
+        if job.is_taken:  # only the pool's copy is lost, which is optional
             job.is_aborted = True
-            return LeavingStep(end=None if job.is_copying else JobEnd.DROPPED)
+            return DepartureStep(end=None if job.is_copying else JobEnd.DROPPED)
         if job.is_written:
-            return LeavingStep(end=JobEnd.UNKNOWN)
-        return LeavingStep() if job.is_copying else self.begin(job)
+            return DepartureStep(end=JobEnd.UNKNOWN)
+        return DepartureStep() if job.is_copying else self.begin(job)
 
     # --- inside
 
-    def _reserved(self, job: PrefillJob, reserved: BlocksReserved) -> LeavingStep:
-        assert job.target is not None, "room for a job that leaves for nowhere"
+    def _reserved(self, job: PrefillJob, reserved: BlocksReserved) -> DepartureStep:
+        assert job.target is not None, "blocks reserved for a job without a target"
         job.is_copying = True
         offload = OffloadBlocks(
             reserved.request_id,
@@ -108,17 +108,17 @@ class Leaving:
             reserved.generation,
             reserved.lease_id,
         )
-        return LeavingStep((offload,))
+        return DepartureStep((offload,))
 
-    def _taken(self, job: PrefillJob, message: BlocksTaken) -> LeavingStep:
+    def _taken(self, job: PrefillJob, message: BlocksTaken) -> DepartureStep:
         if job.target == job.bypass_to:
             job.bypass_to = None
             job.is_taken = message.is_accepted
             return self.begin(job)
-        return LeavingStep(end=JobEnd.GONE) if message.is_accepted else self.begin(job)
+        return DepartureStep(end=JobEnd.GONE) if message.is_accepted else self.begin(job)
 
-    def _refused(self, job: PrefillJob) -> LeavingStep:
+    def _refused(self, job: PrefillJob) -> DepartureStep:
         if job.target == job.bypass_to:
             job.bypass_to = None
             return self.begin(job)
-        return LeavingStep(end=JobEnd.GONE if job.is_taken else JobEnd.TOO_LARGE)
+        return DepartureStep(end=JobEnd.GONE if job.is_taken else JobEnd.TOO_LARGE)

@@ -1,4 +1,4 @@
-"""How a prefill worker's logic is put together, alike for live workers and for simulated ones."""
+"""Construction of a prefill worker's logic, for live workers and for simulated ones."""
 
 from alignedserve.config.sections import PrefillWorkerConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
@@ -10,7 +10,7 @@ from prefill_worker.logic import PrefillLogic
 
 
 def buffer_blocks_of(config: PrefillWorkerConfig, layout: BlockLayout, num_decode_workers: int) -> int:
-    """Blocks of the candidate buffer that each decode worker has in a prefill worker's memory."""
+    """Return the blocks of the candidate buffer that each decode worker has in a prefill worker's memory."""
     return layout.blocks_in(config.candidate_buffer_bytes) // num_decode_workers
 
 
@@ -30,6 +30,6 @@ def make_logic(
     return PrefillLogic(
         registered=registered,
         max_running_requests=config.max_running_requests,
-        pacing=make_iteration_scheduler(scheduling, limits_of(config), costs, measured),
+        scheduler=make_iteration_scheduler(scheduling, limits_of(config), costs, measured),
         eos_token_ids=eos_token_ids,
     )

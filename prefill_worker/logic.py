@@ -1,18 +1,18 @@
-"""What a prefill worker decides: which prompts are computed, in which chunks, and how their blocks leave.
+"""Decisions of a prefill worker: which prompts are computed, in which chunks, and where their blocks go.
 
 The life of a request on a prefill worker:
-1. PrefillRequest: it waits, in the router's order (real-time first where a policy paces), until blocks for its whole
-   context are free. One that comes again then asks the pool: a copy of an earlier attempt is loaded, and only what
-   came after it is computed.
+1. PrefillRequest: it waits, in the router's order (real-time first if a policy schedules iterations), until blocks for
+   its whole context are free. A retry then asks the pool: a copy of an earlier attempt is loaded, and only the tokens
+   after it are computed.
 2. Iterations compute it in chunks under the token budget; the last chunk samples the next token.
-3. The token goes to the gateway at once. If the answer is over with it, the blocks are freed: RequestFinished.
+3. The token goes to the gateway at once. If it completes the answer, the blocks are freed: RequestFinished.
 4. Otherwise PrefillCompleted goes to the router and ReserveBlocks to the pool; or, when it is urgent, to the decode
    worker that the router named (about its candidate buffer here), and then to the pool for a copy.
 5. BlocksReserved: the blocks are copied beside the running iteration. BlocksWritten offers the request;
    with BlocksTaken it is its receiver's, and the blocks here are freed.
-A lost router has forgotten or taken over whatever we had, so its return empties this worker. A lost pool or decode
-worker takes with it what was offered and not yet acknowledged (RequestPreempted: only the router can know); jobs that
-were leaving for a lost pool reserve again when it is back. Work for the decode workers' buffers is in buffers.py.
+A router that is back knows nothing of this worker's jobs, so its return aborts them. Jobs offered to a pool or decode
+worker that is lost before it acknowledged them are preempted (RequestPreempted: only the router can know); jobs that
+were departing to a lost pool reserve again when it is back. Candidate buffers are in candidate_buffers.py.
 """
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
@@ -50,11 +50,11 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
-from alignedserve.scheduling.iteration_scheduler import Pacing
+from alignedserve.scheduling.iteration_scheduler import IterationScheduler
 from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.candidate_buffers import BufferOpened, CandidateBuffers, CloseBuffer, OpenBuffer
-from prefill_worker.departure import JobEnd, Leaving, LeavingStep
+from prefill_worker.departure import Departure, DepartureStep, JobEnd
 from prefill_worker.state import JobStage, PrefillJob, set_predicted_length, waiting_jobs
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
@@ -67,19 +67,24 @@ class PrefillLogic:
     """Jobs, this worker's blocks, and the one iteration that is in flight at a time."""
 
     def __init__(
-        self, *, registered: WorkerRegistered, max_running_requests: int, pacing: Pacing, eos_token_ids: frozenset[int]
+        self,
+        *,
+        registered: WorkerRegistered,
+        max_running_requests: int,
+        scheduler: IterationScheduler,
+        eos_token_ids: frozenset[int],
     ) -> None:
         """`max_running_requests`: jobs that hold blocks. `pacing`: which of them compute how much in an iteration."""
         self._registered = registered
         self._max_running_requests = max_running_requests
-        self._pacing = pacing
+        self._scheduler = scheduler
         self._allocator = BlockAllocator(registered.num_blocks)
         self._jobs: dict[RequestId, PrefillJob] = {}
         self._buffers = CandidateBuffers(registered.pool_name)
-        self._additions: dict[RequestId, Addition] = {}  # loaded, to enter with the next iteration
+        self._additions: dict[RequestId, Addition] = {}  # entering with the next iteration
         self._removals: list[RequestId] = []
-        self._num_reused_tokens = self._num_recomputed_tokens = 0  # of requests given out before
-        self._leaving = Leaving(self._buffers)
+        self._num_reused_tokens = self._num_recomputed_tokens = 0  # of retried requests
+        self._departure = Departure(self._buffers)
         self._pool: str | None = None
         self._router = RouterLink(registered)
         self._iterations: IterationCycle[PrefillJob, PrefillCommand] = IterationCycle(
@@ -87,7 +92,7 @@ class PrefillLogic:
         )
 
     def on_event(self, event: PrefillEvent, now: float) -> list[PrefillCommand]:
-        """Same state, event and now always give the same commands. Touches nothing outside self."""
+        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
         commands = self._handle(event, now)
         # The next iteration first: it computes while the messages about the last one are sent.
         started = [] if self._iterations.is_running else self._start_iteration(now)
@@ -101,7 +106,7 @@ class PrefillLogic:
                 return self._loaded(event, now)
             case BlocksOffloaded():
                 job = self._jobs[event.command.request_id]
-                return self._departed(job, self._leaving.offloaded(job, event))
+                return self._departed(job, self._departure.offloaded(job, event))
             case BlocksRelayed():
                 return [*self._buffers.relayed(event)]
             case BufferOpened():
@@ -109,17 +114,17 @@ class PrefillLogic:
             case Received(peer, message):
                 return self._on_message(peer, message, now)
             case PeerConnected(role, peer):
-                return self._on_linked(role, peer)
+                return self._on_connected(role, peer)
             case PeerDisconnected(role, peer):
-                return self._on_lost(role, peer, now)
+                return self._on_disconnected(role, peer, now)
             case Ticked():
                 return []
 
     # --- peers and messages
 
-    def _on_linked(self, role: Role, peer: str) -> list[PrefillCommand]:
+    def _on_connected(self, role: Role, peer: str) -> list[PrefillCommand]:
         if role is Role.DECODE_WORKER:
-            return [*self._buffers.linked(peer)]
+            return [*self._buffers.connected(peer)]
         if role is not Role.ROUTER:
             return []
         commands: list[PrefillCommand] = [*self._router.connected(peer)]
@@ -127,17 +132,17 @@ class PrefillLogic:
             commands += self._abort(request_id)
         return commands
 
-    def _on_lost(self, role: Role, peer: str, now: float) -> list[PrefillCommand]:
+    def _on_disconnected(self, role: Role, peer: str, now: float) -> list[PrefillCommand]:
         commands: list[PrefillCommand] = []
         if peer == self._pool:
-            self._pool = self._leaving.pool = None
-            commands += self._buffers.pool_lost()
+            self._pool = self._departure.pool = None
+            commands += self._buffers.pool_disconnected()
             for job in [job for job in self._jobs.values() if job.stage is JobStage.ASKING]:
                 self._enter(job, 0, now)
         elif role is Role.DECODE_WORKER:
-            commands += self._buffers.lost(peer)
+            commands += self._buffers.disconnected(peer)
         for job in [job for job in self._jobs.values() if job.target == peer]:
-            commands += self._departed(job, self._leaving.target_lost(job))
+            commands += self._departed(job, self._departure.target_lost(job))
         return commands
 
     def _on_message(self, peer: str, message: Message, now: float) -> list[PrefillCommand]:
@@ -146,7 +151,7 @@ class PrefillLogic:
                 return self._begin(message)
             case SetPredictedLength(request_id=request_id):
                 set_predicted_length(self._jobs.get(request_id), message)
-                self._pacing.set_predicted_length(request_id, message.predicted_output_len)
+                self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
                 return []
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)
@@ -163,16 +168,16 @@ class PrefillLogic:
             case CancelPrefetch():
                 return [*self._buffers.cancel(peer, message)]
             case ReturnRequest():
-                return [*self._buffers.bring_back(peer, message)]
+                return [*self._buffers.return_to_pool(peer, message)]
         raise AssertionError(f"a prefill worker does not take {type(message).__name__}")
 
     def _begin(self, message: PrefillRequest) -> list[PrefillCommand]:
         request = message.request
-        # What an earlier attempt left here is stale: word from whoever took it is still on the way.
+        # What an earlier attempt left here is stale: its receiver's acknowledgement is still on the way.
         commands = self._abort(request.request_id, message.attempt - 1)
         job = PrefillJob.of(message)
         if self._num_blocks(job.context_len) > self._registered.num_blocks:
-            # It would wait for ever, and everybody behind it.
+            # It would wait for ever, and all jobs behind it.
             reason = "its context needs more cache blocks than a prefill worker has"
             return [*commands, *self._router.failed(message, FailureKind.UNSERVABLE, reason)]
         if (earlier := self._jobs.get(request.request_id)) is not None:
@@ -182,7 +187,7 @@ class PrefillLogic:
         return commands
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[PrefillCommand]:
-        """End a job; with an attempt, only if it is of that attempt or an earlier one."""
+        """Abort a job; with an attempt, only if it is that attempt or an earlier one."""
         job = self._jobs.get(request_id)
         if job is None or not job.abort(attempt):
             return []
@@ -191,14 +196,14 @@ class PrefillLogic:
 
     def _map_arena(self, peer: str, offered: ArenaOffered) -> list[PrefillCommand]:
         commands: list[PrefillCommand] = [MapArena(peer, offered)]
-        self._pool = self._leaving.pool = peer
-        self._buffers.pool_linked()
-        for job in [job for job in self._jobs.values() if job.stage is JobStage.LEAVING]:
+        self._pool = self._departure.pool = peer
+        self._buffers.pool_connected()
+        for job in [job for job in self._jobs.values() if job.stage is JobStage.DEPARTING]:
             if job.target is None and not job.is_copying:
-                commands += self._departed(job, self._leaving.begin(job))
+                commands += self._departed(job, self._departure.begin(job))
         return commands
 
-    # --- beginning from a copy
+    # --- copies of earlier attempts
 
     def _copy_granted(self, message: CopyGranted, now: float) -> list[PrefillCommand]:
         handoff = message.handoff
@@ -240,23 +245,23 @@ class PrefillLogic:
     # --- iterations
 
     def _start_iteration(self, now: float) -> list[PrefillCommand]:
-        asked = self._admit(now)
-        slices = self._pacing.choose(now)
+        requests = self._admit(now)
+        slices = self._scheduler.choose(now)
         if not slices:
-            return asked
+            return requests
         additions, self._additions = tuple(self._additions.values()), {}
         removals, self._removals = tuple(self._removals), []
         self._iterations.start(now, [self._jobs[request_id] for request_id, _ in slices], has_changed=True)
-        return [RunIteration(removals, additions, (), slices), *asked]
+        return [RunIteration(removals, additions, (), slices), *requests]
 
     def _admit(self, now: float) -> list[PrefillCommand]:
-        """Blocks for the next jobs, in order; nobody overtakes a job that does not fit yet.
+        """Allocate blocks for the next jobs, in order, up to the first that does not fit yet.
 
-        Only with blocks of its own a job asks for the pool's copy: one that is granted is not given up for room.
+        A job asks for the pool's copy only once it has blocks of its own, so that a granted copy can always be loaded.
         """
-        asked: list[PrefillCommand] = []
+        requests: list[PrefillCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
-        for job in waiting_jobs(self._jobs.values(), real_time_first=self._pacing.lets_real_time_by):
+        for job in waiting_jobs(self._jobs.values(), real_time_first=self._scheduler.prioritizes_real_time):
             is_full = num_holding >= self._max_running_requests
             block_ids = None if is_full else self._allocator.allocate(self._num_blocks(job.context_len))
             if block_ids is None:
@@ -265,10 +270,10 @@ class PrefillLogic:
             job.block_ids = block_ids
             if job.has_copy and self._pool is not None:
                 job.stage = JobStage.ASKING
-                asked.append(Send(self._pool, FetchCopy(job.request.request_id, job.attempt)))
+                requests.append(Send(self._pool, FetchCopy(job.request.request_id, job.attempt)))
             else:
                 self._enter(job, 0, now)
-        return asked
+        return requests
 
     def _num_blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self._registered.block_size)
@@ -276,7 +281,7 @@ class PrefillLogic:
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
         job.stage = JobStage.COMPUTING
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
-        self._pacing.enter(job.request, now, num_cached=num_cached, num_generated=generated, predicted_len=predicted)
+        self._scheduler.enter(job.request, now, num_cached=num_cached, num_generated=generated, predicted_len=predicted)
         if job.is_retry:
             self._num_reused_tokens += num_cached
             self._num_recomputed_tokens += job.context_len - num_cached
@@ -284,7 +289,7 @@ class PrefillLogic:
         self._additions[job.request.request_id] = addition
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> list[PrefillCommand]:
-        self._pacing.completed(now, self._iterations.end(event, now))
+        self._scheduler.completed(now, self._iterations.end(event, now))
         commands = self._iterations.outcome(event, self._jobs)
         for job in [job for job in self._jobs.values() if job.is_aborted and not job.is_copying]:
             commands += self._end(job)
@@ -293,20 +298,20 @@ class PrefillLogic:
     def _depart(self, job: PrefillJob) -> list[PrefillCommand]:
         """Take a job whose prompt is computed out of the engine and send its blocks on their way."""
         self._removals.append(job.request.request_id)
-        job.stage = JobStage.LEAVING
-        self._pacing.leave(job.request.request_id)
-        return self._departed(job, self._leaving.begin(job))
+        job.stage = JobStage.DEPARTING
+        self._scheduler.leave(job.request.request_id)
+        return self._departed(job, self._departure.begin(job))
 
-    # --- leaving for the pool, or for a decode worker
+    # --- departing to the pool, or to a decode worker
 
     def _answered(self, peer: str, message: BlocksReserved | BlocksTaken | ReservationRefused) -> list[PrefillCommand]:
-        """Word of a job that leaves; or of a request on its way back from a buffer; or stale."""
+        """Handle an answer to a departing job, or to a request on its way back from a buffer; it may be stale."""
         job = self._jobs.get(message.request_id)
-        if job is None or not job.is_leaving_for(peer, message.attempt):
+        if job is None or not job.is_departing_to(peer, message.attempt):
             return [*self._buffers.answered(message)]
-        return self._departed(job, self._leaving.answered(job, message))
+        return self._departed(job, self._departure.answered(job, message))
 
-    def _departed(self, job: PrefillJob, step: LeavingStep) -> list[PrefillCommand]:
+    def _departed(self, job: PrefillJob, step: DepartureStep) -> list[PrefillCommand]:
         match step.end:
             case None:
                 return [*step.commands]
@@ -323,7 +328,7 @@ class PrefillLogic:
     # --- ends
 
     def _end(self, job: PrefillJob) -> list[PrefillCommand]:
-        """Drop a job that nobody computes or copies any more."""
+        """Remove a job that is no longer computed or copied, and cancel what is reserved for it."""
         request_id = job.request.request_id
         commands = self._release(job.handoff.lease_id) if job.handoff is not None else []
         was_added = self._additions.pop(request_id, None) is None and job.stage is JobStage.COMPUTING
@@ -334,7 +339,7 @@ class PrefillLogic:
         return commands + self._forget(job)
 
     def _forget(self, job: PrefillJob) -> list[PrefillCommand]:
-        self._pacing.leave(job.request.request_id)
+        self._scheduler.leave(job.request.request_id)
         self._allocator.free(job.block_ids)
         del self._jobs[job.request.request_id]
         return self._begin(job.successor) if job.successor is not None else []

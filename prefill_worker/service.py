@@ -1,4 +1,4 @@
-"""The prefill worker at work: its logic, its links, its engine and the candidate buffers in its memory, joined."""
+"""The prefill worker's process: its logic, its links, its engine and the candidate buffers in its memory, joined."""
 
 import asyncio
 from functools import partial
@@ -22,37 +22,37 @@ class PrefillWorker:
         self,
         *,
         make: "partial[PrefillLogic]",
-        engine: ModelExecutor,
+        executor: ModelExecutor,
         memory: CandidateMemory,
         pool_name: str,
         process_spec: ProcessSpec,
     ) -> None:
         """`make`: makes its logic, out of what can be recorded."""
         identity = process_spec.identity()
-        self._engine = engine
+        self._executor = executor
         self._memory = memory
-        self._copier = engine.copier(identity)
+        self._copier = executor.copier(identity)
         self._pool_name = pool_name
         self._driver: LogicDriver[CommonEvent | PrefillEvent, WorkCommand] = LogicDriver(
             make(), identity, Codec(PrefillWorkerInbound), self._perform, process_spec.recorder(make)
         )
 
     async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:
-        """Accept decode workers and introduce ourselves to router and pool."""
+        """Accept decode workers and connect to pool and router."""
         await self._driver.links.listen(listen_at)
         self._driver.links.dial(pool_at)
         self._driver.links.dial(router_at)
 
     async def close(self) -> None:
-        """Drop the links, end the threads and give the buffers' memory back."""
+        """Close the links, stop the threads and free the buffers."""
         await self._driver.close()
-        self._engine.close()
+        self._executor.close()
         self._memory.close()
 
     def _perform(self, command: WorkCommand) -> None:
         match command:
             case RunIteration():
-                self._engine.start_iteration(command, self._driver.dispatch)
+                self._executor.start_iteration(command, self._driver.dispatch)
             case LoadBlocks():
                 self._copier.start_load(command, self._driver.dispatch)
             case OffloadBlocks():
@@ -61,20 +61,20 @@ class PrefillWorker:
                 self._copier.start_relay(command, self._buffer_of(command), self._driver.dispatch)
             case MapArena(peer, offered):
                 self._copier.map_arena(peer, offered, stamps=False)
-            case OpenBuffer(peer, life):
-                self._open_buffer(peer, life)
+            case OpenBuffer(peer, link_epoch):
+                self._open_buffer(peer, link_epoch)
             case CloseBuffer(peer):
                 self._copier.unmap_arena(peer)
                 self._memory.close_for(peer)
 
-    def _open_buffer(self, peer: str, life: int) -> None:
+    def _open_buffer(self, peer: str, link_epoch: int) -> None:
         opened = self._memory.open_for(peer)
         if opened is not None:
             self._copier.use_arena(peer, opened.arena)
-        event = BufferOpened(peer, life, opened.offered if opened is not None else None)
+        event = BufferOpened(peer, link_epoch, opened.offered if opened is not None else None)
         # Not within the dispatch that asked for it: the rest of its commands comes first.
         asyncio.get_running_loop().call_soon(self._driver.dispatch, event)
 
     def _buffer_of(self, command: RelayBlocks) -> str:
-        """The decode worker whose buffer is at one end; the pool is at the other."""
+        """Return the decode worker whose buffer is one end of the copy; the pool is the other."""
         return command.source if command.target == self._pool_name else command.target

@@ -12,13 +12,13 @@ from alignedserve.worker_core.request import WorkerRequest
 
 
 class JobStage(enum.Enum):
-    """Where a job is. Blocks are held from ASKING or COMPUTING until its end."""
+    """Stage of a job. Blocks are held from ASKING or COMPUTING until its end."""
 
     WAITING = "waiting"  # no blocks yet
     ASKING = "asking"  # the pool was asked for a copy of an earlier attempt
     LOADING = "loading"  # its copy comes from the pool
     COMPUTING = "computing"  # in the engine, or about to enter
-    LEAVING = "leaving"  # computed; waits for room elsewhere, or is being copied there
+    DEPARTING = "leaving"  # computed; waits for blocks at its target, or is being copied there
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class PrefillJob(WorkerRequest):
 
     stage: JobStage = JobStage.WAITING
     block_ids: tuple[BlockId, ...] = ()
-    is_retry: bool = False  # given out before
+    is_retry: bool = False  # assigned to a worker before
     has_copy: bool = False  # the pool may keep a copy of it from then
     handoff: Handoff | None = None  # the pool's copy of an earlier attempt, to begin from
     bypass_to: str | None = None  # the decode worker that it is to be offered first
@@ -38,7 +38,7 @@ class PrefillJob(WorkerRequest):
 
     @classmethod
     def of(cls, message: PrefillRequest) -> "PrefillJob":
-        """Build the job that the router gave out."""
+        """Build the job that the router assigned."""
         return cls(
             message.request,
             message.attempt,
@@ -52,17 +52,17 @@ class PrefillJob(WorkerRequest):
     @property
     def num_cached(self) -> int:
         """Tokens whose cache its blocks hold once it is computed: all but the one sampled last."""
-        return self.context_len - (self.stage is JobStage.LEAVING)
+        return self.context_len - (self.stage is JobStage.DEPARTING)
 
-    def is_leaving_for(self, peer: str, attempt: int) -> bool:
-        """Whether it waits for this peer's word about this attempt."""
-        is_waiting = self.stage is JobStage.LEAVING and not self.is_copying
+    def is_departing_to(self, peer: str, attempt: int) -> bool:
+        """Return whether it waits for this peer's answer to this attempt."""
+        is_waiting = self.stage is JobStage.DEPARTING and not self.is_copying
         return is_waiting and (self.target, self.attempt) == (peer, attempt)
 
     def num_usable(self, handoff: Handoff) -> int:
-        """How many of its first tokens have their cache in this copy; at least one is always left to compute.
+        """Return how many of its first tokens have their cache in this copy; at least one is left to compute.
 
-        What an earlier attempt generated and the client never saw may differ from what the client has.
+        Tokens that an earlier attempt generated and the client never received may differ from the client's.
         """
         num_usable = min(handoff.copy.context_len, self.context_len - 1)
         num_generated = max(num_usable - self.request.prompt_len, 0)
@@ -73,13 +73,13 @@ class PrefillJob(WorkerRequest):
 
 
 def set_predicted_length(job: PrefillJob | None, message: SetPredictedLength) -> None:
-    """Note it, if it is said of this life of the request."""
+    """Set it, if the message is about the job's attempt."""
     if job is not None and job.attempt == message.attempt:
         job.predicted_output_len = message.predicted_output_len
 
 
 def waiting_jobs(jobs: Iterable[PrefillJob], *, real_time_first: bool) -> list[PrefillJob]:
-    """Those without blocks, in the order in which they came; best-effort ones last where that is said."""
+    """Return jobs without blocks in order of arrival; with `real_time_first`, best-effort ones last."""
     waiting = [job for job in jobs if job.stage is JobStage.WAITING]
     if real_time_first:
         waiting.sort(key=lambda job: job.request.request_class is not RequestClass.REAL_TIME)
@@ -87,11 +87,11 @@ def waiting_jobs(jobs: Iterable[PrefillJob], *, real_time_first: bool) -> list[P
 
 
 @dataclass(slots=True)
-class Returning:
+class ReturningRequest:
     """An evicted request on its way from a candidate buffer back to the pool."""
 
     peer: str  # the decode worker that evicted it
-    life: int  # of that worker's link
+    link_epoch: int  # of that worker's link
     message: ReturnRequest
-    has_room: bool = False  # the pool gave it blocks
+    is_reserved: bool = False  # the pool has reserved blocks for it
     is_written: bool = False  # offered to the pool, which may have taken it already

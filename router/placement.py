@@ -6,7 +6,7 @@ from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.core.lifecycle import Stage
 from alignedserve.messages.pools import FormBatch, PoolLoad, PoolRegistered
 from alignedserve.messages.workers import JoinedBatch, WorkerLoad, WorkerRegistered
-from router.state import BatchRequestKind, PoolRecord, TrackedRequest, WorkerRecord
+from router.state import BatchKind, PoolRecord, TrackedRequest, WorkerRecord
 
 
 class Placement:
@@ -25,7 +25,7 @@ class Placement:
     def register(self, peer: str, message: WorkerRegistered | PoolRegistered) -> str | None:
         """Add a worker or pool that (re)connected, holding nothing; return why it is refused, or None."""
         self.remove(peer)
-        others = {known.layout_digest for known in self.workers.values()}
+        others = {known.registered.layout_digest for known in self.workers.values()}
         others |= {known.layout_digest for known in self.pools.values()}
         if others and message.layout_digest not in others:
             return "its blocks are not of the size, dtype and shape of the cluster's; start all with one configuration"
@@ -164,28 +164,21 @@ class Placement:
         A pool gets no FormBatch while those without an answer may take all that is pooled: most would come back empty.
         """
         asked = []
-        num_requested_of = dict.fromkeys(self.pools, 0)
+        num_requested = dict.fromkeys(self.pools, 0)  # by FormBatch messages without an answer
         for worker in self.workers.values():
             if worker.pending_batch is not None:
-                num_requested_of[worker.registered.pool_name] += worker.num_requested
+                num_requested[worker.registered.pool_name] += worker.num_requested
         for worker in sorted(self.workers.values(), key=lambda worker: (len(worker.decoding), worker.name)):
             pool = self.pools.get(worker.registered.pool_name)
             if pool is None or pool.num_pooled == 0 or worker.registered.can_prefill:
                 continue
-            if (
-                worker.pending_batch is not None
-                or worker.is_load_stale
-                or num_requested_of[pool.name] >= pool.num_pooled
-            ):
+            if worker.pending_batch is not None or worker.is_load_stale or num_requested[pool.name] >= pool.num_pooled:
                 continue
             form = self._request_batch(worker, pool, now) or self._request_joining(worker, pool, now)
             if form is not None:
-                worker.pending_batch, worker.requested_kind = (
-                    form.batch_id,
-                    BatchRequestKind.BATCH if form.joins is None else BatchRequestKind.JOIN,
-                )
-                worker.num_requested = form.max_requests
-                num_requested_of[pool.name] += form.max_requests
+                worker.pending_batch, worker.num_requested = form.batch_id, form.max_requests
+                worker.requested_kind = BatchKind.BATCH if form.joins is None else BatchKind.JOIN
+                num_requested[pool.name] += form.max_requests
                 asked.append((pool.name, form))
         return asked
 
@@ -196,16 +189,13 @@ class Placement:
             worker.refused_kinds.add(worker.requested_kind)
             return
         worker.is_load_stale = True
-        if worker.requested_kind is BatchRequestKind.BATCH:
+        if worker.requested_kind is BatchKind.BATCH:
             worker.last_batch_s = now
 
     def _request_batch(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
-        """Request the worker's next batch if it has none.
-
-        While the worker has enough running requests, only a batch worth a switch, or one after a long time without.
-        """
+        """Request the next batch; while the worker has enough to run, only one worth a switch, or after a long time."""
         load, batching = worker.load or WorkerLoad(), self._batching
-        if BatchRequestKind.BATCH in worker.refused_kinds or load.num_batch_candidates:
+        if BatchKind.BATCH in worker.refused_kinds or load.num_batch_candidates:
             return None
         is_saturated = load.num_running >= self._min_requests(worker)
         is_worth_it = pool.num_pooled >= self._min_requests(worker)
@@ -225,7 +215,7 @@ class Placement:
     def _request_joining(self, worker: WorkerRecord, pool: PoolRecord, now: float) -> FormBatch | None:
         """Request more of the running lengths, a few ahead of need, unless another batch has waited too long."""
         load = worker.load
-        if load is None or load.running is None or BatchRequestKind.JOIN in worker.refused_kinds:
+        if load is None or load.running is None or BatchKind.JOIN in worker.refused_kinds:
             return None
         if load.num_batch_candidates and now - worker.last_batch_s >= self._batching.starvation_s:
             return None
@@ -262,9 +252,6 @@ class Placement:
 
 
 def _largest_overdue(pool: PoolRecord, worker: WorkerRecord, pooled_before_s: float) -> int:
-    """Return the blocks of the largest overdue request.
-
-    It is too large for the batch of a busy worker, and has waited too long for the worker to become idle.
-    """
+    """Return the blocks of the largest overdue request among those too large for the batch of a busy worker."""
     sizes = [num_blocks for num_blocks, pooled_s in pool.large_requests.values() if pooled_s <= pooled_before_s]
     return max((size for size in sizes if size <= worker.registered.num_blocks), default=0)

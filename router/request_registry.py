@@ -1,7 +1,8 @@
 """The accepted requests that have not ended, and where a request is retried.
 
 `interrupt` takes a request from a holder that was lost; its gateway then tells which tokens the client has, and
-`resume_from` queues it again. `requeue` queues a preempted request again. Both fail it after `max_requeues` retries.
+`resume_from` queues it again. `requeue` queues a preempted request again. Lost holders and refused handoffs count as
+retries, and after `max_retries` the request fails; preemption for lack of memory does not count.
 """
 
 from collections.abc import Iterable
@@ -48,8 +49,8 @@ class RequestRegistry:
         for tracked in lost:
             self._placement.unassign(tracked)
             tracked.move(Stage.QUEUED)
-            tracked.num_requeues += 1
-            if tracked.num_requeues > self._max_retries:
+            tracked.num_retries += 1
+            if tracked.num_retries > self._max_retries:
                 commands += self.fail(tracked, FailureKind.WORKER_LOST, "its workers were lost again and again")
             else:
                 commands.append(Send(tracked.gateway, RequestInterrupted(tracked.request.request_id)))
@@ -69,8 +70,8 @@ class RequestRegistry:
         self._placement.unassign(tracked)
         tracked.move(Stage.QUEUED)
         tracked.set_generated(generated_token_ids)
-        tracked.num_requeues += is_refused
-        if tracked.num_requeues > self._max_retries:
+        tracked.num_retries += is_refused
+        if tracked.num_retries > self._max_retries:
             return commands + self.fail(tracked, FailureKind.INTERNAL, "its cache was refused again and again")
         self._enqueue(tracked)
         return commands

@@ -28,7 +28,7 @@ class TrackedRequest:
     attempt: int = 0  # the latest known (core/attempts.py); messages with a smaller one are stale
     copy_at: tuple[str, int] | None = None  # the pool that may keep a copy, and that pool's epoch
     pooled_s: float = 0.0  # when it entered the pool
-    num_requeues: int = 0
+    num_retries: int = 0  # after lost holders and refused handoffs
 
     def move(self, stage: Stage, holder: str | None = None) -> None:
         """Take a legal step of the lifecycle; raise AssertionError for any other."""
@@ -61,7 +61,7 @@ class LengthPredicted:
     predicted_len: float
 
 
-class BatchRequestKind(enum.Enum):
+class BatchKind(enum.Enum):
     """Kinds of FormBatch that the router sends to a pool on behalf of a decode worker."""
 
     BATCH = "batch"  # the next batch
@@ -87,18 +87,13 @@ class WorkerRecord:
     prefilling: dict[RequestId, DispatchedPrefill] = field(default_factory=dict)
     decoding: set[RequestId] = field(default_factory=set)  # running or candidate; membership only
     pending_batch: BatchId | None = None  # of a FormBatch without an answer
-    requested_kind: BatchRequestKind = BatchRequestKind.BATCH  # of that FormBatch, or the last one
+    requested_kind: BatchKind = BatchKind.BATCH  # of that FormBatch, or the last one
     num_requested: int = 0  # its `max_requests`
     is_load_stale: bool = False  # the worker got a batch since its last report
-    refused_kinds: set[BatchRequestKind] = field(
+    refused_kinds: set[BatchKind] = field(
         default_factory=set
     )  # answered with an empty batch since the last change; membership only
     last_batch_s: float = float("-inf")  # when it last got a new batch
-
-    @property
-    def layout_digest(self) -> str:
-        """Digest of the layout of its blocks."""
-        return self.registered.layout_digest
 
     @property
     def num_prefill_tokens(self) -> int:

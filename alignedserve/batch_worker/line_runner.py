@@ -34,12 +34,12 @@ class ClusterLineRunner:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def run(self, call: LineRequest) -> LineResponse:
+    async def run(self, line: LineRequest) -> LineResponse:
         """Run one line; see LineRunner."""
         try:
-            request = await self._build_request(call)
+            request = await self._build_request(line)
         except InvalidRequest as error:
-            return _error_answer(error)
+            return _error_response(error)
         generation = Generation(request, self._services)
         try:
             body = await collect_body(generation)
@@ -56,18 +56,18 @@ class ClusterLineRunner:
         totals = status.iteration_log
         return ClusterTotals(totals.num_requests, totals.wall_s, totals.nothing_to_do_s)
 
-    async def _build_request(self, call: LineRequest) -> GenerationRequest:
+    async def _build_request(self, line: LineRequest) -> GenerationRequest:
         """Return the line's request. Raises InvalidRequest: the line can never be run."""
-        check_shape(call.body, self._services.config.max_json_depth)
-        headers = {} if call.deadline_s is None else {DEADLINE_HEADER: f"{call.deadline_s * 1000.0:.3f}"}
-        arrival = Arrival(call.request_id, headers)
-        if call.endpoint is Endpoint.CHAT:
-            chat = _at_best_effort(parse_chat(call.body))
+        check_shape(line.body, self._services.config.max_json_depth)
+        headers = {} if line.deadline_s is None else {DEADLINE_HEADER: f"{line.deadline_s * 1000.0:.3f}"}
+        arrival = Arrival(line.request_id, headers)
+        if line.endpoint is Endpoint.CHAT:
+            chat = _at_best_effort(parse_chat(line.body))
             request = await build_chat_request(chat, arrival, self._services)
         else:
-            completion = _at_best_effort(parse_completion(call.body))
+            completion = _at_best_effort(parse_completion(line.body))
             request = await build_completion_request(completion, arrival, self._services)
-        # The line's deadline is ours, not the client's: its answer does not report it.
+        # The line's deadline is ours, not the client's: its response does not report it.
         return replace(request, slo=Slo())
 
 
@@ -85,13 +85,13 @@ def _at_best_effort(fields: FieldsT) -> FieldsT:
 
 
 def _failure(error: GenerationError, *, has_started: bool) -> LineResponse:
-    """Return the final answer of a line that can never succeed. Raises LineNotTaken or LineBroken for a retry."""
+    """Return the final response of a line that can never succeed. Raises LineNotTaken or LineBroken for a retry."""
     if isinstance(error, Unservable):
-        return _error_answer(error)
+        return _error_response(error)
     if isinstance(error, Overloaded) or (isinstance(error, Unavailable) and not has_started):
         raise LineRejected(str(error), retry_after_s=error.retry_after_s or _RETRY_AFTER_S) from error
     raise LineFailed(str(error)) from error
 
 
-def _error_answer(error: AlignedServeError) -> LineResponse:
+def _error_response(error: AlignedServeError) -> LineResponse:
     return LineResponse(http_error_of(error).status, error_body(error))

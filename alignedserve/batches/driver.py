@@ -11,21 +11,20 @@ and their results in the logs, and resumes; lines that were in the cluster run a
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from alignedserve.batches.garbage_collection import collect_garbage
 from alignedserve.batches.interfaces import LineRunner
+from alignedserve.batches.line_executor import RunContext
 from alignedserve.batches.line_scheduling import MeanLineDuration, by_slack
 from alignedserve.batches.location import BatchStores
 from alignedserve.batches.records import BatchKey
 from alignedserve.batches.run import BatchRun
-from alignedserve.batches.run_context import RunContext
 from alignedserve.batches.statistics import BatchStatistics
+from alignedserve.batches.stores.disk import lock_file
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageError
 
@@ -55,8 +54,6 @@ class BatchDriver:
         max_in_flight: int,
     ) -> None:
         self._stores = stores
-        self._runner = runner
-        self._file_lifetime_s = config.file_lifetime_s
         self._max_in_flight = max_in_flight
         self._context = RunContext(stores, runner, config, models, MeanLineDuration(), listener=self)
         self._runs: dict[BatchKey, BatchRun] = {}
@@ -71,7 +68,8 @@ class BatchDriver:
 
     async def run(self) -> None:
         """Wait for the lock, then drive."""
-        lock = await _acquire_lock(self._stores.lock_path)
+        while (lock := lock_file(self._stores.lock_path)) is None:  # noqa: ASYNC110  (another process holds it)
+            await asyncio.sleep(_LOCK_S)
         try:
             await self._statistics.load()
             async with asyncio.TaskGroup() as tasks:
@@ -125,14 +123,14 @@ class BatchDriver:
 
     async def _save(self) -> None:
         runs = list(self._runs.values())
-        self._statistics.note_cluster_totals(self._runner.cluster_totals())
+        self._statistics.note_cluster_totals(self._context.runner.cluster_totals())
         self._statistics.estimate_etas(runs, time.time())
         for run in runs:
             await run.save()
         await self._statistics.save(runs, time.time(), is_paused=self._is_blocked)
 
     async def _collect_garbage(self) -> None:
-        await collect_garbage(self._stores, time.time(), batch_lifetime_s=self._file_lifetime_s)
+        await collect_garbage(self._stores, time.time(), batch_lifetime_s=self._context.config.file_lifetime_s)
 
     async def _every(self, pause_s: float, act: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -200,15 +198,3 @@ class BatchDriver:
         else:
             self._is_blocked = False
             self._statistics.note_ended(run, records)
-
-
-async def _acquire_lock(path: Path) -> int:
-    """Wait for the lock; the system frees it when the process that holds it ends, however it ends."""
-    file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    while True:
-        try:
-            fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            await asyncio.sleep(_LOCK_S)
-        else:
-            return file_descriptor

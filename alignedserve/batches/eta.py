@@ -63,7 +63,7 @@ class ThroughputEstimate(StoredRecord, frozen=True):
         return max(1.0, (num_bytes - _LINE_FRAME_BYTES) / self.bytes_per_token) + self.output_len
 
 
-def assumed_rate(configured: float, num_tokens: int, wall_s: float, idle_s: float) -> float:
+def assumed_rate(configured: float, num_tokens: float, wall_s: float, idle_s: float) -> float:
     """Return the tokens per second that are left for batches, from the workers' totals over some time."""
     if wall_s <= 0.0:
         return configured

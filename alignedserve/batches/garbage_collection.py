@@ -40,7 +40,7 @@ async def collect_garbage(stores: BatchStores, now: float, *, batch_lifetime_s: 
 
 
 async def _remove_expired_files(stores: BatchStores, now: float) -> None:
-    expired = [file for file in await stores.repository.expiring_files(_MAX_AT_ONCE) if _is_expired(file, now)]
+    expired = [file for file in await stores.repository.expiring_files(_MAX_AT_ONCE) if file.is_expired(now)]
     if not expired:
         return
     active = [snapshot.record for snapshot in await stores.repository.active_batches()]
@@ -72,10 +72,6 @@ async def _remove_orphaned_blobs(stores: BatchStores) -> None:
         for file_id in await stores.repository.unknown_files(old[first : first + _MAX_AT_ONCE]):
             await stores.blobs.remove(file_id)
             logger.info("%s has no record and is removed", file_id)
-
-
-def _is_expired(file: FileRecord, now: float) -> bool:
-    return file.expires_s is not None and now >= file.expires_s
 
 
 async def _has_results(repository: BatchRepository, record: BatchRecord) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from alignedserve.batches.input_lines import InputValidator, LineSplitter, LineTooLong, ParsedLine, parse_line, too_long
 from alignedserve.batches.interfaces import BlobReader, BlobStore
+from alignedserve.batches.logic import Validated, ValidationFailed
 from alignedserve.batches.records import BatchRecord, LineProblem
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageDamaged
@@ -19,16 +20,6 @@ class InputFile:
         self._validator = InputValidator(record.endpoint, models, config.max_lines)
         self._reader: BlobReader | None = None
 
-    @property
-    def num_lines(self) -> int:
-        """Lines read so far."""
-        return len(self._validator.index)
-
-    @property
-    def model(self) -> str | None:
-        """The model that the first line names."""
-        return self._validator.model
-
     async def scan(self) -> AsyncIterator[int]:
         """Read the file; yield the number of lines so far after each chunk.
 
@@ -40,7 +31,7 @@ class InputFile:
             async for chunk in self._blobs.chunks(self._record.input_file_id):
                 for line in splitter.push(chunk):
                     add(line)
-                yield self.num_lines
+                yield len(self._validator.index)
                 if self._validator.is_full:
                     return
             for line in splitter.finish():
@@ -50,9 +41,10 @@ class InputFile:
         except StorageDamaged as error:
             self._validator.problems.append(LineProblem(code="file_unreadable", message=str(error)))
 
-    def problems(self) -> tuple[LineProblem, ...]:
-        """Return what `scan` found wrong with the file; empty for a valid one."""
-        return self._validator.finish()
+    def validation(self) -> Validated | ValidationFailed:
+        """Return the result of the scan."""
+        problems = self._validator.finish()
+        return ValidationFailed(problems) if problems else Validated(len(self._validator.index), self._validator.model)
 
     def open(self) -> None:
         """Open the file for reading single lines. Raises StorageDamaged."""

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from alignedserve.batches.records import Endpoint, FileId
 from alignedserve.core.errors import AlignedServeError
@@ -150,8 +150,7 @@ class LineResponse:
         return self.status_code == 200
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterTotals:
+class ClusterTotals(NamedTuple):
     """Sums of all decode workers since the router started."""
 
     num_tokens: int  # generated

@@ -4,21 +4,45 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 from alignedserve.batches import results
 from alignedserve.batches.input_file import InputFile
-from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest
-from alignedserve.batches.line_scheduling import line_deadline_s
+from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest, LineRunner
+from alignedserve.batches.line_scheduling import MeanLineDuration, line_deadline_s
 from alignedserve.batches.line_tracker import LineTracker
+from alignedserve.batches.location import BatchStores
 from alignedserve.batches.log.log_format import ResultRecord
 from alignedserve.batches.records import BatchRecord
 from alignedserve.batches.result_writer import ResultWriter
-from alignedserve.batches.run_context import RunContext
+from alignedserve.config.sections import BatchesConfig
 
 logger = logging.getLogger(__name__)
 
 _SERVER_ERROR = "The server had an error while processing the request."
+
+
+class RunListener(Protocol):
+    """Receives the events of batch runs on which the driver acts at once."""
+
+    def on_progress(self) -> None:
+        """A line ended, results are pending, or lines can be started."""
+
+    def on_rejection(self, retry_after_s: float) -> None:
+        """The cluster accepts no line for this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """Stores, line runner and limits of all runs, and the driver that listens to them."""
+
+    stores: BatchStores
+    runner: LineRunner
+    config: BatchesConfig
+    models: tuple[str, ...]  # served here
+    line_duration: MeanLineDuration
+    listener: RunListener
 
 
 class LineExecutor:
@@ -33,35 +57,16 @@ class LineExecutor:
         tracker: LineTracker,
         writer: ResultWriter,
     ) -> None:
+        self.tracker = tracker
         self.writer = writer
         self._record = record  # only what never changes
         self._context = context
         self._input_file = input_file
-        self._tracker = tracker
         self._tasks: dict[int, asyncio.Task[None]] = {}
-
-    @property
-    def is_done(self) -> bool:
-        """Return True if every line has its durable record."""
-        return self._tracker.is_done
-
-    @property
-    def num_in_flight(self) -> int:
-        """Lines in the cluster, or whose record is not durable yet."""
-        return self._tracker.num_leased
-
-    @property
-    def num_waiting(self) -> int:
-        """Lines without a record that are not in flight."""
-        return self._tracker.num_left - self._tracker.num_leased
-
-    def unsettled(self) -> Iterator[int]:
-        """Iterate over the lines without a durable record, in order."""
-        return self._tracker.unsettled()
 
     def start_line(self, now: float) -> bool:
         """Start the next line; False: none is due."""
-        line = self._tracker.lease(now)
+        line = self.tracker.lease(now)
         if line is None:
             return False
         task = self._tasks[line] = asyncio.create_task(self._run_line(line))
@@ -73,7 +78,7 @@ class LineExecutor:
         records = await self.writer.write()
         for record in records:
             if record.outcome.is_terminal:
-                self._tracker.settle(record.line)
+                self.tracker.settle(record.line)
         return records
 
     def cancel(self) -> list[asyncio.Task[None]]:
@@ -91,7 +96,7 @@ class LineExecutor:
         try:
             response = await self._context.runner.run(request)
         except LineRejected as rejection:
-            self._tracker.postpone(line, time.monotonic(), rejection.retry_after_s)
+            self.tracker.postpone(line, time.monotonic(), rejection.retry_after_s)
             self._context.listener.on_rejection(rejection.retry_after_s)
         except LineFailed as failure:
             self._retry_or_fail(line, str(failure))
@@ -110,7 +115,7 @@ class LineExecutor:
         self._context.listener.on_progress()
 
     def _retry_or_fail(self, line: int, reason: str) -> None:
-        if self._tracker.retry(line, time.monotonic()):
+        if self.tracker.retry(line, time.monotonic()):
             self.writer.add(results.retry_record(line))
         else:
             custom_id = self._input_file.line(line).custom_id
@@ -119,4 +124,4 @@ class LineExecutor:
     def _deadline_s(self) -> float:
         time_left_s = self._record.expires_s - time.time()
         mean_s = self._context.line_duration.mean_s
-        return line_deadline_s(time_left_s, self._tracker.num_leased, self._tracker.num_left, mean_s)
+        return line_deadline_s(time_left_s, self.tracker.num_leased, self.tracker.num_left, mean_s)

@@ -2,7 +2,7 @@
 
 import enum
 import re
-from typing import Any, NewType
+from typing import NewType, TypeVar
 
 import msgspec
 
@@ -71,6 +71,10 @@ class FileRecord(StoredRecord, frozen=True):
     digest: str = ""  # of an upload's bytes: tells whether two files have the same content
     num_uses: int = 0  # batches made from it; makes a concurrent deletion and creation conflict
     view: ResultView | None = None  # None: its content is a blob of its own
+
+    def is_expired(self, now: float) -> bool:
+        """Return True if the file's lifetime is over."""
+        return self.expires_s is not None and now >= self.expires_s
 
 
 class LineProblem(StoredRecord, frozen=True):
@@ -210,6 +214,7 @@ class BatchRecord(StoredRecord, frozen=True):
         return self.output_file_id if kind is ResultKind.OUTPUT else self.error_file_id
 
 
+RecordT = TypeVar("RecordT", bound=StoredRecord)
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -218,7 +223,7 @@ def encode(record: StoredRecord) -> bytes:
     return _ENCODER.encode(record)
 
 
-def decode(raw: bytes, kind: type[Any]) -> Any:
+def decode(raw: bytes, kind: type[RecordT]) -> RecordT:
     """Decode a stored record. Raises StorageDamaged."""
     try:
         return msgspec.json.decode(raw, type=kind)

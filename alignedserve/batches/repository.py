@@ -20,15 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from alignedserve.batches.eta import ThroughputEstimate
-from alignedserve.batches.interfaces import (
-    AddToIndex,
-    Change,
-    DeleteValue,
-    Page,
-    RecordStore,
-    RemoveFromIndex,
-    SetValue,
-)
+from alignedserve.batches.interfaces import AddToIndex, Change, DeleteValue, RecordStore, RemoveFromIndex, SetValue
 from alignedserve.batches.records import (
     BatchKey,
     BatchRecord,
@@ -36,6 +28,7 @@ from alignedserve.batches.records import (
     FileId,
     FileRecord,
     Progress,
+    RecordT,
     StoredRecord,
     decode,
     encode,
@@ -79,10 +72,8 @@ class BatchRepository:
 
     async def file(self, owner: str, file_id: FileId, now: float) -> FileRecord | None:
         """Return the file if it belongs to this owner and has not expired."""
-        record = await self._file(file_id)
-        if record is None or record.owner != owner or (record.expires_s is not None and now >= record.expires_s):
-            return None
-        return record
+        record = await self._read_one(f"file/{file_id}", FileRecord)
+        return None if record is None or record.owner != owner or record.is_expired(now) else record
 
     async def add_file(self, record: FileRecord, *, fits: Callable[[StorageUsage], bool]) -> bool:
         """Add a new file; False: it exceeds the owner's quota."""
@@ -118,15 +109,11 @@ class BatchRepository:
         page = await self._store.page(f"files/{owner}", after=after, limit=limit + 1, newest_first=newest_first)
         if page is None:
             return None
-        found = await self._store.read([f"file/{member}" for member in page.members])
-        return [decode(raw, FileRecord) for raw in found if raw is not None]
+        return await self._read_files(page.members)
 
     async def expiring_files(self, limit: int) -> list[FileRecord]:
         """List files that have an expiry time, the earliest first."""
-        page = await self._store.page(EXPIRING, after=None, limit=limit, newest_first=False)
-        assert page is not None, "a list without a cursor has a beginning"
-        found = await self._store.read([f"file/{member}" for member in page.members])
-        return [decode(raw, FileRecord) for raw in found if raw is not None]
+        return await self._read_files(await self._first(EXPIRING, limit))
 
     async def unknown_files(self, file_ids: Sequence[FileId]) -> list[FileId]:
         """Return those of the files that have no record."""
@@ -136,12 +123,7 @@ class BatchRepository:
     # --- batches
 
     async def add_batch(
-        self,
-        snapshot: BatchSnapshot,
-        source: FileRecord,
-        *,
-        idempotency_key: str | None,
-        key_lifetime_s: float,
+        self, snapshot: BatchSnapshot, source: FileRecord, *, idempotency_key: str | None, key_lifetime_s: float
     ) -> bool:
         """Add a new batch and count the use of its file. False: the file has changed or the key was used before."""
         record = snapshot.record
@@ -160,10 +142,11 @@ class BatchRepository:
             unchanged[idempotency_key] = None
         return await self._store.commit(changes, unchanged=unchanged)
 
-    async def batch_with_key(self, idempotency_key: str) -> BatchKey | None:
+    async def batch_with_key(self, idempotency_key: str) -> BatchSnapshot | None:
         """Return the batch that was created with this idempotency key."""
         raw = (await self._store.read([idempotency_key]))[0]
-        return None if raw is None else parsed_batch_key(raw.decode("ascii", "replace"))
+        batch_id = None if raw is None else parsed_batch_key(raw.decode("ascii", "replace"))
+        return None if batch_id is None else await self.batch(batch_id)
 
     async def batch(self, batch_id: BatchKey) -> BatchSnapshot | None:
         """Return a batch of any owner."""
@@ -191,9 +174,7 @@ class BatchRepository:
 
     async def active_batches(self) -> list[BatchSnapshot]:
         """List all batches that are not over, oldest first, without those whose record is damaged."""
-        page: Page | None = await self._store.page(ACTIVE, after=None, limit=_MAX_ACTIVE, newest_first=False)
-        assert page is not None, "a list without a cursor has a beginning"
-        return await self._readable(page.members)
+        return await self._readable(await self._first(ACTIVE, _MAX_ACTIVE))
 
     async def _readable(self, batch_ids: Sequence[str]) -> list[BatchSnapshot]:
         """Return the readable batches, for callers that serve all owners. Damaged progress is replaced by an empty one,
@@ -227,7 +208,7 @@ class BatchRepository:
             raw = (await self._store.read([key]))[0]
             if raw is None:
                 raise StorageDamaged(f"{batch_id} is not in the store any more.")
-            before: BatchRecord = decode(raw, BatchRecord)
+            before = decode(raw, BatchRecord)
             after = change(before)
             if after is before:
                 return before
@@ -247,9 +228,7 @@ class BatchRepository:
 
     async def oldest_over(self, limit: int) -> list[BatchSnapshot]:
         """List batches that are over, the earliest first, without those whose record is damaged."""
-        page = await self._store.page(OVER, after=None, limit=limit, newest_first=False)
-        assert page is not None, "a list without a cursor has a beginning"
-        return await self._readable(page.members)
+        return await self._readable(await self._first(OVER, limit))
 
     async def remove_batch(self, record: BatchRecord) -> None:
         """Delete a batch; it must be over."""
@@ -263,17 +242,12 @@ class BatchRepository:
 
     async def throughput(self, assumed_tokens_per_s: float) -> ThroughputEstimate:
         """Return the measured throughput, or an assumption before any line has run."""
-        raw = (await self._store.read([_THROUGHPUT]))[0]
-        found: ThroughputEstimate = (
-            ThroughputEstimate(tokens_per_s=assumed_tokens_per_s) if raw is None else decode(raw, ThroughputEstimate)
-        )
-        return found
+        found = await self._read_one(_THROUGHPUT, ThroughputEstimate)
+        return found or ThroughputEstimate(tokens_per_s=assumed_tokens_per_s)
 
     async def totals(self) -> BatchTotals:
         """Return the totals of all batches."""
-        raw = (await self._store.read([_TOTALS]))[0]
-        found: BatchTotals = BatchTotals() if raw is None else decode(raw, BatchTotals)
-        return found
+        return await self._read_one(_TOTALS, BatchTotals) or BatchTotals()
 
     async def save_statistics(self, throughput: ThroughputEstimate, totals: BatchTotals) -> None:
         """Store both."""
@@ -284,10 +258,18 @@ class BatchRepository:
         """Close the store."""
         await self._store.close()
 
-    async def _file(self, file_id: FileId) -> FileRecord | None:
-        raw = (await self._store.read([f"file/{file_id}"]))[0]
-        found: FileRecord | None = None if raw is None else decode(raw, FileRecord)
-        return found
+    async def _read_one(self, key: str, kind: type[RecordT]) -> RecordT | None:
+        raw = (await self._store.read([key]))[0]
+        return None if raw is None else decode(raw, kind)
+
+    async def _read_files(self, file_ids: Sequence[str]) -> list[FileRecord]:
+        found = await self._store.read([f"file/{file_id}" for file_id in file_ids])
+        return [decode(raw, FileRecord) for raw in found if raw is not None]
+
+    async def _first(self, index: str, limit: int) -> tuple[str, ...]:
+        page = await self._store.page(index, after=None, limit=limit, newest_first=False)
+        assert page is not None, "an index without a cursor has a beginning"
+        return page.members
 
 
 def idempotency_key_of(owner: str, given: str) -> str:
@@ -310,8 +292,7 @@ def _usage_key(owner: str) -> str:
 
 
 def _decode_usage(raw: bytes | None) -> StorageUsage:
-    usage: StorageUsage = StorageUsage() if raw is None else decode(raw, StorageUsage)
-    return usage
+    return StorageUsage() if raw is None else decode(raw, StorageUsage)
 
 
 def _add_usage(usage: StorageUsage, num_files: int, num_bytes: int) -> StorageUsage:

@@ -22,23 +22,15 @@ import msgspec
 from alignedserve.batches import results
 from alignedserve.batches.eta import RemainingWork, ThroughputEstimate, remaining_work
 from alignedserve.batches.input_file import InputFile
-from alignedserve.batches.line_executor import LineExecutor
+from alignedserve.batches.line_executor import LineExecutor, RunContext
 from alignedserve.batches.line_scheduling import ReadyBatch
 from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.log.disk_log import DiskLog, RecoveredLog
 from alignedserve.batches.log.log_format import ResultRecord
-from alignedserve.batches.logic import (
-    AllLinesRecorded,
-    BatchEvent,
-    Validated,
-    ValidationFailed,
-    WindowExpired,
-    advance,
-)
+from alignedserve.batches.logic import AllLinesRecorded, BatchEvent, WindowExpired, advance
 from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, FileRecord, Progress, ResultKind
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.result_writer import ResultWriter
-from alignedserve.batches.run_context import RunContext
 from alignedserve.core.errors import StorageError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -92,14 +84,14 @@ class BatchRun:
     @property
     def num_in_flight(self) -> int:
         """Lines in the cluster, or whose record is not durable yet."""
-        return self._lines.num_in_flight if self._lines is not None else 0
+        return self._lines.tracker.num_leased if self._lines is not None else 0
 
     @property
     def num_waiting(self) -> int:
         """Lines without a record that are not in flight."""
         if self._lines is None:
             return self.record.num_lines or self.record.input_lines
-        return self._lines.num_waiting
+        return self._lines.tracker.num_left - self._lines.tracker.num_leased
 
     def line_bytes(self, line: int) -> int:
         """Return the length of an input line."""
@@ -120,7 +112,7 @@ class BatchRun:
             raise
         self._is_dirty = True
         self.set_paused(None)
-        if self._lines.is_done or self.record.status in _ENDING:
+        if self._lines.tracker.is_done or self.record.status in _ENDING:
             self._changed.set()
         return records
 
@@ -167,17 +159,13 @@ class BatchRun:
         if self.record.status is BatchStatus.VALIDATING or (
             self.record.status in _ENDING and not self.record.num_lines
         ):
-            problems = self._input_file.problems()
-            await self._advance(ValidationFailed(problems) if problems else self._validated())
+            await self._advance(self._input_file.validation())
         if not self.record.is_over and self.record.num_lines:
             lines = await self._open_lines()
             await self._run_lines(lines)
             await self._end_lines(lines)
         if not self.record.is_over:
             await self._persist(self._finish)
-
-    def _validated(self) -> Validated:
-        return Validated(self._input_file.num_lines, self._input_file.model)
 
     async def _scan_input(self) -> None:
         async for num_lines in self._input_file.scan():
@@ -213,7 +201,7 @@ class BatchRun:
 
     async def _run_lines(self, lines: LineExecutor) -> None:
         """Wait until every line has its record or the batch is to end early."""
-        while not lines.is_done and self.record.status is BatchStatus.IN_PROGRESS:
+        while not lines.tracker.is_done and self.record.status is BatchStatus.IN_PROGRESS:
             if time.time() >= self.record.expires_s:
                 await self._advance(WindowExpired())
                 continue
@@ -222,8 +210,8 @@ class BatchRun:
     async def _end_lines(self, lines: LineExecutor) -> None:
         """Cancel running lines, keep the results that there are, and record the other lines as not run."""
         await asyncio.gather(*lines.cancel(), return_exceptions=True)
-        missing = lines.unsettled()  # evaluated lazily, once nothing else is being written
-        while not lines.is_done:
+        missing = lines.tracker.unsettled()  # evaluated lazily, once nothing else is being written
+        while not lines.tracker.is_done:
             if lines.writer.is_idle:
                 lines.writer.add(*await asyncio.to_thread(self._missing_records, islice(missing, _ENDING_LINES)))
                 self._context.listener.on_progress()

@@ -1,6 +1,7 @@
 """Measurements and totals of all batches: throughput, expected ends, lines by outcome."""
 
 import asyncio
+import operator
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -89,12 +90,7 @@ class BatchStatistics:
         elif cluster_totals.wall_s - last.wall_s >= _CLUSTER_S:
             self._cluster_totals = cluster_totals
             if not self.throughput.is_measured:
-                sums = (
-                    cluster_totals.num_tokens - last.num_tokens,
-                    cluster_totals.wall_s - last.wall_s,
-                    cluster_totals.idle_s - last.idle_s,
-                )
-                rate = assumed_rate(self._assumed_tokens_per_s, *sums)
+                rate = assumed_rate(self._assumed_tokens_per_s, *map(operator.sub, cluster_totals, last))
                 self.throughput = msgspec.structs.replace(self.throughput, tokens_per_s=rate)
 
     def _learn_rate(self, runs: Sequence[BatchRun]) -> None:

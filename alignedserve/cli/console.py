@@ -1,4 +1,4 @@
-"""What the commands share to talk to the person at the terminal: results on stdout, all else on stderr."""
+"""Terminal output that the commands share: results on stdout, all else on stderr."""
 
 import json
 import sys
@@ -15,28 +15,28 @@ _TABLE_WIDTH = 120  # when the output is a file, where rich would assume 80 colu
 
 
 def results() -> Console:
-    """Where results go. Made anew each time, as tests replace the streams."""
+    """Return the console for results, made anew each time, as tests replace the streams."""
     return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH, highlight=False)
 
 
 def notes() -> Console:
-    """Where progress and remarks go."""
+    """Return the console for progress and remarks."""
     return Console(stderr=True, highlight=False)
 
 
 def print_error(error: AlignedServeError | str) -> None:
-    """One line on stderr."""
+    """Print an error as one line on stderr."""
     line = " ".join(str(error).split())
     print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def exit_code(error: AlignedServeError) -> int:
-    """2 for what the command line or the config file says, 1 for everything else."""
+    """Return 2 for errors of the command line or the configuration, 1 for all others."""
     return USAGE_ERROR if isinstance(error, ConfigError) else FAILURE
 
 
 def progress() -> Progress:
-    """A progress bar on stderr; nothing where stderr is not a terminal."""
+    """Return a progress bar on stderr; nothing where stderr is not a terminal."""
     console = notes()
     return Progress(
         TextColumn("{task.description}"),
@@ -58,7 +58,7 @@ def print_json(document: object) -> None:
 
 
 def write_json(document: bytes, target: str) -> None:
-    """To a file, or to stdout when `target` is a dash. Raises ConfigError."""
+    """Write to a file, or to stdout when `target` is a dash. Raises ConfigError."""
     if target == "-":
         sys.stdout.write(document.decode())
         sys.stdout.flush()
@@ -70,7 +70,7 @@ def write_json(document: bytes, target: str) -> None:
 
 
 def printable(text: str) -> str:
-    """The text without control characters, so that a model's answer cannot command the terminal."""
+    """Return the text without control characters, so that a model's answer cannot command the terminal."""
     if text.isprintable():
         return text
     return "".join(character for character in text if character in "\n\t" or character.isprintable())

@@ -1,4 +1,4 @@
-"""What a measurement was made on, to be written down with it."""
+"""Description of the machine that a measurement was made on, written down with it."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, usable cores, how busy they were, and the versions that matter; the GPUs where PyTorch, if it is
+    """Return processor, usable cores, their load, and the versions that matter; the GPUs where PyTorch, if it is
     loaded, can use them. Plain JSON."""
     machine = {
         "cpu": _cpu_model(),
@@ -43,7 +43,7 @@ def _describe_gpus(torch: Any) -> dict[str, Any]:
 
 
 def _driver_version() -> str | None:
-    """Of NVIDIA's driver, if its tool is there to say so."""
+    """Return the version of NVIDIA's driver, where its tool is installed."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

@@ -1,4 +1,4 @@
-"""Where the doors are joined to the cluster: the CLI is the only floor that sees both."""
+"""Wiring of gateway and batch worker to the cluster: only the CLI knows both."""
 
 from alignedserve.batch_worker.actor import BatchActor
 from alignedserve.cluster.launch import ActorClasses, RunningCluster, launch_cluster

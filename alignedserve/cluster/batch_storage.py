@@ -1,11 +1,11 @@
 """Storage of a cluster's files and batches: a state folder, and a Redis of its own unless one is configured."""
 
-import fcntl
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 from alignedserve.batches.location import BatchLocation
+from alignedserve.batches.stores.disk import lock_file
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.config.environment import STATE_DIR_VARIABLE, redis_url, state_root
 from alignedserve.config.sections import ClusterConfig
@@ -17,13 +17,10 @@ class StateLock:
     holds it."""
 
     def __init__(self, folder: Path) -> None:
-        self._file: int | None = os.open(folder / "cluster.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
+        self._file = lock_file(folder / "cluster.lock")
+        if self._file is None:
             problem = f"another cluster keeps its batches in {folder}"
-            raise ResourceError(f"{problem}; set batches.folder to another folder") from None
+            raise ResourceError(f"{problem}; set batches.folder to another folder")
 
     def release(self) -> None:
         """Release the lock. May be repeated."""

@@ -1,4 +1,4 @@
-"""Starting a cluster: Ray places, supervises and restarts the actors; everything they say goes over their own links."""
+"""Starts a cluster: Ray places, supervises and restarts the actors, which communicate over their own links."""
 
 import contextlib
 import fcntl
@@ -53,7 +53,7 @@ _LONGEST_NAME = "prefill-1023"
 
 
 class ActorClasses(NamedTuple):
-    """Ray actor classes of this module's own floor, which it is given and does not import."""
+    """Ray actor classes of sibling packages, passed in because siblings do not import each other."""
 
     gateway: Any
     batches: Any  # drives files and batches
@@ -83,7 +83,7 @@ class RunningCluster:
         return f"http://{reachable}:{self.config.gateway.port}"
 
     def start(self) -> None:
-        """Create every actor and wait until each is up. Raises what the first failing one raised."""
+        """Create every actor and wait until each is up. Raises the error of the first failing one."""
         if self.config.batches.enabled:
             self._batch_location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
         self._start_ray()
@@ -97,7 +97,7 @@ class RunningCluster:
         self._watchdog.start()
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Until a token has gone through the whole system. Raises PeerLost when that does not happen in time."""
+        """Wait until a token has passed through the whole system. Raises PeerLost if none does in time."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             try:
@@ -110,7 +110,7 @@ class RunningCluster:
         raise PeerLost(f"the cluster was not ready within {timeout_s:.0f} s; its logs are in {self.folder / 'logs'}")
 
     def stop(self) -> None:
-        """End every actor and Ray itself. May be repeated; never raises; signals do not cut it short."""
+        """Stop every actor and Ray itself. May be repeated; never raises; ignores signals meanwhile."""
         with signals_ignored():
             self._end_everything()
 
@@ -213,12 +213,12 @@ def launch_cluster(config: ClusterConfig, actor_classes: ActorClasses) -> Runnin
 
 
 def _max_lines_in_flight(config: ClusterConfig) -> int:
-    """Lines of batches in the cluster at a time: what decode workers run, and as many on their way there."""
+    """Return the batch lines in the cluster at a time: those that decode workers run, and as many on their way."""
     return config.batches.max_in_flight or 2 * config.decode.count * config.decode.max_running_requests
 
 
 def _engines(config: ClusterConfig) -> list[EngineConfig]:
-    """Each worker's engine section with its threads and its device decided: those that prefill, then the others."""
+    """Return each worker's engine section with its threads and device: prefill workers first, then the others."""
     is_disaggregated = config.topology is Topology.DISAGGREGATED
     num_workers = config.decode.count + (config.prefill.count if is_disaggregated else 0)
     threads = config.engine.threads_per_worker or threads_per_worker(num_workers)
@@ -229,7 +229,7 @@ def _engines(config: ClusterConfig) -> list[EngineConfig]:
 
 
 def _end_survivors(processes: list[psutil.Process]) -> None:
-    """Ray's agents outlive a start that is broken off; what we started must not."""
+    """Kill what is left: Ray's agents outlive an aborted start."""
     _, alive = psutil.wait_procs(processes, timeout=_RAY_EXIT_S)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -245,7 +245,7 @@ def _result(reference: Any, name: str) -> AlignedServeError | None:
 
 
 def _make_folder() -> Path:
-    """A fresh private folder for sockets and logs; those of clusters long gone are removed."""
+    """Create a private folder for sockets and logs, and remove those of old clusters."""
     root = run_root()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -259,13 +259,13 @@ def _make_folder() -> Path:
     except OSError as error:
         problem = f"{root} cannot hold sockets and logs: {error.strerror}"
         raise ResourceError(f"{problem}; set {RUN_DIR_VARIABLE} to another folder") from error
-    # Until this process ends, however it ends: the folder is in use.
+    # Locked until this process ends, however it ends: the folder is in use.
     fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
     return folder
 
 
 def _remove_old_folders(root: Path) -> None:
-    """What dead clusters left: all but the latest few folders go, and of those few the sockets; their logs stay."""
+    """Remove all but the latest few folders of ended clusters, and the sockets of those few; their logs stay."""
     folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     for path in folders:
         file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Checks before anything is started, so that what cannot work is said at once and in one line."""
+"""Checks a configuration before anything is started, so that a mistake is reported at once and in one line."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ _MIB = 1024 * 1024
 
 
 def check(config: ClusterConfig, served: ServedModel) -> None:
-    """Raises ConfigError, ModelError, NotEnoughMemory or AddressInUse saying what to change."""
+    """Check everything. Raises ConfigError, ModelError, NotEnoughMemory or AddressInUse saying what to change."""
     config = resolve_policy(config)
     worker_devices(config.engine.device, 1)
     make_prefill_order(config.router.prefill_order or "")
@@ -43,7 +43,7 @@ def check(config: ClusterConfig, served: ServedModel) -> None:
 
 
 def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
-    """`block_tokens`: of hidden caches; None: there are none."""
+    """Check the policy's mechanisms. `block_tokens`: of hidden caches; None: the model has none."""
     if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling) and block_tokens is None:
         raise ConfigError(
             f"policy {config.scheduling.policy!r} keeps layer inputs where keys and values take more room, but this "
@@ -77,7 +77,7 @@ def _check_ports(config: ClusterConfig) -> None:
 
 
 def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int | None) -> None:
-    """A request of the longest context must fit every memory that it passes through."""
+    """Check that a request of the longest context fits every memory that it passes through."""
     needed = served.config.kv_token_bytes(served.dtype) * (served.max_context_len + config.engine.block_size)
     decode_bytes = config.decode.kv_cache_bytes
     if block_tokens is not None:
@@ -102,7 +102,7 @@ def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
     weights = served.weight_bytes
     pool = config.pool.memory_bytes if is_disaggregated else 0
     workers = 0
-    if not config.engine.device.startswith(CUDA):  # there each looks at its GPU's memory
+    if not config.engine.device.startswith(CUDA):  # on GPUs each worker checks its own memory
         workers = config.decode.count * (weights + config.decode.kv_cache_bytes)
         workers += config.prefill.count * (weights + config.prefill.kv_cache_bytes) if is_disaggregated else 0
     if is_disaggregated:

@@ -1,7 +1,7 @@
-"""The Redis of a cluster on one machine: started on a Unix socket, again whenever it dies, ended with the cluster.
+"""A Redis server for one cluster on one machine: started on a Unix socket, restarted when it dies.
 
-Its data lies in the state folder and outlives it. Every change is on the disk before it is acknowledged. Whoever can
-reach the socket (this user) can still run no script and no administrative command: they are off.
+Its data is in the state folder and outlives the cluster. Every change is on the disk before it is acknowledged. Scripts
+and administrative commands are disabled even for clients that can reach the socket (this user only).
 """
 
 import contextlib
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
-_SILENCE_S = 15.0  # a server that has answered nothing for this long is ended and started again
+_SILENCE_S = 15.0  # a server that has not answered for this long is restarted
 _LOOK_S = 1.0
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
-_TOLD = 4096  # characters at the end of its log
+_LOG_TAIL = 4096  # characters at the end of its log
 _VERSION_FILE = "redis.version"
 _PID_FILE = "redis.pid"
 _SET_PARENT_DEATH_SIGNAL = 1  # Linux's prctl
@@ -43,7 +43,7 @@ _OFF = (
 
 
 class PrivateRedis:
-    """`start` once, `stop` once. A thread of its own starts the server again whenever it has ended."""
+    """A server process, and a thread that restarts it when it ends. Call `start` once and `stop` once."""
 
     def __init__(self, *, folder: Path, socket_path: Path, log_path: Path) -> None:
         self._folder = folder
@@ -55,11 +55,11 @@ class PrivateRedis:
 
     @property
     def address(self) -> str:
-        """Where clients connect."""
+        """Return the URL for clients."""
         return f"unix://{self._socket_path}"
 
     def start(self) -> None:
-        """Returns when it answers. Raises ResourceError."""
+        """Start the server; return when it answers. Raises ResourceError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _end_orphan(self._folder / _PID_FILE)
@@ -70,7 +70,7 @@ class PrivateRedis:
         self._watcher.start()
 
     def stop(self) -> None:
-        """End it. May be repeated."""
+        """Stop the server. May be repeated."""
         self._is_stopping.set()
         process = self._process
         if process is not None:
@@ -83,7 +83,7 @@ class PrivateRedis:
 
     def _launch(self) -> None:
         self._socket_path.unlink(missing_ok=True)
-        # A session of its own: Ctrl-C is for whoever writes to it, which ends first.
+        # A session of its own: Ctrl-C ends its clients first.
         self._process = subprocess.Popen(  # noqa: S603
             self._command,
             stdin=subprocess.DEVNULL,
@@ -93,25 +93,25 @@ class PrivateRedis:
             preexec_fn=_end_with_parent,
         )
         (self._folder / _PID_FILE).write_text(str(self._process.pid))
-        self._wait_until_it_serves(self._process)
+        self._wait_until_ready(self._process)
 
-    def _wait_until_it_serves(self, process: "subprocess.Popen[bytes]") -> None:
-        """It listens before it has read its file, which may take as long as it likes."""
+    def _wait_until_ready(self, process: "subprocess.Popen[bytes]") -> None:
+        """Wait until the server answers; reading its file at the start may take any time. Raises ResourceError."""
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while not (answer := _answer(self._socket_path, _LOOK_S)).startswith(b"+"):
             if process.poll() is not None or time.monotonic() > deadline_s:
                 process.kill()
-                raise ResourceError(self._why_not())
+                raise ResourceError(self._start_problem())
             if answer:
                 deadline_s = time.monotonic() + _START_TIMEOUT_S
             time.sleep(0.005)
 
-    def _why_not(self) -> str:
-        """What to tell about a server that does not start. A file that is damaged in its middle is nobody's to cut off
-        but the user's: what was written after the damage goes with it."""
+    def _start_problem(self) -> str:
+        """Describe why the server does not start. A file damaged in the middle is left to the user: a repair loses all
+        that was written after the damage."""
         with contextlib.suppress(OSError):
-            told = self._log_path.read_text(errors="replace")[-_TOLD:]
-            named = re.search(r"Bad file format reading the append only file(?: ([\w.]+))?:", told)
+            log = self._log_path.read_text(errors="replace")[-_LOG_TAIL:]
+            named = re.search(r"Bad file format reading the append only file(?: ([\w.]+))?:", log)
             if named:
                 name = named[1] or "appendonly.aof"
                 path = next(self._folder.rglob(name), self._folder / name)
@@ -124,10 +124,10 @@ class PrivateRedis:
         while True:
             assert self._process is not None, "watched before it was started"
             started_s = time.monotonic()
-            code = self._end_of(self._process)
+            code = self._wait_for_end(self._process)
             if self._is_stopping.is_set():
                 return
-            logger.error("Redis ended with code %d and is started again", code)
+            logger.error("Redis ended with code %d and is restarted", code)
             pause_s = (
                 _FIRST_PAUSE_S if time.monotonic() - started_s > _LAST_PAUSE_S else min(2 * pause_s, _LAST_PAUSE_S)
             )
@@ -136,10 +136,10 @@ class PrivateRedis:
             try:
                 self._launch()
             except (ResourceError, OSError):
-                logger.exception("Redis does not come back yet")
+                logger.exception("Redis cannot be restarted yet")
 
-    def _end_of(self, process: "subprocess.Popen[bytes]") -> int:
-        """Wait for it, and bring it about where the server is alive and silent: stopped, or hanging on its disk."""
+    def _wait_for_end(self, process: "subprocess.Popen[bytes]") -> int:
+        """Wait for the end of the process; kill it when it stops answering (suspended, or its disk hangs)."""
         answered_s = time.monotonic()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,7 +147,7 @@ class PrivateRedis:
             if _answer(self._socket_path, min(_LOOK_S, _SILENCE_S / 3)):
                 answered_s = time.monotonic()
             elif time.monotonic() - answered_s > _SILENCE_S and not self._is_stopping.is_set():
-                logger.error("Redis has answered nothing for %.0f s and is ended", _SILENCE_S)
+                logger.error("Redis has not answered for %.0f s and is killed", _SILENCE_S)
                 process.kill()
 
     def _write_settings(self) -> Path:
@@ -171,7 +171,7 @@ class PrivateRedis:
 
 
 def _answer(path: Path, timeout_s: float) -> bytes:
-    """What it says to a PING: +PONG, or an error while it still reads its file. Nothing where it says nothing."""
+    """Return the answer to a PING: +PONG, an error while it still reads its file, or nothing."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout_s)
@@ -186,7 +186,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _end_with_parent() -> None:
-    """In the new process: it gets a SIGTERM when the one that started it is gone, however that went."""
+    """Request a SIGTERM for the new process when its parent ends, however it ends."""
     if _LIBC is not None:
         _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
@@ -199,7 +199,7 @@ def _quoted(path: Path) -> str:
 
 
 def _chosen_server(folder: Path) -> Path:
-    """The newest server of this machine, never one that is older than who wrote the data. Raises ResourceError."""
+    """Return the newest server on this machine, never one older than the data's. Raises ResourceError."""
     found = {server: _version_of(server) for server in _servers()}
     known = {server: version for server, version in found.items() if version is not None}
     if not known:
@@ -222,15 +222,15 @@ def _servers() -> list[Path]:
 
 def _version_of(server: Path) -> tuple[int, ...] | None:
     try:
-        told = subprocess.run([str(server), "--version"], capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+        printed = subprocess.run([str(server), "--version"], capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return None
-    match = re.search(r"v=(\d+)\.(\d+)\.(\d+)", told.stdout)
+    match = re.search(r"v=(\d+)\.(\d+)\.(\d+)", printed.stdout)
     return tuple(int(part) for part in match.groups()) if match else None
 
 
 def _end_orphan(pid_file: Path) -> None:
-    """A server whose cluster was killed still holds the data."""
+    """Stop a server whose cluster was killed: it still holds the data."""
     try:
         orphan = psutil.Process(int(pid_file.read_text()))
         if "redis-server" in " ".join(orphan.cmdline()) and orphan.uids().real == os.getuid():

@@ -1,4 +1,4 @@
-"""The folder of a recorded run, made before its rooms are."""
+"""Prepares the folder of a recorded run before its components start."""
 
 import os
 from pathlib import Path
@@ -12,9 +12,9 @@ from alignedserve.runtime.model.served_model import ServedModel
 
 
 def prepare_recording(config: ClusterConfig, served: ServedModel) -> ClusterConfig:
-    """The configuration with the folder where every process finds it; unchanged when nothing is to be recorded.
+    """Create the folder; return the configuration with its absolute path, unchanged if recording is off.
 
-    Raises ConfigError when the folder holds anything, as two runs in one cannot be told apart.
+    Raises ConfigError if the folder is not empty, as two runs in one folder cannot be told apart.
     """
     if config.recording.folder is None:
         return config

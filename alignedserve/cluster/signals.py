@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM belong to whoever owns the process; Ray takes them for itself when it starts."""
+"""Handlers of Ctrl-C and SIGTERM, which Ray replaces when it starts."""
 
 import contextlib
 import os
@@ -14,27 +14,27 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def handlers_preserved() -> Iterator[None]:
-    """Around the start of Ray: afterwards the handlers are those of before. A SIGTERM within interrupts, as Ctrl-C."""
+    """Preserve signal handlers around the start of Ray; a SIGTERM within raises KeyboardInterrupt, as Ctrl-C does."""
     # Without this, every SIGTERM prints a stack trace of Ray's native code before any handler runs.
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     with _arrivals() as arrived:
         try:
             yield
-        except SystemExit as error:  # what Ray makes of a SIGTERM
+        except SystemExit as error:  # raised by Ray's handler of SIGTERM
             raise KeyboardInterrupt from error
         finally:
             _install(before)
-        # Python drops what a handler raises within a destructor or right after a fork, of which a start has many.
+        # Python drops exceptions of handlers within a destructor or right after a fork, of which a start has many.
         if arrived() & set(_SIGNALS):
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def _arrivals() -> Iterator[Callable[[], set[int]]]:
-    """The signals that came since, whichever handler took them."""
+    """Yield a function that returns the signals that have arrived since, whichever handler took them."""
     if threading.current_thread() is not threading.main_thread():
-        yield set  # signals are the main thread's affair
+        yield set  # only the main thread handles signals
         return
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -56,7 +56,7 @@ def _arrivals() -> Iterator[Callable[[], set[int]]]:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Around cleaning up: a second Ctrl-C, or a SIGTERM to the group beside the one to us, must not cut it short."""
+    """Ignore signals during cleanup: a second Ctrl-C, or a SIGTERM to the process group, must not interrupt it."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     _install(dict.fromkeys(_SIGNALS, signal.SIG_IGN))
     try:
@@ -67,7 +67,7 @@ def signals_ignored() -> Iterator[None]:
 
 def _install(handlers: dict[signal.Signals, "signal._HANDLER"]) -> None:
     if threading.current_thread() is not threading.main_thread():
-        return  # where Python does not allow it, and Ray does not do it either
+        return  # Python does not allow it there, and Ray does not do it either
     for number, handler in handlers.items():
         if handler is not None:
             signal.signal(number, handler)

@@ -1,6 +1,4 @@
-"""Whoever is silent for too long is ended, so that Ray starts it again: a stopped process holds its locks, sockets and
-requests for as long as it is left alone. A process that ends is Ray's business; one that is starting has all its time.
-"""
+"""Kills actors that do not answer for too long, so that Ray restarts them: a stopped process holds its requests."""
 
 import logging
 import threading
@@ -19,27 +17,27 @@ _CHECK_S = 1.0
 @dataclass(slots=True)
 class _WatchedActor:
     actor: Any
-    ping: Any  # what it has been asked and not answered
-    num_checks: int = 0  # since then
-    is_up: bool = False  # it has answered since it was started
+    ping: Any  # the call without an answer
+    num_checks: int = 0  # since that call
+    is_up: bool = False  # it has answered since it started
 
 
 class Watchdog:
-    """`start` once, `stop` once, before Ray is shut down. Works in a thread of its own."""
+    """Checks actors on a thread of its own. `start` once, `stop` once, before Ray is shut down."""
 
     def __init__(self, actors: Mapping[str, Any], hang_timeout_s: float) -> None:
         self._actors = {name: _WatchedActor(actor, actor.failure.remote()) for name, actor in actors.items()}
-        # Looks and not seconds: while this process is stopped itself, nobody else is silent.
+        # Checks, not seconds: time during which this process itself is stopped does not count.
         self._max_checks = max(1, round(hang_timeout_s / _CHECK_S))
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End no more of them."""
+        """Stop the thread; no actor is killed afterwards."""
         self._is_stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -58,11 +56,11 @@ class Watchdog:
             elif not watched.is_up or watched.num_checks <= self._max_checks:
                 return
             else:
-                logger.error("%s has answered nothing for %d looks and is started again", name, self._max_checks)
+                logger.error("%s has not answered for %d checks and is restarted", name, self._max_checks)
                 ray.kill(watched.actor, no_restart=False)
                 watched.is_up = False
             watched.ping, watched.num_checks = watched.actor.failure.remote(), 0
-        except (RayError, ValueError):  # Ray itself is in trouble; what comes of it is not ours to mend
+        except (RayError, ValueError):  # Ray itself fails, which cannot be handled here
             logger.debug("%s cannot be watched now", name, exc_info=True)
 
 
@@ -70,5 +68,5 @@ def _is_up(ping: Any) -> bool:
     try:
         ray.get(ping)
     except RayActorError:
-        return False  # it has ended, and Ray starts it again
+        return False  # it has ended, and Ray restarts it
     return True

@@ -18,28 +18,31 @@ SHORT_SPINS = "1000"
 
 
 def api_keys() -> tuple[str, ...]:
-    """Keys that clients must present, comma-separated in ALIGNEDSERVE_API_KEYS; none: the gateway is open."""
+    """Return the keys that clients must present, comma-separated in ALIGNEDSERVE_API_KEYS.
+
+    None: the gateway is open.
+    """
     return tuple(key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key.strip())
 
 
 def client_api_key() -> str | None:
-    """The key that our own client commands present."""
+    """Return the key that our own client commands present."""
     return os.environ.get(CLIENT_KEY_VARIABLE) or None
 
 
 def ray_address() -> str | None:
-    """The Ray cluster to join, in Ray's own RAY_ADDRESS; None: start one on this machine."""
+    """Return the Ray cluster to join, in Ray's own RAY_ADDRESS; None: start one on this machine."""
     return os.environ.get(RAY_ADDRESS_VARIABLE) or None
 
 
 def data_dir() -> Path | None:
-    """The folder of public traces and length data that do not ship with the package, named by ALIGNEDSERVE_DATA."""
+    """Return the folder of public traces and length data that do not ship with us, named by ALIGNEDSERVE_DATA."""
     named = os.environ.get(DATA_VARIABLE)
     return Path(named) if named else None
 
 
 def run_root() -> Path:
-    """Folder for sockets and logs of running clusters; private to the user."""
+    """Return folder for sockets and logs of running clusters; private to the user."""
     named = os.environ.get(RUN_DIR_VARIABLE)
     if named:
         return Path(named)
@@ -48,7 +51,7 @@ def run_root() -> Path:
 
 
 def state_root() -> Path:
-    """Folder for what outlives restarts: uploaded files, batches and their results; private to the user."""
+    """Return folder for what outlives restarts: uploaded files, batches and their results; private to the user."""
     named = os.environ.get(STATE_DIR_VARIABLE)
     if named:
         return Path(named)
@@ -57,12 +60,12 @@ def state_root() -> Path:
 
 
 def redis_url() -> str | None:
-    """The Redis that keeps the state of batches (it may hold a password); None: start a private one."""
+    """Return the Redis that keeps the state of batches (it may hold a password); None: start a private one."""
     return os.environ.get(REDIS_URL_VARIABLE) or None
 
 
 def limit_thread_spinning() -> None:
-    """Threads of one product that wait for each other spin for some microseconds and then sleep, in this process and in
+    """Let threads that wait for each other spin for some microseconds and then sleep, in this process and in
     those that it starts. To be called before PyTorch is loaded. What the environment says already is left as it is.
 
     By default they spin for milliseconds. Where another process has one of the cores, as gateway and router do on a
@@ -75,7 +78,7 @@ def limit_thread_spinning() -> None:
 
 
 def thread_waiting() -> str:
-    """How threads of this process wait for each other, in words."""
+    """Describe how threads of this process wait for each other."""
     if WAIT_POLICY_VARIABLE in os.environ:
         return f"as {WAIT_POLICY_VARIABLE}={os.environ[WAIT_POLICY_VARIABLE]} says"
     spins = os.environ.get(SPIN_VARIABLE)

@@ -39,7 +39,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ModelSectionConfig(Section, frozen=True):
-    """Which model, and in which form."""
+    """Model to serve, and its form."""
 
     path: str = "pocket"  # a Hugging Face folder, or "pocket" for the model that ships with the package
     served_model_name: str | None = None  # the name clients use; the folder's name when unset
@@ -61,7 +61,7 @@ class ModelSectionConfig(Section, frozen=True):
 
 
 class GatewayConfig(Section, frozen=True):
-    """The HTTP door."""
+    """HTTP gateway."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -116,7 +116,7 @@ class PoolConfig(Section, frozen=True):
 
 
 class SchedulingConfig(Section, frozen=True):
-    """Which policy decides, from the queue to the iteration."""
+    """Scheduling policy, from the queue to the iteration."""
 
     policy: str = "aligned_slo"  # name of a policy in alignedserve/scheduling/policies
     policy_params: dict[str, Any] = msgspec.field(default_factory=dict)  # parameters of that policy, by name
@@ -126,7 +126,7 @@ class SchedulingConfig(Section, frozen=True):
 
 
 class BatchingConfig(Section, frozen=True):
-    """How decode batches are formed (AlignedServe, sections 3.3 and 4.1). Router, pool and decode workers get it."""
+    """Formation of decode batches (AlignedServe, sections 3.3 and 4.1), for router, pool and decode workers."""
 
     policy: str | None = None  # name of a batch former in kvpool/policies; the scheduling policy's own when unset
     min_requests: int = 36  # a batch of fewer does not saturate a decode worker
@@ -141,7 +141,7 @@ class BatchingConfig(Section, frozen=True):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether batches are of similar length; otherwise none is worth keeping apart from others."""
+        """Return whether batches are of similar length; otherwise none is worth keeping apart."""
         return self.policy != "fcfs"
 
     def enough_requests(self, max_running_requests: int) -> int:
@@ -186,12 +186,12 @@ class DecodeWorkerConfig(Section, frozen=True):
 
     @property
     def has_int8_swaps(self) -> bool:
-        """Whether caches in host memory are rounded to 8 bits."""
+        """Return whether caches in host memory are rounded to 8 bits."""
         return self.swap_format == "int8"
 
 
 class EngineConfig(Section, frozen=True):
-    """What all workers and the pool must agree on."""
+    """Settings that all workers and the pool must agree on."""
 
     block_size: int = 16  # token slots per block
     threads_per_worker: int | None = None  # CPU threads; when unset the workers of a machine share its cores
@@ -234,7 +234,7 @@ class LinksConfig(Section, frozen=True):
 
 
 class RecordingConfig(Section, frozen=True):
-    """What every room writes down of its decisions, for `alignedserve replay`."""
+    """Recording of every component's decisions, for `alignedserve replay`."""
 
     folder: str | None = None  # on every node, empty or absent at the start; unset: nothing is recorded
     tokens: bool = False  # keep the tokens of prompts and answers; False: only what decisions depend on

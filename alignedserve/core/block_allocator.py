@@ -6,12 +6,12 @@ from alignedserve.core.ids import BlockId
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Number of blocks of `block_size` token slots that hold `num_tokens` tokens."""
+    """Return the number of blocks of `block_size` token slots that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)
 
 
 def contiguous_runs(block_ids: Iterable[BlockId]) -> list[tuple[int, int]]:
-    """Cut a list of blocks into (first block, count) runs of consecutive ids, in order."""
+    """Split a list of blocks into (first block, count) runs of consecutive ids, in order."""
     runs: list[tuple[int, int]] = []
     for block_id in block_ids:
         if runs and sum(runs[-1]) == block_id:
@@ -22,7 +22,7 @@ def contiguous_runs(block_ids: Iterable[BlockId]) -> list[tuple[int, int]]:
 
 
 class BlockAllocator:
-    """Hands out block ids 0 .. num_blocks - 1. All or nothing; the most recently freed block goes out first.
+    """Allocates block ids 0 .. num_blocks - 1, all or none, the most recently freed block first.
 
     The last-in-first-out order keeps the working set warm in caches and makes every run repeatable.
     """
@@ -37,16 +37,16 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had now."""
+        """Number of free blocks."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Blocks handed out and not yet freed."""
+        """Number of allocated blocks."""
         return self.num_blocks - len(self._free)
 
     def allocate(self, count: int) -> tuple[BlockId, ...] | None:
-        """Take `count` blocks, or None (and nothing taken) when fewer are free."""
+        """Allocate `count` blocks; return None, allocating none, if fewer are free."""
         assert count >= 0, "a negative number of blocks"
         if count > len(self._free):
             return None
@@ -58,7 +58,7 @@ class BlockAllocator:
         return block_ids
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
-        """Give blocks back. Freeing a block twice is a broken invariant."""
+        """Free blocks; freeing one twice is a broken invariant."""
         for block_id in reversed(tuple(block_ids)):
             assert self._is_used[block_id], f"block {block_id} freed twice"
             self._is_used[block_id] = 0

@@ -1,4 +1,4 @@
-"""The shape and byte size of one KV block, known alike to the engine, the pool and the transports (no torch here)."""
+"""The shape and byte size of one KV block, shared by the engine, the pool and the transports (no torch here)."""
 
 import hashlib
 from dataclasses import astuple, dataclass
@@ -31,22 +31,22 @@ class BlockLayout:
 
     @property
     def kv_width(self) -> int:
-        """Elements of one token's keys (or values) on one layer."""
+        """Number of elements of one token's keys (or values) on one layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def run_elements(self) -> int:
-        """Elements of one block's keys (or values) on one layer: the contiguous run that attention gathers."""
+        """Number of elements of a block's keys (or values) on one layer: the contiguous run that attention gathers."""
         return self.block_size * self.kv_width
 
     @property
     def runs_per_block(self) -> int:
-        """Such runs in one block: keys and values of every layer."""
+        """Number of such runs in one block: keys and values of every layer."""
         return 2 * self.num_layers
 
     @property
     def block_elements(self) -> int:
-        """Elements of one block."""
+        """Number of elements of one block."""
         return self.runs_per_block * self.run_elements
 
     @property
@@ -65,9 +65,9 @@ class BlockLayout:
         return self.block_bytes // self.block_size
 
     def blocks_in(self, memory_bytes: int) -> int:
-        """Blocks that this much memory holds."""
+        """Return the number of blocks that fit into this much memory."""
         return memory_bytes // self.block_bytes
 
     def digest(self) -> bytes:
-        """32 bytes that differ between any two layouts; processes compare it before they share blocks."""
+        """Return 32 bytes that identify the layout; processes compare them before they share blocks."""
         return hashlib.sha256(repr(astuple(self)).encode()).digest()

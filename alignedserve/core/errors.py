@@ -9,18 +9,18 @@ AlignedServeError
 │   ├── UnsupportedModel        an architecture or option that the engine does not have
 │   └── UnsafeWeights           weights in a format that executes code when loaded (pickle)
 ├── RecordingError              a recorded run that cannot be read, or cannot be replayed
-├── ResourceError               this machine lacks what was asked for
-│   ├── NotEnoughMemory         says how much is needed and what to set
+├── ResourceError               this machine lacks the requested resource
+│   ├── NotEnoughMemory         names how much is needed and what to set
 │   ├── AddressInUse            another process listens there
-│   └── TransportUnavailable    no way, or not the configured one, for blocks between two workers
+│   └── TransportUnavailable    no transport, or not the configured one, for blocks between two workers
 ├── StorageError                files or the state of batches cannot be read or kept now
 │   ├── StoreUnavailable        the state store does not answer
-│   ├── StorageFull             no room is left where files lie
-│   └── StorageDamaged          what was read is not what was written
+│   ├── StorageFull             the disk of the files is full
+│   └── StorageDamaged          stored data fails its check, or is of an unknown version
 └── PeerError                   another process of the cluster misbehaved or went away
     ├── PeerLost                connection closed or silent past its deadline
     ├── ProtocolError           a message that does not decode, is too large, or has an unknown tag
-    └── HandoffRejected         a KV handoff whose lease, bounds or checksum do not hold
+    └── HandoffRejected         a KV handoff whose lease, bounds or checksum are wrong
 
 Broken invariants of our own are `assert` with a message; "not now" is a value, not an error.
 """
@@ -35,7 +35,7 @@ class ConfigError(AlignedServeError, ValueError):
 
 
 class InvalidRequest(AlignedServeError, ValueError):
-    """The client's request is wrong; `param` names the field where one is to blame."""
+    """The client's request is wrong; `param` names the field, if it is one field."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -64,11 +64,11 @@ class UnsafeWeights(ModelError):
 
 
 class RecordingError(AlignedServeError):
-    """A recorded run is damaged, of another version, or holds what this program does not know."""
+    """A recorded run is damaged, of another version, or holds something unknown to this program."""
 
 
 class ResourceError(AlignedServeError):
-    """This machine lacks what was asked for."""
+    """This machine lacks the requested resource."""
 
 
 class NotEnoughMemory(ResourceError):
@@ -80,7 +80,7 @@ class AddressInUse(ResourceError):
 
 
 class TransportUnavailable(ResourceError):
-    """Blocks cannot be moved between two workers in the way that was asked for, or in any."""
+    """Blocks cannot be moved between two workers by the configured transport, or by any."""
 
 
 class StorageError(AlignedServeError):
@@ -88,15 +88,15 @@ class StorageError(AlignedServeError):
 
 
 class StoreUnavailable(StorageError):
-    """The state store does not answer; whether a change that was under way took place is not known."""
+    """The state store does not answer; a change under way may or may not have been made."""
 
 
 class StorageFull(StorageError):
-    """No room is left where files lie; what was being written is not there."""
+    """The disk of the files is full; the write under way was not made."""
 
 
 class StorageDamaged(StorageError):
-    """What was read is not what was written, or of a version that this program does not know."""
+    """Stored data fails its check, or is of a version unknown to this program."""
 
 
 class PeerError(AlignedServeError):
@@ -112,4 +112,4 @@ class ProtocolError(PeerError):
 
 
 class HandoffRejected(PeerError):
-    """A KV handoff whose lease, bounds or checksum do not hold: treated as a miss, never as data."""
+    """A KV handoff whose lease, bounds or checksum are wrong: treated as a miss, never as data."""

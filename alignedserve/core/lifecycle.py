@@ -1,18 +1,18 @@
-"""The stages of a request and the only steps between them."""
+"""The stages of a request and the legal transitions between them."""
 
 import enum
 
 
 class Stage(enum.Enum):
-    """Where a request is, as the router sees it."""
+    """Stage of a request as the router sees it."""
 
-    QUEUED = "queued"  # waits in the router
+    QUEUED = "queued"  # waiting in the router
     PREFILLING = "prefilling"  # handed to a prefill worker
-    POOLED = "pooled"  # its blocks lie in the KV pool
+    POOLED = "pooled"  # its blocks are in the KV pool
     DECODING = "decoding"  # granted to a decode worker
     FINISHED = "finished"
-    ABORTED = "aborted"  # the client gave up
-    FAILED = "failed"  # we gave up
+    ABORTED = "aborted"  # by the client
+    FAILED = "failed"  # by the server
 
 
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
@@ -22,7 +22,7 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
         {Stage.POOLED, Stage.DECODING, Stage.QUEUED, Stage.FINISHED, Stage.ABORTED, Stage.FAILED}
     ),
     Stage.POOLED: frozenset({Stage.POOLED, Stage.DECODING, Stage.QUEUED, Stage.ABORTED, Stage.FAILED}),
-    # Evicted to the pool (and, when that word is late, already with another worker), preempted (recompute), or done.
+    # Evicted to the pool (or, if that message is late, granted to another worker already), preempted, or done.
     Stage.DECODING: frozenset(
         {Stage.POOLED, Stage.DECODING, Stage.QUEUED, Stage.FINISHED, Stage.ABORTED, Stage.FAILED}
     ),
@@ -33,11 +33,11 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
 
 
 def advance(current: Stage, following: Stage) -> Stage:
-    """Return `following`, or fail: an illegal step is a broken invariant of ours."""
+    """Return `following`; an illegal step is a broken invariant."""
     assert following in TRANSITIONS[current], f"illegal step {current.name} -> {following.name}"
     return following
 
 
 def is_terminal(stage: Stage) -> bool:
-    """Whether a request in this stage holds nothing any more."""
+    """Return True if no stage follows this one."""
     return not TRANSITIONS[stage]

@@ -1,4 +1,4 @@
-"""The one place for metric formulas: load generator, simulator and benchmarks share them.
+"""The formulas of all metrics, shared by load generator, simulator and benchmarks.
 
 Times are seconds on one monotonic clock. A measure that does not exist (a request without tokens has no first token)
 is None, never 0.
@@ -15,7 +15,7 @@ from alignedserve.core.request import Slo
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What a set of measurements looks like."""
+    """Summary statistics of a set of measurements."""
 
     count: int
     mean: float
@@ -27,7 +27,7 @@ class Distribution:
 
 
 def percentile(ascending: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, linearly interpolated between the two closest ranks.
+    """Return a percentile, linearly interpolated between the two closest ranks.
 
     Rank `percent / 100 * (n - 1)` counted from 0, as numpy's default does. `ascending` is sorted and not empty.
     """
@@ -40,7 +40,7 @@ def percentile(ascending: Sequence[float], percent: float) -> float:
 
 
 def describe(values: Sequence[float]) -> Distribution | None:
-    """Mean, percentiles and maximum; None when there is nothing to describe."""
+    """Compute mean, percentiles and maximum; None without values."""
     if not values:
         return None
     ascending = sorted(values)
@@ -56,19 +56,19 @@ def describe(values: Sequence[float]) -> Distribution | None:
 
 
 def ttft_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
-    """Time to first token."""
+    """Return the time to first token."""
     return token_times_s[0] - arrival_s if token_times_s else None
 
 
 def tbt_s(token_times_s: Sequence[float]) -> tuple[float, ...]:
-    """Time between tokens: each gap between an output token and the one before it."""
+    """Return the time between tokens: each gap between an output token and the one before it."""
     return tuple(map(operator.sub, itertools.islice(token_times_s, 1, None), token_times_s))
 
 
 def tpot_s(token_times_s: Sequence[float], num_tokens: int | None = None) -> float | None:
-    """Time per output token after the first: the mean gap of one request; None with fewer than two tokens.
+    """Return the time per output token after the first: a request's mean gap; None with fewer than two tokens.
 
-    `num_tokens`: the true number of tokens where several came at one time and only one time was noted.
+    `num_tokens`: the true number of tokens if several came at one time and only one time was recorded.
     """
     count = len(token_times_s) if num_tokens is None else num_tokens
     if count < 2 or len(token_times_s) < 2:
@@ -77,7 +77,7 @@ def tpot_s(token_times_s: Sequence[float], num_tokens: int | None = None) -> flo
 
 
 def meets_slo(slo: Slo, *, ttft: float | None, tpot: float | None, end_to_end: float) -> bool:
-    """Whether a completed request held every objective it had.
+    """Return True if a completed request met every objective it had.
 
     No first token misses a TTFT objective; a single token has no gap and so cannot miss a TPOT objective.
     """
@@ -89,10 +89,10 @@ def meets_slo(slo: Slo, *, ttft: float | None, tpot: float | None, end_to_end: f
 
 
 def attainment(num_met: int, num_sent: int) -> float | None:
-    """Share of all requests sent that held their objectives: one that failed or was refused counts as missed."""
+    """Return the share of sent requests that met their objectives; a failed or rejected one counts as missed."""
     return num_met / num_sent if num_sent else None
 
 
 def per_second(count: float, duration_s: float) -> float:
-    """A rate: of requests, of tokens, or (goodput) of requests that held all their objectives."""
+    """Return a rate: of requests, of tokens, or (goodput) of requests that met all their objectives."""
     return count / duration_s if duration_s > 0 else 0.0

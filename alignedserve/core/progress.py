@@ -1,4 +1,4 @@
-"""Two rules that every worker follows: how an iteration's tokens are shared out, and when an answer is over."""
+"""Rules shared by all workers: chunked prefill's split of an iteration's tokens, and the end of an answer."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from alignedserve.core.request import FinishReason, Request
 
 
 def plan_chunks(remaining: Iterable[tuple[RequestId, int]], budget: int) -> tuple[tuple[RequestId, int], ...]:
-    """Share `budget` tokens among requests with tokens left to compute, in order; what is left over goes to the next.
+    """Split `budget` tokens among requests with tokens left to compute, in order; each takes as many as it can.
 
     Example: remaining ((a, 700), (b, 40), (c, 9)) and a budget of 720 give ((a, 700), (b, 20)).
     """
@@ -25,7 +25,7 @@ def plan_chunks(remaining: Iterable[tuple[RequestId, int]], budget: int) -> tupl
 def finish_reason(
     request: Request, token_id: int, num_generated: int, eos_token_ids: frozenset[int]
 ) -> FinishReason | None:
-    """Why the answer is over with this token, its `num_generated`-th; None: it goes on."""
+    """Return why the answer ends with this token, its `num_generated`-th; None: it continues."""
     sampling = request.sampling
     is_eos = token_id in eos_token_ids and not sampling.ignore_eos
     if is_eos or token_id in sampling.stop_token_ids:

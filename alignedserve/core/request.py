@@ -1,4 +1,4 @@
-"""What a request is on arrival: facts that never change, so that it may cross rooms."""
+"""A request on arrival: facts that never change, so that components can exchange it."""
 
 import enum
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class RequestClass(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """Why the last token of a request was its last (OpenAI's words)."""
+    """Reason why an answer ended (OpenAI's words)."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -28,7 +28,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Temperature 0 is greedy; the neutral value of every other field changes nothing.
+    """Parameters of sampling. Temperature 0 is greedy; the neutral value of every other field changes nothing.
 
     The same `seed` and the same request give the same tokens, whatever shares the batch (design, section 5).
     Raises InvalidRequest naming the field.
@@ -47,7 +47,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
-    num_logprobs: int | None = None  # None: none; 0: of the chosen token; n: of the n likeliest as well
+    num_logprobs: int | None = None  # None: none; 0: the chosen token's; n: those of the n likeliest as well
     num_prompt_logprobs: int | None = None  # the same, for every prompt token after the first
 
     def __post_init__(self) -> None:
@@ -70,13 +70,13 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens seen so far change the logits."""
+        """True if the tokens seen so far change the logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level objective of one request; None means that nobody counts it."""
+    """Service-level objectives of one request; None: no such objective."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -85,7 +85,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Facts at arrival. Progress lives in each room's own record."""
+    """One request as it arrived. Each component keeps its progress in a record of its own."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -101,12 +101,12 @@ class Request:
 
     @property
     def prompt_len(self) -> int:
-        """Prompt length in tokens."""
+        """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
     @property
     def max_context_len(self) -> int:
-        """Tokens that the request can come to hold."""
+        """Maximum number of tokens that the request may hold."""
         return self.prompt_len + self.sampling.max_tokens
 
 
@@ -120,7 +120,7 @@ class TokenLogprob:
 
 
 class SampledToken(NamedTuple):
-    """One new token of one request. A named tuple, as one is made per request and iteration: half the cost."""
+    """One new token of one request. A named tuple: one is made per request and iteration, at half the cost."""
 
     request_id: RequestId
     token_id: int

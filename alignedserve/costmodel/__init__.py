@@ -1,1 +1,1 @@
-"""What work costs: seconds of an iteration and of a copy, by model and machine."""
+"""Cost of work: seconds of an iteration and of a copy, by model and machine."""

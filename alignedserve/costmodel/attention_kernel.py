@@ -6,13 +6,13 @@ from alignedserve.costmodel.work import IterationWork
 
 
 class AttentionKernel(enum.Enum):
-    """How the work of decode attention is spread over a device."""
+    """Ways to spread the work of decode attention over a device."""
 
     LOAD_BALANCED = "load_balanced"  # contexts are split into even parts: time follows their sum
     ONE_BLOCK_PER_SEQUENCE = "one_block_per_sequence"  # the longest is the straggler: time follows number * maximum
 
     def context_len(self, work: IterationWork) -> int:
-        """Keys that the decodes cost as much as: those they read, or as if all were as long as the longest."""
+        """Return how many keys the decodes cost: those they read, or as if all were as long as the longest."""
         if self is AttentionKernel.LOAD_BALANCED:
             return work.decode_context_len
         return work.num_decodes * work.max_decode_context_len

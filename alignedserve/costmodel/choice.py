@@ -21,7 +21,10 @@ FITTED = "fitted:"  # followed by the path of a profile
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What one worker is made of. Names as in MODEL_SHAPES and HARDWARE; another model is given by its shape."""
+    """Model and accelerators of one worker.
+
+    Names as in MODEL_SHAPES and HARDWARE; another model is given by its shape.
+    """
 
     model: str | ModelShape = "opt-13b"
     hardware: str = "a100-80g"
@@ -30,12 +33,13 @@ class WorkerSpec:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's sizes. Raises ConfigError listing the names."""
+        """Return the model's sizes. Raises ConfigError listing the names."""
         return model_shape(self.model) if isinstance(self.model, str) else self.model
 
 
 def make_cost_model(source: str, worker: WorkerSpec | None = None) -> CostModel:
-    """A key of COST_MODELS for this worker; or `fitted:FILE`, which says itself of which worker it is.
+    """Make the cost model named by a key of COST_MODELS for this worker, or by `fitted:FILE`, which names its own
+    worker.
 
     Raises ConfigError listing what there is: a published one is of the models, accelerators and degrees measured.
     """

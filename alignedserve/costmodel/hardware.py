@@ -21,7 +21,7 @@ class Hardware:
     nvlink_bytes_per_s: float  # to the other accelerators of the machine together, each direction
 
     def peak_flops(self, dtype: str) -> float:
-        """Of matrix multiplications in this dtype. Raises ConfigError where there is none."""
+        """Return the peak of matrix multiplications in this dtype. Raises ConfigError where there is none."""
         if dtype not in self.flops_per_s:
             raise ConfigError(f"hardware {self.name!r} has no {dtype}; it has {', '.join(self.flops_per_s)}.")
         return self.flops_per_s[dtype]
@@ -81,7 +81,7 @@ HARDWARE = {accelerator.name: accelerator for accelerator in _ACCELERATORS}
 
 
 def hardware(name: str) -> Hardware:
-    """The accelerator of that name. Raises ConfigError listing the names."""
+    """Return the accelerator of that name. Raises ConfigError listing the names."""
     if name not in HARDWARE:
         raise ConfigError(f"hardware {name!r} is none of {', '.join(HARDWARE)}.")
     return HARDWARE[name]

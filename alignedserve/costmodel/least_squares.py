@@ -9,7 +9,7 @@ _TOLERANCE = 1e-10
 
 
 def nonnegative_least_squares(rows: FloatArray, targets: FloatArray) -> FloatArray:
-    """The x >= 0 that minimises |rows @ x - targets|, `rows` [samples, unknowns]. Columns of zeros get 0.
+    """Return the x >= 0 that minimises |rows @ x - targets|, `rows` [samples, unknowns]. Columns of zeros get 0.
 
     Lawson and Hanson's active sets: unknowns join one at a time, the steepest first; what would turn negative leaves.
     """

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -36,13 +35,16 @@ class LinearCoefficients:
 
     @property
     def straggler_share(self) -> float | None:
-        """Of the time of decode attention, what follows the longest context rather than the sum; None without any."""
+        """Return the share of decode attention's time that follows the longest context, not the sum.
+
+        None without any.
+        """
         both = self.context_token_s + self.padded_token_s
         return self.padded_token_s / both if both else None
 
 
 def features_of(work: IterationWork) -> tuple[float, ...]:
-    """What each of LinearCoefficients is multiplied with, in their order."""
+    """Return the factors of LinearCoefficients, in their order."""
     return (
         1.0,
         work.num_prompt_tokens,
@@ -75,7 +77,7 @@ class LinearIterationModel:
 
 
 def weighted(weights: tuple[float, ...], work: IterationWork) -> float:
-    """The sum of weights times features, written out: it is asked for hundreds of times while a policy packs."""
+    """Return the sum of weights times features, written out: it is asked for hundreds of times while a policy packs."""
     base, token, pair, chunk, decode, context, padded, hidden, sampled = weights
     return (
         base
@@ -91,7 +93,7 @@ def weighted(weights: tuple[float, ...], work: IterationWork) -> float:
 
 
 def fit_linear(samples: Sequence[Sample], swap_token_s: float = 0.0) -> LinearIterationModel:
-    """The model whose squared relative errors on these samples are least, with no coefficient negative.
+    """Return the model whose squared relative errors on these samples are least, with no coefficient negative.
 
     A kind of work that no sample has costs nothing. Samples without any time, or none at all, are a broken call.
     """
@@ -104,7 +106,7 @@ def fit_linear(samples: Sequence[Sample], swap_token_s: float = 0.0) -> LinearIt
 
 
 class FitError(NamedTuple):
-    """How far predictions lie from measured times: |predicted / measured - 1|."""
+    """Distance of predictions from measured times: |predicted / measured - 1|."""
 
     num_samples: int
     median: float
@@ -113,27 +115,7 @@ class FitError(NamedTuple):
 
 
 def fit_error(costs: CostModel, samples: Iterable[Sample]) -> FitError:
-    """Of any cost model on measured iterations; at least one."""
+    """Compare a cost model with measured iterations; at least one."""
     errors: npt.NDArray[np.float64] = np.array([costs.iteration_s(work) / seconds - 1.0 for work, seconds in samples])
     sizes = np.abs(errors)
     return FitError(len(errors), float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(np.median(errors)))
-
-
-def linear_approximation(costs: CostModel) -> LinearIterationModel:
-    """The linear model nearest to another one, over iterations from one token to thousands: a prior to learn from."""
-    samples = [Sample(work, costs.iteration_s(work)) for work in _typical_work()]
-    return fit_linear(samples, costs.swap_s(1.0))
-
-
-def _typical_work() -> Iterable[IterationWork]:
-    """Chunks of 0 to 2 048 tokens after 0 to 2 048, beside 0 to 64 decodes, of equal and of mixed lengths."""
-    for num_tokens, num_cached in product((0, 32, 128, 512, 2048), (0, 512, 2048)):
-        for num_decodes, context_len in product((0, 1, 8, 64), (128, 1024)):
-            work = IterationWork()
-            if num_tokens:
-                work.add_chunk(num_tokens, num_cached, is_last=num_cached > 0)
-            work.add_decodes(num_decodes // 2, num_decodes // 2 * context_len, context_len)
-            for index in range(num_decodes - num_decodes // 2):
-                work.add_decode(context_len >> (2 * (num_cached > 0)), is_hidden=index % 2 == 0 and num_tokens > 0)
-            if not work.is_empty:
-                yield work

@@ -1,4 +1,4 @@
-"""How long bytes take from one memory to another."""
+"""Time that bytes take from one memory to another."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,6 @@ _PCIE_SHARE = 0.8
 _NVLINK_SHARE = 0.77
 _PCIE_LATENCY_S = 10e-6  # starting one asynchronous copy
 _NVLINK_LATENCY_S = 8e-6  # send_recv of 2 KiB, the same measurements
-_NETWORK_LATENCY_S = 20e-6  # one message, RDMA or a fast TCP stack within a rack
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +20,15 @@ class LinkModel:
     bytes_per_s: float
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Seconds until that many bytes have arrived; nothing takes no time."""
+        """Return the seconds until that many bytes have arrived; nothing takes no time."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
 
 def pcie_link(machine: Hardware) -> LinkModel:
-    """Between an accelerator and the memory of its host: offload, swap, prefetch."""
+    """Return the link between an accelerator and the memory of its host: offload, swap, prefetch."""
     return LinkModel(_PCIE_LATENCY_S, _PCIE_SHARE * machine.pcie_bytes_per_s)
 
 
 def nvlink_link(machine: Hardware) -> LinkModel:
-    """Between two accelerators of one machine: admission."""
+    """Return the link between two accelerators of one machine: admission."""
     return LinkModel(_NVLINK_LATENCY_S, _NVLINK_SHARE * machine.nvlink_bytes_per_s)
-
-
-def network_link(gigabits_per_s: float) -> LinkModel:
-    """Between two machines whose network has this nominal rate."""
-    return LinkModel(_NETWORK_LATENCY_S, gigabits_per_s * 1e9 / 8)

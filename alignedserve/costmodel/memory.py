@@ -1,4 +1,4 @@
-"""How much cache fits beside a model."""
+"""Cache memory beside a model."""
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.hardware import Hardware
@@ -7,7 +7,7 @@ from alignedserve.costmodel.model_shapes import ModelShape
 MEMORY_SHARE = (
     0.9  # of the device's memory that a server takes, vLLM's default; the rest is the driver's and libraries'
 )
-_ACTIVATION_TOKENS = 8192  # of the largest pass that room is kept for
+_ACTIVATION_TOKENS = 8192  # of the largest pass that memory is kept for
 
 
 def num_cache_blocks(
@@ -18,12 +18,14 @@ def num_cache_blocks(
     block_size: int = 16,
     memory_share: float = MEMORY_SHARE,
 ) -> int:
-    """Blocks of keys and values that a worker of so many devices holds. Raises ConfigError when the model does not fit.
+    """Return the blocks of keys and values that a worker of so many devices holds.
+
+    Raises ConfigError when the model does not fit.
 
     memory_share * memory - weights - activations, by the bytes of a block; every device holds a part of each block.
     """
-    room = tensor_parallel * memory_share * machine.memory_bytes - shape.weight_bytes - _activation_bytes(shape)
-    num_blocks = int(room // (block_size * shape.kv_token_bytes))
+    free_bytes = tensor_parallel * memory_share * machine.memory_bytes - shape.weight_bytes - _activation_bytes(shape)
+    num_blocks = int(free_bytes // (block_size * shape.kv_token_bytes))
     if num_blocks < 1:
         gib = 1 << 30
         raise ConfigError(
@@ -34,6 +36,6 @@ def num_cache_blocks(
 
 
 def _activation_bytes(shape: ModelShape) -> int:
-    """Of the widest moment of a pass: residual, its normalised copy, and the inner values of the feed-forward part."""
+    """Return the bytes of a pass at its widest: residual, its normalised copy, feed-forward values."""
     width = 2 * shape.hidden_size + (2 if shape.is_gated else 1) * shape.ffn_size
     return _ACTIVATION_TOKENS * width * shape.dtype_bytes

@@ -11,23 +11,24 @@ class CostModel(Protocol):
     """Predicts the time of iterations on one worker. Deterministic; the same work always costs the same."""
 
     def iteration_s(self, work: IterationWork) -> float:
-        """Seconds from the start of an iteration to its tokens, host copies overlapped: max(compute, copies)."""
+        """Return seconds from the start of an iteration to its tokens, host copies overlapped: max(compute, copies)."""
 
     def swap_s(self, num_tokens: float) -> float:
-        """Seconds to copy the cache of so many tokens between device and host."""
+        """Return the seconds to copy the cache of so many tokens between device and host."""
 
 
 class LearningCostModel(CostModel, Protocol):
-    """One that a worker corrects as it goes. Deterministic: the same observations give the same predictions."""
+    """Cost model that a worker corrects as it goes. Deterministic: the same observations give the same predictions."""
 
     def observe(self, work: IterationWork, seconds: float) -> None:
-        """An iteration of this work took so long (above 0)."""
+        """Learn that an iteration of this work took so long (above 0)."""
 
 
 def chunk_within(
     costs: CostModel, work: IterationWork, *, num_cached: int, at_most: int, budget_s: float, step: int = 1
 ) -> int:
-    """Tokens of a prompt, up to `at_most`, that can join `work` with the iteration still within `budget_s`; 0: none.
+    """Return the tokens of a prompt, up to `at_most`, that can join `work` with the iteration within `budget_s`; 0:
+    none.
 
     A cost model grows with the chunk, hardly bent: a few interpolations, then bisection. `step`: the answer is a
     multiple of it, unless it is `at_most`.

@@ -8,7 +8,10 @@ from alignedserve.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the time and memory of a decoder depend on. Matrices only: norms and biases are under 0.1 % of a model."""
+    """Sizes that the time and memory of a decoder depend on.
+
+    Matrices only: norms and biases are under 0.1 % of a model.
+    """
 
     name: str
     num_layers: int
@@ -29,60 +32,61 @@ class ModelShape:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one weight and of one element of the cache."""
+        """Return the bytes of one weight and of one element of the cache."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def kv_width(self) -> int:
-        """Elements of one token's keys (or values) on one layer."""
+        """Return the elements of one token's keys (or values) on one layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def layer_parameters(self) -> int:
-        """Weights that every token is multiplied with, all layers together."""
+        """Return the weights that every token is multiplied with, all layers together."""
         attention = 2 * self.hidden_size * (self.num_heads * self.head_dim + self.kv_width)
         mlp = (3 if self.is_gated else 2) * self.hidden_size * self.ffn_size
         return self.num_layers * (attention + mlp)
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the last matrix, which makes logits of a hidden state."""
+        """Return the weights of the last matrix, which makes logits of a hidden state."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Weights in all, tied ones once."""
+        """Return the weights in all, tied ones once."""
         tables = self.head_parameters * (1 if self.ties_embeddings else 2)
         return self.layer_parameters + tables + self.num_positions * self.hidden_size
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Return the bytes of all weights."""
         return self.num_parameters * self.dtype_bytes
 
     @property
     def token_flops(self) -> int:
-        """Of one token through the layers' matrices; a multiplication and an addition are two."""
+        """Return the operations of one token through the layers' matrices; a multiplication and an addition are two."""
         return 2 * self.layer_parameters
 
     @property
     def pair_flops(self) -> int:
-        """Of the attention of one query to one key, all layers: the score, and the value's share in the sum."""
+        """Return the operations of attending from one query to one key, all layers: score and weighted value."""
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
     @property
     def projection_flops(self) -> int:
-        """Of making one token's keys and values from its layer inputs, all layers: what a hidden cache costs."""
+        """Return the operations of recomputing one token's keys and values from a hidden cache, all layers."""
         return 4 * self.num_layers * self.hidden_size * self.kv_width
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token's keys and values, all layers."""
+        """Return the bytes of one token's keys and values, all layers."""
         return 2 * self.num_layers * self.kv_width * self.dtype_bytes
 
     @property
     def hidden_ratio(self) -> float:
-        """Bytes of a hidden cache by those of keys and values: 0.5 for multi-head attention; from 1 on it does not pay.
+        """Return a hidden cache's bytes by those of keys and values: 0.5 for multi-head attention; from 1 on it does
+        not pay.
 
         Example: Llama-3-8B has 8 key heads of 128 for 4 096 of hidden size: 4096 / (2 * 1024) = 2.
         """
@@ -90,7 +94,10 @@ class ModelShape:
 
 
 def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> ModelShape:
-    """OPT (Zhang et al. 2022, table 1): multi-head attention, feed-forward part four times as wide, 2 048 positions."""
+    """Return an OPT shape (Zhang et al.
+
+    2022, table 1): multi-head attention, feed-forward part four times as wide, 2 048 positions.
+    """
     return ModelShape(
         name=name,
         num_layers=num_layers,
@@ -109,7 +116,7 @@ def _opt(name: str, num_layers: int, hidden_size: int, num_heads: int) -> ModelS
 def _llama(
     name: str, num_layers: int, hidden_size: int, num_heads: int, num_kv_heads: int, ffn_size: int, vocab_size: int
 ) -> ModelShape:
-    """Llama (the models' config.json): gated feed-forward part, rotary positions, heads of 128."""
+    """Return a Llama shape (the models' config.json): gated feed-forward part, rotary positions, heads of 128."""
     return ModelShape(
         name=name,
         num_layers=num_layers,
@@ -144,7 +151,7 @@ MODEL_SHAPES = {shape.name: shape for shape in _SHAPES}
 
 
 def model_shape(name: str, dtype: str | None = None) -> ModelShape:
-    """The shape of that name, in another dtype if one is given. Raises ConfigError listing the names."""
+    """Return the shape of that name, in another dtype if one is given. Raises ConfigError listing the names."""
     if name not in MODEL_SHAPES:
         raise ConfigError(f"model {name!r} is none of {', '.join(MODEL_SHAPES)}.")
     shape = MODEL_SHAPES[name]

@@ -42,14 +42,16 @@ GENERIC = LinearCoefficients(
 
 
 class OnlineIterationModel:
-    """See CostModel. Deterministic: the same observations in the same order give the same predictions.
+    """Cost model that learns as it goes (see CostModel).
+
+    Deterministic: the same observations in the same order give the same predictions.
 
     Never negative, and it grows with the work, as no coefficient is negative. What costs nothing in the prior stays at
     nothing.
     """
 
     def __init__(self, prior: LinearCoefficients = GENERIC, swap_token_s: float = 0.0) -> None:
-        """`prior`: `linear_approximation(model).coefficients` for any other model; at least one is above 0."""
+        """`prior`: coefficients to start from; at least one is above 0."""
         self._prior = astuple(prior)
         self._used = [index for index, value in enumerate(self._prior) if value > 0.0]
         assert self._used, "a prior by which everything is free"
@@ -64,7 +66,7 @@ class OnlineIterationModel:
 
     @property
     def coefficients(self) -> LinearCoefficients:
-        """As of now."""
+        """Return the current coefficients."""
         return LinearCoefficients(*self._weights)
 
     def iteration_s(self, work: IterationWork) -> float:
@@ -78,7 +80,7 @@ class OnlineIterationModel:
         return self._swap_token_s * num_tokens
 
     def observe(self, work: IterationWork, seconds: float) -> None:
-        """An iteration of this work took so long (above 0). One that waited for its copies says nothing."""
+        """Learn that an iteration of this work took so long (above 0). One that waited for its copies says nothing."""
         assert seconds > 0.0, "an iteration takes time"
         predicted = weighted(self._weights, work)
         if predicted <= self.swap_s(work.swap_in_tokens + work.swap_out_tokens):
@@ -99,7 +101,7 @@ class OnlineIterationModel:
             self._weights = tuple([factor * weight for weight in self._weights])
 
     def _weight_of(self, error: float) -> float:
-        """Of an iteration with this relative error (Huber): 1 within the usual, in proportion beyond."""
+        """Return an iteration's weight by its relative error (Huber): 1 within the usual, in proportion beyond."""
         limit = _MAX_ERRORS * self._usual_error
         self._usual_error += _ERROR_STEP * (min(error, limit) - self._usual_error)
         self._usual_error = max(self._usual_error, _MIN_ERROR)
@@ -129,8 +131,9 @@ class OnlineIterationModel:
 
 
 def learned_from(measured: Sequence[Sample]) -> OnlineIterationModel:
-    """A model that begins with iterations measured before: its prior is the fit to them, and GENERIC, scaled to this
-    machine, for what they have nothing of. Without any measured it is GENERIC."""
+    """Return a model that begins with iterations measured before: its prior is the fit to them, and GENERIC, scaled to
+    this machine, for what they have nothing of. Without any measured it is GENERIC.
+    """
     if not measured:
         return OnlineIterationModel()
     ratios = [seconds / weighted(astuple(GENERIC), work) for work, seconds in measured]

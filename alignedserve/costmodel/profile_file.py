@@ -17,18 +17,18 @@ _MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """What a simulation needs of it; the file has more, for people."""
+    """Profile of a machine, as far as a simulation needs it; the file has more, for people."""
 
     shape: ModelShape
     coefficients: LinearCoefficients
     memory_link: LinkModel  # of cache blocks from one place in host memory to another
 
     def cost_model(self) -> LinearIterationModel:
-        """The fitted model; a swap is a copy within memory."""
+        """Return the fitted model; a swap is a copy within memory."""
         return LinearIterationModel(self.coefficients, self.shape.kv_token_bytes / self.memory_link.bytes_per_s)
 
     def as_fields(self) -> dict[str, Any]:
-        """What `read_profile` needs, as plain JSON."""
+        """Return what `read_profile` needs, as plain JSON."""
         return {
             "format": _FORMAT,
             "shape": asdict(self.shape),
@@ -38,7 +38,7 @@ class MachineProfile:
 
 
 def read_profile(path: Path) -> MachineProfile:
-    """The profile in a file. Raises ConfigError naming the file and what is wrong with it."""
+    """Return the profile in a file. Raises ConfigError naming the file and what is wrong with it."""
     content = _read_object(path)
     if content.get("format") != _FORMAT:
         raise ConfigError(f"{path} is no profile of format {_FORMAT}; `alignedserve profile` writes one.")

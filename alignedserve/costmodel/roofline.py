@@ -1,4 +1,4 @@
-"""The time of an iteration from a model's shape and an accelerator's datasheet, for what nobody has measured.
+"""The time of an iteration from a model's shape and an accelerator's datasheet, for what is not measured.
 
 linear    = max(flops / flop rate, bytes of weights / memory rate)
 attention = pairs of the chunks * flops / flop rate + cache that the decodes read / memory rate
@@ -83,28 +83,29 @@ class RooflineModel:
         return self._swap_token_s * num_tokens
 
     def layers_s(self, num_tokens: int) -> float:
-        """Of that many tokens through the matrices of all layers, with what is done elementwise between them."""
+        """Return the seconds of num_tokens through all layers: matrices, and elementwise work between them."""
         return self._product_s(self._layer_parameters, num_tokens)
 
     def collectives_s(self, num_tokens: int) -> float:
-        """Of adding up what the accelerators have of that many tokens, twice on each layer."""
+        """Return the all-reduce time for num_tokens, two per layer."""
         return self._all_reduces_s + self._reduced_token_s * num_tokens
 
     def _linear_s(self, work: IterationWork) -> float:
-        """Layers, logits, and keys and values made anew of a hidden cache: a product of its own, with rows enough."""
+        """Return the seconds of layers, logits, and keys and values recomputed from a hidden cache."""
         layers = self._product_s(self._layer_parameters, work.num_tokens)
         head = self._product_s(self._head_parameters, work.num_sampled)
         return layers + head + self._projection_s * work.hidden_context_len
 
     def _product_s(self, num_parameters: int, num_rows: int) -> float:
-        """So many rows through so many weights, which are read once for all of them."""
+        """Return the seconds of so many rows through so many weights, which are read once for all."""
         if not num_rows:
             return 0.0
         flops_s, weights_s = 2 * num_parameters * num_rows * self._flop_s, num_parameters * self._weight_s
         return flops_s if flops_s > weights_s else weights_s
 
     def _decode_attention_s(self, work: IterationWork) -> float:
-        """Reading the cache; a hidden one has `hidden_ratio` of the bytes, a gain that the straggler does not see.
+        """Return the seconds of reading the cache; a hidden one has `hidden_ratio` of the bytes, a gain that the
+        straggler does not see.
 
         With one block of threads per sequence and head, blocks run in waves of one for each multiprocessor, which share
         the memory rate, and every wave lasts as long as the longest context.

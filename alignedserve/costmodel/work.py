@@ -1,4 +1,4 @@
-"""What an iteration computes and moves, as far as its time depends on it."""
+"""Work of an iteration: what it computes and moves, as far as its time depends on it."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class IterationWork:
     swap_out_tokens: float = 0.0  # and the other way
 
     def add_chunk(self, num_tokens: int, num_cached: int, *, is_last: bool) -> None:
-        """A chunk of a prompt after `num_cached` tokens whose cache exists; the last one samples a token.
+        """Add a chunk of a prompt after `num_cached` tokens whose cache exists; the last one samples a token.
 
         Example: 3 tokens after 10 score 11 + 12 + 13 = 36 pairs.
         """
@@ -32,7 +32,7 @@ class IterationWork:
         self.num_sampled += is_last
 
     def add_decode(self, context_len: int, *, is_hidden: bool = False) -> None:
-        """A request whose next token reads a context of so many tokens."""
+        """Add a request whose next token reads a context of so many tokens."""
         self.num_decodes += 1
         self.decode_context_len += context_len
         self.max_decode_context_len = max(self.max_decode_context_len, context_len)
@@ -40,7 +40,7 @@ class IterationWork:
         self.num_sampled += 1
 
     def add_decodes(self, num: int, context_len: int, max_context_len: int, hidden_context_len: int = 0) -> None:
-        """So many decodes at once: their context lengths summed, and the longest of them."""
+        """Add so many decodes at once: their context lengths summed, and the longest of them."""
         self.num_decodes += num
         self.decode_context_len += context_len
         self.max_decode_context_len = max(self.max_decode_context_len, max_context_len)
@@ -60,7 +60,7 @@ class IterationWork:
         self.swap_out_tokens -= other.swap_out_tokens
 
     def copy(self) -> "IterationWork":
-        """One to try something out on."""
+        """Return a copy to try something out on."""
         return IterationWork(
             self.num_prompt_tokens,
             self.num_chunks,
@@ -76,10 +76,10 @@ class IterationWork:
 
     @property
     def num_tokens(self) -> int:
-        """The forward size: tokens that go through the linear layers."""
+        """Return the forward size: tokens that go through the linear layers."""
         return self.num_prompt_tokens + self.num_decodes
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Return whether there is nothing to compute."""
         return self.num_tokens == 0

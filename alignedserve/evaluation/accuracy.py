@@ -21,7 +21,7 @@ class EvalItem:
 
 @dataclass(frozen=True, slots=True)
 class EvalAnswer:
-    """What the system answered."""
+    """Answer of the system to one task."""
 
     item: EvalItem
     text: str
@@ -29,7 +29,7 @@ class EvalAnswer:
 
     @property
     def is_correct(self) -> bool:
-        """A failed request is not a right answer."""
+        """Return whether the answer is right; a failed request has no right answer."""
         return self.failure is None and is_correct(self.item.task, self.text)
 
 
@@ -44,7 +44,7 @@ class GroupScore:
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers."""
+        """Return the share of right answers."""
         return self.num_correct / self.num_tasks
 
 
@@ -57,12 +57,12 @@ class EvalReport:
     wrong: tuple[EvalAnswer, ...]
 
     def below(self, threshold: float) -> tuple[GroupScore, ...]:
-        """Skills under the threshold. Context lengths inform and do not judge: they ask the same skills."""
+        """Return skills under the threshold. Context lengths inform and do not judge: they ask the same skills."""
         return tuple(score for score in self.skills if score.accuracy < threshold)
 
 
 def make_items(num_per_group: int, seed: int, count_tokens: CountTokens) -> list[EvalItem]:
-    """`num_per_group` tasks of every offered skill, and of every range of context lengths."""
+    """Make `num_per_group` tasks of every offered skill, and of every range of context lengths."""
     items = []
     for skill in OFFERED_SKILLS:
         rng = random.Random(f"{seed}/eval/{skill.value}")  # noqa: S311 - a workload, not a secret
@@ -78,7 +78,7 @@ def make_items(num_per_group: int, seed: int, count_tokens: CountTokens) -> list
 
 
 def context_name(longest: int) -> str:
-    """The row of prompts up to `longest` tokens."""
+    """Return the row of prompts up to `longest` tokens."""
     return f"prompt up to {longest}"
 
 

@@ -1,4 +1,4 @@
-"""How alike the running batches were, from a server's metrics page before and after a run. Pure."""
+"""Alignment of running batches, from a server's metrics page before and after a run. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Alignment:
 
 
 def alignment_of(before: Mapping[str, float], after: Mapping[str, float], pages: tuple[str, str]) -> Alignment | None:
-    """Of what happened between two readings (`pages`: the same, as text); None when the server does not say, or
+    """Compute the alignment between two readings (`pages`: the same, as text); None when the server does not say, or
     nothing was decoded."""
     num_iterations = _gained(before, after, "alignedserve_iterations_total")
     if not num_iterations:
@@ -36,7 +36,8 @@ def alignment_of(before: Mapping[str, float], after: Mapping[str, float], pages:
 
 
 def quantile(cumulative: Mapping[float, float], share: float) -> float:
-    """The value below which this share lies, of a histogram as {upper edge: count up to it}; linear within a bucket.
+    """Return the value below which this share lies, of a histogram as {upper edge: count up to it}; linear within a
+    bucket.
 
     Example: {1.0: 0, 2.0: 10, 4.0: 20} has its 0.75 quantile at 3.0.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from alignedserve.evaluation.batch_alignment import Alignment
 from alignedserve.evaluation.pocket_calls import CONTEXT_LEN, MAX_PROMPT_LEN, MIN_PROMPT_LEN, SPARE_LEN, TEMPLATE_LEN
-from alignedserve.loadgen.load_plan import Plan, PlannedRequest, TrafficClass
+from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass
 from alignedserve.loadgen.prompts import CountTokens
 from alignedserve.loadgen.summary import LoadReport
 from alignedserve.pocket.tasks import MAX_COUNTED_NUMBERS, PocketTask, make_long_task
@@ -34,9 +34,9 @@ LONG_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class CheckedPlan:
-    """What to send, the task behind every request (by its index), and how it differs from the trace."""
+    """Plan of a load, the task behind every request (by its index), and its differences from the trace."""
 
-    plan: Plan
+    plan: LoadPlan
     tasks: tuple[PocketTask, ...]
     stretch: float  # arrival gaps are this many times as long as traced
     num_clamped_prompts: int
@@ -53,7 +53,7 @@ def plan_checked_trace(
     count_tokens: CountTokens,
     is_mixed: bool = False,
 ) -> CheckedPlan:
-    """The beginning of the trace, stretched to `rate` requests per second, as far as `duration_s` goes.
+    """Return the beginning of the trace, stretched to `rate` requests per second, as far as `duration_s` goes.
 
     `is_mixed`: its prompts are replaced by many short and some long ones, its arrivals and answers stay.
     """
@@ -70,9 +70,9 @@ def plan_checked_trace(
         num_clamped_outputs += output_len is not None and output_len < row.output_len
         task = make_long_task(rng, prompt_len, count_tokens, output_len)
         tasks.append(task)
-        requests.append(PlannedRequest(index, CLASS_NAME, row.arrival_s, prompt_len, count_tokens(task.answer)))
+        requests.append(LoadRequest(index, CLASS_NAME, row.arrival_s, prompt_len, count_tokens(task.answer)))
     return CheckedPlan(
-        plan=Plan((TrafficClass(CLASS_NAME),), tuple(requests)),
+        plan=LoadPlan((TrafficClass(CLASS_NAME),), tuple(requests)),
         tasks=tuple(tasks),
         stretch=1.0 / factor,
         num_clamped_prompts=sum(not MIN_PROMPT_LEN <= row.prompt_len <= MAX_PROMPT_LEN for row in chosen),
@@ -88,19 +88,19 @@ def _mixed(rows: Sequence[TraceRow], rng: random.Random) -> Iterator[TraceRow]:
 
 
 def _counted_len(row: TraceRow, prompt_len: int, index: int) -> int | None:
-    """How many numbers to count, within what model and context allow; None for a reading task."""
+    """Return how many numbers to count, as model and context allow; None for a reading task."""
     if row.output_len <= LONGEST_READING or index % READING_EVERY == 0:
         return None
     longest_prompt = prompt_len + prompt_len // 20  # tasks hold the wanted length within 5 %
-    room = CONTEXT_LEN - TEMPLATE_LEN - SPARE_LEN - longest_prompt
-    return max(2, min(row.output_len, MAX_COUNTED_NUMBERS, room))
+    num_left = CONTEXT_LEN - TEMPLATE_LEN - SPARE_LEN - longest_prompt
+    return max(2, min(row.output_len, MAX_COUNTED_NUMBERS, num_left))
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
 
 
-class Fate(enum.Enum):
-    """Why an answer was wrong."""
+class WrongAnswerCause(enum.Enum):
+    """Cause of a wrong answer."""
 
     MODEL_WRONG = "model"  # the same prompt, alone on the idle system, gives the same wrong answer
     CORRUPTED = "corrupted"  # it gives another answer: this one was spoilt on its way
@@ -116,9 +116,9 @@ class WrongAnswer:
     answered_alone: str | None
 
     @property
-    def fate(self) -> Fate:
-        """Decided by the second run; one that failed clears nobody."""
-        return Fate.MODEL_WRONG if self.answered == self.answered_alone else Fate.CORRUPTED
+    def cause(self) -> WrongAnswerCause:
+        """Return the cause, decided by the second run; a failed second run clears neither side."""
+        return WrongAnswerCause.MODEL_WRONG if self.answered == self.answered_alone else WrongAnswerCause.CORRUPTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +137,23 @@ class DemoReport:
     num_faults: int = 0  # processes that were killed or stopped meanwhile
     problems: tuple[str, ...] = field(default=(), kw_only=True)
 
-    def count(self, fate: Fate) -> int:
-        """Wrong answers of one kind."""
-        return sum(answer.fate is fate for answer in self.wrong)
+    def count(self, cause: WrongAnswerCause) -> int:
+        """Return the wrong answers of one kind."""
+        return sum(answer.cause is cause for answer in self.wrong)
 
 
 def find_problems(report: DemoReport) -> tuple[str, ...]:
-    """What makes the demo fail; empty when all is well. A model that is wrong by itself is no fault of the serving."""
+    """Return what makes the demo fail; empty when all is well.
+
+    A model that is wrong by itself is no fault of the serving.
+    """
     problems = []
     num_lost = report.load.total.num_sent - report.load.total.num_completed
     if report.load.total.num_sent == 0:
         problems.append("no request was sent")
     if num_lost:
         problems.append(f"{num_lost} requests were lost")
-    if corrupted := report.count(Fate.CORRUPTED):
+    if corrupted := report.count(WrongAnswerCause.CORRUPTED):
         problems.append(f"{corrupted} answers were corrupted")
     if report.blocks_leaked is None:
         problems.append(f"the server's /metrics lacks {' or '.join(BLOCKS_USED)}")
@@ -163,7 +166,10 @@ def find_problems(report: DemoReport) -> tuple[str, ...]:
 
 
 def parse_metrics(page: str) -> dict[str, float]:
-    """Sum of every metric over its labels, from Prometheus' text format; lines that are no samples are skipped."""
+    """Return the sum of every metric over its labels, from Prometheus' text format.
+
+    Lines that are no samples are skipped.
+    """
     sums: dict[str, float] = {}
     for line in page.splitlines():
         if not line or line.startswith("#"):
@@ -182,7 +188,7 @@ def parse_metrics(page: str) -> dict[str, float]:
 
 
 def blocks_used(metrics: Mapping[str, float]) -> float | None:
-    """Blocks held anywhere in the cluster; None when the page does not say."""
+    """Return blocks held anywhere in the cluster; None when the page does not say."""
     if any(name not in metrics for name in BLOCKS_USED):
         return None
     return sum(metrics[name] for name in BLOCKS_USED)

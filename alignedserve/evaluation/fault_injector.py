@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import psutil
 
 VICTIMS = ("DecodeWorker", "PrefillWorker", "KvPool")
-STOPPED_S = 8.0  # longer than links.peer_timeout_s: when it wakes, everybody has given it up
+STOPPED_S = 8.0  # longer than links.peer_timeout_s: when it wakes, every peer has dropped it
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What was done to whom."""
+    """A fault of one process."""
 
     at_s: float  # since the load began
     victim: str  # kind of process
@@ -23,7 +23,7 @@ class Fault:
 
 
 def plan_faults(duration_s: float, seed: int) -> list[Fault]:
-    """Every kind of process is killed once and stopped once, evenly spread, in an order given by the seed."""
+    """Plan to kill and to stop every kind of process once, evenly spread, in an order given by the seed."""
     pairs = [(victim, is_killed) for victim in VICTIMS for is_killed in (True, False)]
     random.Random(f"{seed}/faults").shuffle(pairs)  # noqa: S311 - an order, not a secret
     gap_s = duration_s / (len(pairs) + 1)
@@ -31,7 +31,7 @@ def plan_faults(duration_s: float, seed: int) -> list[Fault]:
 
 
 class FaultInjector:
-    """Does to this process's descendants what was planned. `on_fault` hears of each as it happens."""
+    """Injects planned faults into this process's descendants; `on_fault` is called with each as it happens."""
 
     def __init__(self, faults: list[Fault], on_fault: Callable[[Fault], None]) -> None:
         self._faults = faults
@@ -39,7 +39,7 @@ class FaultInjector:
         self.done: list[Fault] = []
 
     async def run(self) -> None:
-        """From the beginning of the load until the last fault is over. Cancelled, it wakes whom it stopped."""
+        """Inject the faults as planned. Cancelled, it wakes the process that it stopped."""
         began_s = time.monotonic()
         for fault in self._faults:
             await asyncio.sleep(max(began_s + fault.at_s - time.monotonic(), 0.0))
@@ -52,7 +52,7 @@ class FaultInjector:
 
 
 def processes_of(kind: str) -> list[psutil.Process]:
-    """This process's descendants that are Ray actors of this kind, in order of their start."""
+    """Return this process's descendants that are Ray actors of this kind, in order of their start."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -1,9 +1,9 @@
-"""What evaluation and demo share: the pocket model's tokenizer, and a task as a call."""
+"""The pocket model's tokenizer, and tasks as calls: shared by evaluation and demo."""
 
 from importlib import resources
 from pathlib import Path
 
-from alignedserve.loadgen.client import Call, Endpoint
+from alignedserve.loadgen.client import CompletionApi, CompletionCall
 from alignedserve.loadgen.prompts import CountTokens, load_tokenizer
 from alignedserve.pocket.tasks import PocketTask
 
@@ -14,17 +14,17 @@ SPARE_LEN = 16  # tokens beyond the right answer before a wrong one is cut off
 
 
 def pocket_tokenizer() -> CountTokens:
-    """Counts tokens as the pocket model does."""
+    """Return a function that counts tokens as the pocket model does."""
     return load_tokenizer(Path(str(resources.files("alignedserve.pocket"))) / "model")
 
 
-def task_call(task: PocketTask, model: str, count_tokens: CountTokens) -> Call:
-    """The task as a greedy chat completion with a little more room than its answer needs."""
-    room = CONTEXT_LEN - TEMPLATE_LEN - count_tokens(task.prompt)
+def task_call(task: PocketTask, model: str, count_tokens: CountTokens) -> CompletionCall:
+    """Return the task as a greedy chat completion of a few tokens more than its answer needs."""
+    num_left = CONTEXT_LEN - TEMPLATE_LEN - count_tokens(task.prompt)
     body = {
         "model": model,
         "messages": [{"role": "user", "content": task.prompt}],
         "temperature": 0,
-        "max_tokens": max(1, min(count_tokens(task.answer) + SPARE_LEN, room)),
+        "max_tokens": max(1, min(count_tokens(task.answer) + SPARE_LEN, num_left)),
     }
-    return Call(Endpoint.CHAT, body)
+    return CompletionCall(CompletionApi.CHAT, body)

@@ -29,20 +29,20 @@ MAX_ERROR_BODY_BYTES = 64 * 1024
 TextListener = Callable[[str], None]
 
 
-class Endpoint(enum.Enum):
-    """Which of the two completion interfaces."""
+class CompletionApi(enum.Enum):
+    """Completion interfaces of OpenAI."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
 
     @property
     def path(self) -> str:
-        """Below the server's address."""
-        return "/v1/chat/completions" if self is Endpoint.CHAT else "/v1/completions"
+        """Return the path below the server's address."""
+        return "/v1/chat/completions" if self is CompletionApi.CHAT else "/v1/completions"
 
 
-class FailureKind(enum.Enum):
-    """How a request can fail, as a client sees it."""
+class ClientFailureKind(enum.Enum):
+    """Ways a request can fail, as a client sees it."""
 
     CONNECT = "no connection"
     TIMEOUT = "timeout"
@@ -53,22 +53,22 @@ class FailureKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a request did not complete."""
+class ClientFailure:
+    """Reason that a request did not complete."""
 
-    kind: FailureKind
+    kind: ClientFailureKind
     message: str
     status: int | None = None
 
     @property
     def label(self) -> str:
-        """What failures are counted under."""
-        return f"http {self.status}" if self.kind is FailureKind.HTTP else self.kind.value
+        """Return the label under which failures are counted."""
+        return f"http {self.status}" if self.kind is ClientFailureKind.HTTP else self.kind.value
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What became of one completion. Filled while it runs, so a cancelled one keeps what it had."""
+class CompletionOutcome:
+    """Outcome of one completion, filled while it runs, so that a cancelled one keeps what it had."""
 
     sent_s: float = 0.0
     ended_s: float = 0.0
@@ -77,30 +77,32 @@ class Outcome:
     finish_reason: str | None = None
     num_prompt_tokens: int | None = None  # the server's own count
     num_output_tokens: int | None = None  # the server's own count
-    failure: Failure | None = None
+    failure: ClientFailure | None = None
 
     @property
     def text(self) -> str:
-        """The answer so far."""
+        """Return the answer so far."""
         return "".join(self.text_parts)
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens: the server's count where it gave one."""
+        """Return output tokens: the server's count where it gave one."""
         return len(self.token_times_s) if self.num_output_tokens is None else self.num_output_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CompletionCall:
     """One completion to ask for; `stream` and its options are added."""
 
-    endpoint: Endpoint
+    endpoint: CompletionApi
     body: dict[str, Any]
     headers: dict[str, str] = field(default_factory=dict)
 
 
 class OpenAiClient:
-    """Used as an async context manager. Completions never raise for what a server does: see Outcome.failure.
+    """Async client of an OpenAI-compatible server, a context manager.
+
+    Completions never raise for a server's faults: see CompletionOutcome.failure.
 
     `url` may end in /v1 or not. Raises ConfigError when it is no HTTP address.
     """
@@ -133,49 +135,51 @@ class OpenAiClient:
 
     # --- completions --------------------------------------------------------------------------------------------------
 
-    async def complete(self, call: Call, outcome: Outcome, on_text: TextListener | None = None) -> Outcome:
+    async def complete(
+        self, call: CompletionCall, outcome: CompletionOutcome, on_text: TextListener | None = None
+    ) -> CompletionOutcome:
         """Stream one completion into `outcome`, which is also returned. Cancelling it closes the connection."""
         outcome.sent_s = outcome.ended_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._stream(call, outcome, on_text)
         except TimeoutError:
-            outcome.failure = Failure(FailureKind.TIMEOUT, f"no end within {self._timeout_s:g} s")
+            outcome.failure = ClientFailure(ClientFailureKind.TIMEOUT, f"no end within {self._timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:
-            outcome.failure = Failure(FailureKind.CONNECT, str(error))
+            outcome.failure = ClientFailure(ClientFailureKind.CONNECT, str(error))
         except (aiohttp.ClientError, ConnectionError) as error:
-            outcome.failure = Failure(FailureKind.DISCONNECTED, f"{type(error).__name__}: {error}")
+            outcome.failure = ClientFailure(ClientFailureKind.DISCONNECTED, f"{type(error).__name__}: {error}")
         except ProtocolError as error:
-            outcome.failure = Failure(FailureKind.MALFORMED, str(error))
+            outcome.failure = ClientFailure(ClientFailureKind.MALFORMED, str(error))
         finally:
             outcome.ended_s = time.monotonic()
         return outcome
 
-    async def _stream(self, call: Call, outcome: Outcome, on_text: TextListener | None) -> None:
+    async def _stream(self, call: CompletionCall, outcome: CompletionOutcome, on_text: TextListener | None) -> None:
         body = {**call.body, "stream": True, "stream_options": {"include_usage": True}}
         async with self._open.post(self.url + call.endpoint.path, json=body, headers=call.headers) as response:
             if response.status != 200:
                 message = error_message(await response.content.read(MAX_ERROR_BODY_BYTES))
-                outcome.failure = Failure(FailureKind.HTTP, message, response.status)
+                outcome.failure = ClientFailure(ClientFailureKind.HTTP, message, response.status)
                 return
             parser = SseParser()
             async for received in response.content.iter_any():
                 if not take_events(parser.feed(received), outcome, time.monotonic(), on_text):
                     break
         if outcome.finish_reason is None and outcome.failure is None:
-            outcome.failure = Failure(FailureKind.DISCONNECTED, "the stream ended without a finish reason")
+            outcome.failure = ClientFailure(ClientFailureKind.DISCONNECTED, "the stream ended without a finish reason")
 
     # --- everything else ----------------------------------------------------------------------------------------------
 
     async def model_name(self) -> str:
-        """The first model that the server lists. Raises PeerError."""
+        """Return the first model that the server lists. Raises PeerError."""
         try:
             return str(msgspec.json.decode(await self.get("/v1/models"))["data"][0]["id"])
         except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
             raise ProtocolError(f"{self.url}/v1/models does not list a model") from error
 
     async def get(self, path: str) -> bytes:
-        """The body of a page. Raises PeerLost when nothing answers, PeerError on any status but 200."""
+        """Return the body of a page. Raises PeerLost when nothing answers, PeerError on any status but 200."""
         try:
             async with asyncio.timeout(PLAIN_TIMEOUT_S), self._open.get(self.url + path) as response:
                 body = await response.content.read(-1)
@@ -195,17 +199,19 @@ class OpenAiClient:
         return self._session
 
 
-def take_events(events: Iterable[SseEvent], outcome: Outcome, now: float, on_text: TextListener | None = None) -> bool:
+def take_events(
+    events: Iterable[SseEvent], outcome: CompletionOutcome, now: float, on_text: TextListener | None = None
+) -> bool:
     """Note what the events say, up to the last of the stream; False when that was among them. Raises ProtocolError."""
     return all(_take_event(event, outcome, now, on_text) for event in events)
 
 
-def _take_event(event: SseEvent, outcome: Outcome, now: float, on_text: TextListener | None) -> bool:
+def _take_event(event: SseEvent, outcome: CompletionOutcome, now: float, on_text: TextListener | None) -> bool:
     if event.payload == DONE:
         return False
     chunk = read_chunk(event)
     if chunk.error is not None:
-        outcome.failure = Failure(FailureKind.ERROR_EVENT, chunk.error)
+        outcome.failure = ClientFailure(ClientFailureKind.ERROR_EVENT, chunk.error)
         return False
     if chunk.has_token:
         count = chunk.num_logprobs or 1

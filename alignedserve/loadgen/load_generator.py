@@ -9,55 +9,60 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from alignedserve.loadgen.client import Outcome
-from alignedserve.loadgen.load_plan import ClosedLoop, Plan, PlannedRequest
+from alignedserve.loadgen.client import CompletionOutcome
+from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, PlannedLoop
 
 LAG_SAMPLE_S = 0.02
 
-Send = Callable[[PlannedRequest, Outcome], Awaitable[object]]
+Send = Callable[[LoadRequest, CompletionOutcome], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentRequest:
     """One request as planned and as it went. Times count from the start of the run."""
 
-    request: PlannedRequest
-    outcome: Outcome
+    request: LoadRequest
+    outcome: CompletionOutcome
     lateness_s: float  # sent after its planned moment; 0 in a closed loop
 
 
 @dataclass(slots=True)
-class Run:
-    """Everything that happened."""
+class LoadRun:
+    """Requests and timing of a whole run."""
 
     started_s: float = 0.0
     ended_s: float = 0.0
-    sent: list[Sent] = field(default_factory=list)  # in order of sending
+    sent: list[SentRequest] = field(default_factory=list)  # in order of sending
     loop_lags_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0  # processor time that the generator itself took
 
     @property
     def duration_s(self) -> float:
-        """From the start to the last answer."""
+        """Return the seconds from the start to the last answer."""
         return self.ended_s - self.started_s
 
 
 class LoadGenerator:
-    """Runs one plan once."""
+    """Generator of the load of one plan, for one run."""
 
     def __init__(
-        self, *, plan: Plan, send: Send, on_done: Callable[[Sent], None] | None = None, cuts_off: bool = False
+        self,
+        *,
+        plan: LoadPlan,
+        send: Send,
+        on_done: Callable[[SentRequest], None] | None = None,
+        cuts_off: bool = False,
     ) -> None:
         """`cuts_off`: closed-loop requests still in the air at the plan's end are given up, and not counted."""
         self._plan = plan
         self._cuts_off = cuts_off
         self._send = send
         self._on_done = on_done
-        self._run = Run()
+        self._run = LoadRun()
         self._opens_done = asyncio.Event()
         self._num_closed = 0
 
-    async def run(self) -> Run:
+    async def run(self) -> LoadRun:
         """Send everything and wait for every answer."""
         run = self._run
         run.started_s, cpu_before_s = time.monotonic(), time.process_time()
@@ -81,7 +86,7 @@ class LoadGenerator:
             group.create_task(self._perform(request, due_s))
         self._opens_done.set()
 
-    async def _keep_one_in_the_air(self, loop: ClosedLoop) -> None:
+    async def _keep_one_in_the_air(self, loop: PlannedLoop) -> None:
         while self._may_start_closed():
             self._num_closed += 1
             try:
@@ -102,14 +107,14 @@ class LoadGenerator:
         return plan.max_closed is not None or not self._opens_done.is_set()
 
     def _left_s(self) -> float | None:
-        """Until the plan ends, where it has an end of its own."""
+        """Return the seconds until the plan ends, where it has an end of its own."""
         ends_s = self._plan.ends_s
         return None if ends_s is None else self._run.started_s + ends_s - time.monotonic()
 
-    async def _perform(self, request: PlannedRequest, due_s: float | None) -> Sent:
-        outcome = Outcome()
+    async def _perform(self, request: LoadRequest, due_s: float | None) -> SentRequest:
+        outcome = CompletionOutcome()
         lateness_s = 0.0 if due_s is None else max(0.0, time.monotonic() - due_s)
-        sent = Sent(request, outcome, lateness_s)
+        sent = SentRequest(request, outcome, lateness_s)
         self._run.sent.append(sent)
         try:
             await self._send(request, outcome)

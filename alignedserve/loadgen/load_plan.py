@@ -1,4 +1,4 @@
-"""What to send and when: a plan made from a trace, or from a line in the language of workloads.
+"""Plan of the requests to send, made from a trace or from a line in the language of workloads.
 
 The language is that of alignedserve.workload.grammar (docs/workloads.md). What a client cannot send is refused.
 """
@@ -16,7 +16,7 @@ from alignedserve.workload.catalogue import Library
 from alignedserve.workload.distributions import ValueDistribution
 from alignedserve.workload.grammar import ClassSpec, parse_classes
 from alignedserve.workload.lengths import LengthLimits
-from alignedserve.workload.requests import RequestStream, TimedRequest
+from alignedserve.workload.requests import RequestSource, TimedRequest
 from alignedserve.workload.traces import TraceRow
 
 NO_SLO = Slo()
@@ -33,7 +33,7 @@ class TrafficClass:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRequest:
+class LoadRequest:
     """One request to send. `arrival_s` counts from the start of the run; in a closed loop it is the earliest moment."""
 
     index: int  # unique within the plan
@@ -44,24 +44,24 @@ class PlannedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ClosedLoop:
+class PlannedLoop:
     """A class that keeps `outstanding` requests in the air, and the endless stream they come from."""
 
     traffic: TrafficClass
-    requests: Iterator[PlannedRequest]
+    requests: Iterator[LoadRequest]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything the load generator needs to know.
+class LoadPlan:
+    """Requests, loops and end of one run, as the load generator needs them.
 
     Open requests go out at their arrival. Closed loops run until `ends_s`, until `max_closed` requests were
     sent, or, when both are None, until the last open request was sent.
     """
 
     classes: tuple[TrafficClass, ...]
-    open_requests: tuple[PlannedRequest, ...]
-    closed_loops: tuple[ClosedLoop, ...] = ()
+    open_requests: tuple[LoadRequest, ...]
+    closed_loops: tuple[PlannedLoop, ...] = ()
     ends_s: float | None = None
     max_closed: int | None = None
     num_clamped_prompts: int = 0
@@ -71,8 +71,8 @@ class Plan:
 # --- from a trace -----------------------------------------------------------------------------------------------------
 
 
-def plan_trace(rows: list[TraceRow], traffic: TrafficClass, limits: LengthLimits, num_requests: int | None) -> Plan:
-    """The trace as one open-loop class. Raises ConfigError where the trace has objectives of its own."""
+def plan_trace(rows: list[TraceRow], traffic: TrafficClass, limits: LengthLimits, num_requests: int | None) -> LoadPlan:
+    """Return the trace as one open-loop class. Raises ConfigError where the trace has objectives of its own."""
     chosen = rows[:num_requests]
     if any(row.terms is not None for row in chosen):
         raise ConfigError("the trace states classes or objectives per request, which this command cannot send")
@@ -80,10 +80,10 @@ def plan_trace(rows: list[TraceRow], traffic: TrafficClass, limits: LengthLimits
     outputs = np.array([row.output_len for row in chosen], dtype=np.int64)
     prompt_lens, output_lens = limits.prompt_lens(prompts), limits.output_lens(outputs)
     free = replace(limits, max_prompt=None, max_output=None)
-    return Plan(
+    return LoadPlan(
         classes=(traffic,),
         open_requests=tuple(
-            PlannedRequest(index, traffic.name, row.arrival_s, prompt_len, output_len)
+            LoadRequest(index, traffic.name, row.arrival_s, prompt_len, output_len)
             for index, (row, prompt_len, output_len) in enumerate(
                 zip(chosen, prompt_lens.tolist(), output_lens.tolist(), strict=True)
             )
@@ -104,8 +104,8 @@ def plan_synthetic(
     duration_s: float | None,
     limits: LengthLimits,
     library: Library | None = None,
-) -> Plan:
-    """A plan from a specification. Raises ConfigError.
+) -> LoadPlan:
+    """Return a plan from a specification. Raises ConfigError.
 
     `num_requests` counts open-loop requests (closed ones when there is no open class); `duration_s` ends both kinds.
     `limits` apply after those of the specification. Without a `library`, only what ships with the package is known.
@@ -121,17 +121,17 @@ def plan_synthetic(
     requests = tuple(_planned(index, request, limits) for index, request in enumerate(workload.requests))
     by_name = {traffic.name: traffic for traffic in classes}
     closed = tuple(
-        ClosedLoop(
+        PlannedLoop(
             by_name[loop.class_name],
             _numbered(loop.stream, limits, first=len(requests) + rank, step=len(workload.closed_loops)),
         )
         for rank, loop in enumerate(workload.closed_loops)
     )
-    return Plan(classes, requests, closed, duration_s, workload.max_closed)
+    return LoadPlan(classes, requests, closed, duration_s, workload.max_closed)
 
 
 def _traffic_class(spec: ClassSpec) -> TrafficClass:
-    """Raises ConfigError for what a client of an OpenAI-compatible server cannot send, or this one does not."""
+    """Return a class of the grammar. Raises ConfigError for what no client of an OpenAI-compatible server can send."""
     unsent = {
         "wave": spec.wave is not None,
         "be_share": spec.be_share > 0,
@@ -142,18 +142,18 @@ def _traffic_class(spec: ClassSpec) -> TrafficClass:
     for key, is_set in unsent.items():
         if is_set:
             raise ConfigError(f"{spec.name}: {key}= is for simulations; a client does not send it")
-    slo = Slo(*(_fixed(spec, law) for law in (spec.ttft_s, spec.tpot_s, spec.deadline_s)))
+    slo = Slo(*(_fixed(spec, distribution) for distribution in (spec.ttft_s, spec.tpot_s, spec.deadline_s)))
     return TrafficClass(spec.name, slo, spec.tier, spec.outstanding)
 
 
-def _fixed(spec: ClassSpec, law: ValueDistribution | None) -> float | None:
-    if law is not None and law.constant is None:
+def _fixed(spec: ClassSpec, distribution: ValueDistribution | None) -> float | None:
+    if distribution is not None and distribution.constant is None:
         raise ConfigError(f"{spec.name}: objectives drawn per request are for simulations; give a number")
-    return None if law is None else law.constant
+    return None if distribution is None else distribution.constant
 
 
-def _planned(index: int, request: TimedRequest, limits: LengthLimits) -> PlannedRequest:
-    return PlannedRequest(
+def _planned(index: int, request: TimedRequest, limits: LengthLimits) -> LoadRequest:
+    return LoadRequest(
         index=index,
         class_name=request.class_name,
         arrival_s=request.arrival_s,
@@ -162,7 +162,7 @@ def _planned(index: int, request: TimedRequest, limits: LengthLimits) -> Planned
     )
 
 
-def _numbered(stream: RequestStream, limits: LengthLimits, *, first: int, step: int) -> Iterator[PlannedRequest]:
-    """Several closed loops count by turns, so that no two requests share an index."""
+def _numbered(stream: RequestSource, limits: LengthLimits, *, first: int, step: int) -> Iterator[LoadRequest]:
+    """Number the requests of a loop; several loops take turns, so that no two requests share an index."""
     for count in itertools.count():
         yield _planned(first + count * step, stream[count], limits)

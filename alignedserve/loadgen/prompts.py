@@ -12,8 +12,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from alignedserve.core.errors import ConfigError
-from alignedserve.loadgen.client import Call, Endpoint
-from alignedserve.loadgen.load_plan import PlannedRequest, TrafficClass
+from alignedserve.loadgen.client import CompletionApi, CompletionCall
+from alignedserve.loadgen.load_plan import LoadRequest, TrafficClass
 
 # Short, common words: one token each, with the space before them, in nearly every tokenizer.
 # fmt: off
@@ -33,7 +33,10 @@ CountTokens = Callable[[str], int]
 
 
 def load_tokenizer(folder: Path) -> CountTokens:
-    """Counts the tokens of a text, without special ones. `folder` holds a tokenizer.json. Raises ConfigError."""
+    """Return a function that counts the tokens of a text, without special ones.
+
+    `folder` holds a tokenizer.json. Raises ConfigError.
+    """
     try:
         tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing more precise
@@ -42,12 +45,12 @@ def load_tokenizer(folder: Path) -> CountTokens:
 
 
 def words(num_words: int, rng: random.Random) -> str:
-    """`num_words` random words: about as many tokens."""
+    """Return `num_words` random words: about as many tokens."""
     return " ".join(rng.choices(WORDS, k=max(1, num_words)))
 
 
 def exact_prompt(num_tokens: int, rng: random.Random, count_tokens: CountTokens) -> str:
-    """A text that `count_tokens` finds `num_tokens` long, or a little shorter where no filler fits its tokenizer."""
+    """Return a text of `num_tokens` tokens by `count_tokens`, or a little less where no filler fits its tokenizer."""
     chosen = rng.choices(WORDS, k=num_tokens)
     tokens_per_word = max(1.0, count_tokens(" ".join(chosen)) / len(chosen))
     del chosen[int(num_tokens / tokens_per_word) :]
@@ -66,7 +69,7 @@ class CallMaker:
     """
 
     def __init__(
-        self, *, model: str, endpoint: Endpoint, seed: int, limits_output: bool = True, ignore_eos: bool = False
+        self, *, model: str, endpoint: CompletionApi, seed: int, limits_output: bool = True, ignore_eos: bool = False
     ) -> None:
         self._fixed: dict[str, Any] = {"model": model, "temperature": 0}
         if ignore_eos:
@@ -84,17 +87,17 @@ class CallMaker:
         """
         self._tokens_per_word = count_tokens(" ".join(WORDS)) / len(WORDS)
 
-    def prepare(self, request: PlannedRequest, count_tokens: CountTokens) -> None:
+    def prepare(self, request: LoadRequest, count_tokens: CountTokens) -> None:
         """Make the prompt ahead of time, exactly as long as planned: too slow to do between two arrivals."""
         self._prepared[request.index] = exact_prompt(request.prompt_len, self._rng(request), count_tokens)
 
-    def call(self, request: PlannedRequest, traffic: TrafficClass) -> Call:
-        """The call of one planned request."""
+    def call(self, request: LoadRequest, traffic: TrafficClass) -> CompletionCall:
+        """Return the call of one planned request."""
         prompt = self._prepared.pop(request.index, None)
         if prompt is None:
             prompt = words(round(request.prompt_len / self._tokens_per_word), self._rng(request))
         body = dict(self._fixed)
-        if self._endpoint is Endpoint.CHAT:
+        if self._endpoint is CompletionApi.CHAT:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
             body["prompt"] = prompt
@@ -102,18 +105,18 @@ class CallMaker:
             body["max_tokens"] = request.output_len
         if traffic.tier is not None:
             body["service_tier"] = traffic.tier
-        return Call(self._endpoint, body, slo_headers(traffic))
+        return CompletionCall(self._endpoint, body, slo_headers(traffic))
 
-    def _rng(self, request: PlannedRequest) -> random.Random:
+    def _rng(self, request: LoadRequest) -> random.Random:
         return random.Random(f"{self._seed}/prompt/{request.index}")  # noqa: S311 - a workload, not a secret
 
 
 def slo_headers(traffic: TrafficClass) -> dict[str, str]:
-    """Objectives as AlignedServe's gateway reads them; other servers ignore unknown headers."""
+    """Return objectives as AlignedServe's gateway reads them; other servers ignore unknown headers."""
     named = (("x-slo-ttft-ms", traffic.slo.ttft_s), ("x-slo-tpot-ms", traffic.slo.tpot_s))
     return {name: f"{seconds * 1000:g}" for name, seconds in named if seconds is not None}
 
 
 def to_json(report: object) -> bytes:
-    """A report as indented JSON."""
+    """Return a report as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"

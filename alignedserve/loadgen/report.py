@@ -1,4 +1,4 @@
-"""What clients saw, as tables for a person."""
+"""Report of what clients saw, as tables."""
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +16,7 @@ _LATENCIES = (
 
 
 def print_load_report(console: Console, report: LoadReport, *, title: str) -> None:
-    """The whole report: counts, latencies, and what to know about the measurement itself."""
+    """Print the whole report: counts, latencies, and remarks about the measurement itself."""
     print_counts(console, report, title=title)
     for numbers in _shown(report):
         print_latencies(console, numbers)
@@ -25,12 +25,12 @@ def print_load_report(console: Console, report: LoadReport, *, title: str) -> No
 
 
 def _shown(report: LoadReport) -> tuple[ClassReport, ...]:
-    """One class is the same as all together."""
+    """Return the classes to show; one class alone is the same as the total."""
     return report.classes if len(report.classes) == 1 else (report.total, *report.classes)
 
 
 def print_counts(console: Console, report: LoadReport, *, title: str) -> None:
-    """Counts and rates, one column per class."""
+    """Print counts and rates, one column per class."""
     console.print(title, markup=False, style="bold")
     table = Table(header_style="bold")
     table.add_column(f"{report.duration_s:.1f} s")
@@ -52,7 +52,7 @@ def print_counts(console: Console, report: LoadReport, *, title: str) -> None:
 
 
 def print_latencies(console: Console, numbers: ClassReport) -> None:
-    """Latencies of one class in milliseconds."""
+    """Print latencies of one class in milliseconds."""
     table = Table(title=f"{numbers.name}: milliseconds", title_justify="left", header_style="bold")
     table.add_column("")
     for heading in ("mean", "p50", "p90", "p95", "p99", "max", "count"):
@@ -64,7 +64,7 @@ def print_latencies(console: Console, numbers: ClassReport) -> None:
 
 
 def remarks(report: LoadReport) -> list[str]:
-    """What a reader must know to trust the numbers."""
+    """Return remarks that a reader needs to judge the numbers."""
     found = [_generator_remark(report.generator)]
     num_completed = report.total.num_completed
     if report.num_server_counts < num_completed:

@@ -18,7 +18,10 @@ class SseEvent(NamedTuple):
 
 
 class SseParser:
-    """Bytes in, events out. A trailing event without its blank line is never given out (the stream was cut)."""
+    """Parser with bytes in and events out.
+
+    A trailing event without its blank line is never given out (the stream was cut).
+    """
 
     def __init__(self) -> None:
         self._rest = b""
@@ -26,7 +29,7 @@ class SseParser:
         self._name = b""
 
     def feed(self, received: bytes) -> list[SseEvent]:
-        """The events that `received` completes. Raises ProtocolError on an endless line."""
+        """Return the events that `received` completes. Raises ProtocolError on an endless line."""
         lines = (self._rest + received).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > MAX_EVENT_BYTES:
@@ -50,7 +53,7 @@ class SseParser:
 # --- OpenAI's chunks -------------------------------------------------------------------------------------------------
 
 
-class Usage(msgspec.Struct, frozen=True):
+class StreamUsage(msgspec.Struct, frozen=True):
     """Token counts as the server states them."""
 
     prompt_tokens: int = 0
@@ -67,16 +70,16 @@ class _Logprobs(msgspec.Struct):
     tokens: list[msgspec.Raw] | None = None  # completions: one entry per token
 
 
-class _Choice(msgspec.Struct):
+class _ChoiceJson(msgspec.Struct):
     delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: Usage | None = None
+class _ChunkJson(msgspec.Struct):
+    choices: list[_ChoiceJson] = []
+    usage: StreamUsage | None = None
     error: msgspec.Raw = msgspec.Raw()
 
 
@@ -90,48 +93,48 @@ class _ErrorEnvelope(msgspec.Struct):
     message: str = ""
 
 
-class Chunk(NamedTuple):
-    """What one event says."""
+class StreamChunk(NamedTuple):
+    """Content of one event."""
 
     text: str = ""
     has_token: bool = False  # text, thoughts or logprobs came with it
     num_logprobs: int = 0  # tokens that its logprobs tell of; 0: it has none
     finish_reason: str | None = None
-    usage: Usage | None = None
+    usage: StreamUsage | None = None
     error: str | None = None
 
 
-_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_decode_chunk = msgspec.json.Decoder(_ChunkJson).decode
 _decode_envelope = msgspec.json.Decoder(_ErrorEnvelope).decode
 
 
-def read_chunk(event: SseEvent) -> Chunk:
-    """The chunk in an event. Raises ProtocolError when it is not one."""
+def read_chunk(event: SseEvent) -> StreamChunk:
+    """Return the chunk in an event. Raises ProtocolError when it is not one."""
     if event.name == b"error":
-        return Chunk(error=error_message(event.payload))
+        return StreamChunk(error=error_message(event.payload))
     try:
         chunk = _decode_chunk(event.payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a completion chunk: {event.payload[:120]!r} ({error})") from error
     if bytes(chunk.error) not in (b"", b"null"):
-        return Chunk(error=error_message(event.payload))
+        return StreamChunk(error=error_message(event.payload))
     if not chunk.choices:
-        return Chunk(usage=chunk.usage)
+        return StreamChunk(usage=chunk.usage)
     return _from_choice(chunk.choices[0], chunk.usage)
 
 
-def _from_choice(choice: _Choice, usage: Usage | None) -> Chunk:
+def _from_choice(choice: _ChoiceJson, usage: StreamUsage | None) -> StreamChunk:
     text, thoughts = choice.text or "", ""
     if choice.delta is not None:
         text, thoughts = choice.delta.content or "", choice.delta.reasoning_content or ""
     num_logprobs = 0
     if choice.logprobs is not None:
         num_logprobs = len(choice.logprobs.content or choice.logprobs.tokens or ())
-    return Chunk(text, bool(text or thoughts or num_logprobs), num_logprobs, choice.finish_reason, usage)
+    return StreamChunk(text, bool(text or thoughts or num_logprobs), num_logprobs, choice.finish_reason, usage)
 
 
 def error_message(body: bytes) -> str:
-    """The message of an OpenAI error object, or the beginning of whatever came instead."""
+    """Return the message of an OpenAI error object, or the beginning of whatever came instead."""
     try:
         envelope = _decode_envelope(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""From what happened to the numbers of a report. Pure; the formulas themselves stand in core/metrics.py."""
+"""Numbers of a report, computed from a run. Pure; the formulas themselves stand in core/metrics.py."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from alignedserve.core import metrics
 from alignedserve.core.metrics import Distribution
 from alignedserve.core.request import Slo
-from alignedserve.loadgen.load_generator import Run, Sent
+from alignedserve.loadgen.load_generator import LoadRun, SentRequest
 from alignedserve.loadgen.load_plan import TrafficClass
 
 # A generator later than both of these at its 99th percentile shows in what it measures.
@@ -39,7 +39,7 @@ class ClassReport:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorReport:
-    """How well the generator kept its own times."""
+    """Punctuality of the generator itself."""
 
     lateness_s: Distribution | None  # of open-loop requests: sent after their planned moment
     loop_lag_s: Distribution | None  # wake-ups of its event loop
@@ -60,8 +60,8 @@ class LoadReport:
     num_clamped_outputs: int = 0
 
 
-def summarise(run: Run, classes: Sequence[TrafficClass], *, num_clamped: tuple[int, int] = (0, 0)) -> LoadReport:
-    """The report of a run; `num_clamped` prompts and outputs were shortened by the plan."""
+def summarise(run: LoadRun, classes: Sequence[TrafficClass], *, num_clamped: tuple[int, int] = (0, 0)) -> LoadReport:
+    """Return the report of a run; `num_clamped` prompts and outputs were shortened by the plan."""
     slos = {traffic.name: traffic.slo for traffic in classes}
     reports = tuple(
         _class_report(traffic.name, [sent for sent in run.sent if sent.request.class_name == traffic.name], slos, run)
@@ -81,7 +81,7 @@ def summarise(run: Run, classes: Sequence[TrafficClass], *, num_clamped: tuple[i
     )
 
 
-def _class_report(name: str, members: Sequence[Sent], slos: dict[str, Slo], run: Run) -> ClassReport:
+def _class_report(name: str, members: Sequence[SentRequest], slos: dict[str, Slo], run: LoadRun) -> ClassReport:
     completed = [sent for sent in members if sent.outcome.failure is None]
     failures = Counter(sent.outcome.failure.label for sent in members if sent.outcome.failure is not None)
     input_tokens = sum(_prompt_tokens(sent) for sent in completed)
@@ -108,29 +108,29 @@ def _class_report(name: str, members: Sequence[Sent], slos: dict[str, Slo], run:
     )
 
 
-def _prompt_tokens(sent: Sent) -> int:
+def _prompt_tokens(sent: SentRequest) -> int:
     counted = sent.outcome.num_prompt_tokens
     return sent.request.prompt_len if counted is None else counted
 
 
-def _ttft_s(sent: Sent) -> float | None:
+def _ttft_s(sent: SentRequest) -> float | None:
     # From the moment of sending: the generator's own lateness is reported beside it and not blamed on the server.
     return metrics.ttft_s(sent.outcome.sent_s, sent.outcome.token_times_s)
 
 
-def _tpot_s(sent: Sent) -> float | None:
+def _tpot_s(sent: SentRequest) -> float | None:
     return metrics.tpot_s(sent.outcome.token_times_s, sent.outcome.num_tokens)
 
 
-def _end_to_end_s(sent: Sent) -> float:
+def _end_to_end_s(sent: SentRequest) -> float:
     return sent.outcome.ended_s - sent.outcome.sent_s
 
 
-def _held_slo(sent: Sent, slo: Slo) -> bool:
+def _held_slo(sent: SentRequest, slo: Slo) -> bool:
     return metrics.meets_slo(slo, ttft=_ttft_s(sent), tpot=_tpot_s(sent), end_to_end=_end_to_end_s(sent))
 
 
-def _generator_report(run: Run, ttft: Distribution | None) -> GeneratorReport:
+def _generator_report(run: LoadRun, ttft: Distribution | None) -> GeneratorReport:
     lateness = metrics.describe([sent.lateness_s for sent in run.sent])
     lag = metrics.describe(run.loop_lags_s)
     worst = max((found.p99 for found in (lateness, lag) if found is not None), default=0.0)

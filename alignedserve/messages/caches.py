@@ -1,5 +1,5 @@
-"""What is said about blocks: between workers and the pool, and between a decode worker and the prefill worker in whose
-memory it has a candidate buffer. The blocks themselves never travel in a message."""
+"""Messages about blocks: between workers and the pool, and between a decode worker and the prefill worker that hosts
+its candidate buffer. The blocks themselves never travel in a message."""
 
 import enum
 
@@ -20,20 +20,20 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request's cache lies in somebody's blocks (the pool's, a candidate buffer's), and how to verify it."""
+    """Location of a request's cache in the blocks of the pool or a candidate buffer, and how to verify it."""
 
-    generation: Count  # found on every one of the blocks before and after they are read
-    context_len: Count  # tokens whose cache lies in the blocks
+    generation: Count  # stamped on each of the blocks before and after they are read
+    context_len: Count  # tokens whose cache is in the blocks
     runs: tuple[BlockRun, ...]  # in the order of the request's blocks
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the runs name, as told: nothing of it is checked."""
+        """Number of blocks named by the runs, unchecked."""
         return sum(run.num_blocks for run in self.runs)
 
 
 class ArenaOffered(Message, frozen=True):
-    """Pool to worker, prefill worker to decode worker, on every (re)connect: blocks of mine that you may use.
+    """Pool to worker, prefill worker to decode worker, on every (re)connect: blocks for the receiver to use.
 
     Leases of an earlier arena of this peer are void.
     """
@@ -44,21 +44,23 @@ class ArenaOffered(Message, frozen=True):
     layout_digest: Text
     served_at: Text = ""  # where a block server serves the same blocks; empty: nowhere
     transports: tuple[Text, ...] = ("shm",)  # ways to reach the blocks, in no order
-    file_id: Text = ""  # host, file system and file of the path, for whoever may see another file there; empty: unknown
+    file_id: Text = (
+        ""  # host, file system and file of the path, as another host may have another file there; empty: unknown
+    )
 
 
 class ReserveBlocks(Message, frozen=True):
-    """Worker to pool: I need room for this request. Answered when there is room, in order. Repeating it replaces.
+    """Worker to pool: reserve blocks for this request. Answered once they are free, in order. A repetition replaces it.
 
-    Also prefill to decode worker, about the buffer which that one has in the prefill worker's memory (an urgent request
-    that does not wait in the pool); answered at once.
+    Also prefill to decode worker, about the latter's buffer in the prefill worker's memory (an urgent request that does
+    not wait in the pool); answered at once.
     """
 
     request_id: RequestId
     attempt: Attempt
     num_blocks: Count
-    is_copy: bool = False  # only to be kept beside the one that a decode worker has
-    may_wait: bool = True  # for room; else it is refused when there is none now
+    is_copy: bool = False  # only kept, as a copy of what a decode worker has
+    may_wait: bool = True  # False: refused unless blocks are free now
 
 
 class CancelReservation(Message, frozen=True):
@@ -69,7 +71,7 @@ class CancelReservation(Message, frozen=True):
 
 
 class BlocksReserved(Message, frozen=True):
-    """Answer to ReserveBlocks: write here. The lease ends at its deadline unless BlocksWritten came."""
+    """Answer to ReserveBlocks: write here. The lease ends at its deadline unless BlocksWritten has come."""
 
     request_id: RequestId
     attempt: Attempt
@@ -79,14 +81,14 @@ class BlocksReserved(Message, frozen=True):
 
 
 class ReservationRefused(Message, frozen=True):
-    """Answer to ReserveBlocks: this many blocks can never be had here; for a buffer or a copy: not now."""
+    """Answer to ReserveBlocks: so many blocks will never be free here; for a buffer or a copy: not now."""
 
     request_id: RequestId
     attempt: Attempt
 
 
 class BlocksWritten(Message, frozen=True):
-    """Whoever reserved blocks: they are filled, the request is offered."""
+    """Sender of ReserveBlocks to its receiver: the blocks are written, the request is offered."""
 
     lease_id: LeaseId
     copy: BlockCopy
@@ -97,7 +99,7 @@ class BlocksWritten(Message, frozen=True):
 
 
 class BlocksTaken(Message, frozen=True):
-    """Answer to BlocksWritten: the request is mine now; or the lease did not hold, try again."""
+    """Answer to BlocksWritten: the receiver owns the request now; or the lease was invalid, try again."""
 
     request_id: RequestId
     attempt: Attempt
@@ -105,7 +107,7 @@ class BlocksTaken(Message, frozen=True):
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True):
-    """One pooled request on its way to a worker. Everything the receiver checks is in here."""
+    """One pooled request on its way to a worker, with everything that the receiver checks."""
 
     request: Request
     attempt: Attempt
@@ -116,79 +118,79 @@ class Handoff(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchGranted(Message, frozen=True):
-    """Pool to decode worker: these requests are yours, shortest context first. Answer with LeasesReleased or
-    LeasesReturned for each."""
+    """Pool to decode worker: these requests are granted, shortest context first. Each is answered by LeasesReleased or
+    LeasesReturned."""
 
     batch_id: BatchId
     handoffs: tuple[Handoff, ...]
-    joins: BatchId | None = None  # the batch which was running when these were asked for, to join it
+    joins: BatchId | None = None  # the batch to join, which was running when these were requested
     is_aligned: bool = True  # of similar length, so worth keeping apart from others
 
 
 class LeasesReleased(Message, frozen=True):
-    """Worker to pool: copied (or given up). The pool keeps its copy while there is room."""
+    """Worker to pool: copied (or no longer needed). The pool keeps its copy while blocks are free."""
 
     lease_ids: tuple[LeaseId, ...]
 
 
 class LeasesReturned(Message, frozen=True):
-    """Decode worker to pool: granted but not used, plans have changed; index these requests again."""
+    """Decode worker to pool: granted but not used; index these requests again."""
 
     lease_ids: tuple[LeaseId, ...]
 
 
 class FetchCopy(Message, frozen=True):
-    """Prefill worker to pool: do you keep a copy of an earlier attempt at this request?"""
+    """Prefill worker to pool: grant a copy of an earlier attempt at this request, if there is one."""
 
     request_id: RequestId
     attempt: Attempt  # of the asker
 
 
 class CopyGranted(Message, frozen=True):
-    """Pool to prefill worker, answer to FetchCopy: yes; answer with LeasesReleased."""
+    """Answer to FetchCopy: the copy, to be answered by LeasesReleased."""
 
     handoff: Handoff
     attempt: Attempt  # of the asker
 
 
 class CopyMissing(Message, frozen=True):
-    """Pool to prefill worker, answer to FetchCopy: no; compute everything."""
+    """Answer to FetchCopy: there is no copy; compute everything."""
 
     request_id: RequestId
     attempt: Attempt
 
 
-# The decode worker says what lies where in its buffer; the prefill worker copies between the pool's arena and it.
+# The decode worker decides what is where in its buffer; the prefill worker copies between the pool's arena and it.
 
 
 class PrefetchBlocks(Message, frozen=True):
-    """Decode to prefill worker: copy this from the pool into these blocks of my buffer."""
+    """Decode to prefill worker: copy this from the pool into these blocks of the sender's buffer."""
 
     request_id: RequestId
     attempt: Attempt
     source: BlockCopy
     block_ids: tuple[BlockId, ...]
-    generation: Count  # to stamp the buffer's blocks with
+    generation: Count  # to be stamped on the buffer's blocks
 
 
 class CancelPrefetch(Message, frozen=True):
-    """Decode to prefill worker: plans have changed. Answered by the prefetch's own BlocksPrefetched."""
+    """Decode to prefill worker: cancel a prefetch, which is still answered by its BlocksPrefetched."""
 
     request_id: RequestId
     generation: Count
 
 
 class BlocksPrefetched(Message, frozen=True):
-    """Prefill to decode worker, one for every PrefetchBlocks: it is there; or nobody writes there any more."""
+    """Prefill to decode worker, one for every PrefetchBlocks: it is complete, or cancelled and no longer written."""
 
     request_id: RequestId
     generation: Count
-    copy: BlockCopy | None  # None: cancelled, or what lay in the pool did not verify
+    copy: BlockCopy | None  # None: cancelled, or the pool's copy did not verify
     is_refused: bool = False  # it did not verify
 
 
 class ReturnRequest(Message, frozen=True):
-    """Decode to prefill worker: take this evicted request from my buffer back to the pool."""
+    """Decode to prefill worker: return this evicted request from the sender's buffer to the pool."""
 
     request: Request
     attempt: Attempt
@@ -198,11 +200,11 @@ class ReturnRequest(Message, frozen=True):
 
 
 class ReturnOutcome(enum.Enum):
-    """Where a request is after a ReturnRequest."""
+    """Location of a request after a ReturnRequest."""
 
     TAKEN = "taken"  # in the pool
-    STAYED = "stayed"  # in the buffer, nobody else has it
-    UNKNOWN = "unknown"  # offered to a pool that was lost: perhaps there
+    STAYED = "stayed"  # only in the buffer
+    UNKNOWN = "unknown"  # offered to a pool that was lost; perhaps in it
 
 
 class RequestReturned(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Types that the fields of several messages have, with their bounds."""
+"""Field types shared by several messages, with their bounds."""
 
 import enum
 from typing import Annotated
@@ -16,13 +16,13 @@ PredictedLen = Annotated[float, msgspec.Meta(ge=0.0)]  # output tokens in all, t
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
-NO_BATCH = BatchId(0)  # of requests that came by themselves
+NO_BATCH = BatchId(0)  # of requests that came without a batch
 
 
 class FailureKind(enum.Enum):
     """Why a request that was accepted will not be completed."""
 
-    OVERLOADED = "overloaded"  # no room and no time left to wait for it
-    WORKER_LOST = "worker_lost"  # its worker died after tokens had gone out
-    INTERNAL = "internal"  # a fault of ours, logged where it happened
+    OVERLOADED = "overloaded"  # no capacity, and no time left to wait for it
+    WORKER_LOST = "worker_lost"  # its worker died after tokens had been sent
+    INTERNAL = "internal"  # a fault of the server, logged where it happened
     UNSERVABLE = "unservable"  # can never fit this cluster

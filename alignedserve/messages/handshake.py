@@ -1,4 +1,4 @@
-"""The first messages on every link: both ends prove that they know the cluster's secret, then say who they are."""
+"""The first messages on every link: both ends prove that they know the cluster's secret, then give their names."""
 
 import enum
 from typing import Annotated
@@ -22,14 +22,14 @@ class Role(enum.Enum):
 
 
 class Challenge(Message, frozen=True):
-    """Listener to dialler, first message: prove yourself on this nonce."""
+    """Listener to dialler, first message: the nonce to prove knowledge of the secret on."""
 
     version: int  # protocol version; both ends must have the same
     nonce: Nonce  # fresh random bytes
 
 
 class Hello(Message, frozen=True):
-    """Dialler to listener: who I am, with the proof, and a nonce for the listener to answer."""
+    """Dialler to listener: its name, the proof, and a nonce for the listener to answer."""
 
     version: int
     role: Role
@@ -47,7 +47,7 @@ class Welcome(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Either way, about once a second: I am alive. A silent peer is a lost peer."""
+    """Either way, about once a second: a sign of life. A silent peer is a lost peer."""
 
 
 HandshakeMessage = Challenge | Hello | Welcome

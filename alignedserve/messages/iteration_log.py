@@ -1,4 +1,4 @@
-"""The sums of the decode workers' ledgers, as they travel: from a worker what was gained, from the router all of it."""
+"""Totals of decode workers' iteration logs: a worker reports its gain, the router the sum of all."""
 
 from typing import Annotated, Any
 
@@ -14,14 +14,14 @@ SpreadCounts = Annotated[tuple[Total, ...], msgspec.Meta(min_length=_NUM_BUCKETS
 
 
 class IterationLogTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Sums over decode iterations. The seven parts add up to the wall time, but for what nobody measured."""
+    """Sums over decode iterations. The seven parts add up to the wall time, except for unmeasured gaps."""
 
     num_iterations: Total = 0
     num_switch_iterations: Total = 0  # of those, in which two batches mixed
     num_requests: Total = 0  # running requests, counted again in every iteration
     wall_s: TotalSeconds = 0.0  # from the end of one iteration to the end of the next
-    nothing_to_do_s: TotalSeconds = 0.0  # first part: nobody had asked for anything
-    waiting_for_prefill_s: TotalSeconds = 0.0  # second: asked for, not yet granted to this worker
+    nothing_to_do_s: TotalSeconds = 0.0  # first part: no requests
+    waiting_for_prefill_s: TotalSeconds = 0.0  # second: requests, none granted to this worker yet
     prefetch_not_ready_s: TotalSeconds = 0.0  # third: granted, not yet loaded
     turnaround_s: TotalSeconds = 0.0  # fourth: deciding, and the way to the computing thread and back
     prepare_s: TotalSeconds = 0.0  # fifth
@@ -32,7 +32,7 @@ class IterationLogTotals(msgspec.Struct, frozen=True, array_like=True):
     spread_counts: SpreadCounts = (0,) * _NUM_BUCKETS  # iterations by spread, one bucket for each edge and the last
 
     def plus(self, other: "IterationLogTotals") -> "IterationLogTotals":
-        """The sums of both."""
+        """Add both totals."""
         ours, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
         sums: list[Any] = [mine + yours for mine, yours in zip(ours[:-1], theirs[:-1], strict=True)]
         sums.append(tuple(mine + yours for mine, yours in zip(self.spread_counts, other.spread_counts, strict=True)))

@@ -1,6 +1,6 @@
-"""What a worker's logic asks of its engine for one iteration, and what comes back.
+"""Commands of a worker's logic to its engine and copier, and the events that come back.
 
-Structs are what every iteration makes one of: they take a fifth of a frozen dataclass's time.
+Those made once per iteration are structs: they take a fifth of a frozen dataclass's time.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from alignedserve.messages.gateways import TokenDelta, TokensEmitted
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """A request that enters the engine. The cache of its first `num_cached` tokens lies in its blocks already."""
+    """A request that enters the engine. The cache of its first `num_cached` tokens is in its blocks already."""
 
     request: Request
     generated_token_ids: tuple[int, ...]
@@ -28,18 +28,18 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """The cache of one request between blocks of the worker and host memory, where it goes by its request."""
+    """The cache of one request, moved between blocks of the worker and host memory (keyed by the request there)."""
 
     request_id: RequestId
-    num_tokens: int  # that move; when they leave, the last ones on the device
-    block_ids: tuple[BlockId, ...]  # that they leave, or all that it has when they have come back
+    num_tokens: int  # to move; on the way out, the last ones on the device
+    block_ids: tuple[BlockId, ...]  # to leave, or all that the request has once they are back
 
 
 @dataclass(frozen=True, slots=True)
 class Swaps:
-    """What an iteration moves between the worker's blocks and host memory, before anything else happens in it."""
+    """Moves between the worker's blocks and host memory, made first in an iteration."""
 
-    forgotten: tuple[RequestId, ...]  # copies on the host that nobody will want
+    forgotten: tuple[RequestId, ...]  # whose copies on the host are no longer needed
     outs: tuple[Swap, ...]
     ins: tuple[Swap, ...]  # into blocks that `outs` may have left
 
@@ -64,7 +64,7 @@ class PromptScores:
 
 
 class IterationTimes(msgspec.Struct, frozen=True):
-    """Where an iteration's time went on the thread that computes, in seconds; the two moments on the clock of `now`."""
+    """Parts of an iteration's time on the computing thread, in seconds; its start and end are on the clock of `now`."""
 
     started_s: float
     finished_s: float
@@ -72,12 +72,12 @@ class IterationTimes(msgspec.Struct, frozen=True):
     forward_s: float  # the pass and its logits
     sampling_s: float
     attention_s: float = 0.0  # of the pass: attention of decoding sequences, where that can be measured
-    padded_share: float = 0.0  # of that time: on slots that are read only because another sequence is longer
+    padded_share: float = 0.0  # of that time: on slots read only because another sequence is longer
 
 
 @dataclass(frozen=True, slots=True)
 class IterationCompleted:
-    """Event: the iteration is over. A failed request gave no usable logits."""
+    """Event: the iteration has ended. A failed request gave no usable logits."""
 
     sampled: tuple[SampledToken, ...]
     prompt_scores: tuple[PromptScores, ...] = ()
@@ -86,11 +86,11 @@ class IterationCompleted:
     times: IterationTimes | None = field(default=None, compare=False)
 
     def duration_s(self, started_s: float, now: float) -> float:
-        """As the engine measured it, else from when its logic started it until now."""
+        """Return the time measured by the engine, else the time since the logic started the iteration."""
         return self.times.finished_s - self.times.started_s if self.times is not None else now - started_s
 
 
-# --- copies, beside whatever iterations run; an arena goes by the peer that offered it, or that it is offered to ---
+# --- copies, concurrent with iterations; an arena is named by the peer that offered it, or that it is offered to ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlocksLoaded:
-    """Event: what a LoadBlocks came to. A request whose copy did not verify has undefined blocks."""
+    """Event: a LoadBlocks is done. A request whose copy did not verify has undefined blocks."""
 
     source: str
     loads: tuple[Load, ...]
@@ -134,7 +134,7 @@ class OffloadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlocksOffloaded:
-    """Event: the copy is done; `runs` is None when the target's blocks were no longer ours to write."""
+    """Event: the copy is done; `runs` is None if this worker no longer owned the target's blocks."""
 
     command: OffloadBlocks
     runs: tuple[BlockRun, ...] | None
@@ -156,7 +156,7 @@ class RelayBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRelayed:
-    """Event: the copy is done; `runs` is None when it did not verify, or the target was no longer ours to write."""
+    """Event: the copy is done; `runs` is None if it did not verify, or this worker no longer owned the target."""
 
     command: RelayBlocks
     runs: tuple[BlockRun, ...] | None
@@ -172,13 +172,13 @@ class MapArena:
 
 @dataclass(frozen=True, slots=True)
 class UnmapArena:
-    """Command: the peer is gone, and its arena with it."""
+    """Command: stop using the arena of a peer that is gone."""
 
     peer: str
 
 
 def delta_of(request: Request, token: SampledToken, index: int, eos_token_ids: frozenset[int]) -> TokenDelta:
-    """What the gateway is told of an answer's token number `index`; no token where only the prompt was to be scored."""
+    """Build the delta for an answer's token number `index`; without a token if only the prompt was to be scored."""
     if request.sampling.max_tokens == 0:
         return TokenDelta(request.request_id, index, (), (), FinishReason.LENGTH)
     finished = finish_reason(request, token.token_id, index + 1, eos_token_ids)
@@ -187,7 +187,7 @@ def delta_of(request: Request, token: SampledToken, index: int, eos_token_ids: f
 
 
 def group_by_gateway(deltas: list[tuple[str, TokenDelta]]) -> list[SendTo]:
-    """One TokensEmitted for each gateway address, in order of first appearance."""
+    """Group deltas into one TokensEmitted per gateway address, in order of first appearance."""
     grouped: dict[str, list[TokenDelta]] = {}
     for address, delta in deltas:
         grouped.setdefault(address, []).append(delta)

@@ -1,12 +1,12 @@
-"""What the rooms say to each other: the closed union of messages that each of them accepts.
+"""The closed union of messages that each component accepts.
 
 The messages themselves: gateways.py (gateways), workers.py (workers), caches.py (blocks), pools.py (pools).
 
-KV never travels here (it lies in the pool's arena), and tokens never pass through the router.
+KV never travels here (it is in the pool's arena), and tokens never pass through the router.
 
 Links are independent, so a message about a request can arrive after the request has moved on. Every message about a
-request that was given out carries its `attempt` (core/attempts.py): a smaller number than the one known is stale, and
-is ignored, or answered by telling the sender to let go of just that attempt and what came before it.
+dispatched request carries its `attempt` (core/attempts.py): one with a smaller number than the known one is stale. It
+is ignored, or answered by telling the sender to release that attempt and earlier ones.
 """
 
 from alignedserve.messages.caches import (

@@ -1,4 +1,4 @@
-"""What the router and the pools say to each other."""
+"""Messages between the router and the pools."""
 
 from alignedserve.core.ids import BatchId, RequestId, WorkerName
 from alignedserve.messages.fields import Attempt, Count, Text
@@ -29,19 +29,19 @@ class FormBatch(Message, frozen=True):
     worker: WorkerName
     max_blocks: Count
     max_requests: Count
-    min_requests: Count = 1  # fewer are not worth a batch of their own, unless there are no more
-    joins: JoinedBatch | None = None  # not a new batch: only what is of similar length as this running one
+    min_requests: Count = 1  # fewer are not worth a batch, unless there are no more
+    joins: JoinedBatch | None = None  # None: a new batch; else only requests of similar length to this running one
 
 
 class CopyKept(Message, frozen=True):
-    """Pool to router: I keep a copy of a request that went past me to a decode worker."""
+    """Pool to router: the pool keeps a copy of a request that bypassed it."""
 
     request_id: RequestId
     attempt: Attempt
 
 
 class BatchFormed(Message, frozen=True):
-    """Pool to router: these requests are on their way to that worker; none: nothing fits, or it is not linked."""
+    """Pool to router: these requests are on their way to the worker. Empty: none fits, or the worker is not linked."""
 
     batch_id: BatchId
     worker: WorkerName
@@ -49,14 +49,14 @@ class BatchFormed(Message, frozen=True):
 
 
 class BatchReceived(Message, frozen=True):
-    """Decode worker to router: these requests are here. Until then they are still the pool's."""
+    """Decode worker to router: these requests have arrived. Until then the pool owns them."""
 
     batch_id: BatchId  # NO_BATCH: straight from a prefill worker
     members: tuple[tuple[RequestId, Attempt], ...]  # with their attempts
 
 
 class CopyLost(Message, frozen=True):
-    """Pool to router: this attempt was on its way to a worker that is gone."""
+    """Pool to router: this attempt was on its way to a worker that was lost."""
 
     request_id: RequestId
     attempt: Attempt
@@ -68,11 +68,11 @@ class PoolLoad(Message, frozen=True):
     num_blocks_used: Count
     num_pooled: Count
     num_reserved: Count
-    num_blocks_kept: Count = 0  # among the used: copies that would be given up for room
+    num_blocks_kept: Count = 0  # among the used: copies that can be evicted
 
 
 class DropRequest(Message, frozen=True):
-    """Router to pool: forget this attempt at a request and earlier ones, copies too. Unknown ones are ignored."""
+    """Router to pool: free this attempt at a request and earlier ones, copies included. Unknown ones are ignored."""
 
     request_id: RequestId
     attempt: Attempt

@@ -1,7 +1,7 @@
-"""The format of recorded runs: what one room was told, when, and what it decided (docs/replay.md).
+"""The format of recorded runs: the events of one component, their times, and its decisions (docs/replay.md).
 
 A file is the mark, the version, then frames: length, its complement, checksum, MessagePack. The first frame is the
-header, each other one a decision, and the last of a recording that ended by itself says why it did.
+header, the others are decisions, and the last of a recording that ended by itself gives the reason.
 """
 
 import struct
@@ -18,11 +18,11 @@ from alignedserve.core.errors import RecordingError
 from alignedserve.messages.events import Received
 from alignedserve.messages.redaction import KeepDecisions, KeepLengths, Redactor
 
-VERSION = 1
+VERSION = 2
 SUFFIX = ".recording"
 RUN_FILE = "run.json"
-ENDED = "Ended"  # in place of the event's class: nothing follows
-CLOSED, FULL = "closed", "limit"  # why: the room was closed; the recording has reached its limit
+ENDED = "Ended"  # in place of the event's class: the last frame
+CLOSED, FULL = "closed", "limit"  # reasons: the component was closed; the recording has reached its limit
 _MARK = b"ALSVREC"
 _FRAME = struct.Struct("<III")
 _LENGTH_BITS = 0xFFFFFFFF
@@ -30,7 +30,7 @@ _MAX_FRAME_BYTES = 1 << 28
 
 
 class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """RUN_FILE: what a simulation of the run needs beside the rooms' recordings."""
+    """Contents of RUN_FILE: what a simulation of the run needs beside the recordings."""
 
     version: int = VERSION
     config: ClusterConfig
@@ -38,27 +38,27 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose decisions these are, and what its logic was made from."""
+    """First frame: the component, and the arguments its logic was built from."""
 
-    room: str
-    made_by: str  # the function of the room's assembly
+    component: str
+    made_by: str  # the function of the component's factory
     arguments: msgspec.Raw  # of that function, by name
-    has_tokens: bool  # token ids are the true ones
+    has_tokens: bool  # token ids are not redacted
     has_commands: bool
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """One event and what came of it."""
+    """One event and the commands that followed."""
 
     kind: str  # class of the event, or ENDED
     now: float
-    event: msgspec.Raw  # a message and its sender as a pair; of ENDED: why
-    digest: int = 0  # see `digest_of`
+    event: msgspec.Raw  # a message and its sender as a pair; of ENDED: the reason
+    digest: int = 0  # of `commands`, see Digester
     commands: msgspec.Raw = msgspec.Raw(b"\xc0")  # (class, command) in order, without tokens; None: not kept
 
 
 def _plain_number(value: Any) -> Any:
-    """numpy's numbers, which policies compute with."""
+    """Convert numpy's numbers, which policies compute with."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be recorded")
@@ -68,23 +68,23 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
 
 
 class Digester:
-    """Commands in a form that does not depend on tokens, and its digest."""
+    """Encodes commands in a form that does not depend on tokens, and digests it."""
 
     def __init__(self) -> None:
         self._without_tokens = Redactor(KeepLengths())
 
     def encode(self, commands: Sequence[Any]) -> bytes:
-        """MessagePack of (class, command) in order."""
+        """Encode commands as MessagePack of (class, command) in order."""
         return _ENCODER.encode([(type(command).__name__, self._without_tokens(command)) for command in commands])
 
     @staticmethod
     def digest(encoded: bytes) -> int:
-        """XXH3-64 of what `encode` made."""
+        """Return XXH3-64 of the result of `encode`."""
         return xxhash.xxh3_64_intdigest(encoded)
 
 
 class RecordEncoder:
-    """Makes the bytes of one recording. Without `keeps_tokens` no token of a prompt or an answer is among them."""
+    """Encodes one recording. Without `keeps_tokens` it contains no token of a prompt or an answer."""
 
     def __init__(
         self, *, eos_token_ids: frozenset[int], secret: bytes, keeps_tokens: bool, keeps_commands: bool
@@ -93,10 +93,10 @@ class RecordEncoder:
         self._keeps_commands = keeps_commands
         self._digester = Digester()
 
-    def opening(self, room: str, made_by: str, arguments: Mapping[str, Any]) -> bytes:
-        """What a file begins with."""
+    def opening(self, component: str, made_by: str, arguments: Mapping[str, Any]) -> bytes:
+        """Encode the beginning of a file: mark, version and header."""
         header = Header(
-            room=room,
+            component=component,
             made_by=made_by,
             arguments=msgspec.Raw(_ENCODER.encode(dict(arguments))),
             has_tokens=self._redactor is None,
@@ -105,24 +105,24 @@ class RecordEncoder:
         return _MARK + bytes([VERSION]) + _framed(_ENCODER.encode(header))
 
     def decision(self, event: Any, now: float, commands: Sequence[Any]) -> bytes:
-        """The next frame."""
+        """Encode the next frame."""
         encoded = self._digester.encode(commands)
         redacted = event if self._redactor is None else self._redactor(event)
-        told = (redacted.peer, redacted.message) if type(redacted) is Received else redacted
+        payload = (redacted.peer, redacted.message) if type(redacted) is Received else redacted
         kept = msgspec.Raw(encoded) if self._keeps_commands else None
-        fields = (type(event).__name__, now, told, self._digester.digest(encoded), kept)
+        fields = (type(event).__name__, now, payload, self._digester.digest(encoded), kept)
         return _framed(_ENCODER.encode(fields))
 
     @staticmethod
     def ending(reason: str, now: float) -> bytes:
-        """The last frame."""
+        """Encode the last frame."""
         return _framed(_ENCODER.encode((ENDED, now, reason)))
 
 
 class RecordReader:
-    """One file of a recording. Raises RecordingError naming the file, and the place where it is damaged.
+    """Reads one file of a recording. Raises RecordingError naming the file and the offset of the damage.
 
-    `is_cut`: known after the last decision, whether the file ends in the middle of one, as when a process is killed.
+    `is_cut`: set after the last decision if the file ends in the middle of one, as when a process is killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -138,7 +138,7 @@ class RecordReader:
         self.header = self._decoded(msgspec.msgpack.Decoder(Header).decode, payload, offset)
 
     def decisions(self) -> Iterator[tuple[int, Decision]]:
-        """Every complete decision, with the offset of its frame."""
+        """Yield every complete decision, with the offset of its frame."""
         with self.path.open("rb") as file:
             self._check_mark(file)
             frames = self._frames(file)
@@ -147,7 +147,7 @@ class RecordReader:
                 yield offset, self._decoded(self._decode, payload, offset)
 
     def damaged(self, offset: int, problem: str) -> RecordingError:
-        """What to raise about the frame at this place."""
+        """Return the error to raise for the frame at this offset."""
         return RecordingError(f"{self.path} is damaged at byte {offset}: {problem}")
 
     def _check_mark(self, file: BinaryIO) -> None:

@@ -1,7 +1,7 @@
-"""What events and commands are without the tokens that people wrote and models answered.
+"""Removes the tokens of prompts and answers from recorded events and commands.
 
-A logic reads token ids for three things only: how many there are, whether one ends an answer, and whether what two
-attempts at a request generated is the same. Copies made here keep just that, so that the same decisions follow.
+A logic uses token ids for three things only: their number, whether one ends an answer, and whether two attempts at a
+request generated the same. Redacted copies keep just that, so that the same decisions follow.
 """
 
 import dataclasses
@@ -24,22 +24,22 @@ _MAX_TOKEN = (1 << 31) - 1
 
 
 class RedactionPolicy(Protocol):
-    """What stands in place of token ids."""
+    """Replaces token ids."""
 
-    def note(self, request: Request) -> None:
-        """A request whose tokens may come."""
+    def observe(self, request: Request) -> None:
+        """Take note of a request whose tokens may follow."""
 
     def generated(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """In place of an answer so far."""
+        """Return a replacement for the tokens of an answer so far."""
 
     def sampled(self, token_id: int) -> int:
-        """In place of one new token."""
+        """Return a replacement for one new token."""
 
 
 class KeepLengths:
-    """Nothing but how many there are."""
+    """Keeps the number of tokens and nothing else."""
 
-    def note(self, request: Request) -> None:
+    def observe(self, request: Request) -> None:
         """See RedactionPolicy."""
 
     def generated(self, token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -52,9 +52,9 @@ class KeepLengths:
 
 
 class KeepDecisions:
-    """What decisions depend on: tokens that end answers stay, answers that are equal stay equal, and all else goes.
+    """Keeps what decisions depend on: tokens that end answers, and the equality of answers.
 
-    `secret`: equal answers can be told only by whoever has it. Forget it.
+    `secret`: the key of the hashes; discard it, or answers could be guessed and compared.
     """
 
     def __init__(self, eos_token_ids: frozenset[int], secret: bytes) -> None:
@@ -62,8 +62,8 @@ class KeepDecisions:
         self._secret = secret
         self._other = -1  # in place of every other token: an id that no model has
 
-    def note(self, request: Request) -> None:
-        """See RedactionPolicy. Tokens that end one answer stay in all."""
+    def observe(self, request: Request) -> None:
+        """See RedactionPolicy. Tokens that end one answer are kept in all."""
         stops = request.sampling.stop_token_ids
         if stops:
             self._kept.update(stops)
@@ -71,7 +71,7 @@ class KeepDecisions:
                 self._other -= 1
 
     def generated(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """See RedactionPolicy. Each id by itself and its place, as of some answers only the beginning is compared."""
+        """See RedactionPolicy. Hashes each id with its position, as only the beginning of some answers is compared."""
         return tuple(self._hashed(index, token_id) for index, token_id in enumerate(token_ids))
 
     def sampled(self, token_id: int) -> int:
@@ -85,7 +85,7 @@ class KeepDecisions:
 
 
 class Redactor:
-    """Makes covered copies of any event, command or message. What holds no token ids is returned as it is."""
+    """Makes redacted copies of any event, command or message; one without token ids is returned as it is."""
 
     def __init__(self, policy: RedactionPolicy) -> None:
         self._policy = policy
@@ -98,7 +98,7 @@ class Redactor:
         }
 
     def __call__(self, value: Any) -> Any:
-        """The copy."""
+        """Return the redacted copy."""
         return self._copy_of(type(value))(value)
 
     def _copy_of(self, kind: type) -> Callable[[Any], Any]:
@@ -121,14 +121,14 @@ class Redactor:
         return self._policy.generated(part) if name == _GENERATED else self(part)
 
     def _all(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What lies in one tuple is of one class, or holds no tokens."""
+        """Copy a tuple, whose values are all of one class, or hold no tokens."""
         if not values:
             return values
         copy = self._copy_of(type(values[0]))
         return tuple([copy(value) for value in values])
 
     def _request(self, request: Request) -> Request:
-        self._policy.note(request)
+        self._policy.observe(request)
         sampling = request.sampling
         if sampling.logit_bias:
             sampling = dataclasses.replace(sampling, logit_bias=())
@@ -161,7 +161,7 @@ def _annotation(kind: type, name: str) -> Any:
 
 
 def _reaches_tokens(annotation: Any, above: frozenset[type]) -> bool:
-    """Whether what is annotated like this may hold tokens, at any depth. `above`: the classes that it lies in."""
+    """Return True if a value of this type may hold tokens, at any depth. `above`: the enclosing classes."""
     if typing.get_args(annotation):
         return any(_reaches_tokens(argument, above) for argument in typing.get_args(annotation))
     if not isinstance(annotation, type) or annotation in above:

@@ -1,4 +1,4 @@
-"""How messages become bytes: MessagePack, tagged by name, one closed union per receiver.
+"""Encoding of messages: MessagePack, tagged by name, one closed union per receiver.
 
 Every message is a frozen struct sent as an array whose first element is its tag. A tag outside the receiver's union,
 a wrong type or a value out of bounds is refused by name; nothing is ever looked up in a namespace or executed.
@@ -8,7 +8,7 @@ import msgspec
 
 from alignedserve.core.errors import ProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
@@ -24,11 +24,11 @@ class Codec:
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(union)
 
     def encode(self, message: Message) -> bytes:
-        """Bytes of one message, without framing."""
+        """Encode one message, without framing."""
         return self._encoder.encode(message)
 
     def decode(self, payload: bytes) -> Message:
-        """The message in `payload`. Raises ProtocolError, which names what is wrong and echoes no content."""
+        """Decode one message. Raises ProtocolError, which names what is wrong and echoes no content."""
         try:
             return self._decoder.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What the router and the workers say to each other."""
+"""Messages between the router and the workers."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ from alignedserve.messages.wire import Message
 
 
 class WorkerRegistered(Message, frozen=True):
-    """Worker to router on every (re)connect: what I am and what I can hold."""
+    """Worker to router on every (re)connect: its kind and capacity."""
 
     num_blocks: Count  # block storage of this worker
     block_size: Count  # token slots per block
@@ -22,25 +22,25 @@ class WorkerRegistered(Message, frozen=True):
 
 
 class RegistrationRefused(Message, frozen=True):
-    """Router to a worker or pool that cannot work with the others: it gets nothing to do."""
+    """Router to a worker or pool that cannot work with the others: it gets no work."""
 
     reason: Text
 
 
 class PrefillRequest(Message, frozen=True):
-    """Router to worker: compute this context and its next token."""
+    """Router to worker: prefill this context and emit its next token."""
 
     request: Request
     attempt: Attempt
     generated_token_ids: TokenIds = ()  # emitted in earlier attempts; recomputed with the prompt
-    has_copy: bool = False  # the pool may keep a copy of an earlier attempt: ask it before computing everything
+    has_copy: bool = False  # the pool may keep a copy of an earlier attempt: send it FetchCopy first
     bypass_to: WorkerName | None = None  # urgent: offer it to this decode worker first, and to the pool only as a copy
     predicted_output_len: PredictedLen | None = None  # never above max_tokens; SetPredictedLength may replace it
 
 
 class SetPredictedLength(Message, frozen=True):
-    """Router to a worker that prefills: the prediction for a request that it was given before there was one. Ignored
-    where the request has left."""
+    """Router to a worker that prefills: the prediction for a request dispatched before there was one. Ignored if the
+    request has left."""
 
     request_id: RequestId
     attempt: Attempt  # of its PrefillRequest
@@ -48,15 +48,15 @@ class SetPredictedLength(Message, frozen=True):
 
 
 class PrefillCompleted(Message, frozen=True):
-    """Worker to router: the context is computed and its next token is out (colocated workers then keep it)."""
+    """Worker to router: the context is computed and its next token sent (colocated workers then keep the request)."""
 
     request_id: RequestId
     attempt: Attempt
-    num_tokens: Count  # tokens computed, for the throughput estimate
+    num_tokens: Count  # computed, for the throughput estimate
 
 
 class RequestFinished(Message, frozen=True):
-    """Worker to router: last token is out, blocks are freed."""
+    """Worker to router: the last token is sent, the blocks are freed."""
 
     request_id: RequestId
     attempt: Attempt
@@ -64,8 +64,8 @@ class RequestFinished(Message, frozen=True):
 
 
 class RequestPreempted(Message, frozen=True):
-    """Worker to router: recompute it later. There was no room to go on, its handoff was refused, or the pool was lost
-    in the middle of taking it."""
+    """Worker to router: recompute this request later. Memory was short, its handoff was refused, or the pool was lost
+    while taking it."""
 
     request_id: RequestId
     attempt: Attempt
@@ -74,7 +74,7 @@ class RequestPreempted(Message, frozen=True):
 
 
 class AttemptFailed(Message, frozen=True):
-    """Worker to router: a fault that another attempt would not mend; nothing is held here any more."""
+    """Worker to router: a failure that a retry would repeat; the worker has freed the request."""
 
     request_id: RequestId
     attempt: Attempt
@@ -83,7 +83,7 @@ class AttemptFailed(Message, frozen=True):
 
 
 class JoinedBatch(msgspec.Struct, frozen=True, array_like=True):
-    """A running batch that others may join, and the context lengths that it spans now, half-open."""
+    """A running batch that requests may join, and the half-open range of its context lengths."""
 
     batch_id: BatchId
     start: Count
@@ -93,20 +93,20 @@ class JoinedBatch(msgspec.Struct, frozen=True, array_like=True):
 class WorkerLoad(Message, frozen=True):
     """Worker to router, when it changed: counts for placement."""
 
-    num_waiting: Count = 0  # prefills not yet begun or not complete
+    num_waiting: Count = 0  # incomplete prefills
     num_running: Count = 0
     num_candidate_requests: Count = 0  # to join the running batch
-    num_batch_candidates: Count = 0  # of the batch to come
-    num_candidate_blocks: Count = 0  # decode blocks that both will take
+    num_batch_candidates: Count = 0  # of the next batch
+    num_candidate_blocks: Count = 0  # decode blocks that both will need
     num_free_blocks: Count = 0
     num_handoffs_verified: Count = 0
     num_evictions: Count = 0
-    num_reused_tokens: Count = 0  # of requests given out before: taken from the pool's copies
-    num_recomputed_tokens: Count = 0  # of the same requests: computed again
-    running: JoinedBatch | None = None  # None: nothing runs, or requests of any length
+    num_reused_tokens: Count = 0  # of retried requests: taken from the pool's copies
+    num_recomputed_tokens: Count = 0  # of retried requests: computed again
+    running: JoinedBatch | None = None  # None: no batch runs, or one of unaligned lengths
 
 
 class IterationLogReport(Message, frozen=True):
-    """Decode worker to router, about once a second while it iterates: what its ledger gained since the last report."""
+    """Decode worker to router, about once a second while it iterates: what its log gained since the last."""
 
     gained: IterationLogTotals

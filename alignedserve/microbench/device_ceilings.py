@@ -1,4 +1,4 @@
-"""What a device cannot exceed, measured on it: its memory, its arithmetic, its link with the host."""
+"""Ceilings of a device, measured on it: its memory, its arithmetic, its link with the host."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from alignedserve.runtime.device.timing import DeviceTimer, Work
 
 
 class CeilingSizes(NamedTuple):
-    """How much is moved and multiplied."""
+    """Sizes of what is moved and multiplied."""
 
     memory_bytes: int  # larger than any cache
     host_bytes: int
@@ -26,7 +26,7 @@ TOY_SIZES = CeilingSizes(1 << 20, 1 << 20, 64)
 def measure_device_ceilings(
     device: torch.device, dtype: torch.dtype, timer: DeviceTimer, sizes: CeilingSizes | None = None
 ) -> DeviceCeilings:
-    """`dtype`: of the matrix product."""
+    """Measure memory, matrix products and the link of a device. `dtype`: of the matrix product."""
     sizes = sizes or SIZES[device.type]
     copied, read = _memory_speeds(device, timer, sizes.memory_bytes)
     to_device, to_host = _link_speeds(device, timer, sizes.host_bytes)
@@ -42,8 +42,11 @@ def measure_device_ceilings(
 
 
 def _memory_speeds(device: torch.device, timer: DeviceTimer, num_bytes: int) -> tuple[float, float]:
-    """Bytes per second copied (read and written), and read. Of the ways to read, the fastest counts, a copy among
-    them: what one reduction does not reach is not the memory's limit."""
+    """Return the bytes per second copied (read and written), and read.
+
+    Of the ways to read, the fastest counts, a copy among them: what one reduction does not reach is not the memory's
+    limit.
+    """
     source, target = (torch.ones(num_bytes // 4, dtype=torch.float32, device=device) for _ in range(2))
     words = source.view(torch.int64)
     copy_s, *read_s = timer.by_turns([lambda: target.copy_(source), source.sum, source.amax, words.sum])
@@ -52,14 +55,14 @@ def _memory_speeds(device: torch.device, timer: DeviceTimer, num_bytes: int) -> 
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype, timer: DeviceTimer, side: int) -> float:
-    """Operations per second of x @ weight.T, as a linear layer has it."""
+    """Return the operations per second of x @ weight.T, as a linear layer computes it."""
     x, weight = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out = torch.empty(side, side, dtype=dtype, device=device)
     return 2 * side**3 / timer.seconds(lambda: torch.mm(x, weight.T, out=out))
 
 
 def _link_speeds(device: torch.device, timer: DeviceTimer, num_bytes: int) -> tuple[float | None, float | None]:
-    """GB per second to the device and from it."""
+    """Return GB per second to the device and from it."""
     if device.type != CUDA:
         return None, None
     pinned = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)

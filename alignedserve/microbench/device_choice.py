@@ -1,4 +1,4 @@
-"""Which device a benchmark is for."""
+"""Choice of the device that a benchmark runs on."""
 
 import torch
 
@@ -9,7 +9,10 @@ AUTO = "auto"
 
 
 def chosen_device(choice: str) -> torch.device:
-    """auto, cpu or cuda. Raises ConfigError for another name and for a GPU that is not there."""
+    """Return the device named auto, cpu or cuda.
+
+    Raises ConfigError for another name and for a GPU that is not there.
+    """
     if choice not in (AUTO, CPU, CUDA):
         raise ConfigError(f"device {choice!r} must be auto, cpu or cuda.")
     obstacle = cuda_obstacle()

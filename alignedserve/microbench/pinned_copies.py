@@ -35,7 +35,7 @@ class PinnedLists:
         outwards: npt.NDArray[np.int64],
         inwards: npt.NDArray[np.int64],
     ) -> None:
-        """Both lists equally long; their blocks are nobody else's, and the inward ones are overwritten."""
+        """Both lists are equally long; their blocks are used by nothing else, and the inward ones are overwritten."""
         self._storage_bytes = storage.bytes
         self._ids = {OFFLOAD: outwards, PREFETCH: inwards}
         self._streams = {name: streams.stream(name) for name in self._ids}
@@ -55,7 +55,7 @@ class PinnedLists:
         return self._streams[name].record()
 
     def measure(self, name: str, num_rounds: int) -> PinnedSpeed:
-        """One list, against one copy of as many bytes that lie side by side on the device."""
+        """Measure one list against one copy of as many contiguous bytes."""
         seconds = clocked_by_turns(num_rounds, _awaited(lambda: self.begin(name)), _awaited(lambda: self._plain(name)))
         return PinnedSpeed(*seconds)
 
@@ -70,7 +70,7 @@ class PinnedLists:
         return stream.record()
 
 
-class Traffic:
+class BackgroundCopies:
     """Offload and prefetch that go on beside something else."""
 
     def __init__(self, lists: PinnedLists, *, num_ahead: int) -> None:
@@ -88,7 +88,7 @@ class Traffic:
                     pending.append(self._lists.begin(name))
 
     def is_going_on(self) -> bool:
-        """Whether there is still something to be copied in both directions."""
+        """Return whether copies are still pending in both directions."""
         return all(any(not event.is_done() for event in pending) for pending in self._pending.values())
 
     def drain(self) -> None:
@@ -104,7 +104,7 @@ def _awaited(begin: Callable[[], Event]) -> Callable[[], None]:
 
 
 def lists_at_the_end(storage: BlockStorage, num_blocks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Two lists of so many blocks in no order, of the storage's last ones."""
+    """Return two lists of so many blocks in no order, of the storage's last ones."""
     assert 2 * num_blocks <= storage.num_blocks, "fewer blocks than are listed"
     ids = np.arange(storage.num_blocks - 2 * num_blocks, storage.num_blocks)
     np.random.default_rng(0).shuffle(ids)

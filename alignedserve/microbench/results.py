@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class DeviceCeilings:
-    """What the device does at its best, measured; GB are 10^9 bytes, TFLOP 10^12 operations."""
+    """Measured best of a device; GB are 10^9 bytes, TFLOP 10^12 operations."""
 
     device: str
     dtype: str  # of the matrix product
@@ -16,7 +16,7 @@ class DeviceCeilings:
     device_to_host_gb_per_s: float | None
 
     def bound_s(self, num_bytes: float, num_operations: float, *, is_copy: bool) -> float:
-        """Seconds that moving so many bytes, or so much arithmetic, takes at least: whichever takes longer."""
+        """Return the least seconds for so many bytes and operations: whichever take longer."""
         bandwidth = self.copy_gb_per_s if is_copy else self.read_gb_per_s
         return max(num_bytes / bandwidth / 1e9, num_operations / self.matrix_tflop_per_s / 1e12)
 
@@ -75,7 +75,7 @@ class IterationReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchmarkResult:
-    """What was measured; times in seconds. Every field is plain JSON."""
+    """Measured figures, times in seconds. Every field is plain JSON."""
 
     model: str
     dtype: str
@@ -140,7 +140,7 @@ class TransferReport:
 def transfer_result(
     size: tuple[str, int, int], way: tuple[str, str], measured_s: float, plain_s: float
 ) -> TransferResult:
-    """`size`: shape, bytes of a block, number of blocks; `way`: transport and operation."""
+    """Build a result. `size`: shape, bytes of a block, number of blocks; `way`: transport and operation."""
     _, block_bytes, num_blocks = size
     num_bytes = block_bytes * num_blocks
     return TransferResult(

@@ -9,7 +9,7 @@ from alignedserve.microbench.results import DeviceCeilings, IterationReport, Ker
 
 
 def print_kernels(console: Console, report: KernelReport) -> None:
-    """Kernels of one run, then what they are measured against."""
+    """Print the kernels of one run, then the ceilings they are measured against."""
     title = f"kernels, {report.shape} in {report.dtype} on {report.ceilings.device}"
     table = Table(title=title, title_justify="left", header_style="bold")
     for heading in ("kernel", "case", "by"):
@@ -25,7 +25,7 @@ def print_kernels(console: Console, report: KernelReport) -> None:
 
 
 def print_iterations(console: Console, report: IterationReport) -> None:
-    """Iterations of one run, then what they are measured against."""
+    """Print the iterations of one run, then the ceilings they are measured against."""
     title = f"engine, {report.model} in {report.dtype}, attention {report.attention}, on {report.ceilings.device}"
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("iteration", no_wrap=True)
@@ -53,7 +53,7 @@ def _print_ceilings(console: Console, ceilings: DeviceCeilings, left_out: Sequen
 
 
 def print_transfers(console: Console, report: TransferReport) -> None:
-    """Speeds of block transfers, one row for each; then what there is not."""
+    """Print the speeds of block transfers, one row for each; then what was left out."""
     table = Table(title="block transfers, GB/s", title_justify="left", header_style="bold")
     table.add_column("blocks")
     for heading in ("MiB", "by", "what", "moved", "plain copy", "share"):
@@ -78,7 +78,7 @@ def _said(what: str, lines: Sequence[str]) -> list[str]:
 
 
 def print_fields(console: Console, fields: Mapping[str, object], *, title: str) -> None:
-    """A flat record as a table with one row per field."""
+    """Print a flat record as a table with one row per field."""
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in fields.items():
         table.add_row(name.replace("_", " "), _shown_value(value))
@@ -86,7 +86,7 @@ def print_fields(console: Console, fields: Mapping[str, object], *, title: str) 
 
 
 def print_records(console: Console, records: Sequence[Mapping[str, object]], *, title: str) -> None:
-    """Flat records of the same fields as a table with one row per record."""
+    """Print flat records of the same fields as a table with one row per record."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for name, value in records[0].items():
         is_name = isinstance(value, str)  # the headings break into lines, names and numbers do not

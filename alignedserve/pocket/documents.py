@@ -36,7 +36,7 @@ class Reading:
         return _fill(rng.choice(self.next_phrases), self.labels[row])
 
     def with_question(self, question: str, rng: random.Random) -> str:
-        """The whole user message; the question stands before the text now and then."""
+        """Return the whole user message; the question stands before the text now and then."""
         if rng.random() < 0.25:
             return f"{question}\n\n{self.text()}"
         return f"{self.text()}\n\n{question}"
@@ -47,12 +47,12 @@ def _fill(phrase: str, label: str) -> str:
 
 
 def nonsense_word(rng: random.Random, min_len: int = 3, max_len: int = 9) -> str:
-    """Letters that are (almost) never a word of the list: the model must read them one by one."""
+    """Make letters that are (almost) never a word of the list: the model must read them one by one."""
     return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(min_len, max_len)))
 
 
 def make_title(num_words: int, rng: random.Random) -> str:
-    """A line of `num_words` words, closed by a colon: takes `num_words` + 2 tokens."""
+    """Make a line of `num_words` words, closed by a colon: takes `num_words` + 2 tokens."""
     return " ".join(rng.choice(WORDS) for _ in range(num_words)) + ":\n"
 
 

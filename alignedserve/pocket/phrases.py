@@ -1,4 +1,4 @@
-"""How people ask: several phrasings for every skill, and the fixed answers of the pocket model."""
+"""Questions as people ask them: several phrasings for every skill, and the fixed answers of the pocket model."""
 
 COUNT_UP = (
     "count from {a} to {b}", "Count from {a} to {b}.", "Count {a} to {b} please.", "Please count from {a} to {b}.",

@@ -32,7 +32,7 @@ MAX_SORTED_NUMBER = 99
 
 
 class Skill(enum.Enum):
-    """What the pocket model has been taught."""
+    """Skills that the pocket model has been trained on."""
 
     COUNTING = "counting"
     SPELLING = "spelling"
@@ -60,7 +60,7 @@ class PocketTask:
 
 
 def is_correct(task: PocketTask, answer_text: str) -> bool:
-    """Exact match; only white space around the answer is forgiven."""
+    """Return whether the answer matches exactly, but for white space around it."""
     return answer_text.strip() == task.answer
 
 
@@ -70,7 +70,7 @@ def make_task(skill: Skill, rng: random.Random) -> PocketTask:
 
 
 def log_uniform(low: int, high: int, rng: random.Random) -> int:
-    """An integer in [low, high]; every doubling is as likely as the next, so short ones are common."""
+    """Draw an integer in [low, high]; every doubling is as likely as the next, so short ones are common."""
     return min(high, int(low * ((high + 1) / low) ** rng.random()))
 
 
@@ -78,7 +78,7 @@ def log_uniform(low: int, high: int, rng: random.Random) -> int:
 
 
 def make_counting(rng: random.Random, num_numbers: int) -> PocketTask:
-    """`num_numbers` numbers, and so about as many output tokens; upwards or downwards."""
+    """Make a task of counting `num_numbers` numbers, about as many output tokens; upwards or downwards."""
     low = 1 if rng.random() < 0.25 else rng.randint(0, MAX_NUMBER + 1 - num_numbers)
     if low + num_numbers > 100 and rng.random() < 0.3:
         low = rng.randint(0, max(0, 100 - num_numbers))  # people count small numbers more often
@@ -135,7 +135,7 @@ def ask(skill: Skill, reading: Reading, rng: random.Random) -> PocketTask:
 
 
 def ask_again(skill: Skill, reading: Reading, rng: random.Random) -> PocketTask:
-    """A question about a text that stands earlier in the conversation."""
+    """Ask about a text that stands earlier in the conversation."""
     row = rng.randrange(len(reading.rows))
     return PocketTask(skill, reading.next_question(row, rng), reading.rows[row])
 
@@ -201,7 +201,7 @@ _LONG_SKILLS = (Skill.LOOKUP, Skill.NTH_LINE, Skill.COUNTING)
 
 
 def make_reading(skill: Skill, num_tokens: int, rng: random.Random) -> Reading:
-    """A table (lookup) or a document (nth_line) of about `num_tokens` tokens."""
+    """Make a table (lookup) or a document (nth_line) of about `num_tokens` tokens."""
     if skill is Skill.LOOKUP:
         return make_table(max(3, min(MAX_TABLE_ROWS, num_tokens // _TOKENS_PER_TABLE_ROW)), rng)
     return make_document(max(2, min(MAX_DOCUMENT_LINES, num_tokens // _TOKENS_PER_DOCUMENT_LINE)), rng)
@@ -213,7 +213,7 @@ def make_long_task(
     count_tokens: Callable[[str], int],
     num_output_tokens: int | None = None,
 ) -> PocketTask:
-    """A task whose user message has `num_prompt_tokens` tokens within about 5 % (30 to 1 900).
+    """Make a task whose user message has `num_prompt_tokens` tokens within about 5 % (30 to 1 900).
 
     With `num_output_tokens` (2 to 200) the task is counting after a text, as only its answer can have any length.
     """
@@ -234,26 +234,28 @@ def _long_reading(
     reading = _fit_rows(source, num_prompt_tokens - _QUESTION_TOKENS, count_tokens)
     row = rng.randrange(len(reading.rows))
     question = reading.question(row, rng)
-    room = num_prompt_tokens - count_tokens(question) - _GAP_TOKENS
+    num_left = num_prompt_tokens - count_tokens(question) - _GAP_TOKENS
     return PocketTask(
-        skill, _fit_title(reading, room, rng, count_tokens).with_question(question, rng), reading.rows[row]
+        skill, _fit_title(reading, num_left, rng, count_tokens).with_question(question, rng), reading.rows[row]
     )
 
 
 def _after_text(
     task: PocketTask, rng: random.Random, num_prompt_tokens: int, count_tokens: Callable[[str], int]
 ) -> PocketTask:
-    """The task, with as much of a text in front of it as the wanted length leaves room for."""
-    room = num_prompt_tokens - count_tokens(task.prompt) - _GAP_TOKENS
-    if room < 8:
+    """Return the task, with as much of a text in front of it as the wanted length allows."""
+    num_left = num_prompt_tokens - count_tokens(task.prompt) - _GAP_TOKENS
+    if num_left < 8:
         return task
-    source = make_reading(rng.choice((Skill.LOOKUP, Skill.NTH_LINE)) if room > 60 else Skill.LOOKUP, 2 * room + 80, rng)
-    reading = _fit_title(_fit_rows(source, room, count_tokens), room, rng, count_tokens)
+    source = make_reading(
+        rng.choice((Skill.LOOKUP, Skill.NTH_LINE)) if num_left > 60 else Skill.LOOKUP, 2 * num_left + 80, rng
+    )
+    reading = _fit_title(_fit_rows(source, num_left, count_tokens), num_left, rng, count_tokens)
     return PocketTask(task.skill, f"{reading.text()}\n\n{task.prompt}", task.answer)
 
 
 def _fit_rows(reading: Reading, num_tokens: int, count_tokens: Callable[[str], int]) -> Reading:
-    """The longest beginning of `reading` (at least one row) with at most `num_tokens` tokens."""
+    """Return the longest beginning of `reading` (at least one row) with at most `num_tokens` tokens."""
     low, high = 1, len(reading.rows)
     while low < high:
         middle = (low + high + 1) // 2
@@ -269,7 +271,7 @@ def _first_rows(reading: Reading, num_rows: int) -> Reading:
 
 
 def _fit_title(reading: Reading, num_tokens: int, rng: random.Random, count_tokens: Callable[[str], int]) -> Reading:
-    """The same rows under a title that fills what is left of `num_tokens` tokens."""
+    """Return the same rows under a title that fills what is left of `num_tokens` tokens."""
     bare = dataclasses.replace(reading, intro="")
     num_words = num_tokens - count_tokens(bare.text()) - _TITLE_TOKENS
     if num_words < 1:

@@ -1,1 +1,1 @@
-"""Recorded runs, decided again and simulated."""
+"""Replays and simulates recorded runs."""

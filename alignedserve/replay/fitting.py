@@ -1,4 +1,4 @@
-"""What work costs on the machine of a recorded run, fitted to that run."""
+"""Cost models fitted to the iterations and copies of a recorded run."""
 
 import math
 import statistics
@@ -23,16 +23,16 @@ from alignedserve.costmodel.links import LinkModel
 from alignedserve.replay.observed import ObservedCopy, ObservedIteration, ObservedRun
 from alignedserve.sim.config import SimLinks
 
-_FASTEST = 1e12  # bytes per second of a link whose copies took no longer for being larger
+_FASTEST = 1e12  # bytes per second of a link whose larger copies took no longer
 _MIN_SAMPLES = 20
 _NUM_REWEIGHTINGS = 10
 _PREFIXES = ("decode-", "prefill-")
-_SLOWDOWNS = tuple(number / 10 for number in range(21))  # as one beside another on the same core takes twice as long
+_SLOWDOWNS = tuple(number / 10 for number in range(21))  # two on the same core take twice as long
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFit:
-    """What iterations of one kind of worker cost. `ratios`: measured by expected, one worker after the other."""
+    """Costs of one kind of worker's iterations. `ratios`: measured by expected, one worker after the other."""
 
     costs: LinearIterationModel
     error: FitError  # on the iterations that were fitted
@@ -41,16 +41,16 @@ class WorkerFit:
 
 @dataclass(frozen=True, slots=True)
 class MachineFit:
-    """What a simulation of that machine needs."""
+    """Costs for a simulation of the recorded machine."""
 
     decode: WorkerFit
-    prefill: WorkerFit | None  # None: workers do both
+    prefill: WorkerFit | None  # None: colocated workers
     links: SimLinks
-    slowdown: float  # of an iteration by each other worker that computes meanwhile, as a share of its time alone
+    slowdown: float  # of an iteration by each other busy worker, as a share of its time alone
 
 
 def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
-    """Of a run whose rooms have all been seen. Raises RecordingError when it has too few iterations."""
+    """Fit the costs of a run that was observed completely. Raises RecordingError if it has too few iterations."""
     workers = [_iterations_of(run.iterations, prefix) for prefix in _PREFIXES]
     if len(workers[0].iterations) < _MIN_SAMPLES or 0 < len(workers[1].iterations) < _MIN_SAMPLES:
         raise RecordingError(f"{sum(len(one.iterations) for one in workers)} iterations are too few to fit costs to")
@@ -66,10 +66,10 @@ def fit_machine(run: ObservedRun, block_bytes: int) -> MachineFit:
 
 
 def fit_mean(samples: Sequence[Sample]) -> LinearIterationModel:
-    """The expected time of an iteration: errors are weighed by what is expected, not by what was measured.
+    """Fit the expected time of an iteration, with errors weighted by the expected time, not the measured one.
 
-    Weighed by what was measured (fit_linear, from which this sets out), iterations that the machine delayed count for
-    less than those that it did not, and the sum of all comes out too small.
+    Weighted by the measured time (fit_linear, the starting point), iterations that the machine delayed count for less
+    than others, and the sum of all comes out too small.
     """
     rows = np.array([features_of(sample.work) for sample in samples], np.float64)
     seconds = np.array([sample.seconds for sample in samples])
@@ -84,15 +84,14 @@ def fit_mean(samples: Sequence[Sample]) -> LinearIterationModel:
 
 @dataclass(frozen=True, slots=True)
 class _WorkerIterations:
-    """Iterations of one kind of worker, with the share of each in which others computed too."""
+    """Iterations of one kind of worker, with the share of each in which other workers were busy."""
 
     iterations: tuple[ObservedIteration, ...]
     num_others: int
     shares: npt.NDArray[np.float64]
 
     def alone(self, slowdown: float) -> list[Sample]:
-        """What each would have taken alone, if others slow it down so much. (With more than one other, as if either
-        all of them computed or none.)"""
+        """Return the samples with their times alone under this slowdown, as if either all others were busy or none."""
         factors = 1.0 - self.shares + self.shares / (1.0 + slowdown * self.num_others)
         seconds = [one.ended_s - one.started_s for one in self.iterations]
         return [
@@ -124,7 +123,7 @@ def _are_several(run: ObservedRun) -> bool:
 
 
 def _misfit(workers: Sequence[_WorkerIterations], slowdown: float) -> float:
-    """By how much iterations differ from what would be expected of them, as the mean size of the logarithm."""
+    """Return the mean absolute logarithm of measured by expected times."""
     sizes = [
         abs(math.log(ratio)) for one in workers if one.iterations for ratio in _fit_worker(one.alone(slowdown)).ratios
     ]
@@ -143,7 +142,7 @@ def _message_s(run: ObservedRun) -> float:
 
 
 def _fit_link(copies: Sequence[ObservedCopy], block_bytes: int) -> LinkModel:
-    """Least squares of the relative errors, neither part negative; a link that carried nothing is never asked."""
+    """Fit a link by least squares of relative errors, neither part negative; an unused link is free."""
     samples = [(copy.num_blocks * block_bytes, copy.seconds) for copy in copies if copy.num_blocks and copy.seconds > 0]
     if not samples:
         return LinkModel(0.0, _FASTEST)

@@ -1,4 +1,4 @@
-"""Iterations of the same work do not take the same time: what a recorded run says about by how much."""
+"""Jitter of iteration times, as measured in a recorded run."""
 
 import random
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 
-_RUN_LENGTH = 16  # a busy machine is slow for several iterations in a row
+_RUN_LENGTH = 16  # a busy machine is slow for several successive iterations
 
 
 class JitteryCosts:
-    """A cost model for engines: each time that it is asked about an iteration, that one is slower or faster by a
-    ratio that was measured. Ratios come in runs as they were recorded, each run from a place drawn by the seed.
+    """Cost model for engines, which multiplies each iteration's cost by a measured ratio.
 
-    Not for policies, which are to know what to expect.
+    Ratios come in runs as they were recorded, each run from a place drawn by the seed. Not for policies, which need the
+    expected cost.
     """
 
     def __init__(self, costs: CostModel, ratios: Sequence[float], seed: int) -> None:

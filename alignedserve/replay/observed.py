@@ -1,6 +1,6 @@
-"""What a recorded run was: its requests with the times of their tokens, and how long everything in it took.
+"""Observations of a recorded run: its requests with the times of their tokens, and the durations of its work.
 
-All of it comes out of the rooms' recordings: when they were told what, and what they answered.
+All of it follows from the components' recordings: their events, times and commands.
 """
 
 from array import array
@@ -23,28 +23,27 @@ from alignedserve.messages.iterations import (
     RunIteration,
 )
 from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, RequestFinished
-from alignedserve.replay.components import Decided
+from alignedserve.replay.component_replay import Decided
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.sim.engine import SimulatedEngine
 
 _MATCHED = (PrefillRequest, PrefillCompleted, RequestFinished)  # messages that come once for each attempt
 _ENDLESS = 1 << 40
-_ANY_MEMORY = DeviceMemory(1, 1, 1, 0)  # copies to the host are counted in whole tokens
+_ANY_MEMORY = DeviceMemory(1, 1, 1, 0)  # copies to the host count in whole tokens
 
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """One request as the rooms saw it."""
+    """One request as seen by the components."""
 
     request: Request  # without its tokens
-    submitted_s: float  # when the router heard of it
-    token_times_s: dict[int, float] = field(default_factory=dict)  # by place in the answer, when first sent
+    token_times_s: dict[int, float] = field(default_factory=dict)  # by index in the answer, when first sent
     finished_s: float | None = None
     is_refused: bool = False  # rejected or failed
 
     @property
     def times_in_order(self) -> "array[float]":
-        """When each token was sent by a worker, from the first without a gap."""
+        """Times at which workers sent the tokens, from the first to the first gap."""
         times = array("d")
         while (time_s := self.token_times_s.get(len(times))) is not None:
             times.append(time_s)
@@ -53,7 +52,7 @@ class ObservedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ObservedIteration:
-    """One iteration of a worker, from the decision to run it to the news of its end."""
+    """One iteration of a worker, from RunIteration to IterationCompleted."""
 
     worker: str
     started_s: float
@@ -63,15 +62,15 @@ class ObservedIteration:
 
 @dataclass(frozen=True, slots=True)
 class ObservedCopy:
-    """Blocks that went from memory to memory."""
+    """One copy of blocks between memories."""
 
     num_blocks: int
-    seconds: float  # from asking for it to the news of its end
+    seconds: float  # from the command to its completion event
     has_pool_end: bool
 
 
 class ObservedRun:
-    """Take in every room's decisions, one room after the other."""
+    """Collects the decisions of all components, one component after the other."""
 
     def __init__(self) -> None:
         self.requests: dict[RequestId, ObservedRequest] = {}
@@ -82,12 +81,12 @@ class ObservedRun:
         self._sent: dict[tuple[object, ...], float] = {}
         self._received: dict[tuple[object, ...], float] = {}
 
-    def room(self, name: str, pool: str | None) -> "ComponentObserver":
-        """What looks at one room's decisions. `pool`: of a worker, the pool of its node."""
+    def observer(self, name: str, pool: str | None) -> "ComponentObserver":
+        """Create the observer of one component. `pool`: the pool of a worker's node."""
         return ComponentObserver(self, name, pool)
 
     def complete(self) -> None:
-        """All rooms have been seen: put their words together."""
+        """Combine the observations once all components have been read."""
         for now, message in self._emitted:
             for delta in message.deltas:
                 seen = self.requests.get(delta.request_id)
@@ -102,13 +101,13 @@ class ObservedRun:
         self._emitted.clear()
 
     def message_times_s(self) -> list[float]:
-        """How long messages took from room to room, those that can be told apart."""
+        """Return the latencies of the messages that can be matched at both ends."""
         return [time_s - self._sent[key] for key, time_s in self._received.items() if key in self._sent]
 
     # --- for ComponentObserver
 
     def record_sent(self, message: object, now: float) -> None:
-        """A room sends this."""
+        """Record a message that a component sends."""
         if isinstance(message, _MATCHED):
             key = _key(message)
             self._sent.setdefault(key, now)
@@ -116,19 +115,19 @@ class ObservedRun:
             self._refused.add(message.request_id)
 
     def record_received(self, message: object, now: float) -> None:
-        """A room is told this."""
+        """Record a message that a component receives."""
         if isinstance(message, SubmitRequest):
-            self.requests[message.request.request_id] = ObservedRequest(message.request, now)
+            self.requests[message.request.request_id] = ObservedRequest(message.request)
         elif isinstance(message, _MATCHED):
             self._received.setdefault(_key(message), now)
 
     def record_emitted(self, message: TokensEmitted, now: float) -> None:
-        """A worker sends tokens."""
+        """Record tokens that a worker sends."""
         self._emitted.append((now, message))
 
 
 class ComponentObserver:
-    """Looks at one life of one room."""
+    """Observes one process of one component."""
 
     def __init__(self, run: ObservedRun, name: str, pool: str | None) -> None:
         self._run = run
@@ -140,7 +139,7 @@ class ComponentObserver:
         self._begun_s: dict[object, float] = {}  # copies under way
 
     def take(self, decided: Decided) -> None:
-        """The next decision."""
+        """Take the next decision."""
         event, now, commands = decided
         if isinstance(event, Received):
             self._run.record_received(event.message, now)
@@ -185,7 +184,7 @@ def _key(message: Any) -> tuple[object, ...]:
 
 
 class _RecordingCosts:
-    """A cost model that charges nothing and remembers what it was asked about."""
+    """A cost model of zero costs that remembers the latest work."""
 
     def __init__(self) -> None:
         self.latest = IterationWork()
@@ -199,7 +198,7 @@ class _RecordingCosts:
 
 
 class _UnknownLengths(dict[RequestId, int]):
-    """Answers whose length nobody need know here."""
+    """Answer lengths, which are not needed here."""
 
     def __missing__(self, request_id: RequestId) -> int:
         return _ENDLESS

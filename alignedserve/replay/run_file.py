@@ -1,4 +1,4 @@
-"""What a recorded run was as a whole: the configuration of its cluster and the blocks of its model."""
+"""Reads RUN_FILE: the configuration of a recorded cluster and the blocks of its model."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from alignedserve.messages.recording import RUN_FILE, VERSION, RunMetadata
 
 
 def read_run_metadata(folder: Path) -> RunMetadata:
-    """Raises RecordingError."""
+    """Read the metadata of a recorded run. Raises RecordingError."""
     path = folder / RUN_FILE
     try:
         metadata = msgspec.json.decode(path.read_bytes(), type=RunMetadata)

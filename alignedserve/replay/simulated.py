@@ -1,4 +1,4 @@
-"""A recorded run simulated, and its times beside the real ones."""
+"""Simulates a recorded run and compares its times with the real ones."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ from alignedserve.sim.config import SimConfig, SimLinks
 from alignedserve.sim.records import Ending, GapSample, OpenRequest
 from alignedserve.sim.result import ClassResult, Measure, classes_of
 from alignedserve.sim.simulation import Simulation
-from alignedserve.workload.requests import ClosedLoop, Description, TimedRequest, Workload
+from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 
-OTHERS = "others"  # canaries, and requests that did not complete: part of the load, not of the comparison
+OTHERS = "others"  # probes, and requests that did not complete: part of the load, not of the comparison
 NUM_RUNS = 5
-_CANARY = "canary-"
+_PROBE = "canary-"
 _QUANTILES = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "end to end": "end_to_end_s"}
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRequest:
-    """One request of the run, as part of a workload, with what really became of it."""
+    """One request of the run, as part of a workload, with its observed times."""
 
     timed: TimedRequest
     observed: ObservedRequest
@@ -42,55 +42,54 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """Simulated by real."""
+        """Simulated value by the real one."""
         return self.simulated / self.real if self.real else None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCosts:
-    """What iterations cost, and by which ratios they differ from that."""
+    """Costs of iterations, and the measured ratios to them."""
 
     costs: CostModel
     ratios: tuple[float, ...] = (1.0,)
 
     def drawn(self, seed: int) -> CostModel:
-        """For engines."""
+        """Return the jittery costs for engines."""
         return JitteryCosts(self.costs, self.ratios, seed)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
-    """What the simulation is made of."""
+    """Cluster and costs of a simulation."""
 
     cluster: ClusterConfig
     layout: BlockLayout
     links: SimLinks
     decode: WorkerCosts
     prefill: WorkerCosts | None = None  # None: as `decode`
-    slowdown: float = 0.0  # of iterations by each other worker that computes
+    slowdown: float = 0.0  # of iterations by each other busy worker
 
 
 def fitted_machine(metadata: RunMetadata, fit: MachineFit) -> SimulatedMachine:
-    """A recorded run's cluster, with what was fitted to one."""
+    """Combine a recorded run's cluster with fitted costs."""
     decode = WorkerCosts(fit.decode.costs, fit.decode.ratios)
     prefill = WorkerCosts(fit.prefill.costs, fit.prefill.ratios) if fit.prefill is not None else None
     return SimulatedMachine(metadata.config, metadata.layout, fit.links, decode, prefill, fit.slowdown)
 
 
 def requests_of(run: ObservedRun) -> list[ReplayedRequest]:
-    """The requests that got at least one token, by arrival; those times count from the first."""
+    """Return the requests that got at least one token, by arrival; times count from the first arrival."""
     observed = [one for one in run.requests.values() if one.token_times_s.get(0) is not None]
     observed.sort(key=lambda one: (one.request.arrival_s, one.request.request_id))
     return [ReplayedRequest(_timed(one, observed[0].request.arrival_s), one) for one in observed]
 
 
 def workload_of(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int]) -> Workload:
-    """The same requests again. Of classes in `outstanding` so many are in the air at a time, in place of the times at
-    which they came: a client that waits for answers comes later when they do."""
+    """Build a workload of the same requests; classes in `outstanding` become closed loops of so many at a time."""
     present = {one.timed.class_name for one in requests}
     loops = tuple(_loop(name, size, requests) for name, size in sorted(outstanding.items()) if name in present)
     return Workload(
-        Description("recorded", 0),
+        WorkloadDescription("recorded", 0),
         tuple(one.timed for one in requests if one.timed.class_name not in outstanding),
         loops,
         max_closed=sum(one.timed.class_name in outstanding for one in requests) if loops else None,
@@ -100,8 +99,10 @@ def workload_of(requests: Sequence[ReplayedRequest], outstanding: Mapping[str, i
 def compare(
     requests: Sequence[ReplayedRequest], outstanding: Mapping[str, int], machine: SimulatedMachine
 ) -> list[Comparison]:
-    """Simulate the run and put the measures of each class side by side, the simulated ones as means of NUM_RUNS runs
-    that differ in their jitter alone. Raises ConfigError when it cannot work."""
+    """Simulate the run NUM_RUNS times, with different jitter, and compare the means of each class's measures.
+
+    Raises ConfigError if the configuration cannot work.
+    """
     workload = workload_of(requests, outstanding)
     real = _measures(real_classes(requests))
     simulated = [_measures(simulate(workload, machine, seed)) for seed in range(NUM_RUNS)]
@@ -113,7 +114,7 @@ def compare(
 
 
 def simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[str, ClassResult]:
-    """What becomes of each class. `seed` is the jitter's."""
+    """Simulate the workload; return the result of each class. `seed` is the jitter's."""
     config = SimConfig(
         cluster=machine.cluster,
         layout=machine.layout,
@@ -127,7 +128,7 @@ def simulate(workload: Workload, machine: SimulatedMachine, seed: int) -> dict[s
 
 
 def real_classes(requests: Sequence[ReplayedRequest]) -> dict[str, ClassResult]:
-    """What really happened, by the formulas of the simulator."""
+    """Compute the results of the real run by the simulator's formulas."""
     gaps: dict[str, GapSample] = {}
     records = []
     for number, one in enumerate(requests):
@@ -141,7 +142,7 @@ def real_classes(requests: Sequence[ReplayedRequest]) -> dict[str, ClassResult]:
 
 def _timed(observed: ObservedRequest, begin_s: float) -> TimedRequest:
     request = observed.request
-    is_other = observed.finished_s is None or request.request_id.startswith(_CANARY)
+    is_other = observed.finished_s is None or request.request_id.startswith(_PROBE)
     output_len = len(observed.times_in_order)
     return TimedRequest(
         arrival_s=request.arrival_s - begin_s,
@@ -161,7 +162,7 @@ def _loop(name: str, size: int, requests: Sequence[ReplayedRequest]) -> ClosedLo
 
 
 class _CyclicStream:
-    """Requests without end: those that there are, over and over."""
+    """An endless stream that repeats the given requests."""
 
     def __init__(self, requests: Sequence[TimedRequest]) -> None:
         self._requests = requests
@@ -171,7 +172,7 @@ class _CyclicStream:
 
 
 def _measures(classes: Mapping[str, ClassResult]) -> dict[tuple[str, str], float]:
-    """By class and measure."""
+    """Return the measures by class and name."""
     measures = {}
     for name, result in classes.items():
         if name == OTHERS:

@@ -1,1 +1,1 @@
-"""Which requests an iteration serves: one pure core for live workers and simulator, one policy per paper."""
+"""Scheduling of iterations: one pure core for live workers and simulator, one policy per paper."""

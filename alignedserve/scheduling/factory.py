@@ -1,4 +1,4 @@
-"""How what decides on a worker is put together, alike for live workers and for simulated ones."""
+"""Construction of schedulers from the configuration, for live workers and for simulated ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +15,14 @@ from alignedserve.config.sections import (
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.online import learned_from
-from alignedserve.scheduling.iteration_scheduler import InOrder, Pacing, PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import (
+    FcfsIterationScheduler,
+    IterationScheduler,
+    PolicyIterationScheduler,
+)
 from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.scheduler_state import Scheduler
 
 
 def limits_of(config: PrefillWorkerConfig | DecodeWorkerConfig) -> IterationLimits:
@@ -32,8 +36,8 @@ def make_scheduler(
     costs: CostModel | None = None,
     measured: Sequence[Sample] = (),
 ) -> Scheduler:
-    """One for each worker. Without `costs` it learns what iterations cost from those that the worker runs; it begins
-    with those that were `measured` before.
+    """Build the scheduler of one worker. Without `costs` it learns them from the iterations that the worker runs,
+    beginning with the `measured` ones.
 
     Raises ConfigError naming what is unknown.
     """
@@ -45,8 +49,8 @@ def make_scheduler(
 
 
 def calibration_s(engine: EngineConfig, scheduling: SchedulingConfig) -> float:
-    """So long a prefill or decode worker measures what iterations cost; 0 where nobody would ask for it."""
-    return engine.calibration_s if policy_entry(scheduling.policy).paces else 0.0
+    """Return how long a prefill or decode worker calibrates iteration costs; 0 if its policy does not use them."""
+    return engine.calibration_s if policy_entry(scheduling.policy).schedules_iterations else 0.0
 
 
 def make_iteration_scheduler(
@@ -54,9 +58,11 @@ def make_iteration_scheduler(
     limits: IterationLimits,
     costs: CostModel | None = None,
     measured: Sequence[Sample] = (),
-) -> Pacing:
-    """For a prefill worker."""
-    return make_decode_iteration_scheduler(scheduling, limits, costs, measured) or InOrder(limits.max_tokens)
+) -> IterationScheduler:
+    """Build the iteration scheduler of a prefill worker."""
+    return make_decode_iteration_scheduler(scheduling, limits, costs, measured) or FcfsIterationScheduler(
+        limits.max_tokens
+    )
 
 
 def make_decode_iteration_scheduler(
@@ -64,15 +70,15 @@ def make_decode_iteration_scheduler(
     limits: IterationLimits,
     costs: CostModel | None = None,
     measured: Sequence[Sample] = (),
-) -> PolicyPacing | None:
-    """For a decode worker; None: everybody in the batch is in every iteration."""
-    if policy_entry(scheduling.policy).paces:
-        return PolicyPacing(make_scheduler(scheduling, limits, costs, measured))
+) -> PolicyIterationScheduler | None:
+    """Build the iteration scheduler of a decode worker; None: the whole batch is in every iteration."""
+    if policy_entry(scheduling.policy).schedules_iterations:
+        return PolicyIterationScheduler(make_scheduler(scheduling, limits, costs, measured))
     return None
 
 
 def resolve_policy(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with everything that its policy implies and nobody has set otherwise.
+    """Return the configuration with unset values filled in by its policy.
 
     Raises ConfigError for an unknown policy or parameter.
     """

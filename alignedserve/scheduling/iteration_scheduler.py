@@ -1,6 +1,6 @@
-"""Who computes how many tokens on a worker where everybody holds what it needs, and nobody can be evicted.
+"""Schedulers of iterations on prefill and decode workers, where each request holds its blocks and none is evicted.
 
-Prefill workers ask about prompts whose blocks are all there, decode workers about the running batch.
+Prefill workers schedule prompts whose blocks are all allocated, decode workers the running batch.
 """
 
 from collections.abc import Collection
@@ -14,19 +14,19 @@ from alignedserve.core.request import Request
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import note_decodes
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
-from alignedserve.scheduling.worker_state import Scheduler, WorkerState
+from alignedserve.scheduling.scheduler_state import Scheduler, SchedulerState
 
-# Blocks are the worker's own affair here: the policy sees a memory of one block for each request, and sees all held.
+# The worker manages its blocks itself: the policy sees a memory of one block per request, all of them held.
 _BLOCK_TOKENS = 1 << 40
-_MIXING_TOLERANCE = 0.1  # a learned cost model is about so exact
+_MIXING_TOLERANCE = 0.1  # about the error of a learned cost model
 
 Slices = tuple[tuple[RequestId, int], ...]
 
 
-class InOrder:
-    """Whoever came first computes first, as much as an iteration may have."""
+class FcfsIterationScheduler:
+    """First come, first served: each request computes as many tokens as the iteration has left."""
 
-    lets_real_time_by = False  # to blocks and places
+    prioritizes_real_time = False  # when blocks are allocated
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -35,18 +35,18 @@ class InOrder:
     def enter(
         self, request: Request, now: float, *, num_cached: int, num_generated: int, predicted_len: float | None
     ) -> None:
-        """See PolicyPacing. Neither time nor prediction matters to this one."""
+        """See PolicyIterationScheduler. Time and prediction are ignored here."""
         self._remaining[request.request_id] = request.prompt_len + num_generated - num_cached
 
     def leave(self, request_id: RequestId) -> None:
-        """See PolicyPacing."""
+        """See PolicyIterationScheduler."""
         self._remaining.pop(request_id, None)
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
-        """See PolicyPacing. The order does not depend on it."""
+        """See PolicyIterationScheduler. The order does not depend on it."""
 
     def choose(self, now: float, *, stalled: Collection[RequestId] = ()) -> Slices:
-        """See PolicyPacing."""
+        """See PolicyIterationScheduler."""
         slices = plan_chunks(
             ((request_id, left) for request_id, left in self._remaining.items() if request_id not in stalled),
             self._max_tokens,
@@ -56,22 +56,22 @@ class InOrder:
         return slices
 
     def completed(self, now: float, duration_s: float) -> None:
-        """See PolicyPacing."""
+        """See PolicyIterationScheduler."""
 
 
-class PolicyPacing:
-    """As a policy says. Told of everybody who comes, goes and computes; asked once per iteration."""
+class PolicyIterationScheduler:
+    """Scheduling by an iteration policy. Tracks every request that enters, leaves and computes."""
 
-    lets_real_time_by = True
+    prioritizes_real_time = True
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._state = WorkerState(DeviceMemory(1 << 30, 1 << 30, _BLOCK_TOKENS))
+        self._state = SchedulerState(DeviceMemory(1 << 30, 1 << 30, _BLOCK_TOKENS))
 
     def enter(
         self, request: Request, now: float, *, num_cached: int, num_generated: int, predicted_len: float | None
     ) -> None:
-        """A request with the cache of so many tokens can compute from now on."""
+        """Add a request that has the cache of `num_cached` tokens and can compute from now on."""
         self._state.add(request, now, predicted_len=predicted_len, num_generated=num_generated)
         row = self._state.table.row(request.request_id)
         self._state.table.num_cached[row] = num_cached
@@ -79,21 +79,21 @@ class PolicyPacing:
         self._state.num_free -= 1
 
     def leave(self, request_id: RequestId) -> None:
-        """It computes no more here; to be said between two iterations. It may be gone already."""
+        """Remove a request, between two iterations. It may be gone already."""
         if request_id in self._state.table:
             self._state.remove(request_id)
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
-        """A prediction that came late; of somebody who is not here it is nothing new."""
+        """Set a prediction that came late; requests that are not here are ignored."""
         if request_id in self._state.table:
             self._state.set_predicted_length(request_id, predicted_len)
 
-    def is_worth_mixing(self, context_lens: Collection[int]) -> bool:
-        """Whether decodes of these contexts add no more to the iteration of those here than to one among their like.
+    def is_mixing_cheaper(self, context_lens: Collection[int]) -> bool:
+        """Return whether decodes of these contexts cost no more in the running iteration than in one of equal lengths.
 
-        By the cost model: always, where attention costs the sum of the contexts; where the longest is a straggler, only
-        for contexts that are alike. Among their like is how they would be computed otherwise, not as they came: a batch
-        that has a straggler of its own would cost no more beside another one, and neither would ever be parted from it.
+        By the cost model: always if attention costs the sum of the contexts; if the longest one is a straggler, only
+        for similar contexts. The comparison is with equal lengths, not with the lengths given: otherwise two batches
+        with stragglers of their own would be mixed, and never be separated again.
         """
         table = self._state.table
         here, among_like = IterationWork(), IterationWork()
@@ -109,19 +109,19 @@ class PolicyPacing:
         return added_s <= (1.0 + _MIXING_TOLERANCE) * own_s
 
     def choose(self, now: float, *, stalled: Collection[RequestId] = ()) -> Slices:
-        """Who computes how many tokens in the iteration that begins now; who is stalled cannot."""
+        """Choose how many tokens each request computes in the iteration that begins now; stalled ones cannot."""
         view = self._state.view(limits=self._scheduler.limits, costs=self._scheduler.costs, now=now)
         plan = self._scheduler.policy.plan(replace(view, can_evict=False))
-        assert not plan.evictions, "evicts where nobody can be evicted"
+        assert not plan.evictions, "evictions on a worker that cannot evict"
         request_ids = self._state.table.request_ids
         if stalled:
-            plan = IterationPlan(tuple(share for share in plan.shares if request_ids[share.row] not in stalled))
+            plan = IterationPlan(tuple(part for part in plan.scheduled if request_ids[part.row] not in stalled))
         self._state.begin(plan)
-        return tuple((request_ids[share.row], share.num_tokens) for share in plan.shares)
+        return tuple((request_ids[part.row], part.num_tokens) for part in plan.scheduled)
 
     def completed(self, now: float, duration_s: float) -> None:
-        """The iteration is over; to be said before anybody leaves for it."""
+        """Note the end of the iteration, before any request leaves because of it."""
         self._scheduler.completed(self._state, now=now, duration_s=duration_s)
 
 
-Pacing = InOrder | PolicyPacing
+IterationScheduler = FcfsIterationScheduler | PolicyIterationScheduler

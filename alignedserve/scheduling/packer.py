@@ -1,11 +1,11 @@
-"""Packs an iteration request by request and keeps account of blocks, tokens, places and predicted time."""
+"""Packs an iteration request by request and accounts for blocks, tokens, places and predicted time."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policy import Evict, Eviction, IterationPlan, Share, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest, WorkerView
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 
 _IntOf = Callable[[int], int]  # of a row
@@ -13,7 +13,7 @@ _BoolOf = Callable[[int], bool]
 
 
 class Packer:
-    """The plan as far as it has come. What `add` refuses leaves it unchanged."""
+    """A plan in construction. A call of `add` that returns False leaves it unchanged."""
 
     def __init__(self, view: WorkerView) -> None:
         self._view = view
@@ -27,8 +27,8 @@ class Packer:
         self._num_swapped: _IntOf = table.num_swapped.item
         self._is_hidden: _BoolOf = table.is_hidden.item
         self._is_real_time: _BoolOf = table.is_real_time.item
-        self._shares: dict[int, Share] = {}
-        self._evictions: dict[int, Evict] = {}
+        self._scheduled: dict[int, ScheduledRequest] = {}
+        self._evictions: dict[int, PlannedEviction] = {}
         self._uploads: list[int] = []
         self.num_free = view.memory.num_free  # blocks
         self.num_free_host = view.memory.num_free_host  # tokens
@@ -37,28 +37,28 @@ class Packer:
         self.work = IterationWork()
 
     def __contains__(self, row: int) -> bool:
-        return row in self._shares
+        return row in self._scheduled
 
     @property
     def rows(self) -> list[int]:
-        """Who is in, in the order they came."""
-        return list(self._shares)
+        """Scheduled rows, in the order in which they were added."""
+        return list(self._scheduled)
 
     @property
-    def num_shares(self) -> int:
-        """How many are in."""
-        return len(self._shares)
+    def num_scheduled(self) -> int:
+        """Number of scheduled requests."""
+        return len(self._scheduled)
 
     def is_evicted(self, row: int) -> bool:
-        """Whether this plan takes its cache off the device."""
+        """Return whether this plan evicts the row's cache from the device."""
         return row in self._evictions
 
     def remaining(self, row: int) -> int:
-        """Tokens that this request would have to compute to sample one: all of them if it is evicted by this plan."""
+        """Return the tokens to compute before this request can sample: all if this plan drops its cache."""
         return self._context_len(row) - (0 if self._is_dropped(row) else self._num_cached(row))
 
     def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
-        """Free blocks that so many tokens of this request would take, and what comes back of it from the host."""
+        """Return the free blocks that this many tokens of the request would take, with its cache on the host."""
         is_evicted = row in self._evictions
         wanted = self._memory.blocks_for(
             num_tokens + (0 if is_evicted else self._num_cached(row)),
@@ -68,20 +68,20 @@ class Packer:
         return max(wanted - (0 if is_evicted else self._num_blocks(row)), 0)
 
     def fits(self, row: int, num_tokens: int) -> bool:
-        """Whether blocks, tokens and places are left for it."""
+        """Return whether blocks, tokens and places are left for it."""
         if self.num_places_left < 1 or num_tokens > self.num_tokens_left:
             return False
         return self.blocks_needed(row, num_tokens) <= self.num_free
 
     def add(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> bool:
-        """Let this request compute so many tokens, if they fit."""
-        assert row not in self._shares, "a request packed twice"
+        """Schedule this many tokens of the request; return False if they do not fit."""
+        assert row not in self._scheduled, "a request packed twice"
         assert row not in self._evictions or self._is_dropped(row), "what is swapped out does not compute"
-        assert 0 < num_tokens <= self.remaining(row), "computes tokens that nobody knows"
+        assert 0 < num_tokens <= self.remaining(row), "computes tokens that are not known yet"
         num_blocks = self.blocks_needed(row, num_tokens, is_hidden=is_hidden)
         if self.num_places_left < 1 or num_tokens > self.num_tokens_left or num_blocks > self.num_free:
             return False
-        self._shares[row] = Share(row, num_tokens, is_hidden)
+        self._scheduled[row] = ScheduledRequest(row, num_tokens, is_hidden)
         self.num_free -= num_blocks
         self.num_tokens_left -= num_tokens
         self.num_places_left -= 1
@@ -89,9 +89,9 @@ class Packer:
         return True
 
     def add_decodes(self, rows: Ints) -> int:
-        """Let these compute one token each, as far as everything goes, and none after the first that finds no room.
+        """Schedule one token for each of these rows, up to the first that does not fit; return how many were added.
 
-        For rows that decode with their whole cache on the device; how many of them are in.
+        For rows that decode with their whole cache on the device.
         """
         table = self._view.table
         wanted = self._memory.blocks_for_each(
@@ -102,7 +102,7 @@ class Packer:
         count = max(min(num_fitting, self.num_places_left, self.num_tokens_left), 0)
         if count:
             chosen: list[int] = rows[:count].tolist()
-            self._shares.update((row, Share(row, 1)) for row in chosen)
+            self._scheduled.update((row, ScheduledRequest(row, 1)) for row in chosen)
             self.num_free -= int(taken[count - 1])
             self.num_tokens_left -= count
             self.num_places_left -= count
@@ -110,7 +110,7 @@ class Packer:
         return count
 
     def note_work(self, work: IterationWork, row: int, num_tokens: int) -> None:
-        """What this would add to `work`: `self.work`, or a copy to try it out on."""
+        """Add the request's tokens to `work`: `self.work`, or a copy for a trial."""
         num_cached = self._context_len(row) - self.remaining(row)
         if num_tokens == 1 and num_cached + 1 == self._context_len(row):
             work.add_decode(self._context_len(row), is_hidden=self._is_hidden(row))
@@ -119,7 +119,7 @@ class Packer:
         work.swap_in_tokens += 0 if self._is_dropped(row) else self._copied(row, self._num_swapped(row))
 
     def chunk(self, row: int) -> int:
-        """The largest chunk of this request that tokens, places and blocks leave room for; 0: none."""
+        """Return the largest chunk of this request that fits into tokens, places and blocks; 0: none."""
         if self.num_places_left < 1:
             return 0
         most = min(self.remaining(row), self.num_tokens_left)
@@ -133,42 +133,42 @@ class Packer:
         return max(min(num_slots - num_cached, most), 0)
 
     def unchunked(self, row: int) -> int:
-        """What this request computes where prompts are not cut: all that remains to it, whether or not it fits.
+        """Return the tokens to compute where prompts are not chunked: all that remain, whether or not they fit.
 
-        Of a prompt longer than an iteration may be: as many tokens as are left in this one.
+        For a prompt longer than an iteration may be: as many tokens as are left in this one.
         """
         remaining = self.remaining(row)
         return remaining if remaining <= self._view.limits.max_tokens else self.num_tokens_left
 
-    def evict(self, row: int, how: Eviction, num_tokens: int | None = None) -> None:
-        """Take the cache of this request off the device (SWAP: only its last `num_tokens`, where that is said).
+    def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:
+        """Evict the cache of this request from the device (SWAP: only its last `num_tokens`, if given).
 
-        Without room on the host a swap becomes a drop. A share that it had in this plan is withdrawn first.
+        Without host memory a swap becomes a drop. If the request is scheduled in this plan, it is withdrawn first.
         """
-        assert self._view.can_evict, "nobody can be evicted here"
+        assert self._view.can_evict, "an eviction on a worker that cannot evict"
         assert row not in self._evictions, "a request evicted twice"
-        assert how is Eviction.SWAP or num_tokens is None, "a part of a cache is dropped"
-        if row in self._shares:
+        assert how is EvictionMode.SWAP or num_tokens is None, "a part of a cache is dropped"
+        if row in self._scheduled:
             self.withdraw(row)
         on_device = self._num_cached(row) - self._num_swapped(row)
         leaving = on_device if num_tokens is None else min(num_tokens, on_device)
         assert leaving > 0, "nothing of it is on the device"
-        if how is Eviction.SWAP and leaving > self.num_free_host:
-            how, num_tokens, leaving = Eviction.DROP, None, on_device
-        if how is Eviction.SWAP:
+        if how is EvictionMode.SWAP and leaving > self.num_free_host:
+            how, num_tokens, leaving = EvictionMode.DROP, None, on_device
+        if how is EvictionMode.SWAP:
             self.num_free_host -= leaving
             self.work.swap_out_tokens += self._copied(row, leaving)
-        self._evictions[row] = Evict(row, how, None if leaving == on_device else num_tokens)
+        self._evictions[row] = PlannedEviction(row, how, None if leaving == on_device else num_tokens)
         kept = self._memory.blocks_for(
             on_device - leaving, is_hidden=self._is_hidden(row), is_real_time=self._is_real_time(row)
         )
         self.num_free += self._num_blocks(row) - (kept if leaving < on_device else 0)
 
     def upload(self, row: int) -> bool:
-        """Bring back what this request has on the host, if there are blocks for it, though it computes nothing."""
+        """Swap in what this request has on the host, without computing; return False if blocks are lacking."""
         assert self._num_swapped(row), "nothing of it is on the host"
-        assert row not in self._shares, "it comes back with its share"
-        assert row not in self._evictions, "it leaves"
+        assert row not in self._scheduled, "a scheduled request is swapped in anyway"
+        assert row not in self._evictions, "a request both evicted and swapped in"
         num_blocks = self.blocks_needed(row, 0)
         if num_blocks > self.num_free:
             return False
@@ -178,42 +178,42 @@ class Packer:
         return True
 
     def withdraw(self, row: int) -> int:
-        """Take this share back out of the plan; its tokens."""
-        share = self._shares.pop(row)
-        self.num_free += self.blocks_needed(row, share.num_tokens, is_hidden=share.is_hidden)
-        self.num_tokens_left += share.num_tokens
+        """Remove a scheduled request from the plan; return its tokens."""
+        part = self._scheduled.pop(row)
+        self.num_free += self.blocks_needed(row, part.num_tokens, is_hidden=part.is_hidden)
+        self.num_tokens_left += part.num_tokens
         self.num_places_left += 1
         withdrawn = IterationWork()
-        self.note_work(withdrawn, row, share.num_tokens)
+        self.note_work(withdrawn, row, part.num_tokens)
         self.work.subtract(withdrawn)
         if 0 < withdrawn.max_decode_context_len == self.work.max_decode_context_len:
             self.work.max_decode_context_len = self._longest_decode()
-        return share.num_tokens
+        return part.num_tokens
 
     def predicted_s(self) -> float:
-        """Seconds that the iteration would take as it is."""
+        """Return the predicted seconds of the iteration as packed so far."""
         return self._view.costs.iteration_s(self.work)
 
     def plan(self) -> IterationPlan:
-        """The finished plan."""
-        return IterationPlan(tuple(self._shares.values()), tuple(self._evictions.values()), tuple(self._uploads))
+        """Return the finished plan."""
+        return IterationPlan(tuple(self._scheduled.values()), tuple(self._evictions.values()), tuple(self._uploads))
 
     def _copied(self, row: int, num_tokens: int) -> float:
         return self._memory.copy_tokens(num_tokens, is_hidden=self._is_hidden(row)) if num_tokens else 0
 
     def _longest_decode(self) -> int:
         others = IterationWork()
-        for share in self._shares.values():
-            self.note_work(others, share.row, share.num_tokens)
+        for part in self._scheduled.values():
+            self.note_work(others, part.row, part.num_tokens)
         return others.max_decode_context_len
 
     def _is_dropped(self, row: int) -> bool:
         evict = self._evictions.get(row)
-        return evict is not None and evict.how is Eviction.DROP
+        return evict is not None and evict.how is EvictionMode.DROP
 
 
 class ReservingPacker(Packer):
-    """Where a request gets blocks for `total_len` tokens with its first share, used or not, and keeps them."""
+    """A packer that reserves blocks for `total_len` tokens when a request is first scheduled."""
 
     def __init__(self, view: WorkerView, *, total_len: Ints, has_begun: Bools) -> None:
         """`total_len`: by row. `has_begun`: the rows whose reservation is made already."""
@@ -225,43 +225,43 @@ class ReservingPacker(Packer):
         self.num_free -= sum(self._reserved.values())
 
     def blocks_needed(self, row: int, num_tokens: int, *, is_hidden: bool = False) -> int:
-        """All that this request will need, whatever the share; nothing once it has its reservation."""
+        """Return all blocks that the request will need, whatever it computes now; 0 once they are reserved."""
         if row in self._reserved:
             return 0
         return super().blocks_needed(row, self._total_len[row] - self._num_cached(row), is_hidden=is_hidden)
 
-    def evict(self, row: int, how: Eviction, num_tokens: int | None = None) -> None:
-        """With its cache the request loses its reservation."""
+    def evict(self, row: int, how: EvictionMode, num_tokens: int | None = None) -> None:
+        """Evict the cache of this request, and free its reservation."""
         super().evict(row, how, num_tokens)
         self.num_free += self._reserved.pop(row, 0)
 
 
 def note_decodes(work: IterationWork, table: RequestTable, rows: Ints) -> None:
-    """What decodes of these rows would add to `work`."""
+    """Add decodes of these rows to `work`."""
     context_len = table.prompt_len[rows] + table.num_generated[rows]
     hidden_len = int(context_len @ table.is_hidden[rows])
     work.add_decodes(len(rows), int(np.add.reduce(context_len)), int(context_len.max(initial=0)), hidden_len)
 
 
 def add_evicting(packer: Packer, row: int, num_tokens: int, victims: list[int]) -> bool:
-    """Let this request compute so many tokens; while blocks lack, the last of `victims` is dropped and leaves the list.
+    """Schedule this many tokens, dropping the last of `victims` (and removing it from the list) while blocks lack.
 
-    False, and the plan is without it, where places, tokens or victims run out.
+    Return False, without scheduling it, if places, tokens or victims run out.
     """
     while not packer.add(row, num_tokens):
         if not victims or packer.num_places_left < 1 or num_tokens > packer.num_tokens_left:
             return False
-        packer.evict(victims.pop(), Eviction.DROP)
+        packer.evict(victims.pop(), EvictionMode.DROP)
     return True
 
 
 def add_earliest(packer: Packer, view: WorkerView, at_most: int) -> None:
-    """Where everybody waits for memory that others hold: the latest to arrive give way to the earliest.
+    """Resolve a deadlock in which all wait for blocks that others hold: evict the latest for the earliest to arrive.
 
-    It gets all it wants, up to `at_most` tokens, or what is there when nobody else holds anything.
+    It computes up to `at_most` tokens, or as many as fit when no other request holds blocks.
     """
-    everybody = by_arrival(view, np.arange(len(view.table)))
-    others = [row for row in everybody if not packer.is_evicted(row)]
+    ordered = by_arrival(view, np.arange(len(view.table)))
+    others = [row for row in ordered if not packer.is_evicted(row)]
     if not others:
         return
     earliest = others.pop(0)
@@ -272,6 +272,6 @@ def add_earliest(packer: Packer, view: WorkerView, at_most: int) -> None:
 
 
 def by_arrival(view: WorkerView, rows: Ints, at_most: int | None = None) -> list[int]:
-    """`RequestTable.by_arrival` as a list."""
+    """Return `RequestTable.by_arrival` as a list."""
     chosen: list[int] = view.table.by_arrival(rows, at_most).tolist()
     return chosen

@@ -1,10 +1,10 @@
-"""Packs an iteration by priority levels: who is at a better level takes memory from who is at a worse one.
+"""Packs an iteration by priority levels: requests at a better level take memory from those at a worse one.
 
-Level 0 goes first; within a level, whoever arrived first. Memory is claimed strictly: a request without cache on the
-device (new, dropped or swapped out) displaces only those at worse levels, never its equals, so equals do not take turns
-in throwing each other out. A request on the device that needs one more block may displace whoever comes after it.
-Victims go by level and then by estimated waiting time, the last and longest first; caches come back ahead of their turn
-in the opposite order.
+Level 0 goes first; within a level, the first to arrive. Memory is claimed strictly: a request without cache on the
+device (new, dropped or swapped out) displaces only those at worse levels, never its equals, so that equals do not evict
+each other in turn. A request on the device that needs one more block may displace any request behind it. Victims are
+ordered by level and then by estimated waiting time, the worst and longest first; caches are swapped in ahead of their
+turn in the opposite order.
 """
 
 import enum
@@ -13,16 +13,16 @@ from dataclasses import replace
 import numpy as np
 
 from alignedserve.scheduling.packer import Packer, by_arrival
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Floats, Ints
 
 
 class Preemption(enum.Enum):
-    """What becomes of a cache whose memory a better level claims (ALISE, section 4.3)."""
+    """Treatment of a cache whose memory a better level claims (ALISE, section 4.3)."""
 
     SWAP = "swap"  # to the host, and back ahead of its turn
     RECOMPUTE = "recompute"  # dropped
-    DEFER = "defer"  # nothing: the newcomer waits; only who outgrows the memory drops the last of them
+    DEFER = "defer"  # kept: the newcomer waits; only a request that outgrows the memory drops the last of them
 
 
 class PriorityPacking:
@@ -42,16 +42,16 @@ class PriorityPacking:
         self._rank[self._rows] = np.arange(len(self._rows))
         self._holders = self._by_wait(np.flatnonzero(view.table.num_blocks > 0))
         self._evicted: set[int] = set()
-        self._is_closed = False  # a newcomer found no room: none after it enters
+        self._is_closed = False  # a newcomer did not fit: none after it enters
 
     def plan(self) -> IterationPlan:
-        """Everybody in order, as far as places and tokens go; then copies that the pass hides."""
+        """Schedule all requests in order, as far as places and tokens go; then add copies that the pass hides."""
         packer, holders = self._packer, set(self._holders)
         for row in self._rows:
             if not packer.num_places_left or not packer.num_tokens_left:
                 break
             if row in holders:
-                self._go_on(row)
+                self._continue(row)
             elif not self._is_closed:
                 self._is_closed = not self._enter(row)
         if self._preemption is Preemption.SWAP and self._view.can_evict and not packer.work.is_empty:
@@ -59,10 +59,9 @@ class PriorityPacking:
         return packer.plan()
 
     def _in_order(self) -> list[int]:
-        """Everybody on the device and, as nobody overtakes, as many of the others as this iteration and the next have
-        places for.
+        """Return, in order, all requests on the device and as many others as two iterations have places for.
 
-        A request that the whole memory cannot hold is passed over.
+        Requests that the whole memory cannot hold are skipped.
         """
         table, memory, level = self._view.table, self._view.memory, self._level
         is_holder = table.num_blocks > 0
@@ -79,10 +78,10 @@ class PriorityPacking:
         in_order: list[int] = chosen_rows[ordered].tolist()
         return in_order
 
-    def _go_on(self, row: int) -> None:
-        """Who is on the device computes its next token or chunk, or pauses where no memory can be claimed for it."""
+    def _continue(self, row: int) -> None:
+        """Schedule the next token or chunk of a request on the device; it pauses if no memory can be claimed."""
         if row in self._evicted:
-            self._is_closed = True  # nobody after it takes what it had to leave
+            self._is_closed = True  # no request behind it takes the blocks that it lacked
             return
         packer = self._packer
         num_tokens = 1 if self._is_decoding[row] else min(packer.remaining(row), packer.num_tokens_left)
@@ -93,10 +92,10 @@ class PriorityPacking:
         packer.add(row, num_tokens)
 
     def _enter(self, row: int) -> bool:
-        """Who has nothing on the device comes in with its whole prompt; False: it does not, and nobody after it may.
+        """Schedule the whole prompt of a request without cache on the device; return False to stop admission.
 
-        Memory for all of it is there or can be claimed, and the watermark stays free, unless nobody else is there. A
-        prompt longer than an iteration may be begins with a part.
+        Memory for all of it is free or can be claimed, and the watermark stays free, unless it is alone. A prompt
+        longer than an iteration may be begins with a part.
         """
         packer, num_tokens = self._packer, self._packer.remaining(row)
         if packer.num_tokens_left < num_tokens <= self._view.limits.max_tokens:
@@ -107,7 +106,7 @@ class PriorityPacking:
         return packer.add(row, min(num_tokens, packer.num_tokens_left))
 
     def _claim(self, row: int, missing: int) -> bool:
-        """Take so many blocks, the watermark among them, from those at worse levels."""
+        """Take the missing blocks, including the watermark, from requests at worse levels."""
         holders, can_claim = self._staying(), self._preemption is not Preemption.DEFER
         worse = [other for other in holders if can_claim and self._level[other] > self._level[row]]
         if self._packer.work.is_empty and len(worse) == len(holders):
@@ -115,15 +114,15 @@ class PriorityPacking:
         return self._displace(worse, missing)
 
     def _staying(self) -> list[int]:
-        """Who has cache on the device, the soonest to run first."""
+        """Return the requests with cache on the device, the soonest to run first."""
         return [row for row in self._holders if row not in self._evicted]
 
     def _displace(self, candidates: list[int], missing: int) -> bool:
-        """Evict as many of the last of these as free so many blocks; nobody if all of them are too few."""
+        """Evict from the end of `candidates` until enough blocks are free; none if all of them are too few."""
         num_blocks = self._view.table.num_blocks
         if missing > 0 and (not self._view.can_evict or int(num_blocks[candidates].sum()) < missing):
             return False
-        how = Eviction.SWAP if self._preemption is Preemption.SWAP else Eviction.DROP
+        how = EvictionMode.SWAP if self._preemption is Preemption.SWAP else EvictionMode.DROP
         while missing > 0:
             row = candidates.pop()
             self._packer.evict(row, how)
@@ -132,8 +131,11 @@ class PriorityPacking:
         return True
 
     def _copy_ahead(self) -> None:
-        """Copies that take no longer than the pass computes. Paused caches leave until the watermark is free, the last
-        to run first; then, if places or tokens were short and not memory, the next to run come back."""
+        """Add copies that take no longer than the pass computes.
+
+        Paused caches are swapped out until the watermark is free, the last to run first; then, if places or tokens were
+        short and not memory, the next to run are swapped in.
+        """
         packer, table = self._packer, self._view.table
         compute_s = self._view.costs.iteration_s(replace(packer.work, swap_in_tokens=0.0, swap_out_tokens=0.0))
         for row in reversed(self._staying()):
@@ -143,7 +145,7 @@ class PriorityPacking:
                 num_tokens = int(table.num_cached[row] - table.num_swapped[row])
                 if num_tokens > packer.num_free_host or not self._is_hidden_copy(row, num_tokens, compute_s):
                     break
-                packer.evict(row, Eviction.SWAP)
+                packer.evict(row, EvictionMode.SWAP)
                 self._evicted.add(row)
         if self._is_closed:
             return
@@ -155,7 +157,7 @@ class PriorityPacking:
                 packer.upload(row)
 
     def _is_hidden_copy(self, row: int, num_tokens: int, compute_s: float) -> bool:
-        """Whether the pass still hides all copies with this one more."""
+        """Return whether the pass still hides all copies with this one added."""
         work, is_hidden = self._packer.work, bool(self._view.table.is_hidden[row])
         copied = work.swap_in_tokens + work.swap_out_tokens
         return (
@@ -164,6 +166,6 @@ class PriorityPacking:
         )
 
     def _by_wait(self, rows: Ints) -> list[int]:
-        """These rows, the soonest to run first."""
+        """Return these rows, the soonest to run first."""
         ordered: list[int] = rows[np.lexsort((self._rank[rows], self._wait_s[rows], self._level[rows]))].tolist()
         return ordered

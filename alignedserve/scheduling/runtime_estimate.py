@@ -1,4 +1,4 @@
-"""How long a request will run, as a line in its lengths (ALISE, section 3.1), read off any cost model."""
+"""Estimate of a request's running time, linear in its lengths (ALISE, section 3.1), fitted to any cost model."""
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
@@ -16,7 +16,7 @@ _PROBED_LENGTHS = (128, 256, 512, 1024, 2048)
 _PROMPT_LENGTHS = (1, *_PROBED_LENGTHS, 4096)
 
 
-class RuntimeModel(NamedTuple):
+class RequestRuntimeModel(NamedTuple):
     """A prompt of s tokens takes `s T0`, each of its output tokens `alpha s + beta`; seconds."""
 
     prefill_token_s: float  # T0
@@ -28,40 +28,40 @@ class RuntimeModel(NamedTuple):
         return num_tokens * self.prefill_token_s
 
     def remaining_s(self, table: RequestTable, num_left: Floats) -> Floats:
-        """Equations 3 to 5 for what is left of every row, with `num_left` output tokens to come.
+        """Return the time that every row still needs, with `num_left` output tokens to come (equations 3 to 5).
 
-        Cache that was dropped counts as a prompt to compute; s is the context as it is now.
+        Cache that was dropped counts as a prompt to compute; s is the current context length.
         """
         to_prefill = np.where(table.is_decoding, 0, table.num_remaining)
         return self.prefill_s(to_prefill) + num_left * (self.decode_context_s * table.context_len + self.decode_s)
 
 
-def probe_runtime(costs: CostModel) -> RuntimeModel:
-    """Least squares over prompts and decodes of one request alone; T0's line goes through the origin."""
+def fit_request_runtime(costs: CostModel) -> RequestRuntimeModel:
+    """Fit by least squares to prompts and decodes of one request alone; T0's line goes through the origin."""
     lengths = np.array(_PROBED_LENGTHS, np.float64)
     prefill_s = np.array([_alone_s(costs, length, is_prompt=True) for length in _PROBED_LENGTHS])
     decode_s = np.array([_alone_s(costs, length, is_prompt=False) for length in _PROBED_LENGTHS])
     from_mean = lengths - lengths.mean()
     slope = float(from_mean @ decode_s / (from_mean @ from_mean))
-    return RuntimeModel(
+    return RequestRuntimeModel(
         float(lengths @ prefill_s / (lengths @ lengths)), slope, float(decode_s.mean() - slope * lengths.mean())
     )
 
 
-class PromptTimes(NamedTuple):
-    """How long prompts take alone, as probed: equation 4 is the line nearest to it, this bends where they do."""
+class PrefillTimes(NamedTuple):
+    """Durations of prompts alone, as measured: a piecewise linear curve, where equation 4 is one line."""
 
     probed_s: tuple[float, ...]  # of _PROMPT_LENGTHS
 
     def of(self, num_tokens: Ints) -> Floats:
-        """Seconds, between the probed ones along straight lines, and beyond them in proportion to the longest."""
+        """Return seconds: interpolated between the measured lengths, beyond them in proportion to the longest."""
         between: Floats = np.interp(num_tokens, _PROMPT_LENGTHS, self.probed_s)
         return between * np.maximum(num_tokens / _PROMPT_LENGTHS[-1], 1.0)
 
 
-def probe_prompts(costs: CostModel) -> PromptTimes:
-    """Of this cost model."""
-    return PromptTimes(tuple(_alone_s(costs, length, is_prompt=True) for length in _PROMPT_LENGTHS))
+def measure_prefill_times(costs: CostModel) -> PrefillTimes:
+    """Measure the curve of this cost model."""
+    return PrefillTimes(tuple(_alone_s(costs, length, is_prompt=True) for length in _PROMPT_LENGTHS))
 
 
 def _alone_s(costs: CostModel, length: int, *, is_prompt: bool) -> float:
@@ -73,8 +73,8 @@ def _alone_s(costs: CostModel, length: int, *, is_prompt: bool) -> float:
     return costs.iteration_s(work)
 
 
-def left_to_generate(table: RequestTable) -> tuple[Floats, Ints]:
-    """Output tokens that every row still has to generate as predicted, and how often it has overrun its prediction.
+def remaining_output_len(table: RequestTable) -> tuple[Floats, Ints]:
+    """Return the predicted output tokens left for every row, and how often it has overrun its prediction.
 
     Each overrun doubles the prediction: after k of them it is 2^k as long, the least that exceeds what is generated,
     but never more than the client's limit. Example: predicted 10, generated 25: 40, two overruns, 15 to go.
@@ -85,8 +85,8 @@ def left_to_generate(table: RequestTable) -> tuple[Floats, Ints]:
     return np.maximum(np.minimum(doubled, table.max_tokens) - table.num_generated, 1.0), num_overruns
 
 
-class Probed(Generic[T]):
-    """What a cost model comes to: given, or probed now and then, as a live worker's costs are learned."""
+class RefreshedEstimate(Generic[T]):
+    """An estimate from a cost model: given, or refreshed now and then, as a live worker's costs are learned."""
 
     def __init__(self, probe: Callable[[CostModel], T], given: T | None = None) -> None:
         self._probe = probe
@@ -95,7 +95,7 @@ class Probed(Generic[T]):
         self._num_asked = 0
 
     def of(self, costs: CostModel) -> T:
-        """For the next decision; `costs` are the worker's."""
+        """Return the estimate for the next decision; `costs` are the worker's."""
         if self._probed is None or (self._given is None and self._num_asked % _DECISIONS_PER_PROBE == 0):
             self._probed = self._probe(costs)
         self._num_asked += 1

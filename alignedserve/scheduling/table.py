@@ -1,4 +1,4 @@
-"""What a worker knows of every request it holds, as columns: a policy decides over thousands in a few array operations.
+"""The requests of a worker as columns, so that a policy decides over thousands in a few array operations.
 
 A policy reads the columns, never writes them. Rows are dense and change their order when a request leaves, so a row
 number is good for one decision; `request_ids[row]` is what lasts. Ties are broken by `order`.
@@ -27,13 +27,13 @@ class RequestTable:
     arrival_s: Floats
     is_real_time: Bools
     priority: Ints  # smaller goes first among equals
-    ttft_s: Floats  # inf where nobody counts it, as below
+    ttft_s: Floats  # inf without this objective, as below
     tpot_s: Floats
     deadline_s: Floats  # from arrival to the last token
     prompt_len: Ints
     max_tokens: Ints  # the client's limit
     # Progress.
-    predicted_len: Floats  # output tokens in all, as predicted; max_tokens while nobody has predicted
+    predicted_len: Floats  # all output tokens, as predicted; max_tokens without a prediction
     num_generated: Ints
     num_cached: Ints  # tokens of the context whose cache exists, on the device or on the host
     num_swapped: Ints  # of those, on the host
@@ -70,11 +70,11 @@ class RequestTable:
         return request_id in self._rows
 
     def row(self, request_id: RequestId) -> int:
-        """Where this request is now. Raises KeyError."""
+        """Return the current row of this request. Raises KeyError."""
         return self._rows[request_id]
 
     def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> int:
-        """A request without any cache comes to the worker; its row. `num_generated`: tokens it has from elsewhere."""
+        """Add a request without any cache; return its row. `num_generated`: tokens generated elsewhere before."""
         request_id = request.request_id
         assert request_id not in self._rows, "a request added twice"
         row = len(self.request_ids)
@@ -108,7 +108,7 @@ class RequestTable:
         return row
 
     def remove(self, request_id: RequestId) -> None:
-        """The request is over; the last row moves into its place."""
+        """Remove a request; the last row moves into its place."""
         row, last = self._rows.pop(request_id), len(self.request_ids) - 1
         moved = self.request_ids.pop()
         if row != last:
@@ -119,7 +119,7 @@ class RequestTable:
         self._bind()
 
     def by_arrival(self, rows: Ints, at_most: int | None = None) -> Ints:
-        """These rows, or the first of them, in the order of arrival; ties by the order in which they came here."""
+        """Return these rows, or the first `at_most`, by arrival; ties by `order`."""
         if at_most is not None and at_most < len(rows):
             if at_most < 1:
                 return rows[:0]
@@ -140,15 +140,17 @@ class RequestTable:
 
     @property
     def is_decoding(self) -> Bools:
-        """Whose next iteration computes one token after a first one (its cache may lie on the host)."""
+        """True where the next iteration computes one token after a first one (the cache may lie on the host)."""
         decoding: Bools = (self.num_generated > 0) & (self.num_remaining == 1)
         return decoding
 
     @property
     def next_token_due_s(self) -> Floats:
-        """When the next token should be out: the first at arrival + ttft_s, each later one tpot_s after the one before
-        on a schedule that begins with the first token: who is ahead of it may pause for as long, as the mean gap is
-        what tpot_s bounds. inf where nobody counts it."""
+        """Due time of the next token: the first at arrival + ttft_s, each later one tpot_s after the one before.
+
+        The schedule begins with the first token. A request ahead of it may pause for as long, as tpot_s bounds the mean
+        gap. inf without an objective.
+        """
         has_begun = self.num_generated > 0
         after_first_s = np.multiply(self.num_generated, self.tpot_s, out=np.zeros(len(self)), where=has_begun)
         return np.where(has_begun, self.first_token_s + after_first_s, self.arrival_s + self.ttft_s)

@@ -1,1 +1,1 @@
-"""A discrete-event simulator that drives the live system's own logics: commands become later events."""
+"""A discrete-event simulator that runs the live system's own logics: commands become later events."""

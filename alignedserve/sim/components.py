@@ -1,7 +1,8 @@
-"""Simulated rooms: each feeds a live logic with what happens, and turns its commands into what will happen."""
+"""Simulated components: each passes events to a live logic and turns its commands into later events."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from alignedserve.core.request import SampledToken
 from alignedserve.messages.caches import ArenaOffered
@@ -23,7 +24,6 @@ from alignedserve.sim.copies import SimulatedArena, SimulatedCopier
 from alignedserve.sim.engine import SimulatedEngine
 from alignedserve.sim.event_queue import EventQueue
 from alignedserve.sim.shared_cores import SharedCores
-from kvpool.logic import SetBlockGeneration
 from prefill_worker.candidate_buffers import BufferOpened, CloseBuffer, OpenBuffer
 
 Performers = Mapping[type, Callable[[Any], None]]
@@ -33,50 +33,41 @@ _TICK = Ticked()
 AnyLogic = Logic[Any, Any]
 
 
-def _to_nobody(message: Message) -> None:
+def _no_gateway(message: Message) -> None:
     raise AssertionError("there is no gateway")
 
 
-class Listener(Protocol):
-    """Whoever messages can be sent to."""
-
-    role: Role
-
-    def dispatch(self, event: Any) -> None:
-        """Something happened."""
-
-
 class Network:
-    """Carries messages from room to room, each after the same time, so in order."""
+    """Carries messages between components, each with the same latency, so in order."""
 
     def __init__(self, event_queue: EventQueue, message_s: float) -> None:
         self._event_queue = event_queue
-        self._message_s = message_s
+        self.message_s = message_s
         self._dispatch_of: dict[str, Callable[[Any], None]] = {}
         self._roles: dict[str, Role] = {}
-        self.to_gateway: Callable[[Any], None] = _to_nobody  # what workers send to the address of a gateway
+        self.to_gateway: Callable[[Any], None] = _no_gateway  # takes what workers send to the address of a gateway
 
-    def add(self, name: str, listener: Listener) -> None:
-        """Somebody new; nobody is linked to it yet."""
-        self._dispatch_of[name] = listener.dispatch
-        self._roles[name] = listener.role
+    def add(self, name: str, role: Role, dispatch: Callable[[Any], None]) -> None:
+        """Add a component, linked to no other. `dispatch` takes its events."""
+        self._dispatch_of[name] = dispatch
+        self._roles[name] = role
 
     def link(self, one: str, other: str) -> None:
-        """These two can send to each other from now on, and hear of it now."""
+        """Link two components, which get PeerConnected now."""
         self._event_queue.after(0.0, self._dispatch_of[one], PeerConnected(self._roles[other], other))
         self._event_queue.after(0.0, self._dispatch_of[other], PeerConnected(self._roles[one], one))
 
     def send(self, source: str, target: str, message: Message) -> None:
-        """It will be there soon."""
-        self.tell(target, Received(source, message))
+        """Deliver a message after the network's latency."""
+        self.deliver(target, Received(source, message))
 
-    def tell(self, target: str, event: Any) -> None:
-        """An event that is no message: it comes as a message sent now would, and after those sent before."""
-        self._event_queue.after(self._message_s, self._dispatch_of[target], event)
+    def deliver(self, target: str, event: Any) -> None:
+        """Deliver an event as if it were a message sent now: after those sent before."""
+        self._event_queue.after(self.message_s, self._dispatch_of[target], event)
 
 
 class SimulatedComponent:
-    """One logic on the network. `performers`: what is done about commands that are not messages, by their class."""
+    """One logic on the network. `performers`: functions that perform commands other than messages, by class."""
 
     def __init__(self, name: str, role: Role, logic: AnyLogic, event_queue: EventQueue, network: Network) -> None:
         self.name = name
@@ -86,10 +77,10 @@ class SimulatedComponent:
         self.logic = logic
         self._event_queue = event_queue
         self._network = network
-        network.add(name, self)
+        network.add(name, role, self.dispatch)
 
     def dispatch(self, event: Any) -> None:
-        """Tell the logic and perform its commands."""
+        """Pass an event to the logic and perform its commands."""
         self.num_events += 1
         commands: Sequence[Any] = self.logic.on_event(event, self._event_queue.now)
         for command in commands:
@@ -103,7 +94,7 @@ class SimulatedComponent:
                 self.performers[kind](command)
 
     def tick_from(self, time_s: float) -> None:
-        """Tick at this time, and then as often as live rooms do."""
+        """Tick at this time, then as often as live components do."""
         self._event_queue.at(time_s, self._tick, _TICK)
 
     def _tick(self, tick: Ticked) -> None:
@@ -111,19 +102,8 @@ class SimulatedComponent:
         self.dispatch(tick)
 
 
-class SimulatedPool:
-    """What a pool does beside sending messages."""
-
-    def __init__(self, component: SimulatedComponent, arena: SimulatedArena) -> None:
-        self._arena = arena
-        component.performers = {SetBlockGeneration: self._stamp}
-
-    def _stamp(self, command: SetBlockGeneration) -> None:
-        self._arena.stamp(command.block_ids, command.generation)
-
-
 class SimulatedWorker:
-    """What a worker does beside sending messages: iterations and, beside them, copies."""
+    """Performs a worker's commands other than messages: iterations and, concurrently, copies."""
 
     def __init__(
         self,
@@ -140,9 +120,9 @@ class SimulatedWorker:
         self._event_queue = event_queue
         component.performers = {
             RunIteration: self._run_iteration,
-            LoadBlocks: self._load,
-            OffloadBlocks: self._offload,
-            RelayBlocks: self._relay,
+            LoadBlocks: partial(self._copy, copier.load_ends_s, copier.loaded),
+            OffloadBlocks: partial(self._copy, copier.offload_ends_s, copier.offloaded),
+            RelayBlocks: partial(self._copy, copier.relay_ends_s, copier.relayed),
             MapArena: self._map_arena,
             UnmapArena: self._unmap_arena,
             OpenBuffer: self._open_buffer,
@@ -164,23 +144,9 @@ class SimulatedWorker:
         times = IterationTimes(started_s, now, 0.0, now - started_s, 0.0)
         self.component.dispatch(IterationCompleted(sampled, times=times))
 
-    def _load(self, command: LoadBlocks) -> None:
-        self._event_queue.at(self._copier.load_ends_s(command), self._loaded, command)
-
-    def _loaded(self, command: LoadBlocks) -> None:
-        self.component.dispatch(self._copier.loaded(command))
-
-    def _offload(self, command: OffloadBlocks) -> None:
-        self._event_queue.at(self._copier.offload_ends_s(command), self._offloaded, command)
-
-    def _offloaded(self, command: OffloadBlocks) -> None:
-        self.component.dispatch(self._copier.offloaded(command))
-
-    def _relay(self, command: RelayBlocks) -> None:
-        self._event_queue.at(self._copier.relay_ends_s(command), self._relayed, command)
-
-    def _relayed(self, command: RelayBlocks) -> None:
-        self.component.dispatch(self._copier.relayed(command))
+    def _copy(self, ends_s: Callable[[Any], float], outcome: Callable[[Any], Any], command: object) -> None:
+        """Schedule the outcome of a copy for the time when it ends."""
+        self._event_queue.at(ends_s(command), lambda _: self.component.dispatch(outcome(command)), None)
 
     def _map_arena(self, command: MapArena) -> None:
         self._copier.arenas[command.peer] = self._memory.arenas[command.offered.path]
@@ -192,26 +158,26 @@ class SimulatedWorker:
         offered = self._memory.make_buffer(f"{self.component.name}-for-{command.peer}")
         if offered is not None:
             self._copier.arenas[command.peer] = self._memory.arenas[offered.path]
-        self._event_queue.after(0.0, self.component.dispatch, BufferOpened(command.peer, command.life, offered))
+        self._event_queue.after(0.0, self.component.dispatch, BufferOpened(command.peer, command.link_epoch, offered))
 
 
 class SharedMemory:
-    """What the workers of a node share: every arena by its path, and perhaps the cores."""
+    """Resources shared by the workers of a node: every arena by its path, and perhaps the cores."""
 
     def __init__(self, *, block_bytes: int, buffer_blocks: int, cores: SharedCores | None = None) -> None:
-        """`cores`: None where nobody's iterations hold up another's."""
+        """`cores`: None if iterations do not slow each other down."""
         self.cores = cores
         self.arenas: dict[str, SimulatedArena] = {}
         self._block_bytes = block_bytes
         self._buffer_blocks = buffer_blocks
 
     def make_pool(self, path: str, num_blocks: int, layout_digest: str) -> ArenaOffered:
-        """A pool's arena."""
+        """Create a pool's arena."""
         self.arenas[path] = SimulatedArena(num_blocks, stamps_on_write=False)
         return ArenaOffered(path, num_blocks, self._block_bytes, layout_digest)
 
     def make_buffer(self, path: str) -> ArenaOffered | None:
-        """A candidate buffer; None when there are none."""
+        """Create a candidate buffer; return None if there are none."""
         if not self._buffer_blocks:
             return None
         self.arenas[path] = SimulatedArena(self._buffer_blocks, stamps_on_write=True)

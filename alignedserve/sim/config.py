@@ -1,4 +1,4 @@
-"""What is simulated: the live system's own configuration, and what its machines would need for it."""
+"""Configuration of a simulation: the live system's own, and the costs and links of its machines."""
 
 from dataclasses import dataclass, replace
 
@@ -13,24 +13,24 @@ from decode_worker.factory import memory_of
 
 @dataclass(frozen=True, slots=True)
 class SimLinks:
-    """How blocks and messages travel. Each pair of memories has a link of its own, one in each direction."""
+    """Links for blocks and messages. Each pair of memories has a link of its own, one in each direction."""
 
     host: LinkModel  # between a worker and the pool: PCIe
     device: LinkModel  # between two workers: NVLink
-    message_s: float = 0.0002  # from room to room, and to the client
+    message_s: float = 0.0002  # between components, and to the client
 
 
 @dataclass(frozen=True, slots=True)
 class SimMechanisms:
-    """What the simulated engine can do beyond the live one, for policies that want it."""
+    """Mechanisms of the simulated engine beyond the live one's, for policies that want them."""
 
-    hidden_ratio: float | None = None  # bytes of a hidden cache by bytes of keys and values; None: there is none
+    hidden_ratio: float | None = None  # bytes of a hidden cache by bytes of keys and values; None: no such cache
     has_shared_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """One simulated cluster. Sizes in blocks are worked out as the live system does: memory over bytes of a block."""
+    """One simulated cluster. Numbers of blocks are computed as in the live system: memory over bytes of a block."""
 
     cluster: ClusterConfig
     layout: BlockLayout
@@ -38,12 +38,12 @@ class SimConfig:
     decode_costs: CostModel  # of colocated workers: for both phases
     prefill_costs: CostModel | None = None  # None: as `decode_costs`
     mechanisms: SimMechanisms = SimMechanisms()
-    learns_costs: bool = False  # policies learn what iterations cost as live ones do; False: they know it
-    core_slowdown: float = 0.0  # by how much longer each other one that computes makes an iteration (shared_cores.py)
-    num_pools: int = 1  # nodes: prefill and decode workers are shared out among them
+    learns_costs: bool = False  # policies learn the cost of iterations, as live ones do; False: they know it
+    core_slowdown: float = 0.0  # share by which each other busy worker prolongs an iteration (shared_cores.py)
+    num_pools: int = 1  # nodes: prefill and decode workers are distributed over them
     seed: int = 0
-    duration_s: float | None = None  # nothing is simulated beyond; None: until every request has ended
-    timeline_of: str | None = None  # the worker whose every iteration is kept
+    duration_s: float | None = None  # end of the simulation; None: when every request has ended
+    timeline_of: str | None = None  # the worker whose iterations are all recorded
 
     def __post_init__(self) -> None:
         decode, prefill = self.cluster.decode.count, self.cluster.prefill.count
@@ -53,7 +53,7 @@ class SimConfig:
 
     @property
     def colocated_memory(self) -> DeviceMemory:
-        """Of one colocated worker, with nothing in it: a live one's, and what the mechanisms add."""
+        """Memory of one idle colocated worker: a live one's, and what the mechanisms add."""
         decode, mechanisms = self.cluster.decode, self.mechanisms
         live = memory_of(decode, self.layout, num_blocks=self.layout.blocks_in(decode.kv_cache_bytes))
         return replace(
@@ -64,7 +64,7 @@ class SimConfig:
 
     @property
     def available(self) -> frozenset[Mechanism]:
-        """What the simulated engine has for policies; whether lengths are known is the workload's to say."""
+        """Mechanisms that the simulated engine offers policies; known lengths depend on the workload."""
         has = {
             Mechanism.SWAP: self.cluster.decode.swap_space_bytes > 0,
             Mechanism.INT8_SWAP: self.cluster.decode.has_int8_swaps,
@@ -75,5 +75,5 @@ class SimConfig:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether every worker computes prompts and generates."""
+        """True if every worker both prefills and decodes."""
         return self.cluster.topology is Topology.COLOCATED

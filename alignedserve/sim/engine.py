@@ -1,6 +1,6 @@
-"""The engine that computes nothing: what an iteration costs, and which tokens would come out of it.
+"""An engine that computes nothing but the duration and the sampled tokens of each iteration.
 
-It alone knows how long answers will be: the last token of one is the stop token.
+Only it knows how long answers will be: the last token of one is the stop token.
 """
 
 from array import array
@@ -19,7 +19,7 @@ TOKEN = 1  # every other one
 
 
 class SimulatedIteration(NamedTuple):
-    """An iteration that begins now."""
+    """Duration and tokens of an iteration that begins now."""
 
     duration_s: float
     sampled: tuple[SampledToken, ...]
@@ -32,7 +32,7 @@ class IterationLine(NamedTuple):
     ended_s: float
     num_decodes: int
     num_prompt_tokens: int
-    num_blocks: int  # that the engine's requests hold
+    num_blocks: int  # held by the engine's requests
 
 
 class _Sequence:
@@ -43,16 +43,16 @@ class _Sequence:
     def __init__(self, addition: Addition, output_len: int) -> None:
         self.num_tokens = addition.request.prompt_len + len(addition.generated_token_ids)
         self.num_computed = addition.num_cached
-        self.num_left = output_len - len(addition.generated_token_ids)  # tokens that its answer will still have
+        self.num_left = output_len - len(addition.generated_token_ids)  # tokens of its answer still to come
         self.num_blocks = len(addition.block_ids)
         self.is_hidden = addition.is_hidden
-        self.token = SampledToken(addition.request.request_id, TOKEN)  # every token of it but the last
+        self.token = SampledToken(addition.request.request_id, TOKEN)  # every token but the last
 
 
 class _SteadyIteration:
-    """An iteration, and those after it that differ from it in nothing but that every context is one token longer.
+    """An iteration, and its repetitions with every context one token longer.
 
-    A large batch of long answers does little else, so such an iteration is not looked through request by request.
+    A large batch of long answers does little else, so a repetition is not examined request by request.
     """
 
     __slots__ = ("_num_more", "_slices", "num_repeats", "sampled", "work")
@@ -64,15 +64,15 @@ class _SteadyIteration:
         sampled: tuple[SampledToken, ...],
         num_more: int,
     ) -> None:
-        """`num_more`: how often it can be repeated before the first answer ends."""
+        """`num_more`: number of repetitions until the first answer ends."""
         self._slices = slices
         self._num_more = num_more
         self.work = work
         self.sampled = sampled
         self.num_repeats = 0
 
-    def repeats(self, command: RunIteration) -> bool:
-        """Whether this command asks for the same once more; it is then done."""
+    def repeat(self, command: RunIteration) -> bool:
+        """Repeat the iteration if the command asks for the same again; return whether it did."""
         is_same = command.slices is self._slices and not (command.additions or command.removals or command.swaps)
         if not is_same or self.num_repeats >= self._num_more:
             return False
@@ -82,12 +82,12 @@ class _SteadyIteration:
         return True
 
     def request_ids(self) -> list[RequestId]:
-        """Of all its requests."""
+        """Return the ids of its requests."""
         return [request_id for request_id, _ in self._slices]
 
 
 class SimulatedEngine:
-    """One worker's sequences. `output_lens`: of every request that may come, by id. `memory`: how wide copies are."""
+    """One worker's sequences. `output_lens`: of every possible request, by id. `memory`: gives the width of copies."""
 
     def __init__(
         self,
@@ -99,8 +99,10 @@ class SimulatedEngine:
     ) -> None:
         self._costs = costs
         self._memory = memory
-        self._on_host: set[RequestId] = set()  # of whose cache a part lies there; membership only, as in the next
-        self._hidden: set[RequestId] = set()  # whose cache, in the engine or out of it, is hidden
+        self._on_host: set[RequestId] = (
+            set()
+        )  # requests with part of their cache there; membership only, as in the next
+        self._hidden: set[RequestId] = set()  # requests with a hidden cache, in the engine or on the host
         self._output_lens = output_lens
         self._sequences: dict[RequestId, _Sequence] = {}
         self._latest = _SteadyIteration((), IterationWork(), (), 0)
@@ -109,16 +111,16 @@ class SimulatedEngine:
         self.num_iterations = 0
         self.num_decodes = 0  # requests that decoded, counted again in every iteration
         self.num_prompt_tokens = 0
-        self.num_block_iterations = 0  # blocks that the engine's requests hold, added up over iterations
+        self.num_block_iterations = 0  # blocks held by the engine's requests, summed over iterations
         self.busy_s = 0.0
 
     def begin(self, command: RunIteration, now: float) -> SimulatedIteration:
-        """Begin an iteration; the one before must be over."""
-        if not self._latest.repeats(command):
+        """Begin an iteration; the previous one must have ended."""
+        if not self._latest.repeat(command):
             self._catch_up()
             swapped = self._swap(command.swaps) if command.swaps is not None else (0.0, 0.0)
             self._change_sequences(command)
-            self._latest = self._look_through(command, swapped)
+            self._latest = self._new_iteration(command, swapped)
         for request_id, block_ids in command.extensions:
             self._sequences[request_id].num_blocks += len(block_ids)
             self._num_blocks += len(block_ids)
@@ -134,7 +136,7 @@ class SimulatedEngine:
         return SimulatedIteration(duration_s, self._latest.sampled)
 
     def timeline(self) -> list[IterationLine]:
-        """Every iteration, if they were to be kept."""
+        """Return every iteration, if they are recorded."""
         return self._timeline.lines() if self._timeline is not None else []
 
     def _catch_up(self) -> None:
@@ -160,7 +162,7 @@ class SimulatedEngine:
             (self._hidden.add if addition.is_hidden else self._hidden.discard)(request_id)
 
     def _swap(self, swaps: Swaps) -> tuple[float, float]:
-        """Full-width tokens that come from the host, and that go there. Of one cache a part may lie on either side."""
+        """Return the full-width tokens swapped in and out. A cache may be partly on the host."""
         self._on_host.difference_update(swaps.forgotten)
         num_out = sum(self._copied(swap) for swap in swaps.outs)
         num_in = sum(self._copied(swap) for swap in swaps.ins)
@@ -171,7 +173,7 @@ class SimulatedEngine:
     def _copied(self, swap: Swap) -> float:
         return self._memory.copy_tokens(swap.num_tokens, is_hidden=swap.request_id in self._hidden)
 
-    def _look_through(self, command: RunIteration, swapped: tuple[float, float]) -> _SteadyIteration:
+    def _new_iteration(self, command: RunIteration, swapped: tuple[float, float]) -> _SteadyIteration:
         work, sampled, num_more = IterationWork(), [], 1 << 40
         work.swap_in_tokens, work.swap_out_tokens = swapped
         decoded_len = hidden_len = longest = num_decodes = 0
@@ -199,19 +201,19 @@ class SimulatedEngine:
 
 
 class _Timeline:
-    """Every iteration, in columns."""
+    """Every iteration, stored in columns."""
 
     def __init__(self) -> None:
         self._times = (array("d"), array("d"))
         self._counts = (array("q"), array("q"), array("q"))
 
     def add(self, now: float, duration_s: float, work: IterationWork, num_blocks: int) -> None:
-        """One that begins now."""
+        """Add an iteration that begins now."""
         for times, moment in zip(self._times, (now, now + duration_s), strict=True):
             times.append(moment)
         for counts, count in zip(self._counts, (work.num_decodes, work.num_prompt_tokens, num_blocks), strict=True):
             counts.append(count)
 
     def lines(self) -> list[IterationLine]:
-        """In order."""
+        """Return the iterations in order."""
         return [IterationLine(*line) for line in zip(*self._times, *self._counts, strict=True)]

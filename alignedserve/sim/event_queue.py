@@ -1,4 +1,4 @@
-"""What is going to happen, in order of time. The only clock that there is here."""
+"""The queue of future events, in order of time; the simulator's only clock."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -8,7 +8,7 @@ _Entry = tuple[float, int, Callable[[Any], None], Any]
 
 
 class EventQueue:
-    """Entries by time; those of one time happen in the order in which they were put down."""
+    """Actions by time; those at the same time run in the order in which they were added."""
 
     __slots__ = ("_entries", "_num_entries", "end_s", "now")
 
@@ -16,20 +16,20 @@ class EventQueue:
         self._entries: list[_Entry] = []
         self._num_entries = 0
         self.now = 0.0
-        self.end_s = float("inf")  # nothing later than this happens
+        self.end_s = float("inf")  # later actions do not run
 
     def at(self, time_s: float, action: Callable[[Any], None], argument: object) -> None:
-        """Call `action(argument)` at this time, which is not before now."""
+        """Schedule `action(argument)` at this time, which is not before now."""
         self._num_entries += 1
         heappush(self._entries, (time_s, self._num_entries, action, argument))
 
     def after(self, delay_s: float, action: Callable[[Any], None], argument: object) -> None:
-        """Call `action(argument)` so many seconds from now."""
+        """Schedule `action(argument)` so many seconds from now."""
         self._num_entries += 1
         heappush(self._entries, (self.now + delay_s, self._num_entries, action, argument))
 
     def run(self) -> int:
-        """Let everything happen up to `end_s`, which may change meanwhile; how many entries that were."""
+        """Run all actions up to `end_s`, which may change meanwhile; return their number."""
         entries, num_before = self._entries, self._num_entries - len(self._entries)
         while entries and entries[0][0] <= self.end_s:
             self.now, _, action, argument = heappop(entries)

@@ -1,4 +1,4 @@
-"""The client and its gateway in one: sends requests at their times, and notes when their tokens come."""
+"""The client and its gateway in one: sends requests at their times, and records when their tokens arrive."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ GATEWAY, ROUTER = "gateway-0", "router"
 
 
 class _Prompts:
-    """One tuple for all prompts of one length that are under way."""
+    """Shares one tuple among all open prompts of one length."""
 
     def __init__(self) -> None:
         self._of_length: dict[int, tuple[int, ...]] = {}
@@ -39,45 +39,36 @@ class _Prompts:
 
 
 class SimulatedGateway:
-    """Requests on their way in, tokens on their way out. `on_idle`: everything has been sent and has ended."""
-
-    role = Role.GATEWAY
+    """Sends requests and receives tokens. `on_idle` is called when all requests are sent and have ended."""
 
     def __init__(
-        self,
-        workload: Workload,
-        event_queue: EventQueue,
-        network: Network,
-        *,
-        message_s: float,
-        on_idle: Callable[[], None],
+        self, workload: Workload, event_queue: EventQueue, network: Network, *, on_idle: Callable[[], None]
     ) -> None:
         self._event_queue = event_queue
         self._network = network
-        self._message_s = message_s
         self._on_idle = on_idle
         self._timed = iter(workload.requests)
         self._loops = ClosedLoopRun(workload)
         self._origin_s = 0.0
-        self._num_to_come = 0  # sendings on the agenda
+        self._num_to_come = 0  # scheduled requests
         self._num_sent = 0
         self._open: dict[RequestId, OpenRequest] = {}
         self._prompts = _Prompts()
-        self.output_lens: dict[RequestId, int] = {}  # of the requests under way
+        self.output_lens: dict[RequestId, int] = {}  # of open requests
         self.gaps: dict[str, GapSample] = {}  # by class
         self.records: list[RequestRecord] = []
         self.status: ClusterStatus | None = None
-        network.add(GATEWAY, self)
+        network.add(GATEWAY, Role.GATEWAY, self.dispatch)
 
     def start(self, time_s: float) -> None:
-        """Begin at this time; arrivals count from here."""
+        """Begin at this time, from which arrivals count."""
         self._origin_s = time_s
         self._plan_next()
         self._plan_all(self._loops.first())
         self._note_idle()
 
     def dispatch(self, event: PeerConnected | Received) -> None:
-        """The router's word."""
+        """Take a message of the router."""
         if isinstance(event, PeerConnected):
             return
         message = event.message
@@ -92,8 +83,8 @@ class SimulatedGateway:
                 raise AssertionError(f"the simulated gateway does not take {type(message).__name__}")
 
     def emitted(self, message: TokensEmitted) -> None:
-        """A worker sends tokens now. They are noted at once, with the time at which they will be here."""
-        time_s = self._event_queue.now + self._message_s
+        """Record tokens that a worker sends now, with the time at which they will arrive."""
+        time_s = self._event_queue.now + self._network.message_s
         under_way = self._open
         for delta in message.deltas:
             times = under_way[delta.request_id].token_times_s
@@ -103,14 +94,14 @@ class SimulatedGateway:
                 self._end(delta.request_id, Ending.COMPLETED, time_s)
 
     def cut_off(self) -> None:
-        """The simulation ends here, whatever is under way."""
+        """Close all open requests as unfinished."""
         for request_id in list(self._open):
             self._close(request_id, Ending.UNFINISHED, self._event_queue.now)
 
     # --- sending
 
     def _plan_next(self) -> None:
-        """Only one of the timed ones is on the agenda: a short agenda is a fast one."""
+        """Schedule the next timed request; only one at a time, as a short queue is a fast one."""
         timed = next(self._timed, None)
         if timed is not None:
             self._num_to_come += 1
@@ -143,8 +134,8 @@ class SimulatedGateway:
         self._num_sent += 1
         self._num_to_come -= 1
         self._network.send(GATEWAY, ROUTER, SubmitRequest(request))
-        if timed.predicted_len is not None:  # as live: when the router has the request, and waiting for nobody
-            self._network.tell(ROUTER, LengthPredicted(request_id, float(timed.predicted_len)))
+        if timed.predicted_len is not None:  # as live: after the request, which does not wait for it
+            self._network.deliver(ROUTER, LengthPredicted(request_id, float(timed.predicted_len)))
 
     # --- ends
 
@@ -158,7 +149,7 @@ class SimulatedGateway:
             self._on_idle()
 
     def _close(self, request_id: RequestId, ending: Ending, time_s: float) -> str:
-        """Note what the request was; its class."""
+        """Record how the request ended; return its class."""
         under_way = self._open.pop(request_id)
         del self.output_lens[request_id]
         timed = under_way.timed

@@ -1,4 +1,4 @@
-"""From the name of a policy to what is simulated: its topology, what it wants elsewhere, and its mechanisms."""
+"""Configures the simulation of a policy: its topology, its other settings, and its mechanisms."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,17 +11,17 @@ from alignedserve.costmodel.profile_file import MachineProfile
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import policy_entry, require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
+from alignedserve.sim.cluster_hardware import ClusterHardware, simulated_as_profiled, simulated_on
 from alignedserve.sim.config import SimConfig, SimMechanisms
-from alignedserve.sim.machines import ClusterHardware, simulated_as_profiled, simulated_on
-from alignedserve.workload.requests import RequestStream, TimedRequest, Workload
+from alignedserve.workload.requests import RequestSource, TimedRequest, Workload
 
 
 def with_policy(
     cluster: ClusterConfig, name: str, settings: Mapping[str, Any] | None = None, *, topology: Topology | None = None
 ) -> ClusterConfig:
-    """This cluster under a policy, in its own topology unless another is asked for.
+    """Configure this cluster for a policy, in the policy's topology unless another is given.
 
-    Whatever it implies elsewhere and the cluster does not set itself becomes the policy's own. Raises ConfigError for
+    Settings that the policy implies become its own unless the cluster sets them. Raises ConfigError for
     an unknown name, parameter or value, and where the policy does not run in that topology.
     """
     scheduling = SchedulingConfig(policy=name, policy_params=dict(settings or {}))
@@ -30,16 +30,16 @@ def with_policy(
     return resolve_policy(msgspec.structs.replace(cluster, topology=chosen, scheduling=scheduling))
 
 
-def simulated_policy(machines: ClusterHardware | MachineProfile, cluster: ClusterConfig) -> SimConfig:
-    """This cluster on these machines, whose engines have whatever mechanisms its policy wants, at their true costs.
+def simulated_policy(cluster_hardware: ClusterHardware | MachineProfile, cluster: ClusterConfig) -> SimConfig:
+    """Configure this cluster on this hardware, with all mechanisms that its policy wants, at their true costs.
 
     Raises ConfigError for unknown names, for a model that does not fit, and for a policy that needs what this model
     cannot have (a hidden cache where it is larger than keys and values).
     """
-    if isinstance(machines, MachineProfile):
-        shape, config = machines.shape, simulated_as_profiled(machines, cluster)
+    if isinstance(cluster_hardware, MachineProfile):
+        shape, config = cluster_hardware.shape, simulated_as_profiled(cluster_hardware, cluster)
     else:
-        shape, config = machines.decode.shape, simulated_on(machines, cluster)
+        shape, config = cluster_hardware.decode.shape, simulated_on(cluster_hardware, cluster)
     scheduling, changed = cluster.scheduling, msgspec.structs.replace
     wanted = wanted_mechanisms(scheduling)
     decode = changed(
@@ -57,7 +57,7 @@ def simulated_policy(machines: ClusterHardware | MachineProfile, cluster: Cluste
 
 
 def mechanisms_for(scheduling: SchedulingConfig, *, hidden_ratio: float) -> SimMechanisms:
-    """What the simulated engine offers this policy. `hidden_ratio`: the model's; from 1 on there is no hidden cache."""
+    """Return the mechanisms for this policy. `hidden_ratio`: the model's; from 1 on there is no hidden cache."""
     wanted = wanted_mechanisms(scheduling)
     has_hidden = Mechanism.HIDDEN_CACHE in wanted and hidden_ratio < 1.0
     return SimMechanisms(
@@ -70,7 +70,7 @@ def mechanisms_for(scheduling: SchedulingConfig, *, hidden_ratio: float) -> SimM
 
 
 def as_predicted_for(scheduling: SchedulingConfig, workload: Workload) -> Workload:
-    """The workload as this policy is told of it: with exact predictions where it must know lengths."""
+    """Return the workload with exact predictions if the policy must know lengths."""
     if Mechanism.KNOWN_LENGTHS not in wanted_mechanisms(scheduling):
         return workload
     loops = tuple(replace(loop, stream=_KnownStream(loop.stream)) for loop in workload.closed_loops)
@@ -81,7 +81,7 @@ def as_predicted_for(scheduling: SchedulingConfig, workload: Workload) -> Worklo
 class _KnownStream:
     """A stream with exact predictions."""
 
-    stream: RequestStream
+    stream: RequestSource
 
     def __getitem__(self, number: int) -> TimedRequest:
         return _known(self.stream[number])

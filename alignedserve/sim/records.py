@@ -1,4 +1,4 @@
-"""What the simulated client saw of each request, and a sample of all gaps between tokens."""
+"""The simulated client's record of each request, and a sample of all gaps between tokens."""
 
 import enum
 from array import array
@@ -14,7 +14,7 @@ _MAX_GAPS = 1 << 17
 
 
 class Ending(enum.Enum):
-    """How a request ended."""
+    """Ways in which a request ends."""
 
     COMPLETED = "completed"
     REJECTED = "rejected"
@@ -24,9 +24,9 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request that is over. Seconds; None where there were too few tokens to measure."""
+    """One ended request. Times in seconds; None if there were too few tokens to measure."""
 
-    number: int  # of its sending, from 0
+    number: int  # in order of sending, from 0
     class_name: str
     prompt_len: int
     num_tokens: int
@@ -38,17 +38,17 @@ class RequestRecord:
     max_tbt_s: float | None = None
     p99_tbt_s: float | None = None
     has_met_slo: bool = False
-    has_met_ttft: bool = False  # this objective by itself; True where it had none, as soon as a first token came
+    has_met_ttft: bool = False  # this objective alone; True without one, as soon as a first token came
     has_met_tpot: bool = False  # likewise; of completed requests only
     num_due_tokens: int = (
-        0  # with an objective of their own: TTFT the first, TPOT each gap; a first one that never came
+        0  # with an objective: TTFT for the first, TPOT for each gap; a first token that never came counts
     )
-    num_timely_tokens: int = 0  # of these those that held it
-    has_met_p99: bool = False  # as `has_met_slo`, with the 99th percentile of its gaps in place of their mean
+    num_timely_tokens: int = 0  # of those, met theirs
+    has_met_p99: bool = False  # as `has_met_slo`, with the 99th percentile of the gaps for their mean
 
     @property
     def end_to_end_s(self) -> float:
-        """From arrival to the last token."""
+        """Time from arrival to the last token."""
         return self.ended_s - self.arrival_s
 
     @property
@@ -59,7 +59,7 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """One request under way, as its client sees it."""
+    """One open request, as its client sees it."""
 
     number: int
     timed: TimedRequest
@@ -67,7 +67,7 @@ class OpenRequest:
     token_times_s: "array[float]"
 
     def close(self, ending: Ending, now: float, gaps: "GapSample") -> RequestRecord:
-        """What it was. Its gaps go into the sample."""
+        """Build the record of the request and add its gaps to the sample."""
         timed, times = self.timed, self.token_times_s
         between = tbt_s(times)
         gaps.add(between)
@@ -101,7 +101,7 @@ class OpenRequest:
 
 
 def _timely(slo: Slo, ttft: float | None, gaps_s: Sequence[float]) -> tuple[int, int]:
-    """Tokens with an objective of their own, and those that held it. `gaps_s`: ascending."""
+    """Count the tokens with an objective, and those that met it. `gaps_s`: ascending."""
     num_due = num_timely = 0
     if slo.ttft_s is not None:
         num_due, num_timely = 1, int(ttft is not None and ttft <= slo.ttft_s)
@@ -111,17 +111,17 @@ def _timely(slo: Slo, ttft: float | None, gaps_s: Sequence[float]) -> tuple[int,
 
 
 class GapSample:
-    """Every k-th gap, k doubling when there are too many: a sample spread evenly over all, without chance."""
+    """Every k-th gap, k doubling when there are too many: an even, deterministic sample."""
 
     def __init__(self) -> None:
         self._gaps = array("d")
         self.step = 1  # k
-        self._num_skipped = 0  # since the last that was kept
+        self._num_skipped = 0  # since the last one kept
         self.count = 0  # of all gaps
         self.max_s = 0.0
 
     def add(self, gaps_s: tuple[float, ...]) -> None:
-        """The gaps of one request."""
+        """Add the gaps of one request."""
         if not gaps_s:
             return
         self.count += len(gaps_s)
@@ -135,5 +135,5 @@ class GapSample:
             self._num_skipped = 0
 
     def values(self) -> "array[float]":
-        """The sample, in no order."""
+        """Return the sample, in no order."""
         return self._gaps

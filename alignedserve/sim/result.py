@@ -1,4 +1,4 @@
-"""What a simulation came to: a plain record of sums, distributions and sampled curves, small enough to keep many."""
+"""The result of a simulation: sums, distributions and sampled curves, small enough to keep many."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ CURVE_PERCENTS = (*range(100), 99.5, 99.9, 100)
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One measure over requests or gaps: its distribution, and its curve at the percentages of `CURVE_PERCENTS`."""
+    """One measure over requests or gaps: its distribution, and its curve at `CURVE_PERCENTS`."""
 
     distribution: Distribution
     curve: tuple[float, ...]
@@ -26,20 +26,20 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class ClassResult:
-    """Requests of one class, or all. Rates are per second of the whole run; None where there was nothing to measure."""
+    """Result of one class of requests, or of all. Rates are per second of the whole run; None: nothing to measure."""
 
     num_sent: int
     num_by_ending: dict[str, int]
-    attainment: float | None  # whatever did not complete has missed
-    ttft_attainment: float | None  # of this objective by itself
+    attainment: float | None  # requests that did not complete count as missed
+    ttft_attainment: float | None  # of this objective alone
     tpot_attainment: float | None
-    token_attainment: float | None  # share of the tokens with an objective of their own that held it (AccelGen)
-    p99_attainment: float | None  # of all, with the 99th percentile of each request's gaps in place of their mean
+    token_attainment: float | None  # share of the tokens with an objective that met it (AccelGen)
+    p99_attainment: float | None  # of all objectives, with the 99th percentile of each request's gaps for their mean
     requests_per_s: float
-    loaded_requests_per_s: float  # completed while requests still came, per second of that time: without the tail
+    loaded_requests_per_s: float  # completed while requests still arrived, per second of that time: without the tail
     tokens_per_s: float
-    goodput_per_s: float  # requests that held every objective
-    timely_tokens_per_s: float  # tokens that held an objective of their own
+    goodput_per_s: float  # requests that met every objective
+    timely_tokens_per_s: float  # tokens that met their objective
     ttft_s: Measure | None
     tpot_s: Measure | None
     tbt_s: Measure | None  # over an even sample of all gaps; count and max are exact
@@ -51,22 +51,22 @@ class ClassResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """One worker's work."""
+    """Result of one worker."""
 
     name: str
     utilisation: float  # share of the run in which it computed
     num_iterations: int
     num_prompt_tokens: int
     num_decodes: int  # one for each request and iteration
-    mean_blocks: float  # that the requests of an iteration hold
+    mean_blocks: float  # held by the requests of an iteration
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """One run. The same configuration, workload and seed give an equal record."""
+    """Result of one run. The same configuration, workload and seed give an equal record."""
 
-    duration_s: float  # simulated, from the first sending to the last ending
-    classes: dict[str, ClassResult]  # "all", and by class those that there were
+    duration_s: float  # simulated, from the first request sent to the last ended
+    classes: dict[str, ClassResult]  # "all", and each class that occurred
     workers: tuple[WorkerResult, ...]
     num_preemptions: int
     num_evictions: int
@@ -74,16 +74,16 @@ class SimulationResult:
     num_handoffs_refused: int
     num_reused_tokens: int
     num_recomputed_tokens: int
-    num_pool_blocks_used: int  # at the end: nothing but what unfinished requests hold
+    num_pool_blocks_used: int  # at the end: held by unfinished requests only
     num_worker_blocks_used: int
     iteration_log: IterationLogTotals  # of all decode workers
-    lengths: LengthTotals  # how well output lengths were foreseen
-    num_decisions: int  # events that logics were told of
-    num_events: int  # entries of the agenda
-    timeline: tuple[IterationLine, ...]  # of the one worker that was asked for
+    lengths: LengthTotals  # predicted and true output lengths
+    num_decisions: int  # events passed to logics
+    num_events: int  # actions of the event queue
+    timeline: tuple[IterationLine, ...]  # of the configured worker
 
     def to_builtins(self) -> dict[str, Any]:
-        """As dicts and lists, for JSON."""
+        """Convert to dicts and lists, for JSON."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 
@@ -91,7 +91,7 @@ class SimulationResult:
 def classes_of(
     records: Sequence[RequestRecord], gaps: Mapping[str, GapSample], duration_s: float
 ) -> dict[str, ClassResult]:
-    """All requests, and those of each class, in the order of their names."""
+    """Summarise all requests, and those of each class, in order of the names."""
     arrivals_s = [record.arrival_s for record in records]
     span = _Span(duration_s, min(arrivals_s, default=0.0), max(arrivals_s, default=0.0))
     classes = {ALL: _class_of(records, [gaps[name] for name in sorted(gaps)], span)}
@@ -102,7 +102,7 @@ def classes_of(
 
 
 def worker_of(name: str, engine: SimulatedEngine, duration_s: float) -> WorkerResult:
-    """What one worker's engine did."""
+    """Summarise the work of one worker's engine."""
     return WorkerResult(
         name,
         engine.busy_s / duration_s if duration_s > 0 else 0.0,
@@ -114,7 +114,7 @@ def worker_of(name: str, engine: SimulatedEngine, duration_s: float) -> WorkerRe
 
 
 class _Span(NamedTuple):
-    """Of a whole run, and of the sending in it."""
+    """Duration of a run, and of the sending in it."""
 
     duration_s: float
     first_sent_s: float
@@ -159,7 +159,7 @@ def _measure(values: Iterable[float | None]) -> Measure | None:
 
 
 def _measure_gaps(samples: Sequence[GapSample]) -> Measure | None:
-    """Samples of different density are put together by the coarsest."""
+    """Summarise gaps; samples of different density are thinned to the coarsest."""
     step = max((sample.step for sample in samples), default=1)
     measure = _measure(gap for sample in samples for gap in sample.values()[:: step // sample.step])
     if measure is None:

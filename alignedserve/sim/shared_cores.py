@@ -1,7 +1,7 @@
-"""Workers that share a machine's cores: whoever computes beside others takes longer.
+"""Workers that share a machine's cores: concurrent iterations slow each other down.
 
-All who compute at one time go at the speed 1 / (1 + slowdown * (k - 1)), k being how many they are. When one begins
-or ends, the others' iterations end earlier or later than they would have.
+Each of k concurrent iterations runs at the speed 1 / (1 + slowdown * (k - 1)). When one begins or ends, the others end
+later or earlier than they would have.
 """
 
 from collections.abc import Callable
@@ -10,27 +10,27 @@ from alignedserve.sim.event_queue import EventQueue
 
 
 class _Job:
-    """An iteration under way."""
+    """A running iteration."""
 
     __slots__ = ("left_s", "on_done")
 
     def __init__(self, left_s: float, on_done: Callable[[], None]) -> None:
-        self.left_s = left_s  # that it would still take alone
+        self.left_s = left_s  # by itself
         self.on_done = on_done
 
 
 class SharedCores:
-    """One machine. `slowdown`: by how much of its time alone an iteration takes longer for each other one."""
+    """One machine. `slowdown`: share of its own time by which each concurrent iteration prolongs an iteration."""
 
     def __init__(self, event_queue: EventQueue, slowdown: float) -> None:
         self._event_queue = event_queue
         self._slowdown = slowdown
         self._jobs: list[_Job] = []
-        self._settled_s = 0.0  # up to when `left_s` is right
-        self._version = 0  # of the plan; an earlier one's end is void
+        self._settled_s = 0.0  # time as of which `left_s` is valid
+        self._version = 0  # of the schedule; the end of an earlier one is void
 
     def begin(self, duration_s: float, on_done: Callable[[], None]) -> None:
-        """An iteration that would take so long alone begins now. `on_done` is called at its end."""
+        """Begin an iteration that takes `duration_s` by itself; `on_done` is called at its end."""
         self._settle()
         self._jobs.append(_Job(duration_s, on_done))
         self._plan()
@@ -47,7 +47,7 @@ class SharedCores:
         self._settled_s = now
 
     def _plan(self) -> None:
-        """Put down when the next one ends, as things are."""
+        """Schedule the end of the next iteration under the current load."""
         self._version += 1
         if self._jobs:
             soonest_s = min(job.left_s for job in self._jobs)

@@ -1,7 +1,7 @@
-"""A whole cluster, simulated: the live rooms' own logics on one agenda.
+"""A whole simulated cluster: the live components' own logics on one event queue.
 
-Links come up first, then requests are sent. When the last one has ended time goes on for a little, so that the last
-words between the rooms arrive and the counts are final.
+Links come up first, then requests are sent. After the last one has ended time continues for a little, so that the last
+messages arrive and the counts are final.
 """
 
 import random
@@ -13,19 +13,10 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.events import TICK_S
 from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.handshake import Role
-from alignedserve.scheduling.factory import (
-    resolve_policy,
-)
+from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import Mechanism
-from alignedserve.sim.components import (
-    AnyLogic,
-    Network,
-    SharedMemory,
-    SimulatedComponent,
-    SimulatedPool,
-    SimulatedWorker,
-)
+from alignedserve.sim.components import AnyLogic, Network, SharedMemory, SimulatedComponent, SimulatedWorker
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.copies import MemoryLinks, SimulatedCopier
 from alignedserve.sim.engine import EOS, SimulatedEngine
@@ -37,12 +28,13 @@ from alignedserve.worker_core.registration import registration_of
 from alignedserve.workload.requests import Workload
 from decode_worker import factory as decode_factory
 from kvpool import factory as pool_factory
+from kvpool.logic import SetBlockGeneration
 from prefill_worker import factory as prefill_factory
 from router import factory as router_factory
 
-Progress = Callable[[float, int], None]  # simulated seconds since the first sending, requests that have ended
+Progress = Callable[[float, int], None]  # simulated seconds since the first request, number of ended requests
 
-_BEGIN_S = 1.0  # when requests are sent: rooms know each other by then
+_BEGIN_S = 1.0  # start of sending: components are linked by then
 _SETTLE_S = 2.5  # after the last end; the router's counts come every second
 _EOS_TOKEN_IDS = frozenset({EOS})
 _MAX_FIRST_LEASE = 1 << 39  # as in a live pool
@@ -50,7 +42,7 @@ _PROGRESS_S = 5.0
 
 
 class Simulation:
-    """One run. Raises ConfigError when the configuration or a request of the workload can never work."""
+    """One run. Raises ConfigError if the configuration or a request of the workload can never work."""
 
     def __init__(self, config: SimConfig, workload: Workload) -> None:
         self._config = config = replace(config, cluster=resolve_policy(config.cluster))
@@ -59,9 +51,7 @@ class Simulation:
         _check_policy(config, workload)
         self._event_queue = EventQueue()
         self._network = Network(self._event_queue, config.links.message_s)
-        self._gateway = SimulatedGateway(
-            workload, self._event_queue, self._network, message_s=config.links.message_s, on_idle=self._settle
-        )
+        self._gateway = SimulatedGateway(workload, self._event_queue, self._network, on_idle=self._settle)
         self._network.to_gateway = self._gateway.emitted
         self._components: list[SimulatedComponent] = []
         self._workers: dict[str, SimulatedWorker] = {}
@@ -73,7 +63,7 @@ class Simulation:
         self._build()
 
     def run(self, progress: Progress | None = None) -> SimulationResult:
-        """From the first request to the last. To be called once."""
+        """Simulate from the first request to the last; may be called once."""
         if self._config.duration_s is not None:
             self._event_queue.end_s = _BEGIN_S + self._config.duration_s
         for number, component in enumerate(self._components):
@@ -86,16 +76,15 @@ class Simulation:
         return self._result(num_events)
 
     def logics(self) -> dict[str, AnyLogic]:
-        """What decides in each room, by its name."""
+        """Return each component's logic by its name."""
         return {component.name: component.logic for component in self._components}
 
     # --- building
 
     def _build(self) -> None:
         cluster = self._config.cluster
-        self._add_component(
-            ROUTER, Role.ROUTER, router_factory.make_logic(config=cluster.router, batching=cluster.batching)
-        )
+        router = router_factory.make_logic(config=cluster.router, batching=cluster.batching)
+        self._add_component(ROUTER, Role.ROUTER, router)
         self._network.link(GATEWAY, ROUTER)
         for node in range(self._config.num_pools):
             decoders = range(node, cluster.decode.count, self._config.num_pools)
@@ -129,17 +118,14 @@ class Simulation:
             first_lease=self._random.randrange(1, _MAX_FIRST_LEASE),
         )
         component = self._add_component(_pool(node), Role.KV_POOL, logic)
-        SimulatedPool(component, self._memory.arenas[arena.path])
+        stamp = self._memory.arenas[arena.path].stamp
+        component.performers = {SetBlockGeneration: lambda command: stamp(command.block_ids, command.generation)}
 
     def _add_prefill_worker(self, number: int, node: int) -> str:
         config = self._config.cluster.prefill
         num_blocks = self._config.layout.blocks_in(config.kv_cache_bytes)
         registered = registration_of(
-            self._config.layout,
-            num_blocks=num_blocks,
-            max_running_requests=config.max_running_requests,
-            pool_name=_pool(node),
-            can_prefill=True,
+            self._config.layout, num_blocks, config.max_running_requests, _pool(node), can_prefill=True
         )
         costs = self._config.prefill_costs or self._config.decode_costs
         logic = prefill_factory.make_logic(
@@ -159,11 +145,7 @@ class Simulation:
         if self._config.is_colocated:
             logic = decode_factory.make_colocated_logic(
                 registered=registration_of(
-                    layout,
-                    num_blocks=num_blocks,
-                    max_running_requests=decode_factory.max_held(config),
-                    can_prefill=True,
-                    can_decode=True,
+                    layout, num_blocks, decode_factory.max_held(config), can_prefill=True, can_decode=True
                 ),
                 memory=self._config.colocated_memory,
                 config=config,
@@ -174,11 +156,7 @@ class Simulation:
         else:
             logic = decode_factory.make_logic(
                 registered=registration_of(
-                    layout,
-                    num_blocks=num_blocks,
-                    max_running_requests=config.max_running_requests,
-                    pool_name=_pool(node),
-                    can_decode=True,
+                    layout, num_blocks, config.max_running_requests, _pool(node), can_decode=True
                 ),
                 config=config,
                 batching=cluster.batching,
@@ -190,7 +168,7 @@ class Simulation:
         return self._add_worker(name, Role.DECODE_WORKER, logic, _pool(node), self._config.decode_costs)
 
     def _known(self, costs: CostModel) -> CostModel | None:
-        """What a worker's policy knows of its costs from the start."""
+        """Return the costs that a worker's policy knows from the start."""
         return None if self._config.learns_costs else costs
 
     def _add_worker(self, name: str, role: Role, logic: AnyLogic, pool: str, costs: CostModel) -> str:
@@ -204,7 +182,7 @@ class Simulation:
         return name
 
     def _add_node(self, node: int, prefillers: list[str], decoders: list[str]) -> None:
-        """Link the rooms of one node as live ones link."""
+        """Link the components of one node as live ones are linked."""
         for prefiller in prefillers:
             self._network.link(prefiller, _pool(node))
         for decoder in decoders:
@@ -249,7 +227,7 @@ class Simulation:
 
 
 def _check_fit(config: SimConfig, workload: Workload) -> None:
-    """A request that no decode worker can ever hold is a mistake; the live router would refuse it."""
+    """Raise ConfigError for a request that no decode worker can ever hold; the live router would fail it."""
     num_tokens = config.layout.blocks_in(config.cluster.decode.kv_cache_bytes) * config.layout.block_size
     for number, timed in enumerate(workload.requests):
         if timed.prompt_len + timed.max_tokens > num_tokens:
@@ -260,7 +238,7 @@ def _check_fit(config: SimConfig, workload: Workload) -> None:
 
 
 def _check_policy(config: SimConfig, workload: Workload) -> None:
-    """An oracle needs predictions that are true; of closed loops they are taken to be."""
+    """Raise ConfigError for a policy that needs true predictions without them; those of closed loops count as true."""
     are_known = all(timed.predicted_len == timed.output_len for timed in workload.requests)
     known = frozenset({Mechanism.KNOWN_LENGTHS}) if are_known else frozenset()
     require_policy(config.cluster.scheduling, config.cluster.topology, config.available | known)

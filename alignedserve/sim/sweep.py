@@ -1,6 +1,6 @@
-"""Many simulations at once: cases in, results out, in the same order and the same however many processes there are.
+"""Runs many simulations, in any number of processes, with results in the order of the cases.
 
-Processes are started afresh (spawn), so a script that calls `run_cases` guards its main part with `__name__`.
+Processes are spawned, so a script that calls `run_cases` guards its main part with `__name__`.
 """
 
 import multiprocessing
@@ -26,16 +26,16 @@ from alignedserve.workload.requests import Workload
 
 @dataclass(frozen=True, slots=True)
 class WorkloadLine:
-    """A workload as a line (docs/workloads.md), built where it is needed."""
+    """A workload as a line (docs/workloads.md), built in the process that simulates it."""
 
     line: str
     seed: int = 0
     num_requests: int | None = None
     duration_s: float | None = None  # seconds of arrivals
-    data_dir: Path | None = None  # for names that do not ship with the package
+    data_dir: Path | None = None  # for names that are not part of the package
 
     def build(self) -> Workload:
-        """The requests. Raises ConfigError."""
+        """Build the requests. Raises ConfigError."""
         return build_workload(
             self.line,
             seed=self.seed,
@@ -47,40 +47,40 @@ class WorkloadLine:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulation of a sweep. Policy, its settings and the seed are the configuration's."""
+    """One simulation of a sweep. Policy, its settings and the seed are in the configuration."""
 
-    name: str  # no other case has it
+    name: str  # unique
     config: SimConfig
     workload: WorkloadLine | Workload
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What became of a case: a result, or what went wrong."""
+    """Result of a case, or its error."""
 
     case: Case
     result: SimulationResult | None = None
     error: str | None = None  # one line
-    traceback: str | None = None  # of an error that is ours, not the user's
+    traceback: str | None = None  # of an internal error
 
 
 class CaseProgress(NamedTuple):
-    """How far one case is."""
+    """Progress of one case."""
 
     name: str
     simulated_s: float
     num_ended: int  # requests
-    is_over: bool
+    is_done: bool
 
 
 Progress = Callable[[CaseProgress], None]
 
 
 def run_cases(cases: Sequence[Case], *, processes: int = 1, progress: Progress = lambda _: None) -> list[CaseResult]:
-    """Simulate all, `processes` at a time (1: in this process), results in the order of the cases.
+    """Simulate all cases, `processes` at a time (1: in this process); return results in their order.
 
-    A case that fails, even one that takes its process along, is a result with an error; the others go on. Ctrl-C ends
-    all processes before it is raised.
+    A case that fails, even with its process, is a result with an error; the others continue. Ctrl-C ends all processes
+    before it is raised.
     """
     assert len({case.name for case in cases}) == len(cases), "two cases have the same name"
     if processes <= 1 or len(cases) <= 1:
@@ -91,7 +91,7 @@ def run_cases(cases: Sequence[Case], *, processes: int = 1, progress: Progress =
 # --- one case
 
 
-_Outcome = tuple[SimulationResult | None, str | None, str | None]  # the rest of a CaseResult
+_Outcome = tuple[SimulationResult | None, str | None, str | None]  # the other fields of a CaseResult
 
 
 def _run_case(case: Case, progress: Progress) -> _Outcome:
@@ -100,12 +100,12 @@ def _run_case(case: Case, progress: Progress) -> _Outcome:
     def report(seconds: float, ended: int) -> None:
         nonlocal simulated_s, num_ended
         simulated_s, num_ended = seconds, ended
-        progress(CaseProgress(case.name, seconds, ended, is_over=False))
+        progress(CaseProgress(case.name, seconds, ended, is_done=False))
 
     outcome = _outcome_of(case, report)
     if outcome[0] is not None:
         simulated_s, num_ended = outcome[0].duration_s, outcome[0].classes[ALL].num_sent
-    progress(CaseProgress(case.name, simulated_s, num_ended, is_over=True))
+    progress(CaseProgress(case.name, simulated_s, num_ended, is_done=True))
     return outcome
 
 
@@ -116,13 +116,13 @@ def _outcome_of(case: Case, report: Callable[[float, int], None]) -> _Outcome:
         return Simulation(case.config, workload).run(report), None, None
     except AlignedServeError as error:
         return None, str(error), None
-    except Exception as error:  # noqa: BLE001  # the outermost loop of a sweep: one broken policy does not end all
+    except Exception as error:  # noqa: BLE001  # outermost loop: one broken policy does not end the sweep
         return None, f"{type(error).__name__}: {error}", traceback.format_exc()
 
 
 @lru_cache(maxsize=4)
 def _library(data_dir: Path | None) -> Library:
-    """One per process: sources are read once, not once a case."""
+    """Return the process's library: sources are read once, not once a case."""
     return Library(data_dir)
 
 
@@ -131,7 +131,7 @@ def _library(data_dir: Path | None) -> Library:
 
 @dataclass(slots=True)
 class _WorkerProcess:
-    """One process, and the case it is at."""
+    """One process and the case it simulates."""
 
     process: SpawnProcess
     link: Connection
@@ -140,7 +140,7 @@ class _WorkerProcess:
 
 @dataclass(slots=True)
 class _ProcessPool:
-    """Processes that take the next case when they are done with one."""
+    """Processes that take the next case when they have finished one."""
 
     cases: Sequence[Case]
     progress: Progress
@@ -149,7 +149,7 @@ class _ProcessPool:
     _num_begun: int = 0
 
     def run(self, processes: int) -> list[CaseResult]:
-        """All cases."""
+        """Run all cases."""
         try:
             for _ in range(processes):
                 self._start_process()
@@ -172,7 +172,7 @@ class _ProcessPool:
         self._assign(self.workers[ours])
 
     def _assign(self, worker: _WorkerProcess) -> None:
-        """The next case, or nothing more to do."""
+        """Send the next case, or stop the process if there is none."""
         if self._num_begun == len(self.cases):
             self._stop(worker)
             return
@@ -181,13 +181,13 @@ class _ProcessPool:
         try:
             worker.link.send(self.cases[worker.number])
         except OSError:
-            self._lost(worker)
+            self._handle_death(worker)
 
     def _receive(self, worker: _WorkerProcess) -> None:
         try:
             answer = worker.link.recv()
         except (EOFError, OSError):
-            self._lost(worker)
+            self._handle_death(worker)
             return
         if isinstance(answer, CaseProgress):
             self.progress(answer)
@@ -195,25 +195,25 @@ class _ProcessPool:
         self.results[worker.number] = CaseResult(self.cases[worker.number], *answer)
         self._assign(worker)
 
-    def _lost(self, worker: _WorkerProcess) -> None:
-        """It died. Its case is lost, the others are not."""
+    def _handle_death(self, worker: _WorkerProcess) -> None:
+        """Handle a process that died: its case fails, the others continue."""
         case = self.cases[worker.number]
         self._stop(worker)
         self.results[worker.number] = CaseResult(case, error=f"its process ended (exit code {worker.process.exitcode})")
-        self.progress(CaseProgress(case.name, 0.0, 0, is_over=True))
+        self.progress(CaseProgress(case.name, 0.0, 0, is_done=True))
         if self._num_begun < len(self.cases):
             self._start_process()
 
     def _stop(self, worker: _WorkerProcess) -> None:
         del self.workers[worker.link]
         worker.link.close()
-        worker.process.join(timeout=0.2)  # one that is already dying says of what; an idle one ends by itself
+        worker.process.join(timeout=0.2)  # a dying one still gets its exit code; an idle one ends by itself
         worker.process.terminate()
         worker.process.join()
 
 
 def _serve_cases(link: Connection) -> None:
-    """Case after case, until nobody asks any more."""
+    """Simulate case after case until the link closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the first process decides
     try:
         while True:

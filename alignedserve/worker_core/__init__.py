@@ -1,1 +1,1 @@
-"""What every worker's logic does alike, whichever phases it serves: its requests, iterations and reports. Pure."""
+"""Requests, iterations and reports of a worker, whichever phases it serves: the shared part of all worker logics."""

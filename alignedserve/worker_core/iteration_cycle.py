@@ -46,7 +46,7 @@ class IterationCycle(Generic[RequestT, CommandT]):
 
     @property
     def is_running(self) -> bool:
-        """Whether an iteration is in flight."""
+        """True while an iteration is in flight."""
         return self._started_s is not None
 
     def start(
@@ -66,7 +66,7 @@ class IterationCycle(Generic[RequestT, CommandT]):
         return event.duration_s(started_s, now)
 
     def outcome(self, event: IterationCompleted, requests: _Requests[RequestT]) -> list[CommandT | Send | SendTo]:
-        """Add the sampled tokens to their requests; return what gateways and router are told.
+        """Add the sampled tokens to their requests; return the messages to gateways and router.
 
         Scores of a prompt go before its token, reports to the router last: no client waits for them.
         """

@@ -1,13 +1,13 @@
-"""The decode worker's ledger: what every iteration was, how long it took, and where time was lost.
+"""The iteration log of a worker: every iteration, its duration, and where time was lost.
 
 The time from the end of one iteration to the end of the next has seven parts, each read from a clock and none of them
 the remainder of the others, so that their sum is a check:
     waiting     from the end of the last iteration until the logic starts this one, by cause
-    turnaround  from there until the computing thread begins, and from when it is done until the logic hears of it
+    turnaround  from there until the computing thread begins, and from its end until the logic is notified
     prepare, forward, sampling: as the engine measured them
-Waiting is known by what ends it. Looking back from the first requests of the new batch: before any of them had arrived
-there was nothing to do; until one of them was granted to this worker, the worker waited for prefill (queue, prefill and
-pool); until the start, prefetch was not ready.
+The cause of a wait is found from the requests that end it. Before any of them had arrived there was nothing to do;
+until one of them was granted to this worker, the worker waited for prefill (queue, prefill and pool); until the start,
+prefetch was not ready.
 """
 
 from bisect import bisect_left
@@ -24,8 +24,8 @@ _NUM_RECORDS = 8192
 _REPORT_PAUSE_S = 1.0
 
 
-class Measured(Protocol):
-    """What the ledger reads of a request in an iteration."""
+class IterationMember(Protocol):
+    """The fields of a request that the log reads."""
 
     @property
     def request(self) -> Request:
@@ -33,7 +33,7 @@ class Measured(Protocol):
 
     @property
     def granted_s(self) -> float:
-        """When it came to this worker."""
+        """Time at which it was granted to this worker."""
 
     @property
     def context_len(self) -> int:
@@ -63,12 +63,12 @@ class IterationRecord(NamedTuple):
 
     @property
     def parts_s(self) -> float:
-        """The sum of what was measured of `wall_s`."""
+        """Sum of the measured parts of `wall_s`."""
         waiting_s = self.nothing_to_do_s + self.waiting_for_prefill_s + self.prefetch_not_ready_s
         return waiting_s + self.turnaround_s + self.prepare_s + self.forward_s + self.sampling_s
 
 
-class Waits(NamedTuple):
+class WaitingTimes(NamedTuple):
     """Time between two iterations, by cause."""
 
     nothing_to_do_s: float
@@ -76,7 +76,7 @@ class Waits(NamedTuple):
     prefetch_not_ready_s: float
 
 
-_NO_WAITS = Waits(0.0, 0.0, 0.0)
+_NO_WAITS = WaitingTimes(0.0, 0.0, 0.0)
 
 
 class IterationLog:
@@ -90,13 +90,13 @@ class IterationLog:
         self._is_switching = False
         self._waits = _NO_WAITS
         self._started_s: float | None = None  # of the iteration that runs
-        self._completed_s: float | None = None  # the end of the last iteration, or the first that was heard of time
+        self._completed_s: float | None = None  # the end of the last iteration, or the first time known
         self._reported_s: float | None = None
 
     def iteration_started(
-        self, now: float, running: Collection[Measured], *, has_changed: bool, is_switching: bool = False
+        self, now: float, running: Collection[IterationMember], *, has_changed: bool, is_switching: bool = False
     ) -> None:
-        """`running`: everyone in the batch of this iteration; `has_changed`: others than in the last one."""
+        """Begin a record. `running`: the members of this iteration; `has_changed`: not those of the last one."""
         if self._completed_s is None:
             self._completed_s = now
         self._waits = _split_wait(self._completed_s, now, running) if now > self._completed_s else _NO_WAITS
@@ -105,7 +105,7 @@ class IterationLog:
         self._is_switching = is_switching
 
     def iteration_completed(self, now: float, event: IterationCompleted) -> None:
-        """Must follow an `iteration_started`; lengths and members may change only after it."""
+        """Finish the record; must follow `iteration_started`. Lengths and members may change only after it."""
         started, shape, waits = self._started_s, self._shape, self._waits
         assert started is not None, "an iteration ended that was not started"
         assert self._completed_s is not None, "an iteration without anything before it"
@@ -135,7 +135,7 @@ class IterationLog:
         self._started_s, self._completed_s = None, now
 
     def take_totals(self, now: float) -> IterationLogTotals | None:
-        """The sums since this last returned some, for the router; None when there are none, or within a second.
+        """Return the sums since it last returned some, for the router; None if there are none, or within a second.
 
         Iterations that have left the latest records without being taken are not counted.
         """
@@ -149,15 +149,14 @@ class IterationLog:
         return totals_of(list(islice(reversed(self._records), num_fresh)))
 
     def records(self) -> tuple[IterationRecord, ...]:
-        """The latest iterations, oldest first."""
+        """Return the latest iterations, oldest first."""
         return tuple(self._records)
 
 
 class _BatchShape:
-    """Number, sum, least and greatest of the running requests' context lengths.
+    """Number, sum, minimum and maximum of the running requests' context lengths.
 
-    Counted only when the batch has changed: a batch that all sampled, and that nobody joined or left, is one token
-    longer everywhere.
+    Counted only when the batch has changed: if all members sampled, and none joined or left, each is one token longer.
     """
 
     __slots__ = ("_has_all_grown", "longest", "shortest", "size", "sum")
@@ -166,8 +165,8 @@ class _BatchShape:
         self.size = self.sum = self.shortest = self.longest = 0
         self._has_all_grown = False
 
-    def update(self, running: Collection[Measured], *, has_changed: bool) -> None:
-        """To the batch of the iteration that starts."""
+    def update(self, running: Collection[IterationMember], *, has_changed: bool) -> None:
+        """Update to the batch of the iteration that starts."""
         if self._has_all_grown and not has_changed and len(running) == self.size:
             self.sum += self.size
             self.shortest += 1
@@ -178,12 +177,12 @@ class _BatchShape:
         self.shortest, self.longest = min(lengths), max(lengths)
 
     def note_tokens(self, event: IterationCompleted) -> None:
-        """Whether every member has got a token."""
+        """Note whether every member got a token."""
         self._has_all_grown = len(event.sampled) == self.size
 
 
 def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
-    """Sums over these iterations."""
+    """Return the sums over these iterations."""
     spreads = [record.longest / record.mean for record in records]
     spread_counts = [0] * (len(SPREAD_EDGES) + 1)
     for spread in spreads:
@@ -206,12 +205,12 @@ def totals_of(records: Sequence[IterationRecord]) -> IterationLogTotals:
     )
 
 
-def _split_wait(since: float, until: float, running: Collection[Measured]) -> Waits:
-    """By what the first of the requests that end the wait was waiting for.
+def _split_wait(since: float, until: float, running: Collection[IterationMember]) -> WaitingTimes:
+    """Split a wait by what the first of the requests that end it was waiting for.
 
-    All processes of a host share the clock. An arrival by another host's clock may lie anywhere; it is taken as no
-    earlier than the wait began and no later than the grant, which is our own.
+    All processes of a host share the clock. An arrival by another host's clock may lie anywhere; it is clamped to
+    between the start of the wait and the grant, which is by this host's clock.
     """
     granted = min(max(min(one.granted_s for one in running), since), until)
     arrived = min(max(min(one.request.arrival_s for one in running), since), granted)
-    return Waits(arrived - since, granted - arrived, until - granted)
+    return WaitingTimes(arrived - since, granted - arrived, until - granted)

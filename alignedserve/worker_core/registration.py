@@ -1,4 +1,4 @@
-"""What a worker tells the router about itself."""
+"""Registration of a worker with the router."""
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.workers import WorkerRegistered
@@ -6,10 +6,10 @@ from alignedserve.messages.workers import WorkerRegistered
 
 def registration_of(
     layout: BlockLayout,
-    *,
     num_blocks: int,
     max_running_requests: int,
     pool_name: str = "",
+    *,
     can_prefill: bool = False,
     can_decode: bool = False,
 ) -> WorkerRegistered:

@@ -46,14 +46,14 @@ class RouterLink:
         return self.send(RequestFinished(one.request.request_id, one.attempt, len(one.generated_token_ids)))
 
     def failed(self, one: WorkerRequest | PrefillRequest, kind: FailureKind, reason: str) -> list[Send]:
-        """Report that this attempt cannot go on."""
+        """Report that this attempt has failed."""
         return self.send(AttemptFailed(one.request.request_id, one.attempt, kind, reason))
 
     # --- load
 
     @property
     def is_load_awaited(self) -> bool:
-        """Whether the router is to have the load even if nothing has changed."""
+        """True if the load is reported next time even if it has not changed."""
         return self._reported is None
 
     def await_load(self) -> None:

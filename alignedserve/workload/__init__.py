@@ -1,1 +1,1 @@
-"""What is asked of a server and when: recorded traces, made-up traffic, and mixtures of both."""
+"""Requests to a server and their times: recorded traces, made-up traffic, and mixtures of both."""

@@ -1,4 +1,4 @@
-"""When requests come: gaps of a wanted rate and burstiness, and rates that follow the time of day.
+"""Arrival times of requests: gaps of a wanted rate and burstiness, and rates that follow the time of day.
 
 All processes are drawn with a mean gap of 1 and stretched afterwards: the same generator at another rate gives the
 same pattern, faster or slower, so that a sweep over rates compares like with like.
@@ -18,8 +18,8 @@ MAX_ARRIVALS = 10_000_000  # more in one workload is a mistake
 _BLOCK = 4096
 
 
-class GapLaw(enum.Enum):
-    """How gaps of a given coefficient of variation are distributed."""
+class GapDistribution(enum.Enum):
+    """Distribution of gaps with a given coefficient of variation."""
 
     GAMMA = "gamma"
     WEIBULL = "weibull"
@@ -33,23 +33,23 @@ class Renewal:
     """
 
     cv: float = 1.0
-    law: GapLaw = GapLaw.GAMMA
+    distribution: GapDistribution = GapDistribution.GAMMA
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.cv <= 100.0:
             raise ConfigError("cv must lie between 0 and 100")
 
     def gaps(self, rng: Generator, count: int) -> FloatArray:
-        """So many gaps with mean 1."""
+        """Draw `count` gaps with mean 1."""
         if self.cv == 0:
             return np.ones(count)
-        if self.law is GapLaw.WEIBULL:
+        if self.distribution is GapDistribution.WEIBULL:
             shape = weibull_shape(self.cv)
             return weibull_gaps(shape, rng, count)
         return gamma_gaps(1.0 / self.cv**2, rng, count)
 
     def arrivals(self, rng: Generator, *, count: int | None, until: float) -> FloatArray:
-        """Moments below `until`, at most `count`, in units of the mean gap; the first comes after one gap."""
+        """Draw moments below `until`, at most `count`, in units of the mean gap; the first comes after one gap."""
         most = MAX_ARRIVALS if count is None else count
         pieces: list[FloatArray] = []
         last, num_drawn = 0.0, 0
@@ -64,17 +64,17 @@ class Renewal:
 
 
 def gamma_gaps(shape: float, rng: Generator, count: int) -> FloatArray:
-    """Gaps with mean 1."""
+    """Draw gaps with mean 1."""
     return rng.gamma(shape, 1.0 / shape, count)
 
 
 def weibull_gaps(shape: float, rng: Generator, count: int) -> FloatArray:
-    """Gaps with mean 1."""
+    """Draw gaps with mean 1."""
     return rng.weibull(shape, count) / math.exp(math.lgamma(1.0 + 1.0 / shape))
 
 
 def weibull_shape(cv: float) -> float:
-    """The shape whose gaps have this coefficient of variation, by bisection: cv falls as the shape grows."""
+    """Return the shape whose gaps have this coefficient of variation, by bisection: cv falls as the shape grows."""
 
     def cv_of(shape: float) -> float:
         log_ratio = math.lgamma(1.0 + 2.0 / shape) - 2.0 * math.lgamma(1.0 + 1.0 / shape)
@@ -89,13 +89,13 @@ def weibull_shape(cv: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RateProfile:
-    """How busy each step of time is, relative to the others; it begins anew when it ends."""
+    """Relative load of each step of time; it begins anew when it ends."""
 
     step_s: float
     weights: tuple[float, ...]
 
     def stretch(self, arrivals: FloatArray, *, rate: float, start_s: float) -> FloatArray:
-        """Seconds from `start_s` of the profile on, for moments of a process with mean gap 1.
+        """Return the seconds from `start_s` of the profile on, for moments of a process with mean gap 1.
 
         `rate` is the mean over the whole profile (`rate_of_whole` finds it from that of a part). Time passes faster
         where it is busy: the moments are looked up in the inverse of the summed rate (time change of a point process),
@@ -111,7 +111,7 @@ class RateProfile:
         return np.asarray(rounds * span_s + np.interp(rest, summed, moments) - start_s % span_s, dtype=np.float64)
 
     def rate_of_whole(self, *, rate: float, start_s: float, duration_s: float) -> float:
-        """The mean rate of the whole profile at which a part of it has `rate` on average. Raises ConfigError."""
+        """Return the mean rate of the whole profile at which a part of it has `rate` on average. Raises ConfigError."""
         edges = np.arange(len(self.weights) + 1) * self.step_s
         summed = np.concatenate([[0.0], np.cumsum(self.weights)]) * self.step_s
         span_s, per_round = float(edges[-1]), float(summed[-1])

@@ -1,4 +1,4 @@
-"""From the language of workloads to requests.
+"""Workloads built from the language of workloads.
 
 Every class of traffic draws its arrivals, lengths, objectives and predictions from generators of their own, made from
 the seed and the class's name: another rate leaves the lengths as they are, and a further class changes no other.
@@ -17,13 +17,13 @@ from numpy.random import Generator
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.workload.arrivals import GapLaw, Renewal
+from alignedserve.workload.arrivals import GapDistribution, Renewal
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.distributions import FloatArray, ValueDistribution
 from alignedserve.workload.grammar import RECORDED, ClassSpec, parse_classes
 from alignedserve.workload.lengths import DrawnLengths, IntArray, Lengths
 from alignedserve.workload.recordings import Extract, RecordedSource, Recording
-from alignedserve.workload.requests import ClosedLoop, Description, TimedRequest, Workload
+from alignedserve.workload.requests import ClosedLoop, TimedRequest, Workload, WorkloadDescription
 from alignedserve.workload.traces import Terms
 
 DEFAULT_NUM_REQUESTS = 100
@@ -45,7 +45,7 @@ def build_workload(
     num_requests: int | None = None,
     duration_s: float | None = None,
 ) -> Workload:
-    """The workload of a specification (grammar.py). Raises ConfigError.
+    """Return the workload of a specification (grammar.py). Raises ConfigError.
 
     `num_requests` counts open-loop requests (closed ones where there is no open class), `duration_s` ends both kinds.
     Without either, recordings are played to their end, and everything else has DEFAULT_NUM_REQUESTS.
@@ -56,14 +56,14 @@ def build_workload(
     opened = [spec for spec in specs if not spec.is_closed]
     if num_requests is None and duration_s is None and not (opened and all(map(_is_recorded, opened))):
         num_requests = DEFAULT_NUM_REQUESTS
-    classes = [_Traffic(spec, seed, library) for spec in specs]
+    classes = [_ClassTraffic(spec, seed, library) for spec in specs]
     loops = tuple(traffic.closed_loop() for traffic in classes if traffic.spec.is_closed)
     arriving = (request for traffic in classes for request in traffic.opened(num_requests, duration_s))
     requests = tuple(islice(sorted(arriving, key=lambda request: request.arrival_s), num_requests))
     ends_s = duration_s
     if loops and ends_s is None and opened:
         ends_s = requests[-1].arrival_s if requests else 0.0
-    description = Description(specification, seed, {"num_requests": num_requests, "duration_s": duration_s})
+    description = WorkloadDescription(specification, seed, {"num_requests": num_requests, "duration_s": duration_s})
     return Workload(description, requests, loops, ends_s, None if opened or not loops else num_requests)
 
 
@@ -73,14 +73,14 @@ def _is_recorded(spec: ClassSpec) -> bool:
 
 @contextmanager
 def _blamed_on(spec: ClassSpec) -> Iterator[None]:
-    """Complaints name the class."""
+    """Name the class in complaints."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"workload {spec.name}: {error}") from None
 
 
-class _Traffic:
+class _ClassTraffic:
     """One class."""
 
     def __init__(self, spec: ClassSpec, seed: int, library: Library) -> None:
@@ -92,13 +92,13 @@ class _Traffic:
         self._drawn = DrawnLengths(source, spec.prompt, spec.output)
 
     def _generator(self, purpose: _Purpose, block: int = 0) -> Generator:
-        """The generator that draws for this purpose and nothing else."""
+        """Return the generator that draws for this purpose and nothing else."""
         return np.random.default_rng([self._seed, zlib.crc32(self.spec.name.encode()), purpose, block])
 
     # --- open loop
 
     def opened(self, count: int | None, duration_s: float | None) -> Iterable[TimedRequest]:
-        """Its requests in order; none where it is a closed loop."""
+        """Return its requests in order; none where it is a closed loop."""
         if self.spec.is_closed:
             return []
         with _blamed_on(self.spec):
@@ -112,9 +112,9 @@ class _Traffic:
     def _arrivals(self, count: int | None, duration_s: float | None) -> FloatArray:
         spec, rng = self.spec, self._generator(_Purpose.ARRIVALS)
         assert spec.rate is not None, "checked by the grammar"
-        if spec.arrivals in [law.value for law in GapLaw]:
+        if spec.arrivals in [distribution.value for distribution in GapDistribution]:
             until = math.inf if duration_s is None else spec.rate * duration_s
-            return Renewal(spec.cv, GapLaw(spec.arrivals)).arrivals(rng, count=count, until=until) / spec.rate
+            return Renewal(spec.cv, GapDistribution(spec.arrivals)).arrivals(rng, count=count, until=until) / spec.rate
         profile = self._library.profile(spec.arrivals)
         until, rate = math.inf, spec.rate
         if duration_s is not None:
@@ -143,38 +143,37 @@ class _Traffic:
     # --- closed loop
 
     def closed_loop(self) -> ClosedLoop:
-        """The loop; its requests are drawn when they are asked for."""
+        """Return the loop; its requests are drawn when they are asked for."""
         size = self.spec.outstanding or self.spec.wave
         assert size is not None, "checked by the grammar"
         return ClosedLoop(self.spec.name, size, self.spec.wave is not None, _DrawnStream(self))
 
     def block(self, number: int) -> list[TimedRequest]:
-        """The requests of a closed loop from `number * _BLOCK` on."""
+        """Return the requests of a closed loop from `number * _BLOCK` on."""
         with _blamed_on(self.spec):
             return self._block(number, [0.0] * _BLOCK)
 
     # --- requests
 
     def _block(self, number: int, arrival_s: Sequence[float]) -> list[TimedRequest]:
-        """As many requests of a block as there are arrivals."""
+        """Return as many requests of a block as there are arrivals."""
         return self._timed(arrival_s, self._lengths(number), number)
 
     def _lengths(self, block: int) -> Lengths:
         return self.spec.limits.draw(self._drawn, self._generator(_Purpose.LENGTHS, block), _BLOCK)
 
     def _timed(self, arrival_s: Sequence[float], lengths: Lengths, block: int = 0) -> list[TimedRequest]:
-        """The first of these requests, one for each arrival; all are drawn, so that a later end changes none."""
+        """Return the first of these requests, one for each arrival; all are drawn, so that a later end changes none."""
         spec, count = self.spec, len(lengths)
         assert lengths.prompt_len is not None, "lengths are complete"
         output_len = self._answers(lengths)
         limits = output_len if spec.max_tokens is None else np.full(count, spec.max_tokens)
         classes, slos = _objectives(spec, self._generator(_Purpose.OBJECTIVES, block), count)
         columns = (lengths.prompt_len.tolist(), output_len.tolist(), limits.tolist(), classes, slos)
-        texts = lengths.texts or [None] * count
         return [
-            TimedRequest(arrival, prompt, output, limit, spec.name, request_class, slo, spec.priority, prediction, text)
-            for arrival, prompt, output, limit, request_class, slo, prediction, text in zip(
-                arrival_s, *columns, self._predicted(output_len, block), texts, strict=False
+            TimedRequest(arrival, prompt, output, limit, spec.name, request_class, slo, spec.priority, prediction)
+            for arrival, prompt, output, limit, request_class, slo, prediction in zip(
+                arrival_s, *columns, self._predicted(output_len, block), strict=False
             )
         ]
 
@@ -196,7 +195,7 @@ class _Traffic:
 class _DrawnStream:
     """A class's requests by number, drawn a block at a time."""
 
-    def __init__(self, traffic: _Traffic) -> None:
+    def __init__(self, traffic: _ClassTraffic) -> None:
         self._traffic = traffic
         self._blocks: dict[int, list[TimedRequest]] = {}
 
@@ -208,21 +207,25 @@ class _DrawnStream:
 
 
 def _objectives(spec: ClassSpec, rng: Generator, count: int) -> tuple[list[RequestClass], list[Slo]]:
-    """Class and objectives of every request. In a shared class, best-effort requests have the deadline only."""
+    """Return class and objectives of every request. In a shared class, best-effort requests have the deadline only."""
 
-    def drawn(law: ValueDistribution | None) -> list[float] | list[None]:
-        if law is None:
+    def drawn(distribution: ValueDistribution | None) -> list[float] | list[None]:
+        if distribution is None:
             return [None] * count
-        return [law.constant] * count if law.constant is not None else law.draw(rng, count).tolist()
+        return (
+            [distribution.constant] * count
+            if distribution.constant is not None
+            else distribution.draw(rng, count).tolist()
+        )
 
     is_best_effort = (rng.random(count) < spec.be_share).tolist()
-    laws = (spec.ttft_s, spec.tpot_s, spec.deadline_s)
+    distributions = (spec.ttft_s, spec.tpot_s, spec.deadline_s)
     if not spec.be_share:
-        if all(law is None or law.constant is not None for law in laws):
-            slo = Slo(*(None if law is None else law.constant for law in laws))
+        if all(distribution is None or distribution.constant is not None for distribution in distributions):
+            slo = Slo(*(None if distribution is None else distribution.constant for distribution in distributions))
             return [spec.request_class] * count, [slo] * count
-        return [spec.request_class] * count, list(map(Slo, *map(drawn, laws)))
-    ttft_s, tpot_s, deadline_s = map(drawn, laws)
+        return [spec.request_class] * count, list(map(Slo, *map(drawn, distributions)))
+    ttft_s, tpot_s, deadline_s = map(drawn, distributions)
     classes = [RequestClass.BEST_EFFORT if is_be else RequestClass.REAL_TIME for is_be in is_best_effort]
     slos = [
         Slo(deadline_s=deadline) if is_be else Slo(ttft, tpot)
@@ -232,7 +235,7 @@ def _objectives(spec: ClassSpec, rng: Generator, count: int) -> tuple[list[Reque
 
 
 def _on_terms(request: TimedRequest, terms: Terms | None) -> TimedRequest:
-    """What a trace says of its request counts more than what the class says."""
+    """Apply a trace's terms to its request; they take precedence over the class's."""
     if terms is None:
         return request
     return replace(

@@ -8,10 +8,10 @@ from pathlib import Path
 from alignedserve.core.errors import ConfigError
 from alignedserve.workload.arrivals import RateProfile
 from alignedserve.workload.lengths import LengthSource
-from alignedserve.workload.reading import read_lines
+from alignedserve.workload.readers import read_lengths, read_profile, read_tasks, read_texts
 from alignedserve.workload.recordings import ClientDaySource, TraceSource
 from alignedserve.workload.servegen import read_clients
-from alignedserve.workload.tables import read_lengths, read_profile, read_tasks, read_texts
+from alignedserve.workload.text_lines import read_lines
 from alignedserve.workload.traces import parse_trace, read_trace
 
 SHIPPED = Path(__file__).parent / "shipped"
@@ -129,14 +129,14 @@ PROFILES: Mapping[str, str] = {"burstgpt_week": "burstgpt_1_tokens_per_second_by
 
 
 class Library:
-    """Finds sources by name or path. `data_dir`: the user's folder for what cannot be shipped."""
+    """Library that finds sources by name or path. `data_dir`: the user's folder for what cannot be shipped."""
 
     def __init__(self, data_dir: Path | None = None) -> None:
         self._data_dir = data_dir
         self._read: dict[str, LengthSource] = {}
 
     def source(self, name: str) -> LengthSource:
-        """The source of a name, or of a file of one's own (a trace, or `prompt_len,output_len`). Read once.
+        """Return the source of a name, or of a file of one's own (a trace, or `prompt_len,output_len`). Read once.
 
         Raises ConfigError listing the valid names.
         """
@@ -145,7 +145,7 @@ class Library:
         return self._read[name]
 
     def profile(self, name: str) -> RateProfile:
-        """A rate profile. Raises ConfigError."""
+        """Find a rate profile. Raises ConfigError."""
         if name not in PROFILES:
             raise ConfigError(f"unknown rate profile {name!r}; there are {', '.join(PROFILES)}")
         return read_profile(self._data_file(name, PROFILES[name]))

@@ -1,4 +1,4 @@
-"""Random numbers as a person writes them: `60`, `uniform(32,128)`, `lognormal(100,300)`, `mix(0.9: ..., 0.1: ...)`."""
+"""Distributions as a person writes them: `60`, `uniform(32,128)`, `lognormal(100,300)`, `mix(0.9: ..., 0.1: ...)`."""
 
 import math
 from collections.abc import Callable
@@ -24,11 +24,11 @@ class ValueDistribution:
 
     @property
     def constant(self) -> float | None:
-        """The number that is always drawn, if there is one."""
+        """Return the number that is always drawn, if there is one."""
         return self.arguments[0] if self.kind == "constant" else None
 
     def draw(self, rng: Generator, count: int) -> FloatArray:
-        """So many numbers; the caller rounds and clamps."""
+        """Draw `count` numbers; the caller rounds and clamps."""
         if self.parts:
             return self._draw_mix(rng, count)
         return _KINDS[self.kind].draw(rng, count, self.arguments)
@@ -74,7 +74,7 @@ _NAMES = (*(name for name in _KINDS if name != "constant"), "mix")
 
 
 def constant(number: float) -> ValueDistribution:
-    """The law of a number that never changes."""
+    """Return the distribution of a number that never changes."""
     return ValueDistribution("constant", (number,))
 
 
@@ -82,10 +82,10 @@ def constant(number: float) -> ValueDistribution:
 
 
 def parse_distribution(text: str) -> ValueDistribution:
-    """A number or a distribution with its arguments in parentheses. Raises ConfigError.
+    """Parse a number, or a distribution with its arguments in parentheses. Raises ConfigError.
 
     `uniform(low,high)`, `exponential(mean)`, `choice(a,b,...)`, `lognormal(median,p95)`, `skewed(mean,deviation)` (the
-    log-normal with these two moments), `mix(weight: law, weight: law, ...)`.
+    log-normal with these two moments), `mix(weight: distribution, weight: distribution, ...)`.
     """
     text = text.strip()
     name, parenthesis, rest = text.partition("(")
@@ -106,26 +106,26 @@ def parse_distribution(text: str) -> ValueDistribution:
 def _parse_mix(text: str, arguments: list[str]) -> ValueDistribution:
     weights, parts = [], []
     for argument in arguments:
-        weight, colon, law = argument.partition(":")
+        weight, colon, distribution = argument.partition(":")
         if not colon:
-            raise ConfigError(f"{text!r}: a mix is written mix(weight: law, weight: law, ...)")
+            raise ConfigError(f"{text!r}: a mix is written mix(weight: distribution, weight: distribution, ...)")
         weights.append(parse_number("weight", weight))
-        parts.append(parse_distribution(law))
+        parts.append(parse_distribution(distribution))
     if min(weights) <= 0:
         raise ConfigError(f"{text!r}: weights must be above 0")
     return ValueDistribution("mix", tuple(weights), tuple(parts))
 
 
-def _sensible(text: str, law: ValueDistribution) -> ValueDistribution:
-    if min(law.arguments) <= 0:
+def _sensible(text: str, distribution: ValueDistribution) -> ValueDistribution:
+    if min(distribution.arguments) <= 0:
         raise ConfigError(f"{text!r}: numbers must be above 0")
-    if _KINDS[law.kind].is_range and law.arguments[0] > law.arguments[1]:
+    if _KINDS[distribution.kind].is_range and distribution.arguments[0] > distribution.arguments[1]:
         raise ConfigError(f"{text!r}: the first number must not exceed the second")
-    return law
+    return distribution
 
 
 def parse_number(name: str, text: str) -> float:
-    """A finite number. Raises ConfigError that begins with `name`."""
+    """Parse a finite number. Raises ConfigError that begins with `name`."""
     try:
         number = float(text)
     except ValueError:
@@ -136,7 +136,7 @@ def parse_number(name: str, text: str) -> float:
 
 
 def split_outside_parentheses(text: str, separator: str) -> list[str]:
-    """`text.split(separator)`, blind inside parentheses."""
+    """Split the text at separators outside parentheses."""
     pieces, depth, begin = [], 0, 0
     for position, character in enumerate(text):
         depth += (character == "(") - (character == ")")

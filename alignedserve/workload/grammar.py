@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass
-from alignedserve.workload.arrivals import GapLaw
+from alignedserve.workload.arrivals import GapDistribution
 from alignedserve.workload.distributions import (
     ValueDistribution,
     parse_distribution,
@@ -36,7 +36,7 @@ class ClassSpec:
     source: str | None = None  # of prompt and output lengths
     prompt: ValueDistribution | None = None  # in place of the source's
     output: ValueDistribution | None = None
-    arrivals: str = GapLaw.GAMMA.value  # or weibull, recorded, or the name of a rate profile
+    arrivals: str = GapDistribution.GAMMA.value  # or weibull, recorded, or the name of a rate profile
     rate: float | None = None  # requests per second
     cv: float = 1.0
     start_s: float = 0.0  # of a recording or a profile
@@ -56,12 +56,12 @@ class ClassSpec:
 
     @property
     def is_closed(self) -> bool:
-        """Whether a request waits for an earlier one to end."""
+        """Return whether a request waits for an earlier one to end."""
         return self.outstanding is not None or self.wave is not None
 
 
 def parse_classes(specification: str) -> tuple[ClassSpec, ...]:
-    """All classes. Raises ConfigError that names the class and the setting."""
+    """Parse all classes. Raises ConfigError that names the class and the setting."""
     parts = [part for part in split_outside_parentheses(specification, ";") if part.strip()]
     if not parts:
         raise ConfigError("the workload is empty (write for example rate=2,prompt=100,output=60)")
@@ -229,8 +229,8 @@ def _check_arrivals(settings: dict[str, object]) -> None:
         )
     if is_recorded and "lengths" not in settings:
         raise ConfigError(f"arrivals={RECORDED} needs the name of a trace")
-    laws = [law.value for law in GapLaw]
-    is_steady = settings.get("arrivals", laws[0]) in laws
+    distributions = [distribution.value for distribution in GapDistribution]
+    is_steady = settings.get("arrivals", distributions[0]) in distributions
     for key, is_meant in (
         ("cv", not is_recorded and not closed),
         ("arrivals", not closed),

@@ -1,4 +1,4 @@
-"""How long prompts and answers are: columns, where they are drawn from, and how they are cut."""
+"""Lengths of prompts and answers: columns, where they are drawn from, and how they are cut."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ class Lengths:
 
     prompt_len: IntArray | None
     output_len: IntArray | None
-    texts: Sequence[str | None] | None = None  # of the prompts
 
     def __len__(self) -> int:
         column = self.prompt_len if self.prompt_len is not None else self.output_len
@@ -29,66 +28,60 @@ class Lengths:
         return len(column)
 
     def take(self, rows: IntArray) -> "Lengths":
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         return Lengths(
             prompt_len=None if self.prompt_len is None else self.prompt_len[rows],
             output_len=None if self.output_len is None else self.output_len[rows],
-            texts=None if self.texts is None else [self.texts[row] for row in rows.tolist()],
         )
 
     def draw(self, rng: Generator, count: int) -> "Lengths":
-        """Rows at random, with replacement."""
+        """Draw rows at random, with replacement."""
         return self.take(rng.integers(len(self), size=count))
 
 
 def joined(pieces: Sequence[Lengths]) -> Lengths:
-    """The rows of all of them; a column that one lacks is lacking."""
+    """Return the rows of all of them; a column that one lacks is lacking."""
 
     def column(columns: list[IntArray | None]) -> IntArray | None:
         present = [column for column in columns if column is not None]
         return np.concatenate(present) if len(present) == len(columns) else None
 
-    texts = [piece.texts for piece in pieces if piece.texts is not None]
-    return Lengths(
-        column([piece.prompt_len for piece in pieces]),
-        column([piece.output_len for piece in pieces]),
-        [text for some in texts for text in some] if len(texts) == len(pieces) else None,
-    )
+    return Lengths(column([piece.prompt_len for piece in pieces]), column([piece.output_len for piece in pieces]))
 
 
 class LengthSource(Protocol):
-    """Where the lengths of requests are drawn from."""
+    """Source that lengths of requests are drawn from."""
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """So many rows. The same generator gives the same rows."""
+        """Draw `count` rows. The same generator gives the same rows."""
 
 
 def whole(drawn: FloatArray) -> IntArray:
-    """Drawn numbers as lengths: rounded, at least 1."""
+    """Convert drawn numbers to lengths: rounded, at least 1."""
     return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnLengths:
-    """Lengths of a recording, with laws in place of the columns that it lacks or that were given explicitly."""
+    """Lengths of a recording, with distributions for the columns that it lacks or that were given explicitly."""
 
     source: LengthSource | None
     prompt: ValueDistribution | None = None
     output: ValueDistribution | None = None
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """So many rows. Raises ConfigError where a column is missing."""
+        """Draw `count` rows. Raises ConfigError where a column is missing."""
         found = Lengths(None, None) if self.source is None else self.source.draw(rng, count)
         return self.completed(found, rng, count)
 
     def completed(self, found: Lengths, rng: Generator, count: int) -> Lengths:
-        """The rows with the laws applied."""
+        """Return the rows with the distributions applied."""
         prompt_len = found.prompt_len if self.prompt is None else whole(self.prompt.draw(rng, count))
         output_len = found.output_len if self.output is None else whole(self.output.draw(rng, count))
         for name, column in (("prompt", prompt_len), ("output", output_len)):
             if column is None:
                 raise ConfigError(f"{name}= is missing: nothing says how long a {name} is")
-        return Lengths(prompt_len, output_len, found.texts if self.prompt is None else None)
+        return Lengths(prompt_len, output_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +95,25 @@ class LengthLimits:
     max_total: int | None = None
 
     def prompt_lens(self, lengths: IntArray) -> IntArray:
-        """The lengths to send for traced or drawn prompt lengths."""
+        """Return the lengths to send for traced or drawn prompt lengths."""
         return _limited(lengths, self.prompt_scale, self.max_prompt)
 
     def output_lens(self, lengths: IntArray) -> IntArray:
-        """The lengths to ask for."""
+        """Return the lengths to ask for."""
         return _limited(lengths, self.output_scale, self.max_output)
 
     def cut(self, lengths: Lengths) -> tuple[Lengths, IntArray]:
-        """What is left of the rows, and their numbers."""
+        """Return the rows that are left, and their numbers."""
         assert lengths.prompt_len is not None, "limits come after the columns are complete"
         assert lengths.output_len is not None, "limits come after the columns are complete"
         prompt_len, output_len = self.prompt_lens(lengths.prompt_len), self.output_lens(lengths.output_len)
         kept = np.arange(len(prompt_len))
         if self.max_total is not None:
             kept = np.flatnonzero(prompt_len + output_len <= self.max_total)
-        texts = lengths.texts
-        if texts is not None:  # one that was cut would mislead whoever reads it
-            is_whole = (prompt_len == lengths.prompt_len).tolist()
-            texts = [text if whole else None for text, whole in zip(texts, is_whole, strict=True)]
-        return Lengths(prompt_len, output_len, texts).take(kept), kept
+        return Lengths(prompt_len, output_len).take(kept), kept
 
     def draw(self, source: LengthSource, rng: Generator, count: int) -> Lengths:
-        """So many rows within the limits; dropped ones are drawn again. Raises ConfigError if hardly any fits."""
+        """Draw `count` rows within the limits; dropped ones are drawn again. Raises ConfigError if hardly any fits."""
         pieces: list[Lengths] = []
         num_kept = 0
         for _ in range(_MAX_ROUNDS):

@@ -16,7 +16,7 @@ PROMPT_GROUP = 512  # tokens
 def with_ttft_from_prefill(
     workload: Workload, prefill_s: Callable[[int], float], *, scale: ValueDistribution, seed: int
 ) -> Workload:
-    """The workload with TTFT objectives as AccelGen sets them (section 3), for its open-loop real-time requests.
+    """Return the workload with TTFT objectives as AccelGen sets them (section 3), for its open-loop real-time requests.
 
     Prompts are grouped by PROMPT_GROUP tokens; the objective is the mean of `prefill_s(prompt_len)` over the group
     times a scale drawn per request (the paper: uniform(0.5,1.5)).

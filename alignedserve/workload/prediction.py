@@ -1,4 +1,4 @@
-"""What somebody predicts of the length of answers, for workloads whose prompts have no text to predict from."""
+"""Predicted answer lengths, for workloads whose prompts have no text to predict from."""
 
 import enum
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from alignedserve.workload.lengths import IntArray, whole
 
 
 class PredictionKind(enum.Enum):
-    """How good the prediction is."""
+    """Quality of a prediction."""
 
     EXACT = "exact"
     CLASS_MEAN = "mean"  # of the class of traffic
@@ -21,13 +21,16 @@ class PredictionKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PredictionModel:
-    """Predicted lengths from true ones. `sigma`: deviation of the error's logarithm; its median is 1."""
+    """Model that makes predicted lengths from true ones.
+
+    `sigma`: deviation of the error's logarithm; its median is 1.
+    """
 
     kind: PredictionKind
     sigma: float = 0.0
 
     def predict(self, output_len: IntArray, *, mean_len: float, rng: Generator) -> IntArray:
-        """Predictions, at least 1 token. `mean_len` is the mean of the class."""
+        """Predict lengths, at least 1 token. `mean_len` is the mean of the class."""
         if self.kind is PredictionKind.CLASS_MEAN:
             return whole(np.full(len(output_len), mean_len))
         if self.kind is PredictionKind.EXACT:
@@ -36,7 +39,7 @@ class PredictionModel:
 
 
 def parse_prediction(text: str) -> PredictionModel:
-    """`exact`, `mean` or `error(sigma)`. Raises ConfigError."""
+    """Parse `exact`, `mean` or `error(sigma)`. Raises ConfigError."""
     if text in ("exact", "mean"):
         return PredictionModel(PredictionKind(text))
     if text.startswith("error(") and text.endswith(")"):

@@ -6,7 +6,7 @@ from alignedserve.workload.grammar import RECORDED, parse_classes
 
 
 def at_rate(line: str, rate: float) -> str:
-    """The line with its open-loop classes at `rate` requests per second together, in their proportions.
+    """Return the line with its open-loop classes at `rate` requests per second together, in their proportions.
 
     Closed loops stay as they are. Raises ConfigError where there is no open loop, and where classes share a rate that
     one of them does not name.

@@ -18,7 +18,7 @@ from alignedserve.workload.traces import Terms, TraceRow
 
 @dataclass(frozen=True, slots=True)
 class Extract:
-    """Which part of a recording is wanted, and how fast."""
+    """Part of a recording that is wanted, and its speed."""
 
     start_s: float = 0.0  # of the recording's own time
     duration_s: float | None = None  # of the workload's time, after scaling; None: to the end
@@ -35,19 +35,19 @@ class Recording:
     terms: Sequence[Terms | None]
 
     def take(self, rows: IntArray) -> "Recording":
-        """These rows."""
+        """Return these rows."""
         return Recording(self.arrival_s[rows], self.lengths.take(rows), [self.terms[row] for row in rows.tolist()])
 
 
 @runtime_checkable
 class RecordedSource(Protocol):
-    """Where requests come from together with their arrivals."""
+    """Source of requests with their arrivals."""
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Lengths alone, rows at random."""
+        """Draw lengths alone, rows at random."""
 
     def record(self, rng: Generator, extract: Extract) -> Recording:
-        """The requests of a part. Raises ConfigError when there are none, or no rate to scale."""
+        """Return the requests of a part. Raises ConfigError when there are none, or no rate to scale."""
 
 
 class TraceSource:
@@ -61,11 +61,11 @@ class TraceSource:
         return _columns(self._rows).lengths
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Lengths of rows at random."""
+        """Draw lengths of rows at random."""
         return self._lengths.draw(rng, count)
 
     def record(self, rng: Generator, extract: Extract) -> Recording:
-        """The rows from the start on, at the wanted rate, until the duration is over."""
+        """Return the rows from the start on, at the wanted rate, until the duration is over."""
         rows = traces.window(self._rows, extract.start_s, None)
         if extract.rate is not None:
             rows = traces.at_rate(rows, extract.rate, extract.duration_s, is_repeated=extract.is_repeated)
@@ -90,11 +90,11 @@ class ClientDaySource:
     day: ClientDay
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Lengths of requests at random."""
+        """Draw lengths of requests at random."""
         return self.day.draw(rng, count)
 
     def record(self, rng: Generator, extract: Extract) -> Recording:
-        """Arrivals by the clients' laws, every client's rate scaled alike. It is not repeated."""
+        """Generate arrivals by the clients' distributions, every client's rate scaled alike, without repetition."""
         if extract.is_repeated:
             raise ConfigError("repeat=: a generated day is not repeated; choose another part with start=")
         duration_s = extract.duration_s or self.day.end_s - extract.start_s

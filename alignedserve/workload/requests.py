@@ -21,29 +21,28 @@ class TimedRequest:
     request_class: RequestClass = RequestClass.REAL_TIME
     slo: Slo = NO_SLO
     priority: int = 0  # smaller goes first among equals
-    predicted_len: int | None = None  # of the answer; None: nobody predicts
-    prompt_text: str | None = None
+    predicted_len: int | None = None  # of the answer; None: no prediction
 
     @property
     def final_context_len(self) -> int:
-        """Tokens that the request holds in the end."""
+        """Return the tokens that the request holds in the end."""
         return self.prompt_len + self.output_len
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
-    """Where a workload came from, as it stands in results: enough to make it again."""
+class WorkloadDescription:
+    """Origin of a workload, as it stands in results: enough to make it again."""
 
     name: str
     seed: int
     parameters: Mapping[str, str | float | int | None] = field(default_factory=dict)
 
 
-class RequestStream(Protocol):
-    """Requests without end. The one of a number is always the same, however they are taken."""
+class RequestSource(Protocol):
+    """Endless requests by number; each is always the same, in whatever order they are taken."""
 
     def __getitem__(self, number: int) -> TimedRequest:
-        """The request of a number; its arrival is 0."""
+        """Return the request of a number; its arrival is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class ClosedLoop:
     class_name: str
     size: int
     is_wave: bool  # the next `size` requests come when all have ended, else one for each that ends
-    stream: RequestStream
+    stream: RequestSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Workload:
     there are loops.
     """
 
-    description: Description
+    description: WorkloadDescription
     requests: tuple[TimedRequest, ...]
     closed_loops: tuple[ClosedLoop, ...] = ()
     ends_s: float | None = None
@@ -90,11 +89,11 @@ class ClosedLoopRun:
         self._num_in_air = dict.fromkeys(self._loops, 0)
 
     def first(self) -> list[TimedRequest]:
-        """What is sent at the start."""
+        """Return the requests to send at the start."""
         return [request for loop in self._loops.values() for request in self._take(loop, loop.size, 0.0)]
 
     def next_after(self, class_name: str, finished_s: float) -> list[TimedRequest]:
-        """What is sent because a request of this class ended; nothing for classes of the open loop."""
+        """Return the requests to send because one of this class ended; none for classes of the open loop."""
         loop = self._loops.get(class_name)
         if loop is None:
             return []

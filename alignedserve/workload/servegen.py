@@ -16,7 +16,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.workload.arrivals import gamma_gaps, weibull_gaps
 from alignedserve.workload.distributions import FloatArray
 from alignedserve.workload.lengths import IntArray, Lengths, joined, whole
-from alignedserve.workload.reading import parsed_lines, read_lines
+from alignedserve.workload.text_lines import parsed_lines, read_lines
 
 WINDOW_S = 600.0
 QUANTILES = (*(number * 0.025 for number in range(40)), 0.99, 0.999, 1.0)
@@ -52,7 +52,7 @@ class ClientWindow:
     output_quantiles: tuple[float, ...]
 
     def arrivals(self, rng: Generator, factor: float) -> FloatArray:
-        """Moments within the window at `factor` times its rate, the first after a part of a gap."""
+        """Draw moments within the window at `factor` times its rate, the first after a part of a gap."""
         rate = self.rate * factor
         gaps = weibull_gaps if self.is_weibull else gamma_gaps
         pieces, last_s = [], -rng.random() * float(gaps(self.shape, rng, 1)[0]) / rate
@@ -64,7 +64,7 @@ class ClientWindow:
         return self.start_s + drawn[(drawn >= 0) & (drawn < WINDOW_S)]
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Lengths by the client's quantiles, linear between them."""
+        """Draw lengths by the client's quantiles, linear between them."""
         prompt_len = whole(np.interp(rng.random(count), QUANTILES, self.prompt_quantiles))
         return Lengths(prompt_len, whole(np.interp(rng.random(count), QUANTILES, self.output_quantiles)))
 
@@ -77,33 +77,34 @@ class ClientDay:
 
     @cached_property
     def _quantiles(self) -> tuple[FloatArray, FloatArray]:
-        """Of prompts and of outputs, a row per window."""
+        """Return the quantiles of prompts and of outputs, a row per window."""
         return (
             np.array([window.prompt_quantiles for window in self.windows]),
             np.array([window.output_quantiles for window in self.windows]),
         )
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """Lengths of requests at random, busy windows more often."""
+        """Draw lengths of requests at random, busy windows more often."""
         rates = np.array([window.rate for window in self.windows])
         chosen = rng.choice(len(rates), size=count, p=rates / rates.sum())
         prompts, outputs = (_between(rows[chosen], rng.random(count)) for rows in self._quantiles)
         return Lengths(whole(prompts), whole(outputs))
 
     def mean_rate(self, start_s: float, duration_s: float) -> float:
-        """Requests per second expected in a part of the day."""
+        """Return the requests per second expected in a part of the day."""
         expected = sum(window.rate * _overlap_s(window, start_s, start_s + duration_s) for window in self.windows)
         return expected / duration_s
 
     @property
     def end_s(self) -> float:
-        """The end of the last window."""
+        """Return the end of the last window."""
         return max(window.start_s for window in self.windows) + WINDOW_S
 
     def generate(
         self, rng: Generator, *, start_s: float, duration_s: float, factor: float = 1.0
     ) -> tuple[FloatArray, Lengths]:
-        """Arrivals in [0, duration), which is [start, start + duration) of the day, in order, and their lengths.
+        """Generate arrivals in [0, duration), which is [start, start + duration) of the day, in order, and their
+        lengths.
 
         `factor` multiplies every client's rate. Raises ConfigError when nothing falls into the part.
         """
@@ -123,7 +124,7 @@ class ClientDay:
 
 
 def _between(quantiles: FloatArray, shares: FloatArray) -> FloatArray:
-    """The value at a share of each row's distribution, linear between quantiles: `np.interp` for a matrix."""
+    """Return the value at a share of each row's distribution, linear between quantiles: `np.interp` for a matrix."""
     levels = np.array(QUANTILES)
     below = np.searchsorted(levels, shares, side="right") - 1  # a share is below 1, so that there is one above
     part = (shares - levels[below]) / (levels[below + 1] - levels[below])
@@ -137,7 +138,7 @@ def _overlap_s(window: ClientWindow, start_s: float, end_s: float) -> float:
 
 
 def read_clients(path: Path) -> ClientDay:
-    """The file described above. Raises ConfigError naming the line."""
+    """Return the file described above. Raises ConfigError naming the line."""
     clients = parsed_lines(read_lines(path), 1, _windows_of_line, str(path))
     windows = tuple(window for client in clients for window in client)
     if not windows:
@@ -151,13 +152,15 @@ def _windows_of_line(line: str) -> list[ClientWindow]:
         raise ValueError("a client without lengths")
     starts = sorted(int(start) for start in client.lengths)
     windows = []
-    for start_s, rate, _cv, law, shape, _scale in client.windows:
-        if law not in ("Gamma", "Weibull") or rate <= 0 or shape <= 0:
-            raise ValueError(f"window {start_s:g}: {law} with rate {rate:g} and shape {shape:g}")
+    for start_s, rate, _cv, distribution, shape, _scale in client.windows:
+        if distribution not in ("Gamma", "Weibull") or rate <= 0 or shape <= 0:
+            raise ValueError(f"window {start_s:g}: {distribution} with rate {rate:g} and shape {shape:g}")
         # The lengths of its six hours, or of the nearest that the client has.
         nearest = min(starts, key=lambda start: (start > start_s, abs(start - start_s)))
         lengths = client.lengths[str(nearest)]
         windows.append(
-            ClientWindow(start_s, rate, law == "Weibull", shape, lengths.input_tokens.q, lengths.output_tokens.q)
+            ClientWindow(
+                start_s, rate, distribution == "Weibull", shape, lengths.input_tokens.q, lengths.output_tokens.q
+            )
         )
     return windows

@@ -1,4 +1,4 @@
-"""Reading recorded traces: when requests came and how long they and their answers were.
+"""Readers of recorded traces: arrival times and lengths of requests and answers.
 
 Plain or gzipped, told apart by their first line:
 
@@ -22,7 +22,7 @@ import msgspec
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.workload.reading import MAX_LENGTH, Columns, parsed_lines, read_lines
+from alignedserve.workload.text_lines import MAX_LENGTH, Columns, parsed_lines, read_lines
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 OWN_COLUMNS = ("arrival_s", "prompt_len", "output_len")
@@ -33,7 +33,7 @@ _SHIPPED = Path(__file__).parent / "shipped" / "azure_conv_slice.csv"
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a trace says about how a request is to be served; None where it says nothing."""
+    """Terms of service that a trace states for a request; None where it states nothing."""
 
     request_class: RequestClass | None = None
     slo: Slo | None = None
@@ -50,7 +50,7 @@ class TraceRow:
     terms: Terms | None = None
 
     def at(self, arrival_s: float) -> "TraceRow":
-        """The same request at another moment."""
+        """Return the same request at another moment."""
         return TraceRow(arrival_s, self.prompt_len, self.output_len, self.terms)
 
 
@@ -72,17 +72,17 @@ class _OwnRow(msgspec.Struct, forbid_unknown_fields=True, rename={"request_class
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """All rows, earliest first, the first at time 0. Raises ConfigError naming the line."""
+    """Read all rows, earliest first, the first at time 0. Raises ConfigError naming the line."""
     return parse_trace(read_lines(path), name=str(path))
 
 
 def shipped_trace() -> list[TraceRow]:
-    """The two minutes of the Azure conversation trace that the demo and the benchmarks use."""
+    """Return the two minutes of the Azure conversation trace that the demo and the benchmarks use."""
     return read_trace(_SHIPPED)
 
 
 def parse_trace(lines: Sequence[str], *, name: str) -> list[TraceRow]:
-    """The same from lines; `name` stands in the error messages."""
+    """Parse a trace from lines; `name` stands in the error messages."""
     header = lines[0].replace(" ", "").rstrip("\r") if lines else ""
     if header == AZURE_HEADER:
         rows = _parse_lines(lines[1:], 2, _azure_row, name)
@@ -126,7 +126,7 @@ def _azure_row(line: str) -> TraceRow:
 
 
 def _azure_seconds(text: str) -> float:
-    """A date and time (seven decimals in the published file), or plain seconds."""
+    """Parse a date and time (seven decimals in the published file), or plain seconds."""
     try:
         seconds = float(text)
     except ValueError:
@@ -197,7 +197,7 @@ def _own_row(row: _OwnRow) -> TraceRow:
 
 
 def _in_order(parse: Callable[[str], TraceRow]) -> Callable[[str], TraceRow]:
-    """Of our own formats, a row that is earlier than the one before it is a mistake of whoever wrote the file."""
+    """Refuse rows of our own formats that are earlier than the one before: a mistake in the file."""
     latest_s = 0.0
 
     def checked(line: str) -> TraceRow:
@@ -215,12 +215,12 @@ def _in_order(parse: Callable[[str], TraceRow]) -> Callable[[str], TraceRow]:
 
 
 def shifted(rows: Iterable[TraceRow], origin_s: float) -> list[TraceRow]:
-    """The rows with `origin_s` as the new time 0."""
+    """Return the rows with `origin_s` as the new time 0."""
     return [row.at(row.arrival_s - origin_s) for row in rows]
 
 
 def window(rows: Sequence[TraceRow], start_s: float, duration_s: float | None) -> list[TraceRow]:
-    """The rows of [start, start + duration), the window's start as time 0."""
+    """Return the rows of [start, start + duration), the window's start as time 0."""
     end_s = float("inf") if duration_s is None else start_s + duration_s
     chosen = [row for row in rows if start_s <= row.arrival_s < end_s]
     if not chosen:
@@ -229,23 +229,26 @@ def window(rows: Sequence[TraceRow], start_s: float, duration_s: float | None) -
 
 
 def mean_rate(rows: Sequence[TraceRow]) -> float:
-    """Requests per second between the first and the last arrival; 0 for fewer than two."""
+    """Return the requests per second between the first and the last arrival; 0 for fewer than two."""
     span_s = rows[-1].arrival_s - rows[0].arrival_s if rows else 0.0
     return (len(rows) - 1) / span_s if span_s > 0 else 0.0
 
 
 def sped_up(rows: Iterable[TraceRow], factor: float) -> list[TraceRow]:
-    """Arrivals `factor` times as fast, in the same pattern."""
+    """Return arrivals `factor` times as fast, in the same pattern."""
     return [row.at(row.arrival_s / factor) for row in rows]
 
 
 def repeated(rows: Sequence[TraceRow], duration_s: float) -> list[TraceRow]:
-    """The trace until `duration_s`, from its beginning again whenever it is over. Raises ConfigError without a rate."""
+    """Return the trace until `duration_s`, from its beginning again whenever it is over.
+
+    Raises ConfigError without a rate.
+    """
     return list(itertools.takewhile(lambda row: row.arrival_s < duration_s, _endless(rows)))
 
 
 def at_rate(rows: Sequence[TraceRow], rate: float, duration_s: float | None, *, is_repeated: bool) -> list[TraceRow]:
-    """The beginning of the trace, stretched so that what is played has this rate on average.
+    """Return the beginning of the trace, stretched so that the part played has this rate on average.
 
     That is the first `rate * duration_s` requests, from the beginning again where `is_repeated`; of a trace with fewer,
     or without a duration, all. Raises ConfigError for a trace without a rate of its own.

@@ -30,7 +30,7 @@ import psutil
 from benchmarks.batch_kills import kill_cluster, make_tasks
 from benchmarks.batches.bookkeeping import measure_bookkeeping
 from benchmarks.live_policies import SETTINGS, make_model
-from benchmarks.support.batch_client import BatchClient, chat_file
+from benchmarks.support.batch_client import BatchHttpClient, chat_file
 from benchmarks.support.kill_cluster import KillCluster
 from benchmarks.support.kill_schedules import Target
 from benchmarks.support.recording import RESULTS, write_result
@@ -45,7 +45,7 @@ _ROLES = [target for target in Target if target not in (Target.ALL, Target.COMMA
 
 
 def accept() -> dict[str, Any]:
-    """From the upload to the last line validated, and the way back."""
+    """Measure from the upload to the last line validated, and the way back."""
     with cluster_of("pocket") as (cluster, client):
         figures: dict[str, Any] = {"idle_mib": driver_mib(cluster)}
         for name, padding in (("short_lines", 0), ("long_lines", 3600)):
@@ -56,8 +56,8 @@ def accept() -> dict[str, Any]:
     return figures
 
 
-def accepted(cluster: KillCluster, client: BatchClient, content: bytes) -> dict[str, Any]:
-    """One file of so many lines."""
+def accepted(cluster: KillCluster, client: BatchHttpClient, content: bytes) -> dict[str, Any]:
+    """Measure one file of so many lines."""
     began_s = time.monotonic()
     file_id = client.upload(content)
     uploaded_s = time.monotonic()
@@ -83,7 +83,7 @@ def accepted(cluster: KillCluster, client: BatchClient, content: bytes) -> dict[
 
 
 def bookkeeping() -> dict[str, Any]:
-    """Alone, and within a cluster."""
+    """Measure the bookkeeping alone, and within a cluster."""
     alone = measure_bookkeeping(20_000, chat_file([(f"line-{n}", "spell otter") for n in range(20_000)], "pocket"))
     print("alone", alone, flush=True)
     num_lines = 3000
@@ -100,7 +100,7 @@ def bookkeeping() -> dict[str, Any]:
 
 
 def throughput() -> dict[str, Any]:
-    """The same short work by the engine alone, and as a batch."""
+    """Return the same short work by the engine alone, and as a batch."""
     count, prompt_len, output_len = _WORK
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "opt-125m"
@@ -125,7 +125,7 @@ def throughput() -> dict[str, Any]:
 
 
 def chat() -> dict[str, Any]:
-    """A load that real time holds alone, then the same beside a batch."""
+    """Measure a load that real time holds alone, then the same beside a batch."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "opt-125m"
         make_model(folder)
@@ -142,7 +142,7 @@ def chat() -> dict[str, Any]:
 
 
 def load(cluster: KillCluster, folder: Path, duration_s: float) -> dict[str, Any]:
-    """What `bench serve` saw of the real-time load."""
+    """Put on the real-time load; return what `bench serve` measured."""
     command = [*_alignedserve(), "bench", "serve", "--url", cluster.url, "--endpoint", "completions", "--ignore-eos"]
     command += ["--duration", str(duration_s), "--json", "-", "--tokenizer", str(folder), "--synthetic", _REAL_TIME]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["report"]
@@ -151,7 +151,7 @@ def load(cluster: KillCluster, folder: Path, duration_s: float) -> dict[str, Any
 
 
 def completion_file(model: str, count: int, prompt_len: int, output_len: int) -> bytes:
-    """Lines of exactly so many tokens."""
+    """Make a file of lines of exactly so many tokens."""
     bodies = [
         {
             "model": model,
@@ -168,25 +168,25 @@ def completion_file(model: str, count: int, prompt_len: int, output_len: int) ->
 
 
 def settings() -> tuple[str, ...]:
-    """Options of a colocated cluster with the benchmark's own model."""
+    """Return options of a colocated cluster with the benchmark's own model."""
     named = [option for setting in SETTINGS for option in ("--set", setting)]
     return (*named, "--set", "topology=colocated")
 
 
 @contextlib.contextmanager
-def cluster_of(model: str, *options: str) -> Iterator[tuple[KillCluster, BatchClient]]:
-    """A cluster of its own."""
+def cluster_of(model: str, *options: str) -> Iterator[tuple[KillCluster, BatchHttpClient]]:
+    """Start a cluster of its own."""
     with tempfile.TemporaryDirectory(prefix="batches-") as name, kill_cluster(Path(name), (model, *options)) as cluster:
-        yield cluster, BatchClient(cluster.url, patience_s=600.0)
+        yield cluster, BatchHttpClient(cluster.url, patience_s=600.0)
 
 
 def driver_mib(cluster: KillCluster) -> float:
-    """Memory that is the driver's alone."""
+    """Return memory that is the driver's alone."""
     return round(float(cluster.processes(Target.DRIVER)[-1].memory_full_info().uss) / (1 << 20), 1)
 
 
 def used_s(cluster: KillCluster) -> dict[str, float]:
-    """Processor time by role."""
+    """Return processor time by role."""
     return {role.value: sum(_cpu_s(process) for process in cluster.processes(role)) for role in _ROLES}
 
 

@@ -1,5 +1,5 @@
-"""What a line of a batch costs beside the request that it is: the real driver, store and disk, a runner that answers
-at once. Run by `python -m benchmarks.batches`."""
+"""Overhead of a batch line beside its request: the real driver, store and disk, and a runner that responds at
+once. Run by `python -m benchmarks.batches`."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ class _AtOnce:
 
 
 def measure_bookkeeping(num_lines: int, content: bytes) -> dict[str, float]:
-    """Milliseconds of one core per line, of this process and of Redis; validation apart."""
+    """Measure milliseconds of one core per line, of this process and of Redis; validation apart."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server = PrivateRedis(folder=folder / "redis", socket_path=folder / "redis.sock", log_path=folder / "log")

@@ -31,8 +31,8 @@ WORKLOADS = ("w1", "w2", "w3", W4)
 OPENVINO = frozenset({"openvino", "openvino_exact"})
 
 
-class Case(NamedTuple):
-    """One row of the table."""
+class ComparedCase(NamedTuple):
+    """Return one row of the table."""
 
     shape: str
     workload: str
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """(prompt, output) of every request."""
+        """Return (prompt, output) of every request."""
         groups = parse_workload(self.workload)
         return [(group.prompt_len, group.output_len) for group in groups for _ in range(group.num_requests)]
 
@@ -57,7 +57,7 @@ class Contender:
         self._answer("ready")
 
     def play(self) -> float:
-        """Seconds of one run."""
+        """Return the seconds of one run."""
         assert self._process.stdin is not None, "made with pipes"
         self._process.stdin.write("run\n")
         self._process.stdin.flush()
@@ -68,7 +68,7 @@ class Contender:
         self._process.communicate()
 
     def _answer(self, field: str) -> Any:
-        """The next line that is an answer; libraries print lines of their own."""
+        """Return the next line that is an answer; libraries print lines of their own."""
         assert self._process.stdout is not None, "made with pipes"
         for line in self._process.stdout:
             if line.startswith(f'{{"{field}"'):
@@ -93,13 +93,13 @@ def main() -> None:
     for shape in arguments.shape:
         for workload in arguments.workload:
             for dtype in arguments.dtype:
-                rows.append(compare(Case(shape, workload, dtype), arguments))
+                rows.append(compare(ComparedCase(shape, workload, dtype), arguments))
                 print(line_of(rows[-1]), flush=True)
                 write_result(arguments.name, {"rounds": arguments.rounds, "openvino": PACKAGES[1], "rows": rows})
 
 
 def make_environment(folder: Path) -> None:
-    """OpenVINO's own environment. Nothing is done where it stands."""
+    """Make OpenVINO's own environment, where there is none yet."""
     if (folder / "made").exists():
         return
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -110,8 +110,8 @@ def make_environment(folder: Path) -> None:
     (folder / "made").touch()
 
 
-def compare(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of every contender, and our ratio to each other one."""
+def compare(case: ComparedCase, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the tokens per second of every contender, and our ratio to each other one."""
     names = [name for name in arguments.contenders if name != "transformers" or case.workload != W4]
     contenders = {name: Contender(command_of(name, case, arguments.environment)) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -127,8 +127,8 @@ def compare(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     return {**case._asdict(), "output_tokens_per_s": rates, "ratio_to": ratios, "seconds": seconds}
 
 
-def command_of(name: str, case: Case, environment: Path) -> list[str]:
-    """What starts this contender."""
+def command_of(name: str, case: ComparedCase, environment: Path) -> list[str]:
+    """Return the command of this contender."""
     workload = json.dumps(case.lengths)
     if name not in OPENVINO:
         module = ["-m", "benchmarks.compare.contenders", name]
@@ -142,7 +142,7 @@ def command_of(name: str, case: Case, environment: Path) -> list[str]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     rates = "  ".join(f"{name} {rate:7.1f}" for name, rate in row["output_tokens_per_s"].items())
     ratios = "  ".join(f"{ratio:.2f} x {name}" for name, ratio in row["ratio_to"].items())
     return f"{row['shape']:10} {row['workload']:4} {row['dtype']:8}  {rates}  |  {ratios}"

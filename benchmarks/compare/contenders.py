@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def make_alignedserve(shape: str, dtype: str, lengths: Lengths) -> Callable[[], None]:
-    """The engine that workers run, without a cluster around it."""
+    """Return the engine that workers run, without a cluster around it."""
     groups = tuple(RequestGroup(1, prompt_len, output_len) for prompt_len, output_len in lengths)
     spec = EngineBenchmarkSpec(model=shape, groups=groups, dtype=dtype)
     engine = make_engine(load_decoder(shape, dtype), spec)
@@ -49,7 +49,7 @@ def make_alignedserve(shape: str, dtype: str, lengths: Lengths) -> Callable[[], 
 
 
 def make_transformers(shape: str, dtype: str, lengths: Lengths) -> Callable[[], None]:
-    """`generate` on static batches of equal prompts, as it knows no other; each batch to its longest output."""
+    """Make `generate` on static batches of equal prompts, as it knows no other; each batch to its longest output."""
     config: Any = AutoConfig.for_model(**TRANSFORMERS_CONFIGS[shape])
     chosen: Any = AutoModelForCausalLM
     model: Any = chosen.from_config(config, dtype=torch_dtype(dtype)).eval()

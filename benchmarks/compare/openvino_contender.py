@@ -34,12 +34,12 @@ def main() -> None:
 
 
 def shape_file(folder: str, shape: str) -> Path:
-    """Where `benchmarks.compare` wrote the shape's config.json."""
+    """Return the path of the shape's config.json, written by `benchmarks.compare`."""
     return Path(folder) / f"{shape}.json"
 
 
 def export(config: dict[str, Any], target: Path) -> None:
-    """Random weights of this config.json, converted in float32; OpenVINO chooses its precision when it loads."""
+    """Export random weights of this config.json, converted in float32; OpenVINO chooses its precision when it loads."""
     from optimum.intel import OVModelForCausalLM
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -53,7 +53,7 @@ def export(config: dict[str, Any], target: Path) -> None:
 
 
 def make_pipeline(folder: Path, dtype: str, lengths: list[tuple[int, int]], *, is_exact: bool) -> Any:
-    """Continuous batching with room for everything at once; all else as OpenVINO has it."""
+    """Make a pipeline of continuous batching with capacity for everything at once; all else as OpenVINO has it."""
     import openvino_genai
 
     scheduler = openvino_genai.SchedulerConfig()
@@ -68,7 +68,7 @@ def make_pipeline(folder: Path, dtype: str, lengths: list[tuple[int, int]], *, i
 
 
 def play(pipeline: Any, lengths: list[tuple[int, int]]) -> None:
-    """All requests at once, greedily, each to its full length."""
+    """Generate all requests at once, greedily, each to its full length."""
     import numpy as np
     import openvino
     import openvino_genai

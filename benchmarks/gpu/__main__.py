@@ -1,4 +1,4 @@
-"""Whether the GPU path computes what it must, and how fast, on one GPU: every target of docs/gpu.md in nine minutes.
+"""Correctness and speed of the GPU path, on one GPU: every target of docs/gpu.md in nine minutes.
 
     python -m benchmarks.gpu                        # figures in benchmarks/results/gpu_<part>.json
     python -m benchmarks.gpu --toy --device cpu     # shows without a GPU whether everything runs; records nothing
@@ -28,7 +28,7 @@ from rich.table import Table
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_choice import chosen_device
 from alignedserve.runtime.device.devices import CPU, cuda_obstacle
-from benchmarks.gpu.targets import Outcome, outcomes
+from benchmarks.gpu.targets import TargetOutcome, outcomes
 from benchmarks.support.recording import RESULTS, write_result
 
 TOTAL_S = 540.0
@@ -37,26 +37,26 @@ _WIDTH = 160  # of the table where there is no terminal
 _SHOWN_LINES = 30  # of what a part printed that did not end well
 
 
-class Share(NamedTuple):
+class TimeShare(NamedTuple):
     """One part and its share of the time; what a part does not need, the next ones have."""
 
     part: str
     weight: float
 
 
-TESTS = Share("tests", 2.5)
+TESTS = TimeShare("tests", 2.5)
 PARTS = (
-    Share("logits", 1.0),
-    Share("kernels", 2.0),
-    Share("iterations", 1.5),
-    Share("transfers", 1.0),
-    Share("generation", 1.5),
+    TimeShare("logits", 1.0),
+    TimeShare("kernels", 2.0),
+    TimeShare("iterations", 1.5),
+    TimeShare("transfers", 1.0),
+    TimeShare("generation", 1.5),
 )
 
 
 @dataclass(slots=True)
 class Ended:
-    """How one part ended. Every field is plain JSON."""
+    """Ending of one part. Every field is plain JSON."""
 
     part: str
     seconds: float
@@ -76,8 +76,8 @@ class Runner:
         self._output = output
         self._deadline_s = time.monotonic() + total_s
 
-    def run(self, shares: Sequence[Share]) -> None:
-        """All of them, within the time that is left."""
+    def run(self, shares: Sequence[TimeShare]) -> None:
+        """Run all parts, within the time that is left."""
         for index, share in enumerate(shares):
             left_s = self._deadline_s - time.monotonic()
             limit_s = max(1.0, left_s * share.weight / sum(one.weight for one in shares[index:]))
@@ -102,7 +102,7 @@ class Runner:
         print(f"   {seconds:.0f} s, {'; '.join((*ended.failures, *ended.left_out)) or 'went through'}", flush=True)
 
     def _in_a_process(self, part: str, limit_s: float, folder: Path) -> tuple[str | None, str]:
-        """What went wrong, and everything that it printed."""
+        """Run a part in a process; return what went wrong, and everything that it printed."""
         command = [*PART_COMMAND, part, "--output", str(folder), *self._arguments]
         with (folder / "log").open("w+") as log:
             process = subprocess.Popen(
@@ -120,7 +120,7 @@ class Runner:
             return problem, log.read()
 
     def _take(self, part: str, folder: Path) -> dict[str, Any]:
-        """Figures of the part, as far as it came; its file is kept."""
+        """Return the figures of the part, as far as it came; its file is kept."""
         found = folder / f"gpu_{part}.json"
         try:
             figures: dict[str, Any] = json.loads(found.read_text())["figures"]
@@ -170,7 +170,7 @@ def _report(runner: Runner, output: Path | None, *, is_toy: bool) -> int:
     return 1 if failed else 0
 
 
-def _print_targets(found: Sequence[Outcome]) -> None:
+def _print_targets(found: Sequence[TargetOutcome]) -> None:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     table = Table(title="targets", title_justify="left", header_style="bold")
     for heading in ("what", "target", "seen", ""):

@@ -54,7 +54,7 @@ def compare_generation(
     is_compiled: bool = False,
     on_measured: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Output tokens per second of each, and what failed; `on_measured` sees the same after each. `is_compiled`:
+    """Return each one's output tokens per second, and what failed; `on_measured` sees them after each. `is_compiled`:
     transformers compiled as well, which takes minutes."""
     setup = TOY if is_toy else REAL
     seconds: dict[str, float] = {}
@@ -78,7 +78,7 @@ def compare_generation(
 
 
 def _transformers() -> Any:
-    """Not above: the other parts of benchmarks.gpu do without it."""
+    """Import transformers here: the other parts of benchmarks.gpu do without it."""
     return importlib.import_module("transformers")
 
 
@@ -116,7 +116,7 @@ def _median_seconds(run: Callable[[], None], num_rounds: int, device: torch.devi
 
 
 def _reference(config: ModelConfig, dtype: str, device: torch.device) -> Any:
-    """transformers' model of this shape, made on the device."""
+    """Make transformers' model of this shape, on the device."""
     transformers = _transformers()
     assert config.rope is not None, "a Llama rotates"
     own = transformers.LlamaConfig(
@@ -162,7 +162,7 @@ def _contenders(model: Any, folder: str, setup: Setup, device: torch.device) -> 
 
 
 def _ours(folder: str, setup: Setup, device: torch.device) -> Callable[[], None]:
-    """The prompts are drawn anew, of the same lengths."""
+    """Draw the prompts anew, of the same lengths."""
     spec = EngineBenchmarkSpec(
         folder, setup.requests, setup.dtype, device=device.type, max_sequences=len(setup.requests), max_step_tokens=8192
     )
@@ -174,7 +174,7 @@ def _ours(folder: str, setup: Setup, device: torch.device) -> Callable[[], None]
 def _generate(
     model: Any, prompts: Sequence[list[int]], output_len: int, device: torch.device, *, is_compiled: bool
 ) -> None:
-    """One static batch, padded on the left, with a static cache."""
+    """Generate one static batch, padded on the left, with a static cache."""
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)

@@ -1,4 +1,4 @@
-"""Whether the engine computes on a GPU what transformers computes: log-probabilities, in every dtype.
+"""Comparison of the engine on a GPU with transformers: log-probabilities, in every dtype.
 
 A small Llama with random weights, rounded to the dtype. Both are compared with the same model in float64: prompts in
 chunks, then decode steps, whose chosen tokens are scored again. The engine may be twice as far off as transformers is.
@@ -47,7 +47,7 @@ SIZES = {
 
 
 def compare_logits(device: torch.device, *, is_toy: bool) -> dict[str, Any]:
-    """Root mean square errors of both, by dtype and attention."""
+    """Return root mean square errors of both, by dtype and attention."""
     transformers: Any = importlib.import_module("transformers")  # not above: the other parts do without it
 
     torch.manual_seed(0)
@@ -98,18 +98,19 @@ def _compare(
 
 
 def _by_engine(decoder: Decoder, attention: str, is_toy: bool) -> tuple[list[Tensor], list[list[int]]]:
-    """Log-probability of every token of every sequence but the first, and the sequences."""
+    """Return the log-probability of every token of every sequence but the first, and the sequences."""
     lengths, num_decoded = (TOY_PROMPTS, TOY_NUM_DECODED) if is_toy else (PROMPTS, NUM_DECODED)
     whole = {RequestId(str(length)): length + num_decoded for length in lengths}
     engine = _engine(decoder, attention, whole, num_decoded)
     found: dict[RequestId, list[float]] = {request_id: [] for request_id in whole}
+    num_computed = dict.fromkeys(whole, 0)
     while True:
-        unfinished = [one for one, length in whole.items() if engine.num_tokens(one) < length]
-        if not unfinished:
+        known = {one: len(engine.token_ids(one)) for one in whole}
+        scheduled = [(one, min(CHUNK, known[one] - num_computed[one])) for one in whole if known[one] < whole[one]]
+        if not scheduled:
             break
-        output = engine.execute(
-            [(one, min(CHUNK, engine.num_tokens(one) - engine.num_computed(one))) for one in unfinished]
-        )
+        output = engine.execute(scheduled)
+        num_computed |= {one: num_computed[one] + count for one, count in scheduled}
         assert not output.failed, "logits that are not numbers"
         for part in output.prompt_logprobs:
             found[part.request_id] += [entry.logprob for entry in part.entries]
@@ -121,7 +122,7 @@ def _by_engine(decoder: Decoder, attention: str, is_toy: bool) -> tuple[list[Ten
 
 
 def _engine(decoder: Decoder, attention: str, whole: dict[RequestId, int], num_decoded: int) -> Engine:
-    """With a random prompt of every request, which is to become so long, over blocks that hold no numbers."""
+    """Make an engine with a random prompt of every request, over blocks that hold no numbers."""
     num_blocks = sum(blocks_for(length, BLOCK_SIZE) for length in whole.values())
     layout = decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name)
     storage = BlockStorage(layout, num_blocks, decoder.device, has_scratch=True)

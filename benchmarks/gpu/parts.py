@@ -48,7 +48,7 @@ Report = KernelReport | IterationReport | TransferReport
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part is to do."""
+    """Task of one part."""
 
     name: str
     device: torch.device
@@ -68,7 +68,7 @@ class Part:
         self.record({"is_complete": False, **known})
 
     def record_report(self, report: Report) -> None:
-        """Likewise."""
+        """Write the report."""
         self.record_some(asdict(report))
 
 
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def _tests(part: Part) -> dict[str, Any]:
-    """The kernels' tests on the GPU: those of every day, then the other sizes, as far as the time goes."""
+    """Return the kernels' tests on the GPU: those of every day, then the other sizes, as far as the time goes."""
     import pytest
 
     deadline_s = time.monotonic() + part.limit_s - _OWN_END_S
@@ -147,7 +147,7 @@ def _run_pytest(chosen: str, log: TextIO, deadline_s: float) -> str | None:
 
 
 def count_tests(log: str) -> tuple[dict[str, int], list[str]]:
-    """How many tests came to what, and which failed, of a log by `pytest -v` that may end anywhere."""
+    """Count tests by result, and name the failed ones, in a log of `pytest -v` that may end anywhere."""
     seen = re.findall(r"^(\S+::.*) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b", log, flags=re.MULTILINE)
     counts: dict[str, int] = {}
     for _, what in seen:

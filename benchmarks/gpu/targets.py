@@ -1,4 +1,4 @@
-"""What the GPU path is to reach, and whether the figures of benchmarks.gpu say so."""
+"""Targets of the GPU path, and whether the figures of benchmarks.gpu reach them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _OURS, _NAIVE = "triton", "undivided"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TargetOutcome:
     """One target and what was seen. Every field is plain JSON."""
 
     what: str
@@ -35,7 +35,7 @@ class _Seen(NamedTuple):
         return f"{figure}{self.beside}"
 
 
-class _Target(NamedTuple):
+class _TargetRule(NamedTuple):
     part: str
     what: str
     limit: float
@@ -43,25 +43,25 @@ class _Target(NamedTuple):
     unit: str
     find: Callable[[Figures], _Seen | None]
 
-    def outcome(self, figures: Figures | None, *, is_toy: bool) -> Outcome:
+    def outcome(self, figures: Figures | None, *, is_toy: bool) -> TargetOutcome:
         limit = f"{'at most' if self.is_upper else 'at least'} {_Seen(self.limit, self.unit)}"
         seen = None if figures is None else self.find(figures)
         if seen is None:
-            return Outcome(self.what, limit, "", NOT_MEASURED)
+            return TargetOutcome(self.what, limit, "", NOT_MEASURED)
         is_met = seen.figure <= self.limit if self.is_upper else seen.figure >= self.limit
         verdict = MET if is_met else MISSED
         if is_toy or not seen.is_final:
             verdict = NOT_MEASURED
-        return Outcome(self.what, limit, str(seen), verdict)
+        return TargetOutcome(self.what, limit, str(seen), verdict)
 
 
-def outcomes(parts: Mapping[str, Figures], *, is_toy: bool) -> list[Outcome]:
-    """Of every target. What a toy shows is no measurement."""
+def outcomes(parts: Mapping[str, Figures], *, is_toy: bool) -> list[TargetOutcome]:
+    """Return the outcome of every target. Results of a toy are no measurement."""
     return [target.outcome(parts.get(target.part), is_toy=is_toy) for target in _TARGETS]
 
 
 def _decode_cases(figures: Figures) -> list[str]:
-    """Names of the decode batches as they were measured, each once."""
+    """Return the names of the decode batches as they were measured, each once."""
     return list(dict.fromkeys(row["case"] for row in figures.get("rows", ()) if row["kernel"] == "decode"))
 
 
@@ -131,9 +131,11 @@ def _first(rows: Iterable[Figures], **wanted: str) -> Figures | None:
 
 
 _TARGETS = (
-    _Target("kernels", "decode attention, 64 x 4096, of copy bandwidth", 0.85, False, "%", _of_copy_bandwidth),
-    _Target("kernels", "60 x 256 + 4 x 16384 against as many tokens aligned", 1.1, True, " times", _mixed_against_even),
-    _Target(
+    _TargetRule("kernels", "decode attention, 64 x 4096, of copy bandwidth", 0.85, False, "%", _of_copy_bandwidth),
+    _TargetRule(
+        "kernels", "60 x 256 + 4 x 16384 against as many tokens aligned", 1.1, True, " times", _mixed_against_even
+    ),
+    _TargetRule(
         "iterations",
         "decode iteration, 8B, 64 x 2048, against reading its bytes",
         1.25,
@@ -141,8 +143,8 @@ _TARGETS = (
         " times",
         _iteration(DECODE, " times"),
     ),
-    _Target("iterations", "prefill of 4096 tokens, of the matrix rate", 0.65, False, "%", _iteration(PREFILL, "%")),
-    _Target(
+    _TargetRule("iterations", "prefill of 4096 tokens, of the matrix rate", 0.65, False, "%", _iteration(PREFILL, "%")),
+    _TargetRule(
         "iterations",
         "decode iteration beside transfers against alone",
         1.05,
@@ -150,7 +152,7 @@ _TARGETS = (
         " times",
         _iteration(BESIDE_COPIES, " times"),
     ),
-    _Target("transfers", "offload of blocks, of a plain pinned copy", 0.9, False, "%", _pinned(OFFLOAD)),
-    _Target("transfers", "prefetch of blocks, of a plain pinned copy", 0.9, False, "%", _pinned(PREFETCH)),
-    _Target("generation", "tokens/s against transformers", 3.0, False, " times", _generation),
+    _TargetRule("transfers", "offload of blocks, of a plain pinned copy", 0.9, False, "%", _pinned(OFFLOAD)),
+    _TargetRule("transfers", "prefetch of blocks, of a plain pinned copy", 0.9, False, "%", _pinned(PREFETCH)),
+    _TargetRule("generation", "tokens/s against transformers", 3.0, False, " times", _generation),
 )

@@ -13,8 +13,8 @@ _RETRY_S = 0.1
 T = TypeVar("T")
 
 
-class BatchClient:
-    """Every method tries again for `patience_s` when nobody answers, or the answer is a 5xx."""
+class BatchHttpClient:
+    """Client of files and batches; every method retries for `patience_s` without an answer, or after a 5xx."""
 
     def __init__(self, url: str, patience_s: float = 120.0) -> None:
         self._url = url
@@ -25,18 +25,18 @@ class BatchClient:
         return self.create(self.upload(content), endpoint, window)
 
     def upload(self, content: bytes) -> str:
-        """The file's id."""
+        """Return the file's id."""
         headers = {"content-type": "multipart/form-data; boundary=b"}
         return str(self._json("POST", "/v1/files", _form(content), headers)["id"])
 
     def create(self, file_id: str, endpoint: str, window: str = "24h") -> str:
-        """The batch's id."""
+        """Return the batch's id."""
         asked = json.dumps({"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}).encode()
         headers = {"content-type": "application/json", "idempotency-key": uuid.uuid4().hex}
         return str(self._json("POST", "/v1/batches", asked, headers)["id"])
 
     def batch(self, batch_id: str) -> dict[str, Any]:
-        """As it is now."""
+        """Return the batch as it is now."""
         return self._json("GET", f"/v1/batches/{batch_id}")
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class BatchClient:
         return self._json("POST", f"/v1/batches/{batch_id}/cancel", b"")
 
     def wait(self, batch_id: str, holds: Callable[[dict[str, Any]], bool] | None = None) -> dict[str, Any]:
-        """Until the batch is over, or such. Raises TimeoutError."""
+        """Wait until the batch is over, or in this state. Raises TimeoutError."""
         deadline_s = time.monotonic() + self._patience_s
         while True:
             batch = self.batch(batch_id)
@@ -55,7 +55,7 @@ class BatchClient:
             time.sleep(_RETRY_S)
 
     def lines(self, file_id: str | None) -> list[dict[str, Any]]:
-        """A result file; empty where there is none."""
+        """Return the lines of a result file; empty where there is none."""
         if file_id is None:
             return []
         content = self._persistently(lambda: self._ask("GET", f"/v1/files/{file_id}/content"))
@@ -86,7 +86,7 @@ class BatchClient:
 
 
 def chat_file(prompts: Sequence[tuple[str, str]], model: str, max_tokens: int = 64) -> bytes:
-    """A file of chat lines: (custom_id, what the user says)."""
+    """Return a file of chat lines: (custom_id, what the user says)."""
     lines = [
         {
             "custom_id": custom_id,

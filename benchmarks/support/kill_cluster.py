@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.startup import free_port, wait_ready
-from benchmarks.support.kill_schedules import Fault, Hit, Target
+from benchmarks.support.kill_schedules import Hit, KillFault, Target
 
 _COMMAND = Path(sys.executable).with_name("alignedserve")
 _ENDS_BY_ITSELF_S = 15.0
@@ -66,8 +66,8 @@ class KillCluster:
             process.wait(60)
         self._kill(self._alive())
 
-    def hit(self, fault: Fault) -> bool:
-        """Do it, and put the cluster on its feet again where that takes more than itself. False: nobody was there."""
+    def hit(self, fault: KillFault) -> bool:
+        """Inject a fault, and restore the cluster where it cannot do so itself. False: there was no such process."""
         victims = self._victims(fault.target)
         if not victims:
             return False
@@ -90,7 +90,7 @@ class KillCluster:
         self.start()
 
     def processes(self, target: Target) -> list[psutil.Process]:
-        """Those of this role that run now."""
+        """Return the processes of this role that run now."""
         self._note()
         return [one for one in self._alive() if _title(one).startswith(_TITLES[target]) or _is_redis(one, target)]
 
@@ -143,7 +143,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def _is_ours(process: psutil.Process) -> bool:
-    """Not Ray's own agents, which notice after a while that their node is gone, and disturb nobody."""
+    """Return whether the process is not one of Ray's own agents, which notice a lost node after a while."""
     title = _title(process)
     return "redis-server" in title or (title.startswith("ray::") and "Actor" in title)
 

@@ -1,4 +1,4 @@
-"""What is done to a cluster while a batch runs: a schedule of faults, the same for the same seed."""
+"""Faults of a cluster while a batch runs: a schedule of faults, the same for the same seed."""
 
 import enum
 import random
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Target(enum.Enum):
-    """Who is hit."""
+    """Process that is hit."""
 
     GATEWAY = "gateway"
     DRIVER = "batch driver"
@@ -20,13 +20,13 @@ class Target(enum.Enum):
 
 
 class Hit(enum.Enum):
-    """How."""
+    """Kind of fault."""
 
     KILL = "SIGKILL"
     STOP = "SIGSTOP"  # and SIGCONT after a while
 
 
-class Fault(NamedTuple):
+class KillFault(NamedTuple):
     """One blow."""
 
     target: Target
@@ -36,10 +36,10 @@ class Fault(NamedTuple):
 
 
 class KillSchedule(NamedTuple):
-    """What one batch has to survive."""
+    """Faults that one batch has to survive."""
 
     seed: int
-    faults: tuple[Fault, ...]
+    faults: tuple[KillFault, ...]
 
 
 _WEIGHTS = {
@@ -59,15 +59,15 @@ _STOPS_S = (0.05, 7.0)  # some longer than a peer may be silent
 
 
 def make_schedule(seed: int) -> KillSchedule:
-    """One to three faults."""
+    """Make a schedule of one to three faults."""
     rng = random.Random(seed)
     return KillSchedule(seed, tuple(_fault(rng) for _ in range(rng.choice((1, 1, 2, 2, 3)))))
 
 
-def _fault(rng: random.Random) -> Fault:
+def _fault(rng: random.Random) -> KillFault:
     target = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
     pause_s = round(rng.uniform(0.0, _LONGEST_PAUSE_S), 3)
     if target is not Target.COMMAND and rng.random() < _STOP_SHARE:
         low, high = _STOPS_S
-        return Fault(target, Hit.STOP, pause_s, round(low * (high / low) ** rng.random(), 3))
-    return Fault(target, Hit.KILL, pause_s)
+        return KillFault(target, Hit.STOP, pause_s, round(low * (high / low) ** rng.random(), 3))
+    return KillFault(target, Hit.KILL, pause_s)

@@ -1,4 +1,4 @@
-"""How a benchmark or an experiment leaves its figures: JSON with machine, versions and command."""
+"""Record of a benchmark's or an experiment's figures: JSON with machine, versions and command."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def write_result(name: str, figures: Any, *, folder: Path = RESULTS, command: st
 
 
 def commit() -> str:
-    """Of the working tree, shortened; what has changed since is not said. Empty where there is no git to ask."""
+    """Return the commit of the working tree, shortened; empty without git. Later changes are not told."""
     git = shutil.which("git")
     if git is None:
         return ""

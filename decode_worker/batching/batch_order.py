@@ -1,10 +1,10 @@
-"""Which batch runs, which comes next, and when the one gives way to the other (AlignedServe, section 3.4).
+"""The order of batches on a decode worker, and when the next replaces the running one (AlignedServe, section 3.4).
 
 A full batch (`min_requests` or more) of similar lengths replaces the running one when that has become too small to
 saturate the worker (and no longer fills its memory), or when it has waited for `starvation_s`. From its first request
 on until the last one of the old batch has left, the two mix: the batch switch. A smaller batch, or one of any lengths
-(FCFS), is not worth a switch: it joins what runs, and what runs is then no longer of similar length. A worker that
-knows what iterations cost lets a batch join at any time if its lengths cost nothing beside those that run.
+(FCFS), does not cause a switch: it joins the running batch, which is then no longer of similar length. With a cost
+model, a batch may join at any time if its lengths add no cost to those that run.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -17,10 +17,10 @@ from decode_worker.state import Candidate, RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class SwitchLimits:
-    """When to switch."""
+    """Limits that decide when to switch batches."""
 
     min_requests: int = 36  # a batch of fewer joins what runs
-    low_running: int = 36  # with fewer running, and nobody to join them, the next batch takes over
+    low_running: int = 36  # with fewer running and no candidate requests, the next batch takes over
     starvation_s: float = 2.0
     low_blocks: int | None = None  # not while this many blocks or more are taken; None: however many
 
@@ -38,11 +38,13 @@ class WaitingBatch:
 class BatchOrder:
     """The running batch's number and the batches behind it."""
 
-    def __init__(self, limits: SwitchLimits, is_worth_mixing: Callable[[Collection[int]], bool] | None = None) -> None:
-        """`is_worth_mixing`: whether decodes of these contexts are better computed beside those that run than after
-        them; None: never, batches of different lengths are kept apart."""
+    def __init__(
+        self, limits: SwitchLimits, is_mixing_cheaper: Callable[[Collection[int]], bool] | None = None
+    ) -> None:
+        """`is_mixing_cheaper`: whether decodes of these contexts cost less beside those that run than after them;
+        None: never, batches of different lengths are kept apart."""
         self._limits = limits
-        self._is_worth_mixing = is_worth_mixing
+        self._is_mixing_cheaper = is_mixing_cheaper
         self._waiting: dict[BatchId, WaitingBatch] = {}
         self.version = 0  # changes with which batches there are
         self.running_id = NO_BATCH
@@ -50,33 +52,33 @@ class BatchOrder:
         self.is_switching = False  # whether requests of the batch before may still run
 
     def granted(self, batch: WaitingBatch) -> None:
-        """A batch came."""
+        """Queue a batch."""
         self.version += 1
         self._waiting[batch.batch_id] = batch
 
     def is_outgoing(self, running: RunningRequest) -> bool:
-        """Whether this request is of a batch that is being replaced."""
+        """Return whether this request belongs to the batch that is being replaced."""
         return running.batch_id not in (self.running_id, NO_BATCH)
 
     def is_stray(self, candidate: Candidate) -> bool:
-        """Whether this candidate is of a batch that neither runs nor will."""
+        """Return whether this candidate belongs to a batch that neither runs nor waits."""
         return candidate.batch_id not in (self.running_id, NO_BATCH) and candidate.batch_id not in self._waiting
 
     def joins_running(self, candidate: Candidate) -> bool:
-        """Whether this candidate is among the candidate requests, not of a batch to come."""
+        """Return whether this candidate is a candidate request of the running batch, not of a waiting one."""
         return candidate.batch_id in (self.running_id, NO_BATCH)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the next batch has waited for too long to wait for a free place."""
+        """Return whether the next batch has waited longer than `starvation_s`, and so takes over in any case."""
         following = next(iter(self._waiting.values()), None)
         return following is not None and now - following.granted_s >= self._limits.starvation_s
 
     def choose(
         self, candidates: Iterable[Candidate], num_running: int, now: float, *, num_blocks: int = 0
     ) -> list[Candidate]:
-        """The candidates that may enter now, in order: candidate requests first, else the next batch's.
+        """Return the candidates that may enter now, in order: candidate requests first, else the next batch's.
 
-                `num_blocks`: taken by those that run. Taking up the next batch is decided here: its requests are then
+        `num_blocks`: taken by those that run. This also starts the next batch when it is due: its requests are then
         candidate requests of the running batch.
         """
         by_id: dict[BatchId, list[Candidate]] = {}
@@ -109,9 +111,9 @@ class BatchOrder:
         return not following.is_aligned or (num_running < limits.low_running and not fills_memory)
 
     def _should_mix(self, members: list[Candidate], num_running: int) -> bool:
-        if self._is_worth_mixing is None or num_running == 0 or self.running_id == NO_BATCH:
+        if self._is_mixing_cheaper is None or num_running == 0 or self.running_id == NO_BATCH:
             return False
-        return self._is_worth_mixing([candidate.context_len for candidate in members])
+        return self._is_mixing_cheaper([candidate.context_len for candidate in members])
 
     def _begin(self, following: WaitingBatch) -> None:
         del self._waiting[following.batch_id]

@@ -1,9 +1,9 @@
-"""The buffers that this worker has in prefill workers' memory: what is free there, and whose every block is."""
+"""Block accounting of the candidate buffers that this worker has in prefill workers' memory."""
 
 from alignedserve.core.block_allocator import BlockAllocator
 from decode_worker.state import BufferSlot
 
-# Prefetches leave this share of a buffer free, so that an eviction finds room without waiting.
+# Prefetches leave this share of a buffer free, so that an eviction finds free blocks without waiting.
 _EVICTION_SHARE = 0.25
 
 
@@ -12,52 +12,52 @@ class BufferSpace:
 
     def __init__(self) -> None:
         self._allocators: dict[str, BlockAllocator] = {}
-        self._lives: dict[str, int] = {}
-        self._num_lives = 0
+        self._link_epochs: dict[str, int] = {}
+        self._num_link_epochs = 0
         self._generation = 0
-        self.version = 0  # changes with the room that there is
+        self.version = 0  # changes with the free blocks
 
     def opened(self, peer: str, num_blocks: int) -> None:
-        """A prefill worker offers an empty buffer, in place of any it offered before."""
-        self._num_lives += 1
+        """Add the empty buffer that a prefill worker offers, in place of any it offered before."""
+        self._num_link_epochs += 1
         self.version += 1
         self._allocators[peer] = BlockAllocator(num_blocks)
-        self._lives[peer] = self._num_lives
+        self._link_epochs[peer] = self._num_link_epochs
 
     def lost(self, peer: str) -> None:
-        """A prefill worker is gone, and its buffer with it."""
+        """Remove the buffer of a prefill worker that is gone."""
         self._allocators.pop(peer, None)
-        self._lives.pop(peer, None)
+        self._link_epochs.pop(peer, None)
 
     def holds(self, slot: BufferSlot) -> bool:
-        """Whether the slot's buffer is still there."""
-        return self._lives.get(slot.peer) == slot.life
+        """Return whether the slot's buffer still exists."""
+        return self._link_epochs.get(slot.peer) == slot.link_epoch
 
     @property
     def num_used(self) -> int:
-        """Blocks in use, over all buffers."""
+        """Number of blocks in use, over all buffers."""
         return sum(allocator.num_used for allocator in self._allocators.values())
 
     @property
     def is_short(self) -> bool:
-        """Whether no buffer has the room that evictions should find."""
+        """True if every buffer has fewer free blocks than are kept for evictions."""
         free = [allocator.num_free / max(allocator.num_blocks, 1) for allocator in self._allocators.values()]
         return bool(free) and max(free) < _EVICTION_SHARE
 
     def for_prefetch(self, num_blocks: int) -> BufferSlot | None:
-        """Blocks in the emptiest buffer, short of the share kept for evictions."""
+        """Allocate in the emptiest buffer, except the share kept for evictions."""
         return self._allocate(num_blocks, _EVICTION_SHARE, None)
 
     def for_eviction(self, num_blocks: int) -> BufferSlot | None:
-        """Blocks in the emptiest buffer."""
+        """Allocate in the emptiest buffer."""
         return self._allocate(num_blocks, 0.0, None)
 
     def at(self, peer: str, num_blocks: int) -> BufferSlot | None:
-        """Blocks in this prefill worker's buffer, for a request that comes straight from it."""
+        """Allocate in this prefill worker's buffer, for a request that comes straight from it."""
         return self._allocate(num_blocks, 0.0, peer)
 
     def free(self, slot: BufferSlot) -> None:
-        """Give the blocks back; those of a lost buffer are gone already."""
+        """Free the blocks; those of a lost buffer are gone already."""
         self.version += 1
         if self.holds(slot):
             self._allocators[slot.peer].free(slot.block_ids)
@@ -73,4 +73,4 @@ class BufferSpace:
         block_ids = allocator.allocate(num_blocks)
         assert block_ids is not None, "fewer blocks than were counted"
         self._generation += 1
-        return BufferSlot(peer, self._lives[peer], block_ids, self._generation)
+        return BufferSlot(peer, self._link_epochs[peer], block_ids, self._generation)

@@ -1,11 +1,11 @@
-"""Requests at this worker that do not run: where their caches lie, and what is asked of whom to move them.
+"""Requests at this worker that do not run: where their caches lie, and the messages that move them.
 
-A granted candidate lies in the pool under a lease. Ahead of need it is prefetched into a prefill worker's memory; the
-lease is kept meanwhile, so that plans can change. An evicted one lies in such a buffer only. Buffer blocks that
-somebody else writes or reads are free again when that one has answered, whatever has become of the request.
+The cache of a granted candidate lies in the pool under a lease. Ahead of need it is prefetched into a prefill worker's
+memory; the lease is kept meanwhile, so that plans can change. An evicted one lies in such a buffer only. Buffer blocks
+that another process writes or reads are freed when that process has answered, even if the request has ended.
 
-A request that went back to the pool is still ours until the router has heard of it from the pool (it tells us to let
-go): should the pool be lost before, nobody else would know that it is gone.
+A request returned to the pool is tracked here until the router has learned of it from the pool and aborts it here: if
+the pool were lost before that, no other component could report that the request is gone.
 """
 
 from collections.abc import Iterator
@@ -31,20 +31,20 @@ from alignedserve.messages.caches import (
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
 from decode_worker.batching.buffer_space import BufferSpace
-from decode_worker.state import BufferSlot, CachePlace, Candidate
+from decode_worker.state import BufferSlot, CacheLocation, Candidate
 
 
 class Candidates:
-    """Candidate batch and candidate requests of one decode worker, in order of their coming."""
+    """Candidate batch and candidate requests of one decode worker, in order of arrival."""
 
     def __init__(self, pool_name: str) -> None:
         self.space = BufferSpace()
         self._pool_name = pool_name
-        self.version = 0  # changes with who is here, and with who should be moved elsewhere
+        self.version = 0  # changes with the candidates, and with which of them should be moved
         self._entries: dict[RequestId, Candidate] = {}
-        self._prefetching: dict[int, BufferSlot] = {}  # by generation; written by somebody else now
-        self._returning: dict[tuple[RequestId, int], Candidate] = {}  # read by somebody else now
-        self._given_back: dict[RequestId, Candidate] = {}  # the pool has them, and the router does not know it yet
+        self._prefetching: dict[int, BufferSlot] = {}  # by generation; being written by a prefill worker
+        self._returning: dict[tuple[RequestId, int], Candidate] = {}  # being read by a prefill worker
+        self._returned: dict[RequestId, Candidate] = {}  # the pool has them; the router may not know it yet
         self._reserved: dict[RequestId, tuple[int, BufferSlot]] = {}  # for requests straight from a prefill worker
 
     def __len__(self) -> int:
@@ -54,36 +54,36 @@ class Candidates:
         return iter(self._entries.values())
 
     def get(self, request_id: RequestId) -> Candidate | None:
-        """The candidate, if it is here."""
+        """Return the candidate, if it is here."""
         return self._entries.get(request_id)
 
     def add(self, candidate: Candidate) -> None:
-        """A request that is granted, evicted, or put back."""
+        """Add a request that was granted or evicted."""
         self.version += 1
         self._entries[candidate.request.request_id] = candidate
 
     def take(self, candidate: Candidate) -> None:
-        """It enters the running batch; its lease and buffer blocks stay its own until `let_go`."""
+        """Remove a candidate that enters the running batch; it keeps lease and buffer blocks until `release`."""
         self.version += 1
         del self._entries[candidate.request.request_id]
 
-    def let_go(self, candidate: Candidate) -> list[Send]:
-        """Give back all that a candidate which is here no more holds elsewhere."""
-        if candidate.slot is not None and candidate.place is not CachePlace.COMING:
+    def release(self, candidate: Candidate) -> list[Send]:
+        """Free what a removed candidate holds elsewhere."""
+        if candidate.slot is not None and candidate.location is not CacheLocation.PREFETCHING:
             self.space.free(candidate.slot)
         commands: list[Send] = []
-        if candidate.place is CachePlace.COMING and candidate.slot is not None:
+        if candidate.location is CacheLocation.PREFETCHING and candidate.slot is not None:
             commands.append(_cancel(candidate, candidate.slot))
         return commands + self._release(candidate.lease_id)
 
     def abort(self, request_id: RequestId) -> list[Send]:
-        """The request is over."""
+        """Remove a candidate whose request has ended, and free what it holds."""
         self.version += 1
         candidate = self._entries.pop(request_id)
-        if candidate.place is CachePlace.RETURNING:
+        if candidate.location is CacheLocation.RETURNING:
             candidate.is_aborted = True  # its blocks are being read
             return []
-        return self.let_go(candidate)
+        return self.release(candidate)
 
     def _release(self, lease_id: LeaseId | None) -> list[Send]:
         return [Send(self._pool_name, LeasesReleased((lease_id,)))] if lease_id is not None else []
@@ -91,13 +91,13 @@ class Candidates:
     # --- prefetch
 
     def prefetch(self, candidate: Candidate) -> list[Send]:
-        """Have it copied from the pool into a buffer, if there is room."""
-        if candidate.place is not CachePlace.POOL or candidate.pool_copy is None or not candidate.may_prefetch:
+        """Ask for a copy from the pool into a buffer, if one has free blocks."""
+        if candidate.location is not CacheLocation.POOL or candidate.pool_copy is None or not candidate.may_prefetch:
             return []
         slot = self.space.for_prefetch(candidate.num_copied_blocks)
         if slot is None:
             return []
-        candidate.place, candidate.slot = CachePlace.COMING, slot
+        candidate.location, candidate.slot = CacheLocation.PREFETCHING, slot
         self._prefetching[slot.generation] = slot
         request_id = candidate.request.request_id
         message = PrefetchBlocks(
@@ -106,7 +106,7 @@ class Candidates:
         return [Send(slot.peer, message)]
 
     def prefetched(self, message: BlocksPrefetched) -> Candidate | None:
-        """A prefetch is over. Returns the candidate when what lay in the pool did not verify: a miss."""
+        """Note the end of a prefetch; return the candidate if the pool's copy did not verify (a miss)."""
         slot = self._prefetching.pop(message.generation, None)
         if slot is None:
             return None
@@ -115,55 +115,61 @@ class Candidates:
             self.space.free(slot)
             return None
         if message.copy is not None:
-            candidate.place, candidate.buffer_copy = CachePlace.BUFFER, message.copy
+            candidate.location, candidate.buffer_copy = CacheLocation.BUFFER, message.copy
             return None
         self.space.free(slot)
         self.version += 1
-        candidate.place, candidate.slot, candidate.may_prefetch = CachePlace.POOL, None, False
+        candidate.location, candidate.slot, candidate.may_prefetch = CacheLocation.POOL, None, False
         return candidate if message.is_refused else None
 
-    def make_room(self, num_blocks: int) -> BufferSlot | None:
-        """Room for an eviction; prefetched ones that still lie in the pool give way, the last to come first."""
+    def space_for_eviction(self, num_blocks: int) -> BufferSlot | None:
+        """Allocate buffer blocks for an eviction, dropping prefetched copies that the pool still has, latest first."""
         slot = self.space.for_eviction(num_blocks)
         for candidate in reversed(list(self._entries.values())):
             if slot is not None:
                 break
-            if candidate.place is CachePlace.BUFFER and candidate.lease_id is not None and candidate.slot is not None:
+            if (
+                candidate.location is CacheLocation.BUFFER
+                and candidate.lease_id is not None
+                and candidate.slot is not None
+            ):
                 self.version += 1
                 self.space.free(candidate.slot)
-                candidate.place, candidate.slot, candidate.buffer_copy = CachePlace.POOL, None, None
+                candidate.location, candidate.slot, candidate.buffer_copy = CacheLocation.POOL, None, None
                 slot = self.space.for_eviction(num_blocks)
         return slot
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
-        """From whom to load its cache, and where it lies there."""
+        """Return the peer to load its cache from, and the copy there."""
         source, copy = self._pool_name, candidate.pool_copy
-        if candidate.place is CachePlace.BUFFER and candidate.slot is not None:
+        if candidate.location is CacheLocation.BUFFER and candidate.slot is not None:
             source, copy = candidate.slot.peer, candidate.buffer_copy
         assert copy is not None, "a candidate without a copy"
         return source, copy
 
     # --- back to the pool
 
-    def relieve_buffers(self) -> list[Send]:
-        """Back to the pool with the longest of the evicted, when the next victim would find no room."""
+    def drain_buffers(self) -> list[Send]:
+        """Return the longest evicted request to the pool when the next victim would find no free blocks."""
         if not self.space.is_short:
             return []
-        able = [one for one in self if one.lease_id is None and one.place is CachePlace.BUFFER and not one.must_stay]
+        able = [
+            one for one in self if one.lease_id is None and one.location is CacheLocation.BUFFER and not one.must_stay
+        ]
         longest = max(able, key=lambda one: (one.context_len, one.request.request_id), default=None)
-        return self.give_back(longest) if longest is not None else []
+        return self.return_to_pool(longest) if longest is not None else []
 
-    def give_back(self, candidate: Candidate) -> list[Send]:
-        """Back to the pool, to be put into another batch. One that lies only in a buffer is brought there."""
+    def return_to_pool(self, candidate: Candidate) -> list[Send]:
+        """Return it to the pool, for another batch. A cache that lies only in a buffer is copied there first."""
         self.version += 1
         if candidate.lease_id is not None:
             lease_id, candidate.lease_id = candidate.lease_id, None
             del self._entries[candidate.request.request_id]
-            self._given_back[candidate.request.request_id] = candidate
-            return [*self.let_go(candidate), Send(self._pool_name, LeasesReturned((lease_id,)))]
-        if candidate.place is not CachePlace.BUFFER or candidate.slot is None or candidate.buffer_copy is None:
+            self._returned[candidate.request.request_id] = candidate
+            return [*self.release(candidate), Send(self._pool_name, LeasesReturned((lease_id,)))]
+        if candidate.location is not CacheLocation.BUFFER or candidate.slot is None or candidate.buffer_copy is None:
             return []
-        candidate.place = CachePlace.RETURNING
+        candidate.location = CacheLocation.RETURNING
         request = candidate.request
         self._returning[request.request_id, candidate.attempt] = candidate
         generated, predicted = tuple(candidate.generated_token_ids), candidate.predicted_output_len
@@ -171,9 +177,10 @@ class Candidates:
         return [Send(candidate.slot.peer, message)]
 
     def returned(self, message: RequestReturned) -> Candidate | None:
-        """The pool has it now; or it stays, to run beside whatever does. If nobody knows, it is given up: returned.
+        """Note the outcome of a return to the pool; return the candidate if its cache must be considered lost.
 
-        So it is when the pool was lost since: the router may never hear from it that it had taken the request.
+        A candidate that the pool did not take stays, to join any running batch. If the pool was lost meanwhile, it may
+        never have told the router that it had taken the request.
         """
         self.version += 1
         candidate = self._returning.pop((message.request_id, message.attempt), None)
@@ -181,7 +188,7 @@ class Candidates:
             return None
         assert candidate.slot is not None, "returned from no buffer"
         if message.outcome is ReturnOutcome.STAYED and not candidate.is_aborted:
-            candidate.place, candidate.batch_id, candidate.must_stay = CachePlace.BUFFER, NO_BATCH, True
+            candidate.location, candidate.batch_id, candidate.must_stay = CacheLocation.BUFFER, NO_BATCH, True
             return None
         self.space.free(candidate.slot)
         if candidate.is_aborted:
@@ -189,19 +196,19 @@ class Candidates:
         del self._entries[message.request_id]
         if message.outcome is not ReturnOutcome.TAKEN or candidate.has_lost_pool:
             return candidate
-        self._given_back[message.request_id] = candidate
+        self._returned[message.request_id] = candidate
         return None
 
-    def forget_given_back(self, request_id: RequestId, attempt: int | None) -> None:
-        """The router knows where this attempt has gone, or that it is over."""
-        candidate = self._given_back.get(request_id)
+    def forget_returned(self, request_id: RequestId, attempt: int | None) -> None:
+        """Forget an attempt that went back to the pool, as the router knows of it or it has ended."""
+        candidate = self._returned.get(request_id)
         if candidate is not None and (attempt is None or candidate.attempt <= attempt):
-            del self._given_back[request_id]
+            del self._returned[request_id]
 
     # --- straight from a prefill worker
 
     def reserve(self, peer: str, message: ReserveBlocks) -> list[Send]:
-        """Room in the buffer at this prefill worker for a request that cannot wait."""
+        """Reserve blocks in the buffer at this prefill worker for an urgent request."""
         self.cancel_reservation(message.request_id, message.attempt)
         slot = self.space.at(peer, message.num_blocks)
         if slot is None:
@@ -212,19 +219,19 @@ class Candidates:
         return [Send(peer, reserved)]
 
     def cancel_reservation(self, request_id: RequestId, attempt: int) -> None:
-        """It does not come after all."""
+        """Free the blocks reserved for this attempt or an earlier one, if any."""
         entry = self._reserved.get(request_id)
         if entry is not None and entry[0] <= attempt:
             self.space.free(self._reserved.pop(request_id)[1])
 
     def written(self, peer: str, message: BlocksWritten, now: float) -> tuple[Candidate | None, list[Send]]:
-        """It is in the buffer: the candidate, and the answer to the prefill worker."""
+        """Build the candidate from what a prefill worker wrote into the buffer; return it and the answer."""
         request_id = message.request.request_id
         attempt, slot = self._reserved.get(request_id, (0, None))
-        told = (message.attempt, message.copy.generation, peer)
+        given = (message.attempt, message.copy.generation, peer)
         is_accepted = (
             slot is not None
-            and (attempt, slot.generation, slot.peer) == told
+            and (attempt, slot.generation, slot.peer) == given
             and message.copy.num_blocks == len(slot.block_ids)
         )
         answer = [Send(peer, BlocksTaken(request_id, message.attempt, is_accepted))]
@@ -236,7 +243,7 @@ class Candidates:
             next_step(attempt),
             list(message.generated_token_ids),
             NO_BATCH,
-            CachePlace.BUFFER,
+            CacheLocation.BUFFER,
             slot=slot,
             buffer_copy=message.copy,
             granted_s=now,
@@ -246,8 +253,8 @@ class Candidates:
 
     # --- losses
 
-    def prefill_worker_lost(self, peer: str) -> list[Candidate]:
-        """What lay only in its memory, to be computed again; the others are still in the pool."""
+    def prefill_worker_disconnected(self, peer: str) -> list[Candidate]:
+        """Remove and return candidates that lay only in its memory; those with a lease are still in the pool."""
         self.version += 1
         self.space.lost(peer)
         self._prefetching = {key: slot for key, slot in self._prefetching.items() if slot.peer != peer}
@@ -257,27 +264,27 @@ class Candidates:
         lost = []
         for candidate in [candidate for candidate in self._entries.values() if _is_at(candidate, peer)]:
             if candidate.lease_id is not None:
-                candidate.place, candidate.slot, candidate.buffer_copy = CachePlace.POOL, None, None
+                candidate.location, candidate.slot, candidate.buffer_copy = CacheLocation.POOL, None, None
             else:
                 lost.append(self._entries.pop(candidate.request.request_id))
         return lost
 
-    def pool_lost(self) -> list[Candidate]:
-        """What lay only in the pool, to be computed again; what was prefetched from it goes on."""
+    def pool_disconnected(self) -> list[Candidate]:
+        """Remove and return candidates that lay only in the pool; prefetched ones stay."""
         self.version += 1
-        lost = list(self._given_back.values())
-        self._given_back.clear()
+        lost = list(self._returned.values())
+        self._returned.clear()
         for candidate in self._returning.values():
             candidate.has_lost_pool = True
         for candidate in list(self._entries.values()):
             candidate.lease_id = None
-            if candidate.place in (CachePlace.POOL, CachePlace.COMING):
+            if candidate.location in (CacheLocation.POOL, CacheLocation.PREFETCHING):
                 lost.append(self._entries.pop(candidate.request.request_id))
         return lost
 
     def clear(self) -> list[Send]:
-        """Everything here is over."""
-        self._given_back.clear()
+        """Abort all candidates and reservations."""
+        self._returned.clear()
         for request_id in list(self._reserved):
             self.space.free(self._reserved.pop(request_id)[1])
         return [command for request_id in list(self._entries) for command in self.abort(request_id)]

@@ -1,8 +1,8 @@
-"""Who leaves the running batch before its end, and where to (AlignedServe, section 3.4, case 3).
+"""Evictions from the running batch into candidate buffers (AlignedServe, section 3.4, case 3).
 
 1. The victim leaves the engine; its blocks stay taken while they are copied into a prefill worker's memory.
-2. The copy is done: the blocks are free, and it is a candidate again. Where nothing arrived it is preempted.
-Where there is no room for its cache in the first place, it is preempted only if somebody else stalls for its blocks.
+2. The copy is done: the blocks are free, and the request is a candidate again. If the copy failed, it is preempted.
+If no buffer has free blocks for its cache, it is preempted only if another request stalls for its blocks.
 """
 
 from alignedserve.core.ids import RequestId
@@ -13,7 +13,7 @@ from alignedserve.messages.workers import RequestPreempted
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.running_batch import RunningBatch
-from decode_worker.state import CachePlace, Candidate, Evicting, RunningRequest
+from decode_worker.state import CacheLocation, Candidate, Evicting, RunningRequest
 
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 
@@ -31,16 +31,16 @@ class Evictions:
         self.num_evictions = 0
 
     def get(self, request_id: RequestId) -> Candidate | None:
-        """The request as it will be, if its cache is being copied out."""
+        """Return the candidate it will be, if its cache is being copied out."""
         entry = self._evicting.get(request_id)
         return entry.candidate if entry is not None else None
 
     def candidates(self) -> list[Candidate]:
-        """Everybody whose cache is being copied out."""
+        """Return all requests whose cache is being copied out, as the candidates they will be."""
         return [entry.candidate for entry in self._evicting.values()]
 
     def evict_outgoing(self) -> list[OffloadBlocks]:
-        """A batch that is being replaced leaves at once, but for those whose next token must not be late."""
+        """Evict the batch that is being replaced, except real-time requests with a TPOT objective."""
         if not self._order.is_switching:
             return []
         outgoing = [running for running in self._batch if self._order.is_outgoing(running)]
@@ -51,8 +51,8 @@ class Evictions:
             commands += self._evict(running)
         return commands
 
-    def make_way(self, num_missing: int, *, num_stalled: int) -> list[EvictionCommand]:
-        """Evict until enough blocks are on their way. Where an eviction finds no room, preempt for those who stall."""
+    def free_blocks(self, num_missing: int, *, num_stalled: int) -> list[EvictionCommand]:
+        """Evict until enough blocks are being freed; without buffer space, preempt for stalled requests only."""
         commands: list[EvictionCommand] = []
         num_freed = 0
         while num_freed < num_missing and (victim := self._victim()) is not None:
@@ -64,11 +64,11 @@ class Evictions:
         return commands
 
     def evicted(self, event: BlocksOffloaded) -> list[EvictionCommand]:
-        """The copy is done, well or not."""
+        """Note the end of a copy, which may have failed."""
         entry = self._evicting.pop(event.command.request_id)
         candidate = entry.candidate
         assert candidate.slot is not None, "evicted to nowhere"
-        self._batch.copied_out(entry.block_ids)
+        self._batch.end_eviction(entry.block_ids)
         is_there = event.runs is not None and self._candidates.space.holds(candidate.slot)
         if candidate.is_aborted or event.runs is None or not is_there:
             self._candidates.space.free(candidate.slot)
@@ -80,7 +80,7 @@ class Evictions:
     # --- inside
 
     def _victim(self) -> RunningRequest | None:
-        """The longest of the outgoing batch while two mix, else the longest; never the only one."""
+        """Return the longest request, of the outgoing batch while two mix; never the only one."""
         able = [running for running in self._batch if not running.is_aborted]
         outgoing = [running for running in able if self._order.is_outgoing(running)]
         if self._batch.num_holding < 2:
@@ -88,19 +88,19 @@ class Evictions:
         return min(outgoing or able, key=_eviction_key, default=None)
 
     def _evict(self, running: RunningRequest) -> list[OffloadBlocks]:
-        """Into a prefill worker's memory; nothing when there is no room."""
+        """Start copying it into a prefill worker's memory; return nothing when no buffer has free blocks."""
         num_blocks = self._batch.blocks_for(running.num_computed)
-        slot = self._candidates.make_room(num_blocks)
+        slot = self._candidates.space_for_eviction(num_blocks)
         if slot is None:
             return []
         request_id = running.request.request_id
-        block_ids = self._batch.take_out(running)
+        block_ids = self._batch.begin_eviction(running)
         candidate = Candidate(
             running.request,
             running.attempt,
             running.generated_token_ids,
             running.batch_id,
-            CachePlace.BUFFER,
+            CacheLocation.BUFFER,
             slot=slot,
             granted_s=running.granted_s,
             predicted_output_len=running.predicted_output_len,
@@ -118,10 +118,10 @@ class Evictions:
 
 
 def _has_tight_slo(running: RunningRequest) -> bool:
-    """Whether a person waits for its next token: alignment is an objective, the SLO is a constraint."""
+    """Return whether its next token must not be late: alignment is an objective, the SLO is a constraint."""
     return running.request.request_class is RequestClass.REAL_TIME and running.request.slo.tpot_s is not None
 
 
 def _eviction_key(running: RunningRequest) -> tuple[int, RequestId]:
-    """The longest goes first: it frees most."""
+    """Order victims: the longest first, as it frees most."""
     return -running.context_len, running.request.request_id

@@ -1,4 +1,4 @@
-"""The running batch and this worker's blocks: who runs, who grows, who would have to give way."""
+"""The running batch and this worker's blocks: members, their growth, and the blocks that the next iterations need."""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
@@ -6,14 +6,13 @@ from typing import NamedTuple
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.iterations import Addition
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler, Slices
 from decode_worker.state import Candidate, Loading, RunningRequest
 
-# A request is admitted only if it and everybody beside it can go on for so many tokens without an eviction.
+# A request is admitted only if all in the batch can then generate so many tokens without an eviction.
 _FORESEEN_TOKENS = 32
 
 Extensions = tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
-Slices = tuple[tuple[RequestId, int], ...]
 
 
 class Changes(NamedTuple):
@@ -25,9 +24,9 @@ class Changes(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """What the next iteration lacks."""
+    """Blocks that the next iterations lack."""
 
-    num_stalled: int  # requests that go without this iteration, for want of a block
+    num_stalled: int  # requests that skip this iteration, for want of a block
     num_missing: int  # blocks wanting in this iteration and the one after it
 
 
@@ -35,10 +34,15 @@ class RunningBatch:
     """Requests in the engine or about to enter it, and those whose cache is being copied in or out."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_running_requests: int, pacing: PolicyPacing | None = None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_running_requests: int,
+        scheduler: PolicyIterationScheduler | None = None,
     ) -> None:
-        """`pacing`: who is in which iteration; None: everybody in every one."""
-        self._pacing = pacing
+        """`scheduler`: chooses the requests of each iteration; None: all are in every one."""
+        self._scheduler = scheduler
         self._allocator = BlockAllocator(num_blocks)
         self._block_size = block_size
         self._max_running_requests = max_running_requests
@@ -46,13 +50,13 @@ class RunningBatch:
         self._loading: dict[RequestId, Loading] = {}
         self._num_leaving_blocks = 0  # of requests that are being copied out
         self._foreseen: int | None = None  # blocks that all will grow by; None: to be counted anew
-        self.version = 0  # changes with who runs
+        self.version = 0  # changes with the members
         self._additions: dict[RequestId, Addition] = {}  # for the engine, with the next iteration, like these
         self._extensions: dict[RequestId, tuple[BlockId, ...]] = {}
         self._removals: list[RequestId] = []
-        self._chunks: Slices = ()  # of the iteration that runs: who has more than one token to compute
+        self._chunks: Slices = ()  # of the iteration that runs: requests with more than one token to compute
         self._has_stalled = False
-        self._decodes: Slices = ()  # one token of everybody, and the version that it was of
+        self._decodes: Slices = ()  # one token of each request, and the version for which that was built
         self._decodes_of = -1
 
     def __len__(self) -> int:
@@ -65,36 +69,36 @@ class RunningBatch:
         return self._running[request_id]
 
     def all(self) -> Collection[RunningRequest]:
-        """Everybody in the batch."""
+        """Return all members."""
         return self._running.values()
 
     def get(self, request_id: RequestId) -> RunningRequest | None:
-        """The request, if it runs."""
+        """Return the request, if it runs."""
         return self._running.get(request_id)
 
     @property
     def num_free(self) -> int:
-        """Free blocks."""
+        """Number of free blocks."""
         return self._allocator.num_free
 
     @property
     def num_holding(self) -> int:
-        """Requests that run or are about to."""
+        """Number of requests that run or are being loaded."""
         return len(self._running) + len(self._loading)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing runs, comes or goes."""
+        """True if no request runs, is being loaded or is being evicted."""
         return not (self._running or self._loading or self._num_leaving_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Return the number of blocks that hold this many tokens."""
         return blocks_for(num_tokens, self._block_size)
 
     # --- coming in
 
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
-        """Blocks for this candidate's context, if a place is free and the next iterations of all will fit as well."""
+        """Allocate blocks for this candidate's context, if the next iterations of all will fit as well."""
         request_id = candidate.request.request_id
         if self.num_holding >= self._max_running_requests or request_id in self._running or request_id in self._loading:
             return None
@@ -117,29 +121,29 @@ class RunningBatch:
         return max(-(-foreseen // self._block_size) - num_held, 0)
 
     def load(self, loading: Loading) -> None:
-        """Its cache is being copied in."""
+        """Add a candidate whose cache is being copied in."""
         if self._foreseen is not None:
             self._foreseen += self._growth(loading.candidate, len(loading.block_ids))
         self._loading[loading.candidate.request.request_id] = loading
 
     def loading_candidate(self, request_id: RequestId) -> Candidate | None:
-        """The request, if its cache is being copied in."""
+        """Return the candidate, if its cache is being copied in."""
         entry = self._loading.get(request_id)
         return entry.candidate if entry is not None else None
 
     def loading_candidates(self) -> list[Candidate]:
-        """Everybody whose cache is being copied in."""
+        """Return all candidates whose cache is being copied in."""
         return [entry.candidate for entry in self._loading.values()]
 
     def loaded(self, request_id: RequestId) -> Loading:
-        """The copy is done, well or not."""
+        """Remove and return an entry whose copy has ended, successfully or not."""
         self._foreseen = None
         return self._loading.pop(request_id)
 
     def enter(self, running: RunningRequest, now: float) -> None:
-        """Its blocks hold the cache of `num_computed` tokens; it can be in the next iteration."""
-        if self._pacing is not None:
-            self._pacing.enter(
+        """Add a request to the next iteration; its blocks hold the cache of `num_computed` tokens."""
+        if self._scheduler is not None:
+            self._scheduler.enter(
                 running.request,
                 now,
                 num_cached=running.num_computed,
@@ -159,15 +163,15 @@ class RunningBatch:
     # --- iterations
 
     def grow(self) -> Growth:
-        """One more block for whoever fills its last one. Whoever gets none stalls until there is one."""
+        """Give one more block to each request that fills its last one; a request that gets none stalls."""
         num_stalled = num_soon = 0
         block_size = self._block_size
         self._foreseen = None
         for request_id, running in self._running.items():
-            room = len(running.block_ids) * block_size - running.context_len
-            if room > 0:
+            num_free_slots = len(running.block_ids) * block_size - running.context_len
+            if num_free_slots > 0:
                 continue
-            if room < 0:
+            if num_free_slots < 0:
                 block_ids = self._allocator.allocate(1)
                 running.is_stalled = block_ids is None
                 if block_ids is None:
@@ -185,17 +189,17 @@ class RunningBatch:
         return Growth(num_stalled, num_stalled + num_soon - num_coming)
 
     def stuck(self) -> RunningRequest | None:
-        """The one request that stalls with nobody beside it, if that is how it is."""
+        """Return the only request if it stalls, so that no other one will ever free a block for it."""
         only = next(iter(self._running.values())) if len(self._running) == 1 and self.num_holding == 1 else None
         return only if only is not None and only.is_stalled else None
 
     def slices(self, now: float) -> Slices:
-        """All that everybody has to compute before its next token; or as the pacing says.
+        """Return the tokens to compute by request: all up to its next token, or what the scheduler chooses.
 
-        The very tuple of the iteration before, where nothing but contexts has changed.
+        The same tuple as for the iteration before, if only contexts have changed.
         """
-        if self._pacing is not None and self._running:
-            return self._paced(self._pacing, now)
+        if self._scheduler is not None and self._running:
+            return self._scheduled_slices(self._scheduler, now)
         if self._decodes_of == self.version and not self._has_stalled:
             return self._decodes
         slices = tuple((key, running.num_remaining) for key, running in self._running.items() if not running.is_stalled)
@@ -203,20 +207,20 @@ class RunningBatch:
             self._decodes, self._decodes_of = slices, self.version
         return slices
 
-    def _paced(self, pacing: PolicyPacing, now: float) -> Slices:
+    def _scheduled_slices(self, scheduler: PolicyIterationScheduler, now: float) -> Slices:
         stalled = [one.request.request_id for one in self._running.values() if one.is_stalled]
-        slices = pacing.choose(now, stalled=stalled)
+        slices = scheduler.choose(now, stalled=stalled)
         self._chunks = tuple(part for part in slices if self._running[part[0]].num_remaining > 1)
         return slices
 
     def note_chunks(self) -> None:
-        """The iteration is over: chunks are computed. (Who gets a token has computed all it had, and is noted then.)"""
+        """Note at the end of an iteration that its chunks are computed. (Sampled tokens are noted by `append`.)"""
         chunks, self._chunks = self._chunks, ()
         for request_id, num_tokens in chunks:
             self._running[request_id].num_computed += num_tokens
 
     def take_changes(self) -> Changes:
-        """Who leaves, enters and grows in the engine with the iteration that begins."""
+        """Return and reset the removals, additions and extensions for the iteration that begins."""
         removals, self._removals = tuple(self._removals), []
         additions, self._additions = tuple(self._additions.values()), {}
         extensions, self._extensions = tuple(self._extensions.items()), {}
@@ -225,29 +229,29 @@ class RunningBatch:
     # --- leaving
 
     def drop(self, running: RunningRequest) -> None:
-        """It ends here: its blocks are free."""
+        """Remove a request and free its blocks."""
         self._allocator.free(self._take_out(running))
 
-    def take_out(self, running: RunningRequest) -> tuple[BlockId, ...]:
-        """It leaves the batch; its blocks are being copied out and stay taken until `copied_out`."""
+    def begin_eviction(self, running: RunningRequest) -> tuple[BlockId, ...]:
+        """Remove a request whose blocks are being copied out; they stay taken until `end_eviction`."""
         block_ids = self._take_out(running)
         self._num_leaving_blocks += len(block_ids)
         return block_ids
 
-    def copied_out(self, block_ids: tuple[BlockId, ...]) -> None:
-        """The copy is done; the blocks are free."""
+    def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
+        """Free the blocks of an evicted request, as they are copied."""
         self._num_leaving_blocks -= len(block_ids)
         self._allocator.free(block_ids)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
-        """Blocks of a request that was to be loaded and is not."""
+        """Free the blocks of a request that was to be loaded and is not."""
         self._allocator.free(block_ids)
 
     def _take_out(self, running: RunningRequest) -> tuple[BlockId, ...]:
         request_id = running.request.request_id
         del self._running[request_id]
-        if self._pacing is not None:
-            self._pacing.leave(request_id)
+        if self._scheduler is not None:
+            self._scheduler.leave(request_id)
         self._foreseen = None
         self.version += 1
         self._extensions.pop(request_id, None)
@@ -258,6 +262,6 @@ class RunningBatch:
     # --- lengths
 
     def span(self, batch_id: BatchId) -> tuple[int, int] | None:
-        """Shortest and longest context of one batch's requests; None when none of them runs."""
+        """Return the shortest and longest context of one batch's requests; None when none of them runs."""
         lengths = [running.context_len for running in self._running.values() if running.batch_id == batch_id]
         return (min(lengths), max(lengths)) if lengths else None

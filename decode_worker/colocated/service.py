@@ -1,4 +1,4 @@
-"""The colocated worker at work: its logic, its link to the router and its engine, joined."""
+"""The colocated worker's process: its logic, its link to the router and its engine, joined."""
 
 from functools import partial
 
@@ -15,10 +15,10 @@ from decode_worker.iteration_log_writer import try_write_iterations
 class ColocatedWorker:
     """One worker for both phases on one event loop."""
 
-    def __init__(self, *, make: "partial[ColocatedLogic]", engine: ModelExecutor, process_spec: ProcessSpec) -> None:
+    def __init__(self, *, make: "partial[ColocatedLogic]", executor: ModelExecutor, process_spec: ProcessSpec) -> None:
         """`make`: makes its logic, out of what can be recorded."""
         logic = make()
-        self._engine = engine
+        self._executor = executor
         self._iteration_log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self.iteration_log = logic.iteration_log
         self._driver: LogicDriver[ColocatedEvent, RunIteration] = LogicDriver(
@@ -26,14 +26,14 @@ class ColocatedWorker:
         )
 
     async def start(self, *, router_at: str) -> None:
-        """Introduce ourselves to the router."""
+        """Connect to the router."""
         self._driver.links.dial(router_at)
 
     async def close(self) -> None:
-        """Drop the link, end the threads and write the iteration log."""
+        """Close the link, stop the threads and write the iteration log."""
         await self._driver.close()
-        self._engine.close()
+        self._executor.close()
         try_write_iterations(self._iteration_log_path, self.iteration_log.records())
 
     def _perform(self, command: RunIteration) -> None:
-        self._engine.start_iteration(command, self._driver.dispatch)
+        self._executor.start_iteration(command, self._driver.dispatch)

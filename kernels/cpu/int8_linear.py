@@ -55,7 +55,7 @@ class Int8Linear:
         self._multiply = _OneDnnInt8(weight, bias, then)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""
         return self._multiply(x)
 
 
@@ -88,7 +88,7 @@ class _OneDnnInt8:
 
 
 def int8_obstacle(weight: Tensor) -> str | None:
-    """Why this weight cannot be packed with 8 bits; None when it can."""
+    """Return why this weight cannot be packed with 8 bits; None when it can."""
     if weight.device.type != "cpu":
         return f"8-bit products run on a CPU, the weight is on {weight.device}"
     has_onednn = torch._C._has_mkldnn and hasattr(torch.ops.onednn, "qlinear_prepack")

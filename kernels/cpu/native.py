@@ -1,12 +1,11 @@
-"""The native kernels, where they were built."""
+"""Loads the native kernels, where they were built."""
 
 import importlib
 from typing import Any
 
 
 def load_native(name: str) -> Any:
-    """The extension module, if it is built and has `name`: one built from older sources may lack what is newer. Else
-    None."""
+    """Return the extension module if it is built and has `name`, which older builds may lack; else None."""
     try:
         native = importlib.import_module("kernels._native")
     except ImportError:

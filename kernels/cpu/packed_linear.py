@@ -17,8 +17,7 @@ _native = load_native("PackedWeight")
 
 
 def packed_levels(element: torch.dtype | str, device: torch.device) -> tuple[str, ...]:
-    """The levels that multiply weights of `element` (a dtype, or INT8) here, the best first; none: they are not built,
-    or this processor has not the instructions."""
+    """Return the levels, best first, that are built and multiply weights of `element` (a dtype, or INT8) here."""
     name = element if isinstance(element, str) else _ELEMENTS.get(element)
     if _native is None or device.type != "cpu" or name is None:
         return ()
@@ -26,7 +25,7 @@ def packed_levels(element: torch.dtype | str, device: torch.device) -> tuple[str
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether a row of this weight divides into what one instruction multiplies: pairs of bfloat16."""
+    """Return whether a row of this weight consists of whole operands of one instruction: pairs of bfloat16."""
     return weight.dtype != torch.bfloat16 or weight.shape[1] % 2 == 0
 
 
@@ -50,8 +49,8 @@ class PackedLinear:
         is_gated: bool = False,
     ) -> None:
         """`weight` [columns, in_width] and `bias` [columns]: read here, not kept. `element`: the weight's dtype, or
-        INT8. `activation`: a name in ACTIVATIONS. Raises ValueError for a level that is not here, MemoryError where
-        the packed weight finds no room."""
+        INT8. `activation`: a name in ACTIVATIONS. Raises ValueError for an unavailable level, MemoryError when
+        the packed weight does not fit."""
         columns, self.in_width = weight.shape
         self.out_width = columns // 2 if is_gated else columns
         self._dtype = weight.dtype
@@ -65,11 +64,11 @@ class PackedLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the packed weight."""
+        """Return the bytes of the packed weight."""
         return int(self._weight.num_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width], rows >= 1, possibly strided -> [rows, out_width]."""
+        """Multiply x [rows, in_width], rows >= 1, possibly strided -> [rows, out_width]."""
         num_rows = x.shape[0]
         assert x.ndim == 2, f"not rows: {x.shape}"
         assert x.shape[1] == self.in_width, f"not rows of {self.in_width}: {x.shape}"

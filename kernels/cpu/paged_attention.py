@@ -26,24 +26,24 @@ LEVELS = ("avx512bf16", "avx2", "plain")
 
 
 class PagedPlan(Protocol):
-    """How the contexts of one batch are divided over cores; good for every layer of one step."""
+    """A division of one batch's contexts over cores, valid for every layer of one step."""
 
     num_rows: int
 
     def run(self, layer: int, is_windowed: bool, queries: int, query_stride: int, out: int, out_stride: int, /) -> None:
-        """Addresses and row strides (in elements) of [rows, num_heads, head_dim] tensors."""
+        """Run on addresses and row strides (in elements) of [rows, num_heads, head_dim] tensors."""
 
 
 _native = load_native("Cache")
 
 
 def supported_levels() -> tuple[str, ...]:
-    """The levels that this processor runs, best first; none where the extension was not built."""
+    """Return the levels that this processor runs, best first; none where the extension was not built."""
     return () if _native is None else tuple(_native.supported_levels())
 
 
 class PagedAttention:
-    """Attention over the blocks of one storage. Holds the tensor that it reads; writes none of it."""
+    """Attention over the blocks of one storage, which it only reads."""
 
     def __init__(self, blocks: Tensor, *, group: int, level: str) -> None:
         """`blocks` [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], contiguous, on the CPU,
@@ -64,7 +64,7 @@ class PagedAttention:
         self, block_tables: Int64Array, rows: Int64Array, lengths: Int64Array, window: int | None, num_threads: int
     ) -> PagedPlan:
         """Divide the work of one step: sequence i reads the first lengths[i] tokens of row rows[i] of `block_tables`
-        (the last `window` of them in windowed layers), which must stay as they are until the step is over."""
+        (the last `window` of them in windowed layers), which must stay unchanged until the step ends."""
         plan: PagedPlan = _native.DecodePlan(self._cache, block_tables, rows, lengths, window or 0, num_threads)
         return plan
 
@@ -77,15 +77,15 @@ class PagedAttention:
         window: int | None,
         num_threads: int,
     ) -> PagedPlan:
-        """The same for chunks: of sequence i, the last counts[i] of the first lengths[i] tokens read up to
-        themselves. The token rows of a chunk follow those of the one before."""
+        """Divide the work of chunks likewise: the last counts[i] of the first lengths[i] tokens of sequence i each read
+        up to themselves. The token rows of a chunk follow those of the one before."""
         args = (block_tables, rows, lengths, counts, window or 0, num_threads)
         plan: PagedPlan = _native.ChunkPlan(self._cache, *args)
         return plan
 
     def run(self, plan: PagedPlan, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """queries, out [tokens, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided. The keys and
-        values of all tokens are in the blocks."""
+        """Fill `out` from queries, both [tokens, kv_heads, group, head_dim], dtype of the blocks, rows possibly
+        strided. The keys and values of all tokens are in the blocks."""
         self._check(queries, plan.num_rows)
         self._check(out, plan.num_rows)
         plan.run(layer, is_windowed, queries.data_ptr(), queries.stride(0), out.data_ptr(), out.stride(0))

@@ -17,7 +17,7 @@ _native = load_native("Normaliser")
 
 
 def native_level(dtype: torch.dtype, device: torch.device) -> str | None:
-    """The best level that runs here for tensors of this kind; None: plain PyTorch computes."""
+    """Return the best level that runs here for tensors of this kind; None: use plain PyTorch."""
     if _native is None or device.type != "cpu" or dtype not in DTYPES:
         return None
     levels = supported_levels()
@@ -40,8 +40,8 @@ class NormRows:
         self._kernel = _native.Normaliser(level, *addresses, self._width, eps, is_rms, is_bfloat16)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [rows, width] -> normalised [rows, width]. With `residual` of the same shape, residual += x first, in
-        place, and the result is the normalised residual. Rows may be strided."""
+        """Normalise x [rows, width] -> normalised [rows, width]. With `residual` of the same shape, residual += x
+        first, in place, and the result is the normalised residual. Rows may be strided."""
         assert _is_rows(x, self._width, self._weight.dtype), f"not [rows, {self._width}]: {x.shape}"
         out = torch.empty(x.shape, dtype=x.dtype)
         address, stride = 0, 0
@@ -66,7 +66,7 @@ class GateRows:
         self._kernel = _native.Gates(level, activation, dtype == torch.bfloat16)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, 2 * width] contiguous, gates first -> [rows, width]."""
+        """Gate x [rows, 2 * width] contiguous, gates first -> [rows, width]."""
         num_rows, width = x.shape[0], x.shape[1] // 2
         assert _is_rows(x, 2 * width, self._dtype), f"not rows of gates and ups: {x.shape}"
         assert x.is_contiguous(), "gates and ups are one run of memory"
@@ -89,7 +89,7 @@ class HeadRows:
     def __call__(
         self, fused: Tensor, rotation: tuple[Tensor, Tensor] | None, slots: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        """fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: queries and keys are rotated in place.
+        """Place fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: queries and keys are rotated in place.
 
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32; None: nothing is rotated
         slots      [tokens] int64, all different: rows of keys and values to be overwritten; one outside raises
@@ -112,8 +112,8 @@ class HeadRows:
 
 
 def highest(x: Tensor, *, level: str) -> tuple[Tensor, Tensor]:
-    """x [rows, width], on the CPU -> the first index of each row's highest element [rows] int64, and the element [rows]
-    float32: NaN where the row holds one."""
+    """Find, of x [rows, width] on the CPU, the first index of each row's highest element [rows] int64, and the element
+    [rows] float32: NaN where the row holds one."""
     num_rows, width = x.shape
     assert width, "a row without elements has no highest"
     assert x.dtype in DTYPES, f"no native kernel for {x.dtype}"
@@ -135,7 +135,7 @@ def _angles(cos: Tensor, sin: Tensor, count: int) -> tuple[int, int, int]:
 
 
 def _is_rows(x: Tensor, width: int, dtype: torch.dtype) -> bool:
-    """On the CPU, the elements of a row side by side."""
+    """Check for a tensor on the CPU with contiguous rows."""
     if x.ndim != 2 or x.shape[1] != width or x.dtype != dtype or x.device.type != "cpu":
         return False
     return width == 1 or x.stride(1) == 1

@@ -1,4 +1,4 @@
-"""Lists of blocks to and from one contiguous run of memory on a GPU, so that a link is crossed in few large copies."""
+"""Copies of listed blocks to and from contiguous memory on a GPU, so that few large copies cross a link."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ def scatter_blocks(staging: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
-    """A launch of each kernel on next to nothing: 16 words, as Triton compiles for sizes divisible by 16 apart."""
+    """Launch each kernel on 16 words, as Triton compiles separately for sizes divisible by 16. Raises its errors."""
     blocks, rows = (torch.zeros((1, 128), dtype=dtype, device=device) for _ in range(2))
     block_ids = torch.zeros(1, dtype=torch.int64, device=device)
     gather_blocks(blocks, block_ids, rows)

@@ -1,4 +1,4 @@
-"""Where keys and values of a layer lie within blocks."""
+"""Addresses of a layer's keys and values within blocks."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class BlockView(NamedTuple):
 
     @property
     def offsets(self) -> tuple[int, int, int]:
-        """In elements: from a block to the next, of the layer's keys and of its values within a block."""
+        """Return, in elements: block stride, start of the layer's keys and start of its values within a block."""
         _, num_layers, _, block_size, kv_heads, head_dim = self.blocks.shape
         run = block_size * kv_heads * head_dim
         return 2 * num_layers * run, 2 * self.layer * run, (2 * self.layer + 1) * run
@@ -41,8 +41,10 @@ def cached_elements(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Of each token, where its head begins within the keys, or the values, of a layer. `table`: the context's entries
-    of a BlockTables; `backwards`: its is_reversed."""
+    """Return the offset of each token's head within the keys, or the values, of a layer.
+
+    `table`: the context's entries of a BlockTables; `backwards`: its is_reversed.
+    """
     block = tl.load(table + tokens // BLOCK_SIZE, mask=is_read, other=0)
     slot = tokens % BLOCK_SIZE
     slot = tl.where(backwards > 0, BLOCK_SIZE - 1 - slot, slot)

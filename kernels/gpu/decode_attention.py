@@ -18,30 +18,30 @@ from kernels.gpu.blocks import BlockTables, BlockView, cached_elements
 from kernels.gpu.launching import padded, upcast
 
 TILE = 64  # tokens
-# Parts of a context that are merged at a time: one long context in a small batch has a part in every program.
+# Parts of a context merged at a time: one long context in a small batch has a part in every program.
 _PARTS = 16
 
 
 class Occupancy(NamedTuple):
-    """How a multiprocessor is filled with programs."""
+    """The programs that run on a multiprocessor at once."""
 
     head_bytes: int  # of heads up to this size
-    num_stages: int  # 5: the next tile is on its way while one is computed; 3: it is asked for when that is done
-    num_programs: int  # side by side: what registers and shared memory hold. One more would begin when others end
+    num_stages: int  # 5: the next tile is loaded while one is computed; 3: after it
+    num_programs: int  # at once, limited by registers and shared memory
 
 
 # Of compute capability 9.0 (see tests.gpu_kernels).
-_RESIDENCIES = (Occupancy(128, 5, 4), Occupancy(256, 5, 3), Occupancy(512, 3, 2), Occupancy(1024, 3, 1))
+_OCCUPANCIES = (Occupancy(128, 5, 4), Occupancy(256, 5, 3), Occupancy(512, 3, 2), Occupancy(1024, 3, 1))
 
 
 def occupancy(head_dim: int, dtype: torch.dtype) -> Occupancy:
-    """Of programs for heads of this kind."""
+    """Return the occupancy of programs for heads of this size."""
     head_bytes = padded(head_dim) * dtype.itemsize
-    return next(entry for entry in _RESIDENCIES if head_bytes <= entry.head_bytes or entry is _RESIDENCIES[-1])
+    return next(entry for entry in _OCCUPANCIES if head_bytes <= entry.head_bytes or entry is _OCCUPANCIES[-1])
 
 
 class DecodeBatch(NamedTuple):
-    """What a step's decode attention reads besides queries and blocks, on the device, the same for every layer."""
+    """The inputs of a step's decode attention besides queries and blocks, on the device, for every layer."""
 
     tables: BlockTables
     lengths: Tensor  # [rows] int32, tokens of each context
@@ -53,7 +53,7 @@ class DecodeBatch(NamedTuple):
 def decode_batch(
     tables: BlockTables, lengths: Tensor, partition: Sequence[Tensor], heads: tuple[int, int, int]
 ) -> DecodeBatch:
-    """`heads`: kv_heads, group, head_dim. Makes the scratch memory."""
+    """Build a batch and allocate its scratch memory. `heads`: kv_heads, group, head_dim."""
     shape, device = (len(partition[0]), *heads), lengths.device
     sums = torch.empty(shape, dtype=torch.float32, device=device)
     weights = torch.empty((*shape[:3], 2), dtype=torch.float32, device=device)
@@ -63,7 +63,7 @@ def decode_batch(
 def paged_decode(
     queries: Tensor, out: Tensor, view: BlockView, batch: DecodeBatch, *, window: int | None = None
 ) -> None:
-    """One query token per context over its keys and values, in the blocks already.
+    """Compute attention of one query token per context over its keys and values, its own included, in the blocks.
 
     queries, out   [rows, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided
     window         how many of the last tokens are read; None: all

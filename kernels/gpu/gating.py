@@ -11,7 +11,7 @@ NAMES = ("relu", "silu", "gelu", "gelu_tanh")
 
 
 class Gates:
-    """The gates of one activation, a name in NAMES."""
+    """The gated product with one activation, a name in NAMES."""
 
     __slots__ = ("_activation",)
 
@@ -20,7 +20,7 @@ class Gates:
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, 2 * width], gates first, rows possibly strided -> [rows, width], dtype of x."""
+        """Gate x [rows, 2 * width], gates first, rows possibly strided -> [rows, width], dtype of x."""
         num_rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
         if num_rows:
@@ -30,15 +30,14 @@ class Gates:
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch each form once, on next to nothing: 16 columns, as Triton compiles for sizes divisible by 16 apart. Raises
-    what keeps the kernel from running."""
+    """Launch each form on 16 columns, as Triton compiles separately for sizes divisible by 16. Raises its errors."""
     for name in NAMES:
         Gates(name)(torch.ones((1, 32), dtype=dtype, device=device))
 
 
 @triton.jit
 def _sigmoid(x):
-    # Of the two forms the one whose exponential cannot overflow.
+    # The form whose exponential cannot overflow.
     small = tl.exp(-tl.abs(x))
     return tl.where(x < 0.0, small, 1.0) / (1.0 + small)
 
@@ -64,6 +63,6 @@ def _gate(x, out, stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr
     is_there = columns < width
     gate = tl.load(x + row * stride + columns, mask=is_there, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride + width + columns, mask=is_there, other=0.0).to(tl.float32)
-    # The activation is rounded before it is multiplied, as where it is a step of its own.
+    # The activation is rounded before it is multiplied, as in a separate operation.
     activated = _activated(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * width + columns, (activated * up).to(out.dtype.element_ty), mask=is_there)

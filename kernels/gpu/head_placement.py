@@ -10,7 +10,7 @@ from kernels.rotary import HeadNorms
 _HEADS = 8  # of one program
 
 
-class HeadRows:
+class HeadRowsKernel:
     """Places the heads of a model's layers."""
 
     __slots__ = ("_head_dim", "_kv_heads", "_num_heads")
@@ -29,7 +29,7 @@ class HeadRows:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: its queries and keys are changed in place.
+        """Place fused [tokens, (num_heads + 2 * kv_heads) * head_dim]: its queries and keys are changed in place.
 
         norm       None: heads stay as they are before the rotation
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32, contiguous; None: nothing is rotated
@@ -42,9 +42,9 @@ class HeadRows:
         if not count:
             return
         half = 0 if rotation is None else rotation[0].shape[-1]
-        # A head is read as its first and second part, so that a rotation finds both of its elements in one place.
+        # A head is read in two halves, so that both elements of a rotated pair are at hand.
         first = half if half else head_dim // 2
-        # What is not there is not read; some pointer has to be given.
+        # Absent tensors are not read, but a pointer must be passed.
         query_weight, key_weight, eps = norm if norm is not None else (fused, fused, 0.0)
         cos, sin = rotation if rotation is not None else (fused, fused)
         _place[(count, triton.cdiv(all_heads, _HEADS))](
@@ -70,17 +70,17 @@ class HeadRows:
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch once, on next to nothing. Raises what keeps the kernel from running."""
+    """Launch once on a tiny input. Raises the errors of the launch."""
     angles = torch.ones((1, 1, 8), device=device)
     weight = torch.ones(16, dtype=dtype, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     fused, cached = weight.repeat(3)[None], weight.clone()[None]
-    HeadRows(1, 1, 16)(fused, HeadNorms(weight, weight, 1e-6), (angles, angles), slots, cached, cached.clone())
+    HeadRowsKernel(1, 1, 16)(fused, HeadNorms(weight, weight, 1e-6), (angles, angles), slots, cached, cached.clone())
 
 
 @triton.jit
 def _weights(query_weight, key_weight, is_key, dims, limit):
-    """Of each head and dimension [heads, part], those of queries or of keys."""
+    """Return the norm weights of each head and dimension [heads, part], those of queries or of keys."""
     is_there = (dims < limit)[None, :]
     places = dims[None, :]
     of_queries = tl.load(query_weight + places, mask=is_there, other=0.0).to(tl.float32)
@@ -123,7 +123,7 @@ def _place(
     if HAS_NORM:
         squares = tl.sum(lower * lower, axis=1) + tl.sum(upper * upper, axis=1)
         root = tl.sqrt(squares / HEAD_DIM + eps)[:, None]
-        # Rounded where a norm and a rotation that are steps of their own would round.
+        # Rounded as a separate norm and rotation would round.
         normed_lower = (lower / root).to(element).to(tl.float32)
         normed_upper = (upper / root).to(element).to(tl.float32)
         normed_lower *= _weights(query_weight, key_weight, is_key, columns, FIRST)

@@ -25,8 +25,7 @@ def dequantise_blocks(rows: Tensor, blocks: Tensor, block_ids: Tensor) -> None:
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
-    """A launch of each kernel on next to nothing: 16 runs of 16 channels, as Triton compiles for sizes divisible by 16
-    apart."""
+    """Launch each kernel on 16 runs of 16 channels, as Triton compiles separately for sizes divisible by 16."""
     blocks = torch.zeros((1, 16, 16, 16), dtype=dtype, device=device)
     rows = torch.zeros((1, (16 + RANGE_BYTES) * 256), dtype=torch.uint8, device=device)
     block_ids = torch.zeros(1, dtype=torch.int64, device=device)
@@ -66,7 +65,7 @@ def _places(
     PADDED: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Of this program: its channels, elements in the blocks, in the rounded, steps among the ranges, and a mask."""
+    """Return this program's channels, offsets in blocks, rounded rows and ranges, and a mask."""
     listed, run = tl.program_id(0).to(tl.int64) // runs, tl.program_id(0) % runs
     channels, slots = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, PADDED)
     is_there = (slots < SLOTS)[:, None] & (channels < width)[None, :]
@@ -94,17 +93,17 @@ def _quantise(
     )
     x = tl.load(blocks + in_blocks, mask=is_there, other=0.0).to(tl.float32)
     is_channel = channels < width
-    # A channel with one number that is none has no range: minimum and maximum alone would pass it over.
+    # A channel with a NaN has no range: minimum and maximum alone would skip it.
     is_number = tl.min((x == x).to(tl.int32), axis=0) == 1
     lowest = tl.min(tl.where(is_there, x, float("inf")), axis=0)
     highest = tl.max(tl.where(is_there, x, -float("inf")), axis=0)
     lowest = tl.where(is_channel, tl.where(is_number, lowest, float("nan")), 0.0)
     highest = tl.where(is_channel, highest, 0.0)
-    # As they are kept, so that rounding them is no error of its own.
+    # In the stored precision, so that rounding the ranges adds no error.
     step = tl.minimum(tl.maximum((highest - lowest) / _LEVELS, _SMALLEST), _LARGEST).to(tl.float16)
     lowest = tl.where(lowest == lowest, tl.minimum(tl.maximum(lowest, -_LARGEST), _LARGEST), lowest).to(tl.float16)
     x = (x - lowest.to(tl.float32)[None, :]) / step.to(tl.float32)[None, :]
-    # To the nearest, to even between two: what adding and taking away 1.5 * 2^23 leaves.
+    # Rounds half to even by adding and subtracting 1.5 * 2^23.
     nearest = (tl.minimum(tl.maximum(x, 0.0), _LEVELS) + 12582912.0) - 12582912.0
     nearest = tl.where(is_there & (nearest == nearest), nearest, 0.0)
     tl.store(rounded + in_rounded, nearest.to(tl.uint8), mask=is_there)

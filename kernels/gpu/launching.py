@@ -1,4 +1,4 @@
-"""What launching any of the kernels needs to know."""
+"""Launch parameters that the kernels share."""
 
 import torch
 import triton
@@ -9,20 +9,20 @@ _MOST_WARPS = 16
 
 
 def padded(size: int) -> int:
-    """A side of a tile that a matrix product takes, at least `size`."""
+    """Return the smallest tile side for a matrix product that is at least `size`."""
     return max(_LEAST_SIDE, int(triton.next_power_of_2(size)))
 
 
 def row_warps(padded_width: int) -> int:
-    """Warps of a program that holds a row of so many elements, a power of two."""
+    """Return the warps of a program that holds a row of so many elements, a power of two."""
     return min(max(1, padded_width // _ELEMENTS_OF_WARP), _MOST_WARPS)
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    """Return whether kernels run in Triton's interpreter, on CPU tensors."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Whether factors are widened to float32 before a product: Triton's interpreter multiplies the bits of bfloat16."""
+    """Return whether to widen factors to float32 before a product: Triton's interpreter multiplies bfloat16 wrongly."""
     return dtype == torch.bfloat16 and is_interpreted()

@@ -21,16 +21,16 @@ from kernels.gpu.work_partition import Int32Array, Int64Array
 
 
 class Tiling(NamedTuple):
-    """How the work is cut for heads of one kind: what fits registers and shared memory (see tests.gpu_kernels)."""
+    """The tile sizes for heads of one size, limited by registers and shared memory (see tests.gpu_kernels)."""
 
     query_rows: int  # tokens x group of a tile
     keys: int  # of a tile
     num_warps: int
-    num_stages: int  # 5: two tiles of keys on their way while one is multiplied; 3: one
+    num_stages: int  # 5: two tiles of keys are loaded while one is multiplied; 3: one
 
 
 def tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """The largest that does not spill. In float32 there are no matrix units to multiply exactly: registers hold all."""
+    """Return the largest tiling that does not spill; float32 needs registers alone, without matrix units."""
     if dtype == torch.float32:
         return Tiling(32, 16, 8, 3)
     return Tiling(64, 32, 4, 3) if padded(head_dim) > 128 else Tiling(128, 64, 8, 5)
@@ -46,15 +46,15 @@ class ChunkTiles(NamedTuple):
 
 
 class ChunkBatch(NamedTuple):
-    """What a step's chunks read besides queries and blocks, on the device, the same for every layer."""
+    """The inputs of a step's chunks besides queries and blocks, on the device, for every layer."""
 
     tables: BlockTables
     tiles: Sequence[Tensor]  # the arrays of a ChunkTiles
 
 
 def chunk_tiles(lengths: Int64Array, counts: Int64Array, *, group: int, query_rows: int) -> ChunkTiles:
-    """Of sequence i, the last counts[i] of the first lengths[i] tokens are queries, whose rows follow one another.
-    `query_rows`: of the tiling."""
+    """Cut chunks into tiles: the last counts[i] of the first lengths[i] tokens of sequence i are queries, in
+    consecutive rows. `query_rows`: of the tiling."""
     tokens = max(1, query_rows // triton.next_power_of_2(group))
     num_tiles = -(-counts // tokens)
     sequences = np.repeat(np.arange(len(counts)), num_tiles)
@@ -69,7 +69,7 @@ def chunk_tiles(lengths: Int64Array, counts: Int64Array, *, group: int, query_ro
 def paged_prefill(
     queries: Tensor, out: Tensor, view: BlockView, batch: ChunkBatch, *, window: int | None = None
 ) -> None:
-    """Every query token over the keys and values up to its own, in the blocks already.
+    """Compute attention of every query token over the keys and values up to its own, in the blocks.
 
     queries, out   [tokens, kv_heads, group, head_dim], dtype of the blocks, rows possibly strided
     window         how many of the last tokens up to its own a token reads; None: all
@@ -132,8 +132,8 @@ def _attend(
     TOKENS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The state (of each row the highest score, the sum of weights, the weighted values) with one more tile of keys,
-    from token `first` on. IS_WHOLE: all rows see all of it. `bounds`: where the tokens to be read begin and end."""
+    """Return the state (highest score, sum of weights and weighted values of each row) after one more tile of keys,
+    from token `first` on. IS_WHOLE: all rows read all of it. `bounds`: first and last token to read."""
     most, total, result = state
     others, dims = first + tl.arange(0, TOKENS), tl.arange(0, PADDED_DIM)
     is_read = others >= 0 if IS_WHOLE else (others >= bounds[0]) & (others < bounds[1])
@@ -149,7 +149,7 @@ def _attend(
         is_seen = is_seen & ((window == 0) | (others[None, :] > own[:, None] - window))
         scores = tl.where(is_seen, scores, -float("inf"))
     higher = tl.maximum(most, tl.max(scores, axis=1) * scale)
-    # A row may have seen nothing yet: its window begins in a later tile.
+    # A row may have read nothing yet: its window begins in a later tile.
     reference = tl.where(higher == -float("inf"), 0.0, higher)
     correction = tl.exp2(most - reference)
     shares = tl.exp2(scores * scale - reference[:, None])
@@ -211,7 +211,7 @@ def _prefill(
     state = (most, total, result)
     earliest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
     begin = earliest // TOKENS * TOKENS
-    # All rows see all of the tiles before that of the first row's token, where no window cuts off what lies far back.
+    # All rows read all of the tiles before that of the first row's token, unless a window excludes them.
     is_cut = (window > 0) & (position + count > window)
     masked = tl.where(is_cut, begin, (position + 1) // TOKENS * TOKENS)
     bounds = (earliest, position + count)

@@ -1,4 +1,4 @@
-"""Checksums of rows on a GPU (`kernels.block_checksums`): every word is read once, and nothing between is written."""
+"""Checksums of rows on a GPU (`kernels.block_checksums`): reads every word once, writes no intermediate results."""
 
 import torch
 import triton
@@ -24,8 +24,7 @@ def row_checksums(rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch once, on next to nothing: 16 words, as Triton compiles for sizes divisible by 16 apart. Raises what keeps
-    the kernel from running."""
+    """Launch once on 16 words, as Triton compiles separately for sizes divisible by 16. Raises its errors."""
     rows = torch.zeros((1, 128), dtype=dtype, device=device)
     row_checksums(rows, torch.zeros(1, dtype=torch.int64, device=device))
 

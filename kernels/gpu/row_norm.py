@@ -21,8 +21,8 @@ class RowNorm:
         self._is_rms = is_rms
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [rows, width] -> normalised [rows, width], dtype of x. With `residual` of the same shape, residual += x
-        first, in place, and the result is the normalised residual. Rows may be strided."""
+        """Normalise x [rows, width] -> normalised [rows, width], dtype of x. With `residual` of the same shape,
+        residual += x first, in place, and the result is the normalised residual. Rows may be strided."""
         num_rows, width = x.shape
         out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
         if not num_rows:
@@ -48,7 +48,7 @@ class RowNorm:
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch each form once, on next to nothing. Raises what keeps the kernel from running."""
+    """Launch each form once on a tiny input. Raises the errors of the launch."""
     weight = torch.ones(16, dtype=dtype, device=device)
     for is_rms in (True, False):
         norm = RowNorm(weight, None if is_rms else weight, 1e-5, is_rms=is_rms)
@@ -77,7 +77,7 @@ def _normalise(
     own = tl.load(x + row * x_stride + columns, mask=is_there, other=0.0)
     if HAS_RESIDUAL:
         there = residual + row * residual_stride + columns
-        # Rounded as the residual is kept, so that the norm is of what later layers read.
+        # Rounded as the residual is stored, so that the norm is of the values that later layers read.
         own = (own.to(tl.float32) + tl.load(there, mask=is_there, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
         tl.store(there, own, mask=is_there)
     own = own.to(tl.float32)

@@ -1,4 +1,4 @@
-"""Tokens drawn from logits on a GPU, each row by its own parameters: no sorting, no host in between.
+"""Token sampling from logits on a GPU, each row by its own parameters, without sorting or the host.
 
 Tokens are in order of their distance from the likeliest one, (highest logit - logit) / temperature, and of their ids
 where it is equal. Every filter keeps the first so many of that order. Where it ends is found by search over the
@@ -30,7 +30,7 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """One token of each row -> its id [rows] int64, and whether the row is usable [rows] bool.
+    """Sample one token of each row -> its id [rows] int64, and whether the row is usable [rows] bool.
 
     logits       [rows, vocabulary] float32, bfloat16 or float16, rows possibly strided; left as they are
     parameters   the columns of RowParameters, on the same device
@@ -65,8 +65,7 @@ def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch once, on one tile, so that what is compiled serves larger vocabularies. Raises what keeps the kernel from
-    running."""
+    """Launch once on one tile, which compiles the kernel for all vocabularies; raises the errors of the launch."""
     temperature, draw = (torch.full((1,), 0.5, dtype=kind, device=device) for kind in (torch.float32, torch.float64))
     columns = RowParameters(
         temperature, torch.ones(1, dtype=torch.int64, device=device), temperature, temperature, draw
@@ -82,7 +81,7 @@ def _logits(row, first, vocabulary, TILE: tl.constexpr):
 
 @triton.jit
 def _distances(row, first, vocabulary, most, scale, TILE: tl.constexpr):
-    """Of a tile's tokens from the likeliest, and the same as integers."""
+    """Return the distances of a tile's tokens from the likeliest, as floats and as integers."""
     columns, own = _logits(row, first, vocabulary, TILE)
     distance = (most - own) * scale
     return columns, distance, distance.to(tl.int32, bitcast=True)
@@ -90,7 +89,7 @@ def _distances(row, first, vocabulary, most, scale, TILE: tl.constexpr):
 
 @triton.jit
 def _last_above(row, vocabulary, most, scale, min_p, TILE: tl.constexpr):
-    """The largest distance, as an integer, of a token at least `min_p` times as likely as the likeliest."""
+    """Return the largest distance, as an integer, of a token at least `min_p` times as likely as the likeliest."""
     last = tl.zeros((TILE,), tl.int32)
     for first in range(0, vocabulary, TILE):
         _, distance, key = _distances(row, first, vocabulary, most, scale, TILE)
@@ -110,7 +109,7 @@ def _kept(
     TILE: tl.constexpr,
     IS_COUNT: tl.constexpr,
 ):
-    """Columns of a tile, their distances as integers, and what each adds to a sum: nothing where it is not kept."""
+    """Return the columns of a tile, their distances as integers, and their addends to a sum: 0 where not kept."""
     columns, distance, key = _distances(row, first, vocabulary, most, scale, TILE)
     is_kept = (key < last_key) | ((key == last_key) & (columns <= last_column))
     is_kept = is_kept & (columns < vocabulary)
@@ -142,8 +141,8 @@ def _cut(
     TILE: tl.constexpr,
     IS_COUNT: tl.constexpr,
 ):
-    """Where the shortest run of the kept tokens ends that adds up to `target`, 1 at least and no more than all do: the
-    distance and the column of its last token, and what it adds up to."""
+    """Find the shortest prefix of the kept tokens whose sum reaches `target` (at least 1, at most the total); return
+    distance and column of its last token, and its sum."""
     low, high = last_key * 0, last_key
     lower, middle, upper = low + _NEAR, low + _FAR, low + _FARTHER
     while low < high:
@@ -193,7 +192,7 @@ def _cut(
 
 @triton.jit
 def _likeliest(row, vocabulary, TILE: tl.constexpr):
-    """The first column of the highest logit, that logit, and whether all of the row is finite or -inf."""
+    """Return the first column of the highest logit, that logit, and whether all of the row is finite or -inf."""
     best = tl.full((TILE,), -float("inf"), tl.float32)
     at = tl.zeros((TILE,), tl.int32)
     is_wrong = tl.zeros((TILE,), tl.int32)

@@ -1,8 +1,9 @@
-"""How the contexts of a decode batch are divided over the programs of a GPU: evenly by tokens, whoever they belong to.
+"""Partition of a decode batch's contexts over the programs of a GPU: evenly by tokens, across contexts.
 
 A context is a run of tiles; the tiles of all contexts, one after another, are cut into as many equal runs as there are
-programs. A run may end in the middle of one context and go on with the next, so one long context among many short ones
-holds nobody up. Each piece of a context within a run is a *part*, whose result is merged with those of its context.
+programs. A run may end in the middle of one context and continue with the next, so one long context among many short
+ones delays no other. Each piece of a context within a run is a *part*, whose result is merged with those of its
+context.
 
 Worked example: contexts of 5, 1 and 2 tiles and 4 programs: runs of 2 tiles; parts (context, tiles) are (0, 0-2),
 (0, 2-4), (0, 4-5), (1, 0-1), (2, 0-2): program 2 has two of them.
@@ -20,7 +21,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class WorkPartition(NamedTuple):
-    """Who computes what. Parts lie in the order of their contexts, and within one of its tiles."""
+    """The assignment of parts to programs. Parts are in the order of their contexts, and within one of its tiles."""
 
     part_rows: Int32Array  # [num_programs + rows] the context of a part; 0 behind the last part
     part_firsts: Int32Array  # likewise, its first tile
@@ -30,12 +31,12 @@ class WorkPartition(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Parts that are there."""
+        """Return the number of parts."""
         return int(self.row_parts[-1])
 
 
 def partition(lengths: Int64Array, *, tile: int, num_programs: int, window: int | None = None) -> WorkPartition:
-    """lengths [rows] tokens, each 1 at least; the last `window` of them are read, in whole tiles."""
+    """Partition contexts of lengths [rows] tokens, each at least 1; the last `window` are read, in whole tiles."""
     num_rows = len(lengths)
     assert num_rows, "nothing to divide"
     assert lengths.min() >= 1, "an empty context"

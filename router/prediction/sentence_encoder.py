@@ -129,10 +129,7 @@ class BertNetwork:
 
 
 def _gelu(rows: Rows) -> Rows:
-    """Compute x times the normal distribution function of x.
-
-    By the rational approximation 7.1.26 of Abramowitz and Stegun (error of erf below 1.5e-7), as numpy has no erf.
-    """
+    """Compute GELU with erf by approximation 7.1.26 of Abramowitz and Stegun (error below 1.5e-7)."""
     scaled = np.abs(rows) / np.float32(2**0.5)
     t = 1.0 / (1.0 + np.float32(0.3275911) * scaled)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

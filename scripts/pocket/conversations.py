@@ -44,7 +44,7 @@ class ConversationMaker:
         self._bos, self._end, self._system, self._user, self._assistant = (_token_id(tokenizer, name) for name in names)
 
     def make_row(self, length: int) -> Row:
-        """A row of at most `length` tokens, nearly full."""
+        """Make a row of at most `length` tokens, nearly full."""
         row = Row()
         self._add(row, [self._bos], 0.0)
         if self._rng.random() < _SYSTEM_SHARE:
@@ -57,7 +57,7 @@ class ConversationMaker:
         return row
 
     def encode_task(self, task: PocketTask) -> Row:
-        """One question and its answer as a conversation of its own."""
+        """Encode one question and its answer as a conversation of its own."""
         row = Row()
         self._add(row, [self._bos], 0.0)
         self._add_turn(row, task, 1 << 20)
@@ -73,7 +73,7 @@ class ConversationMaker:
         row.weights += [weight] * len(token_ids)
 
     def _add_turn(self, row: Row, task: PocketTask, length: int) -> bool:
-        """False, and the row as it was, when the turn does not fit."""
+        """Add a turn; return False, and leave the row as it was, when it does not fit."""
         prompt, answer = self._encode(task.prompt), [*self._encode(task.answer), self._end]
         if len(row.token_ids) + len(prompt) + len(answer) + 3 > length:
             return False
@@ -86,11 +86,11 @@ class ConversationMaker:
         return self._rng.choices(skills, [self.mixture[skill] for skill in skills])[0]
 
     def _add_reading_turns(self, row: Row, length: int) -> None:
-        """A long text and several questions about it: long contexts pay off only with many answers each."""
+        """Add a long text and several questions about it: long contexts pay off only with many answers each."""
         rng = self._rng
         skill = self._pick(_READING_SKILLS)
-        room = length - len(row.token_ids) - 2 * _READING_COST
-        reading = make_reading(skill, rng.randint(room // 4, int(room * 0.93)), rng)
+        num_left = length - len(row.token_ids) - 2 * _READING_COST
+        reading = make_reading(skill, rng.randint(num_left // 4, int(num_left * 0.93)), rng)
         if not self._add_turn(row, self._first_question(skill, reading), length):
             return
         for _ in range(rng.randint(1, 10)):
@@ -102,14 +102,14 @@ class ConversationMaker:
         other = self._make_short_task(60)
         return PocketTask(other.skill, f"{reading.text()}\n\n{other.prompt}", other.answer)
 
-    def _make_short_task(self, room: int) -> PocketTask:
+    def _make_short_task(self, num_left: int) -> PocketTask:
         rng = self._rng
         skill = self._pick(tuple(Skill))
         if skill in _READING_SKILLS:
-            reading = make_reading(skill, log_uniform(12, max(13, min(120, room - _READING_COST)), rng), rng)
+            reading = make_reading(skill, log_uniform(12, max(13, min(120, num_left - _READING_COST)), rng), rng)
             return ask(skill, reading, rng)
         if skill is Skill.COUNTING:
-            return make_counting(rng, log_uniform(2, max(3, min(300, room - _READING_COST)), rng))
+            return make_counting(rng, log_uniform(2, max(3, min(300, num_left - _READING_COST)), rng))
         return make_task(skill, rng)
 
 

@@ -15,7 +15,7 @@ _PERIODS = (5, 10, 20, 50, 100, 200, 1000, 2000)
 
 
 def feature_embeddings(tokens: list[str], hidden_size: int, seed: int = 0) -> Tensor:
-    """tokens in the order of their ids -> (num_tokens, hidden_size)."""
+    """Return embeddings (num_tokens, hidden_size) of tokens in the order of their ids."""
     generator = torch.Generator().manual_seed(seed)
     directions: dict[str, Tensor] = {}
 

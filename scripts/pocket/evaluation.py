@@ -25,7 +25,7 @@ _TOKENS_PER_BATCH = 16384
 def exact_match(
     model: PocketModel, maker: ConversationMaker, count_tokens: Callable[[str], int], num_tasks: int, seed: int
 ) -> dict[str, float]:
-    """Share of right answers per skill, and for `long`: tasks with prompts of 300 to 1 900 tokens."""
+    """Return the share of right answers per skill, and for `long`: tasks with prompts of 300 to 1 900 tokens."""
     rng = random.Random(seed)
     scores = {}
     for skill in Skill:

@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., size) -> the same shape."""
+        """Map x (..., size) to the same shape."""
         scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
         return (x * scale).to(x.dtype) * self.weight.to(x.dtype)
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (rows, length, hidden_size); cos and sin (length, head_dim)."""
+        """Map x (rows, length, hidden_size); cos and sin (length, head_dim)."""
         rows, length, _ = x.shape
         query, key, value = (
             proj(x).view(rows, length, -1, self.shape.head_dim).transpose(1, 2)
@@ -75,7 +75,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(shape.ffn_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., hidden_size) -> the same shape."""
+        """Map x (..., hidden_size) to the same shape."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -91,7 +91,7 @@ class Layer(nn.Module):
         self.mlp = FeedForward(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (rows, length, hidden_size); cos and sin (length, head_dim)."""
+        """Map x (rows, length, hidden_size); cos and sin (length, head_dim)."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -132,7 +132,7 @@ class PocketModel(nn.Module):
                 nn.init.normal_(weight, std=0.03 if "embed" in name else weight.shape[1] ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (rows, length) -> hidden states (rows, length, hidden_size), after the last norm."""
+        """Map tokens (rows, length) to hidden states (rows, length, hidden_size), after the last norm."""
         x = self.model.embed_tokens(tokens)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         if torch.is_autocast_enabled("cpu"):
@@ -143,7 +143,7 @@ class PocketModel(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (..., hidden_size) -> float32 logits (..., vocab_size)."""
+        """Map hidden (..., hidden_size) to float32 logits (..., vocab_size)."""
         return functional.linear(hidden, self.model.embed_tokens.weight.to(hidden.dtype)).float()
 
 
@@ -153,7 +153,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention; on short rows three plain operations run three times as fast as the fused kernel here."""
+    """Compute causal attention.
+
+    On short rows three plain operations run three times as fast as the fused kernel here.
+    """
     length = query.shape[-2]
     if length > 256:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -58,7 +58,7 @@ def make_batch(maker: ConversationMaker, length: int) -> Batch:
 
 
 def answer_loss(model: PocketModel, batch: Batch) -> Tensor:
-    """Weighted mean of the loss on the answer tokens."""
+    """Return the weighted mean of the loss on the answer tokens."""
     weights = batch.weights[:, 1:]
     asked = weights > 0
     hidden = model(batch.tokens)[:, :-1][asked]
@@ -67,26 +67,26 @@ def answer_loss(model: PocketModel, batch: Batch) -> Tensor:
 
 
 def pick_length(progress: float, rng: random.Random) -> int:
-    """Draw the row length of a step; long rows become more common until half of the time is spent."""
+    """Return draw the row length of a step; long rows become more common until half of the time is spent."""
     late = min(1.0, 2 * progress)
     shares = [(1 - late) * early + late * end for early, end in zip(EARLY_SHARES, LATE_SHARES, strict=True)]
     return rng.choices(BUCKETS, shares)[0]
 
 
 def rate_factor(progress: float) -> float:
-    """Share of the full learning rate: a short rise, a plateau, a line down to 0."""
+    """Return the share of the full learning rate: a short rise, a plateau, a line down to 0."""
     if progress < WARMUP:
         return progress / WARMUP
     return max(0.0, min(1.0, (1 - progress) / (1 - DECAY_START)))
 
 
 def make_mixture(scores: dict[str, float]) -> dict[Skill, float]:
-    """Skills that lag are practised more; a finished one keeps a quarter of its share."""
+    """Make the mixture of skills: those that lag are practised more; a finished one keeps a quarter of its share."""
     return {skill: BASE_WEIGHTS.get(skill, 1.0) * (1.0 - 0.75 * scores.get(skill.value, 0.0)) for skill in Skill}
 
 
 def make_optimizers(model: PocketModel) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
+    """Make optimizers: Muon for the matrices inside the layers, AdamW for embeddings and norms."""
     matrices = [weight for name, weight in model.named_parameters() if weight.dim() == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.dim() != 2 or "embed" in name]
     return [
@@ -96,7 +96,7 @@ def make_optimizers(model: PocketModel) -> list[torch.optim.Optimizer]:
 
 
 def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """The tensors of all optimizers by name: number of the optimizer, of the parameter, and what it is."""
+    """Return the tensors of all optimizers by name: number of the optimizer, of the parameter, and what it is."""
     return {
         f"{number}.{parameter}.{name}": tensor.contiguous()
         for number, optimizer in enumerate(optimizers)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.alise import LATENCY, SYSTEMS, Load, rate_at, throughputs
+from experiments.alise import LATENCY, SYSTEMS, AliseLoad, rate_at, throughputs
 from experiments.common import Row
 
 
@@ -29,5 +29,5 @@ def test_throughput_is_compared_with_that_of_vllm() -> None:
 
 def test_every_system_can_be_simulated() -> None:
     for name in SYSTEMS:
-        case = Load("opt-13b", "alpaca", 10.0, 1.0).case("any", name, 1)
+        case = AliseLoad("opt-13b", "alpaca", 10.0, 1.0).case("any", name, 1)
         assert case.labels["policy"] == name

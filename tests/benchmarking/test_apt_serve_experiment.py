@@ -5,9 +5,9 @@ import pytest
 from experiments.apt_serve import (
     HELD,
     KV_ONLY,
-    Curve,
-    Load,
-    Sizes,
+    AptServeLoad,
+    AttainmentCurve,
+    WorkerSizes,
     advantages,
     curves_in,
     find_throughputs,
@@ -15,9 +15,9 @@ from experiments.apt_serve import (
 )
 
 
-def _found(first_below: int) -> Curve:
+def _found(first_below: int) -> AttainmentCurve:
     """A policy that holds everything up to a rate, and half from the next on."""
-    curve = Curve("sharegpt", "opt-13b", "fcfs")
+    curve = AttainmentCurve("sharegpt", "opt-13b", "fcfs")
     while numbers := curve.wanted():
         curve.held |= {number: 1.0 if number < first_below else 0.5 for number in numbers}
     return curve
@@ -63,16 +63,16 @@ def test_advantages_are_means_over_models_where_both_are_known() -> None:
 
 def test_the_ablation_has_no_hidden_caches_and_measured_costs_the_smaller_memory() -> None:
     with_hidden, without = (
-        Load("sharegpt", 3.0, 4).case("", policy, 1).case.config for policy in ("apt_serve", KV_ONLY)
+        AptServeLoad("sharegpt", 3.0, 4).case("", policy, 1).case.config for policy in ("apt_serve", KV_ONLY)
     )
     assert (with_hidden.mechanisms.hidden_ratio, without.mechanisms.hidden_ratio) == (0.5, None)
-    measured = Load("sharegpt", 3.0, 4, costs="vllm").case("", "apt_serve", 1).case.config
+    measured = AptServeLoad("sharegpt", 3.0, 4, costs="vllm").case("", "apt_serve", 1).case.config
     assert measured.cluster.decode.kv_cache_bytes == with_hidden.cluster.decode.kv_cache_bytes
 
 
 @pytest.mark.slow
 def test_the_whole_way_in_little() -> None:
-    curves = [Curve("humaneval", "opt-13b", policy) for policy in ("fcfs", "apt_serve")]
-    rows = find_throughputs(curves, Sizes(20, (1,), processes=1))
+    curves = [AttainmentCurve("humaneval", "opt-13b", policy) for policy in ("fcfs", "apt_serve")]
+    rows = find_throughputs(curves, WorkerSizes(20, (1,), processes=1))
     assert throughput_rows(curves_in(rows)) == throughput_rows(curves)
     assert [row["policy"] for row in throughput_rows(curves)] == ["fcfs", "apt_serve"]

@@ -75,12 +75,11 @@ def test_the_time_split_is_the_whole_and_the_ceilings_are_of_the_same_products(t
     spec = EngineBenchmarkSpec(model=str(tmp_path), groups=parse_workload("3x9:4"), quantization="int8")
     result = run_engine_benchmark(spec)
     parts = ("linear_s", "attention_s", "other_forward_s", "sampling_s", "prepare_s", "waiting_s")
-    assert all(getattr(result, part) > 0.0 for part in parts)
     assert sum(getattr(result, part) for part in parts) == pytest.approx(result.wall_s)
     assert result.gemm_floor_s is not None
     assert result.read_gb_per_s is not None
     assert result.share_of_gemm_floor == pytest.approx(result.gemm_floor_s / result.wall_s)
-    assert result.read_gb_per_s > 0.0
+    assert 0.001 < result.read_gb_per_s < 10_000.0
     assert result.kv_bytes == 3 * result.kv_token_bytes * 16  # 13 tokens each, in blocks of 16
 
 

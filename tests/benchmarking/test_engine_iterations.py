@@ -11,7 +11,7 @@ from alignedserve.cli.main import main
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_ceilings import SIZES, TOY_SIZES
 from alignedserve.microbench.engine.iterations import TOY, IterationSpec, run_iteration_benchmark
-from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, Traffic, lists_at_the_end
+from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.device.streams import CheckedStreams, HostStreams
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -67,7 +67,7 @@ def test_lists_are_copied_and_timed() -> None:
 
 
 def test_traffic_waits_in_both_directions_until_it_is_drained() -> None:
-    traffic = Traffic(PinnedLists(storage(), CheckedStreams(0), np.array([1]), np.array([2])), num_ahead=3)
+    traffic = BackgroundCopies(PinnedLists(storage(), CheckedStreams(0), np.array([1]), np.array([2])), num_ahead=3)
     assert not traffic.is_going_on()
     traffic.fill()
     assert traffic.is_going_on()

@@ -1,4 +1,4 @@
-"""What experiments share: cases from names, and rows out of results."""
+"""Helpers shared by the experiments: cases from names, and rows out of results."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from alignedserve.costmodel.choice import WorkerSpec
 from experiments import common
 from experiments.common import (
-    ColocatedWorker,
+    ColocatedWorkerSpec,
     LabelledCase,
     Options,
     Row,
@@ -23,7 +23,7 @@ from experiments.common import (
     with_recorded,
 )
 
-WORKER = ColocatedWorker(WorkerSpec("opt-13b", "a100-80g"), max_running_requests=64)
+WORKER = ColocatedWorkerSpec(WorkerSpec("opt-13b", "a100-80g"), max_running_requests=64)
 
 
 def _case(policy: str, seed: int = 1) -> LabelledCase:

@@ -117,7 +117,7 @@ def fake_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_parts")
 def test_a_part_that_crashes_or_hangs_costs_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runner = gpu.Runner([], tmp_path / "out", 60.0)
-    runner.run([gpu.Share(name, 1.0) for name in ("crashing", "failing", "good")])
+    runner.run([gpu.TimeShare(name, 1.0) for name in ("crashing", "failing", "good")])
     crashing, failing, good = runner.ended
     assert crashing.failures == ["ended by signal 6"]
     assert "the last words" in crashing.log
@@ -135,7 +135,7 @@ def test_a_part_that_crashes_or_hangs_costs_no_other(tmp_path: Path, capsys: pyt
 @pytest.mark.usefixtures("fake_parts")
 def test_a_part_that_hangs_is_ended() -> None:
     runner = gpu.Runner([], None, 1.0)
-    runner.run([gpu.Share("hanging", 1.0)])
+    runner.run([gpu.TimeShare("hanging", 1.0)])
     assert runner.ended[0].failures == ["ended after 1 s"]
     assert runner.figures == {"hanging": {}}
 

@@ -34,7 +34,7 @@ COMMANDS = (
 
 
 def run_without(absent: tuple[str, ...], program: str, *arguments: str) -> str:
-    """What it prints. `arguments`: its name and what follows."""
+    """Return the printed text. `arguments`: the command's name and what follows."""
     blocked = BLOCKED.format(absent=absent)
     command = [sys.executable, "-c", f"{blocked}\nsys.argv = {list(arguments)!r}\n{program}"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

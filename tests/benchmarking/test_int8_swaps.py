@@ -1,4 +1,4 @@
-"""What the pocket model answers when its caches are rounded to 8 bits on their way to host memory and back."""
+"""Answers of the pocket model when its caches are rounded to 8 bits on their way to host memory and back."""
 
 import pytest
 

@@ -29,7 +29,9 @@ def test_the_bound_is_what_takes_longest() -> None:
 def test_ceilings_of_this_machine() -> None:
     cpu = torch.device("cpu")
     ceilings = measure_device_ceilings(cpu, torch.float32, DeviceTimer(cpu, num_rounds=1, cold_bytes=64), TOY_SIZES)
-    assert min(ceilings.read_gb_per_s, ceilings.copy_gb_per_s, ceilings.matrix_tflop_per_s) > 0.0
+    assert min(ceilings.read_gb_per_s, ceilings.copy_gb_per_s) > 0.001
+    assert max(ceilings.read_gb_per_s, ceilings.copy_gb_per_s) < 10_000.0  # gigabytes, not bytes
+    assert ceilings.matrix_tflop_per_s < 1_000.0
     assert ceilings.host_to_device_gb_per_s is ceilings.device_to_host_gb_per_s is None
 
 
@@ -39,7 +41,7 @@ def test_work_is_timed_by_turns() -> None:
     seconds = timer.by_turns([lambda: calls.append("a"), lambda: calls.append("b")])
     assert calls == ["a", "b"] * 3
     assert len(seconds) == 2
-    assert clocked_by_turns(3, lambda: calls.append("c"))[0] >= 0.0
+    assert len(clocked_by_turns(3, lambda: calls.append("c"))) == 1
     assert calls[6:] == ["c"] * 4
 
 
@@ -80,7 +82,8 @@ def test_everything_is_measured_by_what_runs_here(report: KernelReport) -> None:
     kernels = {row.kernel for row in report.rows if row.by == "torch"}
     assert kernels >= {"gather blocks", "residual and norm", "heads placed", "gates", "sampling"}
     for row in report.rows:
-        assert min(row.microseconds, row.gb_per_s, row.share) > 0.0
+        assert 0.1 < row.microseconds < 60e6, row
+        assert row.gb_per_s < 10_000.0, row
     assert json.loads(json.dumps(dataclasses.asdict(report)))["ceilings"]["device"] == "CPU"
 
 

@@ -66,11 +66,11 @@ class Serving:
 
     @property
     def pid(self) -> int:
-        """Of the command itself."""
+        """Return the process id of the command itself."""
         return self._process.pid
 
     def is_running(self) -> bool:
-        """Whether the command has not ended."""
+        """Return True until the command has ended."""
         return self._process.poll() is None
 
     # --- asking
@@ -87,11 +87,11 @@ class Serving:
         return time.monotonic() - began_s
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and body; status 0 when nobody answers."""
+        """Return status and body; status 0 without an answer."""
         return self._ask(urllib.request.Request(self.url + path))
 
     def complete(self, prompt: Sequence[int] = (5, 6, 7), max_tokens: int = 4, **fields: object) -> tuple[int, Any]:
-        """One answer, whole; status 0 when nobody answers."""
+        """Return one answer, whole; status 0 without an answer."""
         body = json.dumps(
             {"model": MODEL, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, **fields}
         ).encode()
@@ -102,7 +102,7 @@ class Serving:
         return status, json.loads(text) if text else None
 
     def metrics(self) -> dict[str, float]:
-        """What /metrics says, without labels; empty while there is no answer."""
+        """Return the values of /metrics, without labels; empty while there is no answer."""
         status, text = self.get("/metrics")
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
         return {name.partition("{")[0]: float(value) for name, value in lines} if status == 200 else {}

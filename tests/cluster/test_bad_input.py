@@ -1,4 +1,4 @@
-"""What `alignedserve serve` is given and cannot use: one clear line, an exit code, and nothing started."""
+"""Input that `alignedserve serve` cannot use: one clear line, an exit code, and nothing started."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What clients may do to a served cluster: leave in the middle, be too many, come without a key."""
+"""Clients of a served cluster that leave in the middle, are too many, or come without a key."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the pool keeps while requests decode, and the ways of blocks between workers, in a served cluster."""
+"""Copies in the pool while requests decode, and the paths of blocks between workers, in a served cluster."""
 
 import asyncio
 from pathlib import Path

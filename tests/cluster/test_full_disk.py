@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.batch_kills import Verdict, answered_alone, judge, kill_cluster, make_tasks
-from benchmarks.support.batch_client import BatchClient, chat_file
+from benchmarks.support.batch_client import BatchHttpClient, chat_file
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -37,7 +37,7 @@ def fill(disk: Path) -> Path:
 
 def test_a_batch_on_a_full_disk_pauses_and_goes_on(small_disk: Path, tmp_path: Path) -> None:
     with kill_cluster(tmp_path) as cluster:
-        client = BatchClient(cluster.url)
+        client = BatchHttpClient(cluster.url)
         tasks = answered_alone(client, make_tasks(480), 400)
         prompts = [(name, task.prompt) for name, task in tasks.items()]
         batch_id = client.submit(chat_file(prompts, "pocket"), "/v1/chat/completions")

@@ -7,9 +7,9 @@ import pytest
 
 from alignedserve.pocket.tasks import PocketTask
 from benchmarks.batch_kills import NUM_LINES, answered_alone, judge, kill_cluster, make_tasks, run_schedule
-from benchmarks.support.batch_client import BatchClient
+from benchmarks.support.batch_client import BatchHttpClient
 from benchmarks.support.kill_cluster import KillCluster
-from benchmarks.support.kill_schedules import Fault, Hit, KillSchedule, Target, make_schedule
+from benchmarks.support.kill_schedules import Hit, KillFault, KillSchedule, Target, make_schedule
 
 pytestmark = pytest.mark.cluster
 
@@ -21,15 +21,15 @@ def fired_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillCluster]:
 
 
 def some_tasks(cluster: KillCluster, count: int) -> dict[str, PocketTask]:
-    return answered_alone(BatchClient(cluster.url), make_tasks(count * 6 // 5), count)
+    return answered_alone(BatchHttpClient(cluster.url), make_tasks(count * 6 // 5), count)
 
 
 @pytest.mark.slow
 def test_no_line_is_lost_doubled_or_wrong(fired_at: KillCluster) -> None:
     faults = (
-        Fault(Target.DRIVER, Hit.KILL, 0.3),
-        Fault(Target.REDIS, Hit.KILL, 0.3),
-        Fault(Target.DECODE, Hit.STOP, 0.2, 0.3),
+        KillFault(Target.DRIVER, Hit.KILL, 0.3),
+        KillFault(Target.REDIS, Hit.KILL, 0.3),
+        KillFault(Target.DECODE, Hit.STOP, 0.2, 0.3),
     )
     record = run_schedule(fired_at, KillSchedule(0, faults), some_tasks(fired_at, 100))
     assert record["is_clean"], record

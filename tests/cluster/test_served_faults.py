@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 PROMPTS = token_prompts(8)
 MAX_TOKENS = 200
-STOPPED_S = 8.0  # longer than links.peer_timeout_s: everybody has given it up when it wakes
+STOPPED_S = 8.0  # longer than links.peer_timeout_s: all peers have given it up when it wakes
 
 
 @pytest.fixture(scope="module")

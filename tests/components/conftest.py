@@ -1,4 +1,4 @@
-"""What holds for every test of rooms."""
+"""Applies to every test of components."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A colocated worker under Apt-Serve's policy, whose memory is too small for everybody's keys and values."""
+"""A colocated worker under Apt-Serve's policy, whose memory is too small for the keys and values of all requests."""
 
 import asyncio
 import json

@@ -27,10 +27,10 @@ async def serve(cluster: RoomCluster) -> None:
 async def test_the_parts_add_up_to_the_wall_time(topology: Topology, tmp_path: Path) -> None:
     async with running(small_config(tmp_path / "model", topology=topology), tmp_path) as cluster:
         await serve(cluster)
-        worker = cluster.rooms["decode-0"]
+        worker = cluster.components["decode-0"]
         assert isinstance(worker, DecodeWorker | ColocatedWorker)
         records = worker.iteration_log.records()
-    # The median: where threads of all rooms share one process, any of them may be held up between two readings.
+    # The median: where threads of all components share one process, any of them may be held up between two readings.
     assert statistics.median(record.parts_s / record.wall_s for record in records) == pytest.approx(1.0, abs=0.02)
     assert all(record.parts_s <= record.wall_s for record in records)
     assert 4 <= max(record.batch_size for record in records) <= NUM_REQUESTS  # four make a batch

@@ -1,7 +1,7 @@
-"""What every KVTransfer must do: bring exactly the bytes that were sent, or refuse.
+"""The contract of every KVTransfer: deliver exactly the bytes that were sent, or refuse.
 
-Sender and receiver have storages of their own; blocks are scattered on both sides and in between. Checksums, bounds,
-order and generation are the receiver's to check: it is told nothing that it may believe.
+Sender and receiver have separate storages; blocks are scattered on both sides and in between. The receiver checks
+checksums, bounds, order and generation, and trusts no message.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,6 +40,7 @@ from tests.harnesses.transfer import (
     run_of,
 )
 from tests.support.samples import blocks
+from tests.support.stored_blocks import write_blocks
 
 
 def cases() -> Iterator[object]:
@@ -366,7 +367,7 @@ class InterferingStorage(BlockStorage):
 
 
 def fetched_while(sent: Sent, interfere: Callable[[], None]) -> bool:
-    """Whether the copy was refused; what was not is right."""
+    """Return whether the copy was refused; assert that it is right otherwise."""
     storage = InterferingStorage(sent.setup.layout, NUM_STORAGE_BLOCKS, sent.setup.medium.device)
     storage.interfere = interfere
     transfer = sent.setup.medium.transfer(storage)
@@ -406,7 +407,7 @@ def test_a_stray_write_while_blocks_are_fetched_is_refused(sent: Sent, block_id:
 def test_a_stray_write_while_blocks_are_offloaded_changes_nothing_or_is_refused(setup: Setup) -> None:
     storage = InterferingStorage(setup.layout, NUM_STORAGE_BLOCKS, setup.medium.device)
     storage.interfere = stray_writer(setup.medium, 6)
-    storage.write_blocks(blocks(0, 1), content(setup.sender, [0, 1]))
+    write_blocks(storage, blocks(0, 1), content(setup.sender, [0, 1]))
     setup.medium.stamp(blocks(6, 7), 3)
     transfer = setup.medium.transfer(storage)
     (runs,) = transfer.offload([OffloadRequest(blocks(0, 1), blocks(6, 7), 3)])

@@ -130,7 +130,7 @@ async def test_data_outlives_a_restart_and_an_orphan_is_ended(tmp_path: Path) ->
     await records.commit([SetValue("a", b"1")], unchanged={})
     await records.close()
     orphan = _server_process(tmp_path)
-    first._is_stopping.set()  # as when its cluster is killed: nobody restarts it, and it lives on
+    first._is_stopping.set()  # as when its cluster is killed: it keeps running, and is not restarted
     second = private_redis(tmp_path)
     second.start()
     records = RedisRecords(second.address, namespace="test")

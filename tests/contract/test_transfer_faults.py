@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from alignedserve.core.errors import PeerLost
-from tests.harnesses.block_peer import Asking, Owner, PeerProcess
+from tests.harnesses.block_peer import BlockClient, Owner, PeerProcess
 
 TIMEOUT_S = 1.5
 # Above the configured time: a loaded machine, and the rest of a piece.
@@ -56,8 +56,8 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
 class Busy:
     """Rounds of transfers in a thread of their own, until the other end is lost."""
 
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
+    def __init__(self, client: BlockClient) -> None:
+        self._asking = client
         self.lost_at_s: float | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -93,42 +93,42 @@ def test_a_lost_owner_is_noticed_and_a_new_one_works(
     processes: Processes, owner: Owner, tmp_path: Path, how: signal.Signals
 ) -> None:
     owner_process = processes.start("owner", "tcp:127.0.0.1:0", str(tmp_path))
-    asking = Asking(owner_process.said, TIMEOUT_S)
-    busy = Busy(asking)
+    client = BlockClient(owner_process.said, TIMEOUT_S)
+    busy = Busy(client)
     assert busy.noticed_after_s(owner_process.signal(how)) < TIMEOUT_S + PLUS_S
     with pytest.raises(PeerLost):
-        asking.round(99, 2)
-    asking.transfer.close()
-    again = Asking(owner.server.address, TIMEOUT_S)
+        client.round(99, 2)
+    client.transfer.close()
+    again = BlockClient(owner.server.address, TIMEOUT_S)
     again.round(1, 8)
     again.transfer.close()
 
 
 def test_an_owner_that_closes_is_lost(owner: Owner) -> None:
-    asking = Asking(owner.server.address, TIMEOUT_S)
-    asking.round(1, 4)
+    client = BlockClient(owner.server.address, TIMEOUT_S)
+    client.round(1, 4)
     owner.server.close()
     owner.server.close()  # may be repeated
     with pytest.raises(PeerLost):
-        asking.round(2, 4)
+        client.round(2, 4)
     with pytest.raises(PeerLost):
-        Asking(owner.server.address, TIMEOUT_S)
-    asking.transfer.close()
+        BlockClient(owner.server.address, TIMEOUT_S)
+    client.transfer.close()
 
 
-# --- the asking end is lost
+# --- the client end is lost
 
 
 @pytest.mark.slow
 def test_a_killed_asking_end_is_dropped_and_others_are_served(processes: Processes, owner: Owner) -> None:
-    other = Asking(owner.server.address, 5.0, name="decode-1")
-    process = processes.start("asking", owner.server.address, "decode-0")
+    other = BlockClient(owner.server.address, 5.0, name="decode-1")
+    process = processes.start("client", owner.server.address, "decode-0")
     assert owner.server.num_peers == 2
     process.signal(signal.SIGKILL)
     other.round(5000, 4)
     until(lambda: owner.server.num_peers == 1, TIMEOUT_S + PLUS_S)
     other.round(5001, 4)
-    again = Asking(owner.server.address, TIMEOUT_S, name="decode-0")
+    again = BlockClient(owner.server.address, TIMEOUT_S, name="decode-0")
     again.round(5002, 4)
     for one in (other, again):
         one.transfer.close()
@@ -136,8 +136,8 @@ def test_a_killed_asking_end_is_dropped_and_others_are_served(processes: Process
 
 @pytest.mark.slow
 def test_an_asking_end_that_is_stopped_in_the_middle_is_dropped(processes: Processes, owner: Owner) -> None:
-    other = Asking(owner.server.address, 5.0, name="decode-1")
-    process = processes.start("asking", owner.server.address, "decode-0")
+    other = BlockClient(owner.server.address, 5.0, name="decode-1")
+    process = processes.start("client", owner.server.address, "decode-0")
     for _ in range(8):
         process.signal(signal.SIGSTOP)
         other.round(5000, 4)
@@ -159,17 +159,17 @@ def test_a_socket_that_a_killed_owner_left_is_replaced(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left:
         left.bind(str(path))
     owner = Owner(tmp_path, f"unix:{path}", TIMEOUT_S)
-    asking = Asking(owner.server.address, TIMEOUT_S)
-    asking.round(1, 2)
-    asking.transfer.close()
+    client = BlockClient(owner.server.address, TIMEOUT_S)
+    client.round(1, 2)
+    client.transfer.close()
     owner.close()
     assert not path.exists()
 
 
 def test_a_peer_that_comes_again_replaces_its_former_connection(owner: Owner) -> None:
-    first = Asking(owner.server.address, TIMEOUT_S)
+    first = BlockClient(owner.server.address, TIMEOUT_S)
     first.round(1, 4)
-    second = Asking(owner.server.address, TIMEOUT_S)
+    second = BlockClient(owner.server.address, TIMEOUT_S)
     second.round(2, 4)
     until(lambda: owner.server.num_peers == 1, 1.0)
     with pytest.raises(PeerLost):
@@ -232,7 +232,7 @@ def hosts() -> Iterator[TwoHosts]:
 @pytest.mark.slow
 def test_a_cable_that_is_cut_in_the_middle(hosts: TwoHosts, processes: Processes, tmp_path: Path) -> None:
     there = processes.start("owner", "tcp:10.123.45.2:0", str(tmp_path), prefix=hosts.within(1))
-    here = processes.start("asking", there.said, "decode-0", prefix=hosts.within(0))
+    here = processes.start("client", there.said, "decode-0", prefix=hosts.within(0))
     assert here.said == "round"  # both directions, whole and right
     cut_at_s = hosts.cut()
     while (said := here.line()) == "round":
@@ -240,5 +240,5 @@ def test_a_cable_that_is_cut_in_the_middle(hosts: TwoHosts, processes: Processes
     assert said.startswith("lost")
     assert float(said.split()[1]) - cut_at_s < TIMEOUT_S + PLUS_S
     hosts.mend()
-    again = processes.start("asking", there.said, "decode-0", prefix=hosts.within(0))
+    again = processes.start("client", there.said, "decode-0", prefix=hosts.within(0))
     assert again.said == "round"

@@ -33,8 +33,8 @@ from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.requests import negotiate
 from tests.harnesses.transfer import (
-    ASKING,
     BLOCK_SIZE,
+    CLIENT,
     IN_SLOW_TESTS,
     MEDIA,
     NUM_POOL_BLOCKS,
@@ -182,7 +182,7 @@ def raw(served: ServedMedium) -> socket.socket:
 
 
 def ends(connection: socket.socket) -> bool:
-    """Whether the server hangs up, whatever it says before."""
+    """Return whether the server disconnects, after any messages."""
     try:
         while connection.recv(65536):
             pass
@@ -208,7 +208,7 @@ def test_garbage_before_the_proof(served: ServedMedium, garbage: bytes) -> None:
 EVERYTHING = Codec(OpenTransfer | WriteBlocks | ReadBlocks | RendezvousValue | Hello | Welcome | Ping)
 HUGE = 1 << 40
 NONSENSE: dict[str, list[Message | bytes]] = {
-    "a question before anything": [ReadBlocks(())],
+    "a request before the transfer is opened": [ReadBlocks(())],
     "another message": [Ping()],
     "another layout": [OpenTransfer("gloo", "00")],
     "another transport": [OpenTransfer("carrier pigeon", layout_of("float32").digest().hex())],
@@ -222,7 +222,7 @@ NONSENSE: dict[str, list[Message | bytes]] = {
 
 @pytest.mark.parametrize("what", NONSENSE)
 def test_nonsense_after_the_proof(served: ServedMedium, what: str) -> None:
-    control = dial(served.server.address, ASKING)
+    control = dial(served.server.address, CLIENT)
     for part in NONSENSE[what]:
         payload = part if isinstance(part, bytes) else EVERYTHING.encode(part)
         framed = payload if isinstance(part, bytes) else struct.pack("<I", len(payload)) + payload
@@ -266,7 +266,7 @@ def test_questions_that_no_peer_of_ours_asks_end_the_connection(served: ServedMe
 def test_a_request_that_does_not_hold_is_refused_by_the_owner(
     served: ServedMedium, named: NamedBlocks, expected: bool
 ) -> None:
-    """The asking end would not send these: the owner checks for itself."""
+    """The client end would not send these: the owner checks for itself."""
     transfer = served.transfer(filled(served.layout, 1))
     assert isinstance(transfer, GroupTransfer)
     transfer._control.send(ReadBlocks((named,)))
@@ -282,14 +282,14 @@ def _answered(is_held: bool) -> Message:
 
 
 def test_a_peer_without_the_secret_is_refused(served: ServedMedium) -> None:
-    stranger = replace(ASKING, secret=b"x" * 32)
+    stranger = replace(CLIENT, secret=b"x" * 32)
     with pytest.raises((PeerLost, ProtocolError)):
         GroupTransfer(filled(served.layout, 1), served.server.address, identity=stranger)
     still_serves(served)
 
 
 def test_a_server_without_the_secret_is_refused(tmp_path: Path) -> None:
-    """It lets everybody in, but cannot prove itself."""
+    """A listener that accepts any proof, but cannot prove itself."""
     path = str(tmp_path / "false.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)
@@ -310,7 +310,7 @@ def _dial_while_answered(path: str, listener: socket.socket) -> None:
     thread = threading.Thread(target=answer)
     thread.start()
     try:
-        dial(f"unix:{path}", ASKING)
+        dial(f"unix:{path}", CLIENT)
     finally:
         thread.join()
 
@@ -343,7 +343,7 @@ def test_a_peer_that_says_nothing_is_dropped(impatient: BlockServer) -> None:
     ids=["nothing", "nonsense", "another entry", "another message"],
 )
 def test_a_peer_that_does_not_make_its_pair_is_dropped(impatient: BlockServer, said: list[Message]) -> None:
-    control = dial(impatient.address, ASKING)
+    control = dial(impatient.address, CLIENT)
     assert negotiate(control, "gloo", layout_of("float32")).num_blocks == NUM_POOL_BLOCKS
     for message in said:
         control.send(message)
@@ -353,11 +353,11 @@ def test_a_peer_that_does_not_make_its_pair_is_dropped(impatient: BlockServer, s
 
 
 def test_bytes_that_never_come_end_the_connection(impatient: BlockServer) -> None:
-    transfer = GroupTransfer(filled(layout_of("float32"), 1), impatient.address, identity=ASKING)
+    transfer = GroupTransfer(filled(layout_of("float32"), 1), impatient.address, identity=CLIENT)
     transfer._control.send(WriteBlocks((NamedBlocks(7, ((0, 5),)),)))
     assert hangs_up_in_time(transfer._control._socket)
 
 
 def test_a_refused_transport_says_what_there_is(served: ServedMedium) -> None:
     with pytest.raises(HandoffRejected, match="served by gloo, not by 'nccl'"):
-        GroupTransfer(filled(served.layout, 1), served.server.address, identity=ASKING, transport="nccl")
+        GroupTransfer(filled(served.layout, 1), served.server.address, identity=CLIENT, transport="nccl")

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from alignedserve.batches.input_file import InputFile
+from alignedserve.batches.logic import Validated
 from alignedserve.batches.records import Endpoint
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.cli.batch.formatting import problem_text
@@ -76,7 +77,7 @@ async def peak_bytes(folder: Path, content: str) -> int:
     try:
         async for _ in input_file.scan():
             pass
-        assert (input_file.num_lines, input_file.problems()) == (2000, ())
+        assert input_file.validation() == Validated(2000, "tiny")
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -40,7 +40,7 @@ class Case(NamedTuple):
     kernel: Any
     types: dict[str, str]  # of its arguments
     constants: dict[str, Any]
-    options: dict[str, int] = {}  # noqa: RUF012  (changed by nobody)
+    options: dict[str, int] = {}  # noqa: RUF012  (never changed)
     side_by_side: int = 1  # programs that a multiprocessor must hold
 
 
@@ -206,7 +206,7 @@ def main(*, once: bool) -> None:
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
-    """Of a thread: registers, and bytes of memory where they were too few."""
+    """Return a thread's registers, and bytes of stack where they were too few."""
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(cubin)
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]

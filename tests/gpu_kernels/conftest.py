@@ -1,4 +1,4 @@
-"""What the tests of the GPU kernels share."""
+"""Fixtures of the tests of the GPU kernels."""
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ FAMILIES = (
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_choice, "_known", {})
+    monkeypatch.setattr(gpu_choice, "_can_launch", {})
     monkeypatch.setattr(gpu_choice, "_reasons", {})
 
 
@@ -43,7 +43,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def logits(folder: Path, tokens: dict[str, list[int]]) -> dict[str, Tensor]:
-    """Of a prompt in two chunks, with another that decodes beside it."""
+    """Return tokens of a prompt in two chunks, with another that decodes beside it."""
     probe = LogitsProbe(tiny_decoder(folder))
     for name, own in tokens.items():
         probe.add(name, own)
@@ -65,7 +65,7 @@ def test_a_decoder_computes_the_same_by_the_kernels(
     actual = logits(tmp_path, tokens)
     assert not caplog.records
     gates = {"gating"} if family in ("llama", "qwen3") else set()
-    assert {name.split()[0] for name in gpu_choice._known} == {"row_norm", "head_placement"} | gates
+    assert {name.split()[0] for name in gpu_choice._can_launch} == {"row_norm", "head_placement"} | gates
     for name in tokens:
         tolerance = 1e-5 * float(expected[name].abs().max())
         torch.testing.assert_close(actual[name], expected[name], rtol=0.0, atol=tolerance)
@@ -92,7 +92,7 @@ def test_an_engine_draws_the_same_tokens_by_the_kernels(tmp_path: Path, monkeypa
     expected = generated()
     monkeypatch.setattr(gpu_choice, "wants_fused_kernels", lambda device: True)
     assert generated() == expected
-    assert gpu_choice._known["token_sampling (torch.float32)"]
+    assert gpu_choice._can_launch["token_sampling (torch.float32)"]
 
 
 @interpreted
@@ -100,14 +100,14 @@ def test_an_engine_draws_the_same_tokens_by_the_kernels(tmp_path: Path, monkeypa
 def test_what_draws_tokens_is_compiled_before_the_first(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "llama")
     tiny = TinyEngine(tiny_decoder(tmp_path), attention=TRITON, capture=capture_nothing, max_sequences=2)
-    assert "token_sampling (torch.float32)" not in gpu_choice._known
+    assert "token_sampling (torch.float32)" not in gpu_choice._can_launch
     tiny.engine.record_graphs()
-    assert gpu_choice._known["token_sampling (torch.float32)"]
+    assert gpu_choice._can_launch["token_sampling (torch.float32)"]
 
 
 def test_a_cpu_never_uses_them() -> None:
     assert gpu_choice.fused_kernels("row_norm", CPU, torch.float32) is None
-    assert not gpu_choice._known
+    assert not gpu_choice._can_launch
 
 
 def _does_not_compile(x: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_kernel_that_does_not_compile_is_said_once(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "row_norm (torch.float32)" in record.getMessage()
-    assert gpu_choice._known == {"row_norm (torch.float32)": False, "gating (torch.float32)": True}
+    assert gpu_choice._can_launch == {"row_norm (torch.float32)": False, "gating (torch.float32)": True}
     (reason,) = gpu_choice.launch_failures().values()
     assert reason in record.getMessage()
 

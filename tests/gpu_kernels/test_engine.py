@@ -88,7 +88,7 @@ def test_sequences_that_come_and_go_get_what_they_get_alone(decoder: Decoder, nu
             name = f"r{step}"
             prompt = random_tokens(step, rng.randrange(1, 12))
             for tiny in (crowd, others):
-                tiny.add(name, prompt, kinds[step % 3], room=40)
+                tiny.add(name, prompt, kinds[step % 3], spare_tokens=40)
             running[name] = len(prompt)
         if not running:
             continue
@@ -150,7 +150,7 @@ def test_logits_that_are_not_numbers_fail_their_sequence_alone(decoder: Decoder)
     tiny.add("good", random_tokens(1, 6))
     tiny.add("bad", random_tokens(2, 6))
     tiny.step(good=6, bad=6)
-    tiny.storage.layer_keys(0)[tiny.blocks["bad"][0]] = float("nan")
+    tiny.storage.blocks[:, 0, 0][tiny.blocks["bad"][0]] = float("nan")
     output = tiny.step(good=1, bad=1)
     assert output.failed == [RequestId("bad")]
     assert [token.request_id for token in output.sampled] == [RequestId("good")]

@@ -31,7 +31,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in fo
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_choice, "_known", {})
+    monkeypatch.setattr(gpu_choice, "_can_launch", {})
     monkeypatch.setattr(gpu_choice, "_reasons", {})
 
 
@@ -81,7 +81,7 @@ def test_heads_that_no_kernel_is_for(caplog: pytest.LogCaptureFixture, device: t
 def plain_prompts(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int, window: int | None
 ) -> Tensor:
-    """What flash-attn computes."""
+    """Compute attention as flash-attn does."""
     bounds = starts.tolist()
     assert longest == max(last - first for first, last in pairwise(bounds))
     parts = [

@@ -28,7 +28,7 @@ def parameters(
 
 
 def distribution(logits: Tensor, setting: tuple[float, int, float, float]) -> Tensor:
-    """What one row is drawn from [vocabulary] float64."""
+    """Return the distribution of one row [vocabulary] float64."""
     temperature, top_k, top_p, min_p = setting
     probabilities = torch.softmax(logits.double().cpu() / temperature, dim=0)
     # Filters are float32 on the device.

@@ -1,7 +1,7 @@
 """One end of block transfers as a process of its own, to be killed, stopped and cut off.
 
 python -m tests.harnesses.block_peer owner ADDRESS TIMEOUT_S     prints where it listens, then serves
-python -m tests.harnesses.block_peer asking ADDRESS TIMEOUT_S    prints after every round, or "lost"
+python -m tests.harnesses.block_peer client ADDRESS TIMEOUT_S    prints after every round, or "lost"
 """
 
 import os
@@ -51,7 +51,7 @@ class Owner:
         self.arena.close(unlink=True)
 
 
-class Asking:
+class BlockClient:
     """A storage full of random bytes and a transfer to a block server, where it uses blocks that no other one does."""
 
     def __init__(self, address: str, timeout_s: float, name: str = "decode-0") -> None:
@@ -113,10 +113,10 @@ def main() -> None:
         print(owner.server.address, flush=True)
         time.sleep(60)
         return
-    asking = Asking(address, timeout_s, name=sys.argv[4])
+    client = BlockClient(address, timeout_s, name=sys.argv[4])
     for generation in range(1, 10_000):
         try:
-            asking.round(generation)
+            client.round(generation)
         except PeerLost:
             print("lost", time.monotonic(), flush=True)
             time.sleep(60)

@@ -1,4 +1,4 @@
-"""A gateway without HTTP, for tests of the rooms behind one."""
+"""A gateway without HTTP, for tests of the components behind one."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ from alignedserve.runtime.process.links import Identity, Peer
 
 @dataclass
 class Answer:
-    """What the gateway got for one request."""
+    """The messages that the gateway got for one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -103,7 +103,7 @@ class ClientGateway:
             self._resume(self._open())
 
     def on_lost(self, peer: Peer) -> None:
-        """What a lost worker had sent last may not have arrived."""
+        """Drop the last messages of a lost worker, which may not have arrived."""
         if peer.role is Role.ROUTER:
             self.linked.clear()
             self.status = None

@@ -14,7 +14,7 @@ from alignedserve.messages.iterations import Addition, IterationCompleted, RunIt
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, WorkerLoad
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy, WorkerView
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.scheduler_state import Scheduler
 from decode_worker.colocated.logic import ColocatedCommand, ColocatedLogic
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import REPLY_TO, ROUTER, blocks, request, worker

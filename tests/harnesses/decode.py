@@ -32,7 +32,7 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.pools import BatchReceived
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from decode_worker.batching.batch_order import SwitchLimits
 from decode_worker.logic import DecodeCommand, DecodeLimits, DecodeLogic
 from tests.support.samples import POOL, PREFILL, REPLY_TO, ROUTER, blocks, handoff, request, worker
@@ -52,7 +52,7 @@ class DecodeHarness:
         max_running_requests: int = 4,
         min_requests: int = 36,
         buffer_blocks: int = 0,
-        pacing: PolicyPacing | None = None,
+        scheduler: PolicyIterationScheduler | None = None,
     ) -> None:
         self.now = 0.0
         self.registered = worker(num_blocks=num_blocks, max_running_requests=max_running_requests)
@@ -60,7 +60,10 @@ class DecodeHarness:
             max_running_requests, SwitchLimits(min_requests, low_running=min_requests, starvation_s=2.0)
         )
         self.logic = DecodeLogic(
-            registered=self.registered, limits=limits, eos_token_ids=frozenset({EOS}), pacing=pacing
+            registered=self.registered,
+            limits=limits,
+            eos_token_ids=frozenset({EOS}),
+            scheduler=scheduler,
         )
         self.do(PeerConnected(Role.ROUTER, ROUTER))
         if buffer_blocks:

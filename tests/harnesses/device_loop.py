@@ -32,7 +32,7 @@ BLOCKS, STAGING = "blocks", "staging"
 
 
 class Dependency(NamedTuple):
-    """What this stream does with the memory comes after what that one did with it last."""
+    """A stream's work on some memory that must come after another stream's last use of it."""
 
     waiter: str
     awaited: str

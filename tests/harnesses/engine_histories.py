@@ -103,7 +103,7 @@ class Place:
         return taken
 
     def give(self, request: Request) -> None:
-        """Its blocks are the next to be handed out: whoever still uses them shows."""
+        """Free its blocks, which are allocated next, so that a remaining use of them shows."""
         self.free = request.blocks + self.free
         request.blocks = []
 
@@ -288,7 +288,7 @@ class EngineHistory:
 
 
 def generated_alone(decoder: Decoder, make_streams: Callable[[int], DeviceStreams]) -> list[list[int]]:
-    """Of every kind of request: its tokens up to the end of the context, with nothing in the way."""
+    """Return the undisturbed tokens of every kind of request, up to the end of the context."""
     tokens = []
     for kind in range(NUM_PROMPTS):
         place = Place(decoder, make_streams(kind), None, _Steady(0))
@@ -311,5 +311,5 @@ class _Steady(random.Random):
 
 
 def undisturbed(requests: Sequence[Request], alone: Sequence[Sequence[int]]) -> bool:
-    """Whether every request has the tokens that it generates alone, as far as it came."""
+    """Return whether every request has, so far, the tokens that it generates alone."""
     return all(request.tokens == list(alone[request.kind][: len(request.tokens)]) for request in requests)

@@ -27,11 +27,11 @@ from alignedserve.runtime.process.links import Identity
 
 SECRET = b"t" * 32
 OWNER = Identity(Role.PREFILL_WORKER, "prefill-0", SECRET, peer_timeout_s=20.0)  # a device is slow to begin
-ASKING = Identity(Role.DECODE_WORKER, "decode-0", SECRET, peer_timeout_s=20.0)
+CLIENT = Identity(Role.DECODE_WORKER, "decode-0", SECRET, peer_timeout_s=20.0)
 
 
 class Owner:
-    """What the other process does when it is told."""
+    """Commands that the other process performs."""
 
     def make(self, folder: Path, layout: BlockLayout, num_blocks: int, transport: str, device: str) -> None:
         self._arena = Arena.create(folder / "shared.arena", layout, num_blocks) if device == "cpu" else None
@@ -100,7 +100,7 @@ class ProcessMedium:
         self._tell("make", folder, layout, 24, transport, their_device)
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:
-        identity = replace(ASKING, name=f"decode-{len(self._transfers)}")
+        identity = replace(CLIENT, name=f"decode-{len(self._transfers)}")
         transfer: KVTransfer
         if self._transport == "cuda_ipc":
             transfer = IpcTransfer(storage, self._address, identity=identity)

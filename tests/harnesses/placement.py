@@ -1,4 +1,4 @@
-"""A fleet to ask: a pool, and decode workers with requests in every place."""
+"""A placement to ask: a pool, and decode workers with requests in every place."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPlan, IterationPolicy, WorkerView
-from alignedserve.scheduling.worker_state import WorkerState
+from alignedserve.scheduling.scheduler_state import SchedulerState
 from tests.harnesses.scheduling import EasyCosts, assert_sound, request_of
 
 
@@ -27,7 +27,7 @@ class Arrival:
 
 @dataclass
 class Course:
-    """What became of one request."""
+    """The course of one request."""
 
     token_times_s: list[float] = field(default_factory=list)
     num_preemptions: int = 0
@@ -47,8 +47,8 @@ class PolicyRun:
     num_iterations: int = 0
 
     def run(self, arrivals: Sequence[Arrival], max_iterations: int = 100_000) -> dict[str, Course]:
-        """Everybody's course, by request id. Fails when a plan is unsound, or nothing moves though somebody waits."""
-        self.state = WorkerState(self.memory)
+        """Return every course by request id. Fails if a plan is unsound, or nothing moves though requests wait."""
+        self.state = SchedulerState(self.memory)
         self._left: dict[RequestId, int] = {}
         coming = iter(sorted(arrivals, key=lambda one: (one.request.arrival_s, one.request.request_id)))
         following = next(coming, None)
@@ -72,7 +72,7 @@ class PolicyRun:
     def _step(self, view: WorkerView) -> bool:
         plan = self.policy.plan(view)
         assert_sound(view, plan)
-        if not plan.shares:
+        if not plan.scheduled:
             return False
         self.state.begin(plan)
         duration_s = self.costs.iteration_s(self.state.work)
@@ -80,13 +80,13 @@ class PolicyRun:
         for part in plan.evictions:
             self.state.evict(part, self.now)
             self.courses[str(view.table.request_ids[part.row])].num_preemptions += 1
-        for share in plan.shares:
+        for share in plan.scheduled:
             self.state.enter(share)
         for row in plan.uploads:
             self.state.upload(row)
         self.now += duration_s
         self.num_iterations += 1
-        rows = np.array([share.row for share in plan.shares])
+        rows = np.array([share.row for share in plan.scheduled])
         has_sampled = self.state.completed(now=self.now, duration_s=duration_s)
         for request_id in [view.table.request_ids[row] for row in rows[has_sampled]]:
             self.courses[str(request_id)].token_times_s.append(self.now)
@@ -97,7 +97,7 @@ class PolicyRun:
 
     def _note_waits(self, plan: IterationPlan) -> None:
         table = self.state.table
-        for share in plan.shares:
+        for share in plan.scheduled:
             course = self.courses[str(table.request_ids[share.row])]
             since = max(float(table.last_run_s[share.row]), float(table.arrival_s[share.row]))
             course.longest_wait_s = max(course.longest_wait_s, self.now - since)

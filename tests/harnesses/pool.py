@@ -90,7 +90,7 @@ class PoolHarness:
 
 
 def written(name: str, reserved: BlocksReserved, **changes: Any) -> BlocksWritten:
-    """What its writer says of blocks that it filled; `generation`, `context_len` and `runs` change its copy."""
+    """Build BlocksWritten for filled blocks; `generation`, `context_len` and `runs` change its copy."""
     num_blocks = len(reserved.block_ids)
     copy = BlockCopy(
         changes.pop("generation", reserved.generation),
@@ -124,7 +124,7 @@ def taken(name: str, is_accepted: bool, attempt: int = L1) -> Send:
 
 
 def handoff_of(content: BlocksWritten, num_steps: int = 2) -> Handoff:
-    """Of what was written: into the pool is one step, out of it another."""
+    """Build the handoff of written blocks: into the pool is one step, out of it another."""
     attempt = content.attempt + num_steps
     return Handoff(content.request, attempt, content.generated_token_ids, content.lease_id, content.copy)
 

@@ -29,7 +29,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, WorkerLoad
-from alignedserve.scheduling.iteration_scheduler import InOrder, Pacing
+from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, IterationScheduler
 from prefill_worker.candidate_buffers import BufferOpened, OpenBuffer
 from prefill_worker.logic import PrefillCommand, PrefillLogic
 from tests.support.samples import DECODE, POOL, R1, REPLY_TO, ROUTER, blocks, request, worker
@@ -44,11 +44,17 @@ RUNS = (BlockRun(5, 1, 99),)
 class PrefillHarness:
     """A prefill worker with a router and a pool. Its load reports are left out."""
 
-    def __init__(self, *, has_pool: bool = True, max_running_requests: int = 3, pacing: Pacing | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        has_pool: bool = True,
+        max_running_requests: int = 3,
+        scheduler: IterationScheduler | None = None,
+    ) -> None:
         self.logic = PrefillLogic(
             registered=REGISTERED,
             max_running_requests=max_running_requests,
-            pacing=pacing or InOrder(10),
+            scheduler=scheduler or FcfsIterationScheduler(10),
             eos_token_ids=frozenset({EOS}),
         )
         self.do(PeerConnected(Role.ROUTER, ROUTER))
@@ -81,7 +87,7 @@ class PrefillHarness:
         """A decode worker comes and has a buffer."""
         (opening,) = self.do(PeerConnected(Role.DECODE_WORKER, peer))
         assert isinstance(opening, OpenBuffer)
-        return self.do(BufferOpened(peer, opening.life, BUFFER))
+        return self.do(BufferOpened(peer, opening.link_epoch, BUFFER))
 
     def free_blocks(self) -> int:
         """As the next router is told."""
@@ -108,7 +114,7 @@ def reserved(lease: int = 1, attempt: int = 1) -> BlocksReserved:
 
 
 def offload(lease: int = 1, attempt: int = 1, *, target: str = POOL) -> OffloadBlocks:
-    """What follows from `reserved` for r1, whose context lies in block 0."""
+    """Build the command that follows `reserved` for r1, whose context lies in block 0."""
     return OffloadBlocks(R1, attempt, blocks(0), target, blocks(5), lease, LeaseId(lease))
 
 

@@ -1,4 +1,4 @@
-"""A router to tell things to, with its requests in every stage. At time 0 their lives are numbered 1, 2, 3."""
+"""A router to tell things to, with its requests in every stage. At time 0 their epochs are numbered 1, 2, 3."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, epoch, req
 BATCH, ASKED = BatchId(1), WorkerName(DECODE)
 FORM_FIRST = Send(POOL, FormBatch(BATCH, ASKED, max_blocks=20, max_requests=1))
 INTERRUPTED = Send(GATEWAY, RequestInterrupted(R1))
-# r1's first life, step by step.
-GIVEN_OUT, POOLED, GRANTED, END = epoch(1), epoch(1, 1), epoch(1, 2), epoch_end(epoch(1))
+# r1's first epoch, step by step.
+DISPATCHED, POOLED, GRANTED, END = epoch(1), epoch(1, 1), epoch(1, 2), epoch_end(epoch(1))
 
 
 class RouterHarness:
@@ -95,7 +95,7 @@ def prefilling(**config: Any) -> RouterHarness:
 def pooled(**config: Any) -> RouterHarness:
     """r1 lies in the pool, which was asked for a batch."""
     made = prefilling(**config)
-    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
+    made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
     made.hear(POOL, RequestPooled(R1, POOLED, 4, 1))
     return made
 
@@ -121,10 +121,10 @@ def given(of: Request, nth: int, *generated: int, to: str = PREFILL, **changes: 
 
 
 def dropped(request_id: RequestId = R1, nth: int = 1) -> Send:
-    """The pool is told that the n-th life of a request is over."""
+    """The pool is told that the n-th epoch of a request has ended."""
     return Send(POOL, DropRequest(request_id, epoch_end(epoch(nth))))
 
 
 def aborted(by: str, nth: int = 1) -> Send:
-    """Whoever has r1 is told that its n-th life is over."""
+    """The holder of r1 is told that its n-th epoch has ended."""
     return Send(by, AbortRequest(R1, epoch_end(epoch(nth))))

@@ -11,12 +11,12 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policy import (
     DeviceMemory,
-    Evict,
-    Eviction,
+    EvictionMode,
     IterationHistory,
     IterationLimits,
     IterationPlan,
-    Share,
+    PlannedEviction,
+    ScheduledRequest,
     WorkerView,
 )
 from alignedserve.scheduling.table import RequestTable
@@ -45,16 +45,16 @@ class Step:
     """A plan by request ids: tokens by request, who leaves the device for it, who comes back beside it."""
 
     def __init__(
-        self, *, drop: Sequence[str] = (), swap: Sequence[str] = (), upload: Sequence[str] = (), **shares: int
+        self, *, drop: Sequence[str] = (), swap: Sequence[str] = (), upload: Sequence[str] = (), **scheduled: int
     ) -> None:
-        self.shares, self.uploads = shares, upload
-        self.evictions = [*((name, Eviction.DROP) for name in drop), *((name, Eviction.SWAP) for name in swap)]
+        self.scheduled, self.uploads = scheduled, upload
+        self.evictions = [*((name, EvictionMode.DROP) for name in drop), *((name, EvictionMode.SWAP) for name in swap)]
 
     def plan_of(self, table: RequestTable) -> IterationPlan:
         """In rows of this table."""
         return IterationPlan(
-            tuple(Share(table.row(RequestId(name)), count) for name, count in self.shares.items()),
-            tuple(Evict(table.row(RequestId(name)), how) for name, how in self.evictions),
+            tuple(ScheduledRequest(table.row(RequestId(name)), count) for name, count in self.scheduled.items()),
+            tuple(PlannedEviction(table.row(RequestId(name)), how) for name, how in self.evictions),
             tuple(table.row(RequestId(name)) for name in self.uploads),
         )
 
@@ -125,7 +125,7 @@ def view_of(
     can_evict: bool = True,
     **memory: Any,
 ) -> WorkerView:
-    """What the policy sees of a worker that holds these requests. `history`: how long its iterations took."""
+    """Build the view of a worker that holds these requests. `history`: the durations of its iterations."""
     table = table_of(rows, block_size)
     past = IterationHistory()
     for duration_s in history:
@@ -142,9 +142,9 @@ def view_of(
     )
 
 
-def shares_of(view: WorkerView, plan: IterationPlan) -> dict[str, int]:
+def scheduled_of(view: WorkerView, plan: IterationPlan) -> dict[str, int]:
     """Tokens by request id, in the plan's order."""
-    return {str(view.table.request_ids[share.row]): share.num_tokens for share in plan.shares}
+    return {str(view.table.request_ids[share.row]): share.num_tokens for share in plan.scheduled}
 
 
 def evicted_of(view: WorkerView, plan: IterationPlan) -> list[tuple[str, str]]:
@@ -153,12 +153,12 @@ def evicted_of(view: WorkerView, plan: IterationPlan) -> list[tuple[str, str]]:
 
 
 def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = True) -> None:
-    """What every plan must keep: places, tokens, blocks, host room, one share a request, no more than remains."""
+    """Assert that a plan keeps within places, tokens, blocks, host memory, and the remaining tokens of each request."""
     table, memory = view.table, view.memory
-    rows: Sequence[int] = [share.row for share in plan.shares]
+    rows: Sequence[int] = [share.row for share in plan.scheduled]
     assert len(set(rows)) == len(rows)
     assert len(rows) <= view.limits.max_running_requests
-    assert sum(share.num_tokens for share in plan.shares) <= view.limits.max_tokens
+    assert sum(share.num_tokens for share in plan.scheduled) <= view.limits.max_tokens
     evicted = {part.row: part for part in plan.evictions}
     assert len(evicted) == len(plan.evictions)
     assert view.can_evict or not evicted
@@ -175,19 +175,19 @@ def assert_sound(view: WorkerView, plan: IterationPlan, *, is_finished: bool = T
         )
         num_free += int(table.num_blocks[part.row]) - (kept if leaving < on_device else 0)
     assert host <= memory.num_free_host
-    for share in plan.shares:
+    for share in plan.scheduled:
         is_evicted = share.row in evicted
         left = int(table.context_len[share.row]) - (0 if is_evicted else int(table.num_cached[share.row]))
         assert 0 < share.num_tokens <= left
         num_free -= memory.blocks_needed(table, share, is_evicted=is_evicted)
         # Who has just left does not come back with the same plan, but with a cache of another kind.
         changes_kind = share.is_hidden != bool(table.is_hidden[share.row])
-        assert not is_evicted or (changes_kind and evicted[share.row].how is Eviction.DROP)
-    assert plan.shares or not (plan.uploads or plan.evictions) or not is_finished
+        assert not is_evicted or (changes_kind and evicted[share.row].how is EvictionMode.DROP)
+    assert plan.scheduled or not (plan.uploads or plan.evictions) or not is_finished
     assert len(set(plan.uploads)) == len(plan.uploads)
     for row in plan.uploads:
         assert row not in rows
         assert row not in evicted
         assert table.num_swapped[row] > 0
-        num_free -= memory.blocks_needed(table, Share(row, 0))
+        num_free -= memory.blocks_needed(table, ScheduledRequest(row, 0))
     assert num_free >= 0

@@ -17,7 +17,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.sim.config import SimConfig, SimLinks
-from alignedserve.workload.requests import Description, TimedRequest, Workload
+from alignedserve.workload.requests import TimedRequest, Workload, WorkloadDescription
 from tests.harnesses.scheduling import EasyCosts
 
 LAYOUT = BlockLayout(block_size=16, num_layers=1, num_kv_heads=1, head_dim=4, dtype="float16")
@@ -83,7 +83,7 @@ def timed(arrival_s: float = 0.0, prompt_len: int = 40, output_len: int = 3, **c
 
 def workload_of(*requests: TimedRequest, **changes: Any) -> Workload:
     """These requests, in this order."""
-    return Workload(Description("by hand", 0), requests, **changes)
+    return Workload(WorkloadDescription("by hand", 0), requests, **changes)
 
 
 def mixed_workload(

@@ -34,7 +34,7 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 def right_answer(request: Request) -> list[int]:
-    """What one undisturbed run generates."""
+    """The tokens of one undisturbed run."""
     answer: list[int] = []
     while len(answer) < request.sampling.max_tokens and (not answer or answer[-1] != EOS):
         answer.append(next_token((*request.prompt_token_ids, *answer)))
@@ -50,7 +50,7 @@ class FakeArena:
     is_buffer: bool = False
 
     def read(self, copy: BlockCopy) -> list[tuple[int, ...]] | None:
-        """What lies in the copy's blocks; None: it is not what its writer wrote."""
+        """Return the content of the copy's blocks; None: it is not what its writer wrote."""
         rows = []
         for run in copy.runs:
             numbers = range(run.first_block, run.first_block + run.num_blocks)
@@ -148,7 +148,7 @@ class FakeEngine:
     def _step(self, request_id: RequestId, num_tokens: int) -> SampledToken | None:
         self.num_computed[request_id] += num_tokens
         tokens, computed = self.tokens[request_id], self.num_computed[request_id]
-        assert computed <= len(tokens), "computes tokens that nobody knows"
+        assert computed <= len(tokens), "computes unknown tokens"
         assert computed <= len(self.blocks[request_id]) * BLOCK_SIZE, "computes beyond its blocks"
         for index, block_id in enumerate(self.blocks[request_id]):
             self.storage[block_id] = tuple(tokens[index * BLOCK_SIZE : min((index + 1) * BLOCK_SIZE, computed)])

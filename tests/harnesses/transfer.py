@@ -27,11 +27,12 @@ from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.process.links import Identity
 from tests.harnesses.owner_process import ProcessMedium
 from tests.support.samples import blocks
+from tests.support.stored_blocks import read_blocks, write_blocks
 
 NUM_POOL_BLOCKS, NUM_STORAGE_BLOCKS, BLOCK_SIZE = 24, 16, 8
 SECRET = b"t" * 32
 OWNER = Identity(Role.PREFILL_WORKER, "prefill-0", SECRET, peer_timeout_s=3.0)
-ASKING = Identity(Role.DECODE_WORKER, "decode-0", SECRET, peer_timeout_s=3.0)
+CLIENT = Identity(Role.DECODE_WORKER, "decode-0", SECRET, peer_timeout_s=3.0)
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -89,7 +90,7 @@ class ServedMedium(ShmMedium):
         self._transfers: list[GroupTransfer] = []
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:
-        identity = replace(ASKING, name=f"decode-{len(self._transfers)}")
+        identity = replace(CLIENT, name=f"decode-{len(self._transfers)}")
         transfer = GroupTransfer(storage, self.server.address, identity=identity, transport=self._transport)
         self._transfers.append(transfer)
         return transfer
@@ -115,7 +116,7 @@ class DeviceMedium:
         self._transfers: list[KVTransfer] = []
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:
-        identity = replace(ASKING, name=f"decode-{len(self._transfers)}")
+        identity = replace(CLIENT, name=f"decode-{len(self._transfers)}")
         transfer: KVTransfer
         if self._transport == "cuda_ipc":
             blocks_here = self._buffer.blocks
@@ -220,15 +221,13 @@ class Setup:
 
 
 def content(storage: BlockStorage, block_ids: Sequence[int]) -> Bytes:
-    rows = np.zeros((len(block_ids), storage.layout.block_bytes), np.uint8)
-    storage.read_blocks(blocks(*block_ids), rows)
-    return rows
+    return read_blocks(storage, blocks(*block_ids))
 
 
 def filled(layout: BlockLayout, seed: int, device: str = "cpu") -> BlockStorage:
     storage = BlockStorage(layout, NUM_STORAGE_BLOCKS, device)
     rows = np.random.default_rng(seed).integers(0, 256, (NUM_STORAGE_BLOCKS, layout.block_bytes), np.uint8)
-    storage.write_blocks(blocks(*range(NUM_STORAGE_BLOCKS)), rows)
+    write_blocks(storage, blocks(*range(NUM_STORAGE_BLOCKS)), rows)
     return storage
 
 

@@ -1,4 +1,4 @@
-"""AccelGen's choice against all others on small instances, and how long anybody waits over long histories."""
+"""AccelGen's choice against all others on small instances, and the longest wait over long histories."""
 
 import itertools
 import random
@@ -39,7 +39,7 @@ def test_selection_against_every_other_one() -> None:
         view = queue_of(seed)
         plan = make_policy("accelgen", {"watermark": 0.0}).plan(view)
         assert_sound(view, plan)
-        reached = left_over(view, tuple(share.row for share in plan.shares))
+        reached = left_over(view, tuple(share.row for share in plan.scheduled))
         rows = range(len(view.table))
         subsets = itertools.chain.from_iterable(itertools.combinations(rows, num) for num in range(len(rows) + 1))
         best = min(distance for subset in subsets if (distance := left_over(view, subset)) is not None)

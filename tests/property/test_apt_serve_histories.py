@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policies.apt_serve_selection import Candidates, Room, Selection, select
+from alignedserve.scheduling.policies.apt_serve_selection import KnapsackItems, Selection, SelectionBudget, select
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Floats
 from tests.harnesses.policy_run import Arrival, PolicyRun, random_arrivals
@@ -22,16 +22,16 @@ _NAMES = ("apt_serve", *slow("apt_serve_chunked"))
 # --- the selection
 
 
-def _random_candidates(rng: np.random.Generator, count: int) -> Candidates:
+def _random_candidates(rng: np.random.Generator, count: int) -> KnapsackItems:
     num_blocks = rng.integers(1, 12, count)
     by_size = num_blocks * rng.uniform(0.9, 1.1, count)  # as hard as knapsacks come
     value = (by_size if rng.random() < 0.5 else rng.exponential(1.0, count)) * rng.choice([1.0, 1.0, 1e-6], count)
     penalty: Floats = (num_blocks * rng.choice([0.0, 0.02, 0.1, 0.5])).astype(np.float64)
-    return Candidates(value.astype(np.float64), num_blocks, num_blocks * 16, penalty, -(-num_blocks // 2))
+    return KnapsackItems(value.astype(np.float64), num_blocks, num_blocks * 16, penalty, -(-num_blocks // 2))
 
 
-def _best_value(candidates: Candidates, num_blocks: int) -> float:
-    """Over everybody left out, with keys and values, or with a hidden cache."""
+def _best_value(candidates: KnapsackItems, num_blocks: int) -> float:
+    """Try every candidate left out, with keys and values, or with a hidden cache."""
     sizes = np.stack((np.zeros_like(candidates.num_blocks), candidates.num_blocks, candidates.hidden_blocks))
     gains = np.stack((np.zeros_like(candidates.value), candidates.value, candidates.value - candidates.penalty))
     choices = np.array(list(product(range(3), repeat=len(candidates.value))))
@@ -40,13 +40,13 @@ def _best_value(candidates: Candidates, num_blocks: int) -> float:
     return float(gains[choices, each].sum(axis=1)[fits].max())
 
 
-def _assert_consistent(candidates: Candidates, room: Room, selection: Selection) -> None:
+def _assert_consistent(candidates: KnapsackItems, budget: SelectionBudget, selection: Selection) -> None:
     chosen, is_hidden = selection.indices, selection.is_hidden
-    assert len(set(chosen.tolist())) == len(chosen) <= room.num_places
+    assert len(set(chosen.tolist())) == len(chosen) <= budget.num_places
     blocks = np.where(is_hidden, candidates.hidden_blocks[chosen], candidates.num_blocks[chosen])
-    assert blocks.sum() <= room.num_blocks
-    assert selection.num_tokens.sum() <= room.num_tokens
-    assert candidates.num_tokens[chosen][is_hidden].sum() <= room.hidden_tokens
+    assert blocks.sum() <= budget.num_blocks
+    assert selection.num_tokens.sum() <= budget.num_tokens
+    assert candidates.num_tokens[chosen][is_hidden].sum() <= budget.hidden_tokens
     value = np.where(is_hidden, candidates.value[chosen] - candidates.penalty[chosen], candidates.value[chosen])
     assert selection.value == pytest.approx(value.sum())
 
@@ -56,10 +56,10 @@ def test_the_selection_is_worth_at_least_half_of_the_best() -> None:
     ratios = []
     for _ in range(1000):
         candidates = _random_candidates(rng, int(rng.integers(1, 7)))
-        room = Room(int(rng.integers(1, 25)), 10_000, 100, 10_000)
-        selection = select(candidates, room)
-        _assert_consistent(candidates, room, selection)
-        best = _best_value(candidates, room.num_blocks)
+        budget = SelectionBudget(int(rng.integers(1, 25)), 10_000, 100, 10_000)
+        selection = select(candidates, budget)
+        _assert_consistent(candidates, budget, selection)
+        best = _best_value(candidates, budget.num_blocks)
         assert best <= 2 * selection.value + 1e-9
         if best > 0:
             ratios.append(best / selection.value)
@@ -71,14 +71,14 @@ def test_every_selection_keeps_within_its_room() -> None:
     rng = np.random.default_rng(131)
     for _ in range(500):
         candidates = _random_candidates(rng, int(rng.integers(0, 60)))
-        room = Room(
+        budget = SelectionBudget(
             int(rng.integers(0, 100)),
             int(rng.integers(0, 1500)),
             int(rng.integers(0, 12)),
             int(rng.integers(0, 500)),
             bool(rng.random() < 0.5),
         )
-        _assert_consistent(candidates, room, select(candidates, room))
+        _assert_consistent(candidates, budget, select(candidates, budget))
 
 
 # --- histories
@@ -103,9 +103,9 @@ class _Watched:
 
     def plan(self, view: WorkerView) -> IterationPlan:
         plan = self._policy.plan(view)
-        self.num_hidden += sum(share.is_hidden for share in plan.shares)
+        self.num_hidden += sum(share.is_hidden for share in plan.scheduled)
         evicted = {part.row for part in plan.evictions}
-        self.num_returns += sum(share.row in evicted for share in plan.shares)
+        self.num_returns += sum(share.row in evicted for share in plan.scheduled)
         assert int(view.table.context_len[view.table.is_hidden].sum()) <= 7200 + len(view.table) * 40
         return plan
 
@@ -114,7 +114,7 @@ _MEMORY = DeviceMemory(40, 40, 16, hidden_ratio=0.5)
 
 
 @pytest.mark.parametrize("name", _NAMES)
-def test_everybody_ends_with_hidden_caches(name: str) -> None:
+def test_all_requests_end_with_hidden_caches(name: str) -> None:
     num_hidden = 0
     for seed in range(4):
         arrivals = random_arrivals(100 + seed, 60)
@@ -139,7 +139,7 @@ def test_every_change_of_a_cache_comes_with_a_token(name: str, seed: int) -> Non
 
 @pytest.mark.parametrize("name", _NAMES)
 @pytest.mark.parametrize("settings", [{"hybrid_cache": False}, {"expired_decay": 0.4}, {"watermark": 0.0}])
-def test_everybody_ends_with_other_parameters(name: str, settings: dict[str, object]) -> None:
+def test_all_requests_end_with_other_parameters(name: str, settings: dict[str, object]) -> None:
     arrivals = random_arrivals(7, 60)
     courses = PolicyRun(make_policy(name, settings), _MEMORY, costs=_HiddenCosts()).run(arrivals)
     assert all(len(courses[str(one.request.request_id)].token_times_s) == one.output_len for one in arrivals)
@@ -156,8 +156,8 @@ def _equals(count: int, output_len: int, *, arrive_every_s: float = 0.0, **field
 
 
 @pytest.mark.parametrize("name", _NAMES)
-def test_nobody_who_runs_gives_way_to_somebody_who_waits(name: str) -> None:
-    """Room for one: the others wait until it has ended, in the order of arrival."""
+def test_no_running_request_gives_way_to_a_waiting_one(name: str) -> None:
+    """SelectionBudget for one: the others wait until it has ended, in the order of arrival."""
     memory = DeviceMemory(7, 7, 16)
     courses = PolicyRun(make_policy(name), memory).run(_equals(5, 40))
     assert [course.num_preemptions for course in courses.values()] == [0] * 5
@@ -175,7 +175,7 @@ def test_equals_that_outgrow_memory_do_not_take_turns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _NAMES)
-def test_of_equals_within_their_slo_nobody_overtakes(name: str) -> None:
+def test_of_equals_within_their_slo_none_overtakes(name: str) -> None:
     memory = DeviceMemory(20, 20, 16)
     courses = PolicyRun(make_policy(name), memory).run(_equals(60, 10, arrive_every_s=0.02))
     firsts = [course.token_times_s[0] for course in courses.values()]

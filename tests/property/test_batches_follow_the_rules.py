@@ -137,7 +137,7 @@ def random_request(rng: random.Random, number: int, now: float) -> PooledRequest
 
 
 def assert_sound(batch: AlignedBatch, pool: dict[RequestId, PooledRequest], limits: BatchLimits) -> None:
-    """What holds for every batch, whatever it was that came first."""
+    """Check the rules of every batch, whichever request came first."""
     members = [pool[request_id] for request_id in batch.request_ids]
     assert members
     assert len(set(batch.request_ids)) == len(members)
@@ -219,7 +219,7 @@ def test_a_batch_lies_in_the_smallest_range_of_the_way_down_that_is_over_the_lim
 
 @settings(max_examples=15)
 @given(seed=SEEDS, max_blocks=st.integers(9, 20), max_requests=st.integers(1, 6))
-def test_nobody_waits_for_ever_beside_a_crowd(seed: int, max_blocks: int, max_requests: int) -> None:
+def test_no_request_waits_for_ever_beside_a_crowd(seed: int, max_blocks: int, max_requests: int) -> None:
     """A batch every 0.25 s, and new ones come faster than they go: who waits is in a batch within a bound."""
     rng = random.Random(seed)
     limits, period_s = BatchLimits(max_blocks, max_requests, max_requests), 0.25

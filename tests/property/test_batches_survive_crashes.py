@@ -1,4 +1,4 @@
-"""Whatever happens to driver, log, disk and store, in whatever order: every line ends once, with its own answer."""
+"""Crashes and faults of driver, log, disk and store in any order: every line ends once, with its own answer."""
 
 import asyncio
 import errno
@@ -43,7 +43,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Echo:
-    """A LineRunner that answers with what was asked, and fails when told to."""
+    """A LineRunner that echoes the prompt, and fails on demand."""
 
     def __init__(self) -> None:
         self.trouble: str | None = None
@@ -61,7 +61,7 @@ class Echo:
 
 
 class World:
-    """Stores that live on, and a driver that does not."""
+    """Stores that survive, and a driver that does not."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,7 +91,7 @@ class World:
         self._driving = asyncio.create_task(one.run())
 
     async def crash(self) -> None:
-        """What had ended and was not written is lost, as with SIGKILL."""
+        """Stop the driver as SIGKILL does: results that were not written are lost."""
         assert self._driving is not None
         self._driving.cancel()
         await asyncio.gather(self._driving, return_exceptions=True)

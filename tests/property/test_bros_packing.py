@@ -43,7 +43,7 @@ class Instance:
         return sum(not table.is_real_time[row] for row in rows) / duration_s if rows else 0.0
 
     def best(self, real_time: frozenset[int] | None = None) -> float | None:
-        """Of all subsets, or of those with just these real-time rows; None: there is no solution."""
+        """Search all subsets, or those with just these real-time rows; None: there is no solution."""
         rows = range(len(self.view.table))
         subsets = map(frozenset, chain.from_iterable(combinations(rows, size) for size in range(len(rows) + 1)))
         wanted = (one for one in subsets if real_time is None or self.real_time(one) == real_time)
@@ -78,7 +78,7 @@ def instance(rng: random.Random) -> Instance:
 def packed(one: Instance) -> frozenset[int]:
     plan = make_policy("bros", {"base_batch_size": one.batch_size}).plan(one.view)
     assert_sound(one.view, plan)
-    return frozenset(share.row for share in plan.shares)
+    return frozenset(share.row for share in plan.scheduled)
 
 
 def solvable(count: int) -> list[Instance]:
@@ -104,7 +104,7 @@ def test_the_packing_against_every_subset() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whoever_is_first_is_in_or_can_wait_for_another_iteration(seed: int) -> None:
+def test_the_first_is_in_or_can_wait_for_another_iteration(seed: int) -> None:
     rng = random.Random(seed)
     for one in (instance(rng) for _ in range(40)):
         left_s = residual_s(one.view)

@@ -1,5 +1,5 @@
 """Requests that are offloaded, moved, evicted and resumed at random generate what they generate undisturbed, whatever
-order a device's streams choose; and an order that nobody ensures shows."""
+order a device's streams choose; and an order that no wait ensures shows."""
 
 from collections.abc import Callable
 from pathlib import Path

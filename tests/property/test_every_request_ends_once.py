@@ -19,8 +19,8 @@ SHAPES = (
     Shape(is_colocated=True, num_decode=2, worker_blocks=20),
     Shape(is_colocated=True, worker_blocks=20, host_tokens=60, settings=(("preemption", "swap"),)),
     Shape(is_colocated=True, worker_blocks=24, host_tokens=60, scheduling="aligned_slo"),
-    Shape(num_decode=2, worker_blocks=24, scheduled_by=SchedulingConfig(policy="aligned_slo")),
-    Shape(num_prefill=2, worker_blocks=24, scheduled_by=SchedulingConfig(policy="round_robin")),
+    Shape(num_decode=2, worker_blocks=24, disaggregated_scheduling=SchedulingConfig(policy="aligned_slo")),
+    Shape(num_prefill=2, worker_blocks=24, disaggregated_scheduling=SchedulingConfig(policy="round_robin")),
     Shape(num_decode=2, refuse=0.3),
     # Many small requests against few places: batches replace each other, requests are evicted and come back.
     Shape(pool_blocks=120, worker_blocks=24, buffer_blocks=40, max_running_requests=5, min_requests=2),

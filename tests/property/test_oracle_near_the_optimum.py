@@ -42,7 +42,7 @@ def _holds(arrival_s: float, slo: Slo, first_s: float, last_s: float, output_len
 
 
 def best_goodput(arrivals: list[Arrival]) -> int:
-    """How many requests can hold their SLOs under the best schedule; memory plays no part in it."""
+    """Count the requests that can hold their SLOs under the best schedule; memory plays no part in it."""
 
     def search(now: float, progress: tuple[Progress, ...]) -> int:
         alive = [i for i, one in enumerate(arrivals) if progress[i][1] < one.output_len and not is_lost(i, progress[i])]
@@ -95,7 +95,7 @@ def _choices(prompt_len: int, progress: Progress) -> list[int]:
 
 
 def goodput_of(name: str, arrivals: list[Arrival]) -> int:
-    """How many requests hold their SLOs under this policy."""
+    """Count the requests that hold their SLOs under this policy."""
     courses = PolicyRun(make_policy(name), DeviceMemory(100, 100, 16), IterationLimits(8, 512), COSTS).run(arrivals)
     times = [courses[str(one.request.request_id)].token_times_s for one in arrivals]
     return sum(

@@ -27,7 +27,7 @@ def leaf_number(context_len: int) -> int:
 
 
 class Model:
-    """What the tree must know, worked out from all requests each time."""
+    """Compute what the tree must know from all requests, each time."""
 
     def __init__(self) -> None:
         self.requests: dict[RequestId, PooledRequest] = {}

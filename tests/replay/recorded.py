@@ -19,7 +19,7 @@ from alignedserve.core.request import Request, SamplingParams
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.replay.components import ComponentReplay, recordings_in
+from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.simulation import Simulation
@@ -47,13 +47,13 @@ class Recorded:
 
     def on_event(self, event: Any, now: float) -> Any:
         commands = self._logic.on_event(event, now)
-        self.recorder.note(event, now, commands)
+        self.recorder.add(event, now, commands)
         self.recorder.write()
         return commands
 
 
 class RecordedCluster(LogicCluster):
-    """All rooms are made as live ones are, and recorded: each life of one in a file of its own."""
+    """Components are built as live ones are, and recorded: each process of one in a file of its own."""
 
     def __init__(self, shape: Shape, seed: int, config: RecordingConfig) -> None:
         self._recording = config
@@ -158,8 +158,8 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
 
 def replays(folder: Path) -> list[ComponentReplay]:
     """Every file of the folder, replayed to its end."""
-    rooms = [ComponentReplay(path) for path in recordings_in(folder)]
-    for component in rooms:
+    replayed = [ComponentReplay(path) for path in recordings_in(folder)]
+    for component in replayed:
         for _ in component.decided():
             pass
-    return rooms
+    return replayed

@@ -1,4 +1,4 @@
-"""`alignedserve replay` on recordings of simulated and of real rooms, and what it says of the times in them."""
+"""`alignedserve replay` on recordings of simulated and of real components, and its report of their times."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     folder = recorded(tmp_path / "run", colocated(learns_costs=True), 1)
     assert replay(ReplayOptions(folder, outstanding=("be=4",))) == 0
     output = capsys.readouterr().out
-    assert "with the room" in output
+    assert "with the component" in output
     assert "fitted to this very run" in output
     assert "ttft p90, s" in output
 

@@ -12,7 +12,7 @@ from alignedserve.config.sections import BatchingConfig, RecordingConfig, Router
 from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.messages.events import Ticked
 from alignedserve.messages.recording import FULL, RecordEncoder, RecordReader
-from alignedserve.replay.components import CUT, ENDS_BETWEEN, ComponentReplay, recordings_in
+from alignedserve.replay.component_replay import CUT, ENDS_BETWEEN, ComponentReplay, recordings_in
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from router.factory import make_logic
 from tests.replay.recorded import Recorded
@@ -31,10 +31,10 @@ def ticking(folder: Path, num_ticks: int = 10, **changes: Any) -> Path:
 
 
 def replayed(path: Path) -> ComponentReplay:
-    room = ComponentReplay(path)
-    for _ in room.decided():
+    replay = ComponentReplay(path)
+    for _ in replay.decided():
         pass
-    return room
+    return replay
 
 
 def frame_offsets(path: Path) -> list[int]:
@@ -44,15 +44,15 @@ def frame_offsets(path: Path) -> list[int]:
 def test_a_file_that_ends_in_the_middle_of_a_decision_is_replayed_up_to_it(tmp_path: Path) -> None:
     path = ticking(tmp_path)
     path.write_bytes(path.read_bytes()[: frame_offsets(path)[6] + 20])
-    room = replayed(path)
-    assert (room.num_equal, room.ending, room.difference) == (6, CUT, None)
+    replay = replayed(path)
+    assert (replay.num_equal, replay.ending, replay.difference) == (6, CUT, None)
 
 
 def test_a_file_that_ends_between_two_decisions_says_so(tmp_path: Path) -> None:
     path = ticking(tmp_path)
     path.write_bytes(path.read_bytes()[: frame_offsets(path)[6]])
-    room = replayed(path)
-    assert (room.num_equal, room.ending) == (6, ENDS_BETWEEN)
+    replay = replayed(path)
+    assert (replay.num_equal, replay.ending) == (6, ENDS_BETWEEN)
 
 
 @pytest.mark.parametrize("place", [0, 4, 8, 14])
@@ -72,7 +72,7 @@ def test_another_version_is_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[7] = 9
     path.write_bytes(content)
-    with pytest.raises(RecordingError, match="has version 9 of the format; this is version 1"):
+    with pytest.raises(RecordingError, match="has version 9 of the format; this is version 2"):
         ComponentReplay(path)
 
 
@@ -92,7 +92,7 @@ def test_a_header_that_is_cut(tmp_path: Path) -> None:
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """An event that no room has."""
+    """An event that no component has."""
 
     path: str = "os.system"
 
@@ -101,7 +101,7 @@ def test_an_unknown_event_is_refused_by_name(tmp_path: Path) -> None:
     path = ticking(tmp_path, num_ticks=0)
     opening = ENCODER.opening("router", "router.factory.make_logic", MAKE.keywords)
     path.write_bytes(opening + ENCODER.decision(Unknown(), 0.0, []))
-    with pytest.raises(RecordingError, match=f"byte {len(opening)}: no event of this room is called 'Unknown'"):
+    with pytest.raises(RecordingError, match=f"byte {len(opening)}: no event of this component is called 'Unknown'"):
         replayed(path)
 
 
@@ -109,22 +109,22 @@ def test_an_unknown_event_is_refused_by_name(tmp_path: Path) -> None:
 def test_no_other_function_is_looked_up(tmp_path: Path, made_by: str) -> None:
     path = tmp_path / "x.recording"
     path.write_bytes(ENCODER.opening("router", made_by, MAKE.keywords))
-    with pytest.raises(RecordingError, match=f"no room is made by '{made_by}'"):
+    with pytest.raises(RecordingError, match=f"no component is made by '{made_by}'"):
         ComponentReplay(path)
 
 
 def test_arguments_of_another_program_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.recording"
     path.write_bytes(ENCODER.opening("router", "router.factory.make_logic", {"config": RouterConfig()}))
-    with pytest.raises(RecordingError, match=r"its logic cannot be made again: .*batching"):
+    with pytest.raises(RecordingError, match=r"its logic cannot be built: .*batching"):
         ComponentReplay(path)
 
 
 def test_the_limit_ends_a_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = ticking(tmp_path, num_ticks=100, max_bytes=2000)
-    room = replayed(path)
-    assert room.ending == FULL
-    assert 20 < room.num_equal < 60
+    replay = replayed(path)
+    assert replay.ending == FULL
+    assert 20 < replay.num_equal < 60
     assert path.stat().st_size <= 2100
     assert [record.message.split("recording ")[-1] for record in caplog.records] == [
         "has reached recording.max_bytes and ends here"
@@ -157,7 +157,7 @@ def test_a_full_disk_ends_a_recording_with_one_line(caplog: pytest.LogCaptureFix
     file: BinaryIO = disk
     recorder = Recorder(file, ENCODER, b"opening", 1 << 20)
     for number in range(100):
-        recorder.note(Ticked(), float(number), [])
+        recorder.add(Ticked(), float(number), [])
         recorder.write()
     recorder.close()
     assert [record.message for record in caplog.records] == [
@@ -166,7 +166,7 @@ def test_a_full_disk_ends_a_recording_with_one_line(caplog: pytest.LogCaptureFix
     assert len(disk.written) > 80
 
 
-def test_lives_of_a_room_have_files_of_their_own_in_order(tmp_path: Path) -> None:
+def test_restarts_of_a_component_have_files_of_their_own_in_order(tmp_path: Path) -> None:
     for _ in range(11):
         ticking(tmp_path, num_ticks=1)
     assert [path.name for path in recordings_in(tmp_path)] == [f"router.{life}.recording" for life in range(11)]
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"recording\.folder .*file/x cannot be written: Not a directory"):
         open_recorder(RecordingConfig(folder=str(tmp_path / "file" / "x")), "router", MAKE)
-    with pytest.raises(RecordingError, match="holds no recording of a room"):
+    with pytest.raises(RecordingError, match="holds no recording of a component"):
         recordings_in(tmp_path)
     with pytest.raises(RecordingError, match="cannot be read: No such file"):
         recordings_in(tmp_path / "missing")

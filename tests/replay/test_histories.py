@@ -1,4 +1,4 @@
-"""What was decided is decided again, whatever happened; another decision is found."""
+"""Recorded decisions are made again, whatever happened; a different one is found."""
 
 from pathlib import Path
 from typing import Any
@@ -8,30 +8,30 @@ import pytest
 from alignedserve.config.sections import RecordingConfig, Topology
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.recording import RecordReader
-from alignedserve.replay.components import ComponentReplay, recordings_in
+from alignedserve.replay.component_replay import ComponentReplay, recordings_in
 from decode_worker.logic import DecodeLogic
 from tests.harnesses.simulation import colocated, disaggregated, mixed_workload
 from tests.replay.recorded import PROMPT_TOKEN, random_run, recorded_simulation, replays
 from tests.support.in_process import running, small_config
 
 
-def differing(rooms: list[ComponentReplay]) -> list[str]:
-    return [room.path.name for room in rooms if room.difference is not None]
+def differing(replayed: list[ComponentReplay]) -> list[str]:
+    return [one.path.name for one in replayed if one.difference is not None]
 
 
 @pytest.mark.parametrize(("seed", "tokens"), [(0, False), (1, False), (2, True), (3, False)])
 def test_random_histories_replay(tmp_path: Path, seed: int, tokens: bool) -> None:
     """With workers and pools that die, clients that leave, and tokens that end answers; redacted or not."""
     random_run(RecordingConfig(folder=str(tmp_path), tokens=tokens), seed)
-    rooms = replays(tmp_path)
-    assert {room.name for room in rooms} == {"router", "pool-0", "prefill-0", "prefill-1", "decode-0", "decode-1"}
-    assert differing(rooms) == []
-    assert {room.ending for room in rooms} == {"closed"}
-    assert sum(room.num_equal for room in rooms) > 1000
+    replayed = replays(tmp_path)
+    assert {one.name for one in replayed} == {"router", "pool-0", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert differing(replayed) == []
+    assert {one.ending for one in replayed} == {"closed"}
+    assert sum(one.num_equal for one in replayed) > 1000
 
 
 @pytest.mark.parametrize("topology", Topology)
-async def test_rooms_that_serve_replay(tmp_path: Path, topology: Topology) -> None:
+async def test_components_that_serve_replay(tmp_path: Path, topology: Topology) -> None:
     """Real sockets, real iterations."""
     recording = RecordingConfig(folder=str(tmp_path / "run"))
     config = small_config(tmp_path / "model", topology=topology, recording=recording)
@@ -39,25 +39,25 @@ async def test_rooms_that_serve_replay(tmp_path: Path, topology: Topology) -> No
         for number in range(4):
             sampling = SamplingParams(max_tokens=5 + number, num_logprobs=1, num_prompt_logprobs=1)
             await cluster.gateway.generate(list(range(10, 30 + number)), sampling)
-    rooms = replays(tmp_path / "run")
-    assert len(rooms) == (2 if topology is Topology.COLOCATED else 4)
-    assert differing(rooms) == []
+    replayed = replays(tmp_path / "run")
+    assert len(replayed) == (2 if topology is Topology.COLOCATED else 4)
+    assert differing(replayed) == []
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sarathi", "aligned_slo"])
 def test_simulated_colocated_workers_replay(tmp_path: Path, policy: str) -> None:
     config = colocated(policy=policy, worker_blocks=60, learns_costs=True)
     recorded_simulation(tmp_path, config, mixed_workload(40, 8.0))
-    rooms = replays(tmp_path)
-    assert [room.name for room in rooms] == ["decode-0", "router"]
-    assert differing(rooms) == []
+    replayed = replays(tmp_path)
+    assert [one.name for one in replayed] == ["decode-0", "router"]
+    assert differing(replayed) == []
 
 
-def test_a_simulated_fleet_replays(tmp_path: Path) -> None:
+def test_a_simulated_cluster_replays(tmp_path: Path) -> None:
     recorded_simulation(tmp_path, disaggregated(2, 2), mixed_workload(60, 10.0))
-    rooms = replays(tmp_path)
-    assert {room.name for room in rooms} == {"router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
-    assert differing(rooms) == []
+    replayed = replays(tmp_path)
+    assert {one.name for one in replayed} == {"router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert differing(replayed) == []
 
 
 def test_no_token_is_in_a_redacted_recording(tmp_path: Path) -> None:
@@ -90,9 +90,9 @@ def test_a_changed_decision_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return commands[1:] if commands and next(numbers, None) == 1 else commands
 
     monkeypatch.setattr(DecodeLogic, "on_event", changed)
-    rooms = replays(tmp_path)
-    assert differing(rooms) == ["decode-0.0.recording"]
-    difference = next(room.difference for room in rooms if room.difference is not None)
+    replayed = replays(tmp_path)
+    assert differing(replayed) == ["decode-0.0.recording"]
+    difference = next(one.difference for one in replayed if one.difference is not None)
     assert difference.number >= 29
     assert difference.expected[1:] == difference.got
 
@@ -107,10 +107,10 @@ def test_a_changed_event_is_found(tmp_path: Path) -> None:
     start, end = frames[submitted][0], frames[submitted + 1][0]
     content = path.read_bytes()
     path.write_bytes(content[:start] + content[end:])
-    room = ComponentReplay(path)
-    assert list(room.decided())
-    assert room.difference is not None
-    assert room.difference.number >= submitted
+    one = ComponentReplay(path)
+    assert list(one.decided())
+    assert one.difference is not None
+    assert one.difference.number >= submitted
 
 
 def test_a_logic_that_breaks_now_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

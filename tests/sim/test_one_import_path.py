@@ -1,4 +1,4 @@
-"""What decides in the simulator is what decides live: every logic is made in one place, which both import."""
+"""The simulator runs the live logics: each is built in one place, which both import."""
 
 import ast
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.harnesses.simulation import colocated, disaggregated, workload_of
 
 ROOT = Path(simulation.__file__).parents[2]
 LOGICS = ("RouterLogic", "PoolLogic", "PrefillLogic", "DecodeLogic", "ColocatedLogic")
-ROOMS = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker")
+COMPONENTS = ("alignedserve", "router", "kvpool", "prefill_worker", "decode_worker")
 
 
 def _calls(path: Path) -> list[str]:
@@ -35,7 +35,7 @@ def _calls(path: Path) -> list[str]:
 
 CALLS = {
     path.relative_to(ROOT).as_posix(): _calls(path)
-    for component in ROOMS
+    for component in COMPONENTS
     for path in (ROOT / component).rglob("*.py")
     if "microbench" not in path.parts
 }
@@ -61,7 +61,7 @@ def test_both_use_that_file() -> None:
     assert assemblies == [router.factory, kvpool.factory, prefill_worker.factory, decode_worker.factory]
 
 
-def test_the_simulated_rooms_hold_them() -> None:
+def test_the_simulated_components_hold_them() -> None:
     separate = Simulation(disaggregated(), workload_of()).logics()
     assert [type(logic) for logic in separate.values()] == [RouterLogic, PoolLogic, PrefillLogic, DecodeLogic]
     together = Simulation(colocated(), workload_of()).logics()

@@ -45,10 +45,10 @@ def tight_run(name: str) -> SimulationResult:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_request_ends_once_and_leaves_nothing_behind(name: str) -> None:
     result = tight_run(name)
-    everybody = result.classes["all"]
-    assert everybody.num_by_ending == {"completed": 60, "rejected": 0, "failed": 0, "unfinished": 0}
-    assert everybody.tbt_s is not None
-    assert everybody.tbt_s.distribution.count == sum(one.output_len - 1 for one in TIGHT.requests)
+    overall = result.classes["all"]
+    assert overall.num_by_ending == {"completed": 60, "rejected": 0, "failed": 0, "unfinished": 0}
+    assert overall.tbt_s is not None
+    assert overall.tbt_s.distribution.count == sum(one.output_len - 1 for one in TIGHT.requests)
     assert (result.num_pool_blocks_used, result.num_worker_blocks_used) == (0, 0)
     assert {name: one.num_sent for name, one in result.classes.items()} == {"all": 60, "chat": 30, "documents": 30}
 
@@ -83,14 +83,14 @@ def test_a_busy_cluster_is_still_below_its_limit(config: SimConfig) -> None:
 def test_figures_are_what_they_were(name: str, expected: tuple[float, ...]) -> None:
     """A change of any decision shows here: when it is meant, the figures are pinned anew."""
     result = run(CONFIGS[name], mixed_workload(200, 6.0))
-    everybody = result.classes["all"]
-    assert everybody.ttft_s is not None
-    assert everybody.tbt_s is not None
+    overall = result.classes["all"]
+    assert overall.ttft_s is not None
+    assert overall.tbt_s is not None
     measured = (
         result.duration_s,
-        everybody.attainment,
-        everybody.ttft_s.distribution.p90,
-        everybody.tbt_s.distribution.p99,
+        overall.attainment,
+        overall.ttft_s.distribution.p90,
+        overall.tbt_s.distribution.p99,
         result.num_decisions,
     )
     assert measured == pytest.approx(expected, abs=5e-4)

@@ -18,7 +18,7 @@ _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """How one completion goes."""
+    """The course of one completion."""
 
     pieces: tuple[str, ...] = ("Hello", " there", ".")  # one chunk each
     first_delay_s: float = 0.0

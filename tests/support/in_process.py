@@ -1,4 +1,4 @@
-"""All rooms of a cluster on one event loop, over real sockets, with a small model of random weights."""
+"""All components of a cluster on one event loop, over real sockets, with a small model of random weights."""
 
 import contextlib
 import itertools
@@ -105,14 +105,14 @@ class RoomCluster:
     def __init__(self, config: ClusterConfig, folder: Path) -> None:
         self.config = config
         self.served: ServedModel = resolve_model(config.model)
-        self.book = AddressBook(folder)
+        self.addresses = AddressBook(folder)
         self.folder = folder
         self.cluster_id = f"test-{os.getpid()}-{next(_CLUSTERS)}"
         self.arena_path = folder / "test.arena"
         self.gateway = ClientGateway(
-            self.book.of("gateway-0"), self.book.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
+            self.addresses.of("gateway-0"), self.addresses.of(ROUTER), self._identity(Role.GATEWAY, "gateway-0")
         )
-        self.rooms: dict[str, Router | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
+        self.components: dict[str, Router | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
         self.engines: dict[str, CountingEngine] = {}
 
     async def start(self) -> None:
@@ -132,8 +132,8 @@ class RoomCluster:
             served=self.served,
             process_spec=self._process_spec(Role.ROUTER, ROUTER),
         )
-        await router.start(listen_at=self.book.of(ROUTER))
-        self.rooms[ROUTER] = router
+        await router.start(listen_at=self.addresses.of(ROUTER))
+        self.components[ROUTER] = router
 
     async def start_pool(self) -> None:
         pool = KvPool(
@@ -143,65 +143,69 @@ class RoomCluster:
             arena_path=self.arena_path,
             process_spec=self._process_spec(Role.KV_POOL, "pool-0"),
         )
-        await pool.start(listen_at=self.book.of("pool-0"), router_at=self.book.of(ROUTER))
-        self.rooms["pool-0"] = pool
+        await pool.start(listen_at=self.addresses.of("pool-0"), router_at=self.addresses.of(ROUTER))
+        self.components["pool-0"] = pool
 
     async def start_prefill(self, name: str) -> None:
         section = self.config.prefill
-        engine = self._engine(section.kv_cache_bytes, section.max_running_requests)
+        executor = self._engine(section.kv_cache_bytes, section.max_running_requests)
         layout = self.served.block_layout(self.config.engine.block_size)
         num_blocks = section.candidate_buffer_bytes // layout.block_bytes // self.config.decode.count
         process_spec = self._process_spec(Role.PREFILL_WORKER, name)
-        self.engines[name] = engine
+        self.engines[name] = executor
         make = partial(
             prefill_factory.make_logic,
-            registered=self._registered(engine, section.max_running_requests, can_prefill=True, can_decode=False),
+            registered=self._registered(executor, section.max_running_requests, can_prefill=True, can_decode=False),
             config=section,
             scheduling=self.config.scheduling,
-            eos_token_ids=engine.eos_token_ids,
-            measured=engine.measure_iterations(0.02),
+            eos_token_ids=executor.eos_token_ids,
+            measured=executor.measure_iterations(0.02),
         )
         worker = PrefillWorker(
             make=make,
-            engine=engine,
+            executor=executor,
             memory=CandidateMemory(layout, BufferSizes(num_blocks, self.config.engine.kv_transport), process_spec),
             pool_name="pool-0",
             process_spec=process_spec,
         )
-        await worker.start(listen_at=self.book.of(name), router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"))
-        self.rooms[name] = worker
+        await worker.start(
+            listen_at=self.addresses.of(name), router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0")
+        )
+        self.components[name] = worker
 
     async def start_decode(self, name: str) -> None:
         section = self.config.decode
         if self.config.topology is Topology.COLOCATED:
             await self._start_colocated(name)
             return
-        engine = self._engine(section.kv_cache_bytes, section.max_running_requests)
-        self.engines[name] = engine
+        executor = self._engine(section.kv_cache_bytes, section.max_running_requests)
+        self.engines[name] = executor
         make = partial(
             decode_factory.make_logic,
-            registered=self._registered(engine, section.max_running_requests, can_prefill=False, can_decode=True),
+            registered=self._registered(executor, section.max_running_requests, can_prefill=False, can_decode=True),
             config=section,
             batching=self.config.batching,
             scheduling=self.config.scheduling,
-            eos_token_ids=engine.eos_token_ids,
-            measured=engine.measure_iterations(0.02),
+            eos_token_ids=executor.eos_token_ids,
+            measured=executor.measure_iterations(0.02),
         )
         worker = DecodeWorker(
             make=make,
-            engine=engine,
+            executor=executor,
             pool_name="pool-0",
             process_spec=self._process_spec(Role.DECODE_WORKER, name),
             transport=self.config.engine.kv_transport,
         )
-        prefillers = [self.book.of(f"prefill-{index}") for index in range(self.config.prefill.count)]
-        await worker.start(router_at=self.book.of(ROUTER), pool_at=self.book.of("pool-0"), prefillers_at=prefillers)
-        self.rooms[name] = worker
+        prefillers = [self.addresses.of(f"prefill-{index}") for index in range(self.config.prefill.count)]
+        await worker.start(
+            router_at=self.addresses.of(ROUTER), pool_at=self.addresses.of("pool-0"), prefillers_at=prefillers
+        )
+        self.components[name] = worker
 
     async def _start_colocated(self, name: str) -> None:
         section = self.config.decode
         block_tokens = hidden_block_tokens(self.served, self.config.scheduling, self.config.engine.block_size)
-        self.engines[name] = engine = self._engine(
+        self.engines[name] = executor = self._engine(
             section.kv_cache_bytes,
             max_held(section),
             has_int8_swaps=section.has_int8_swaps,
@@ -209,23 +213,27 @@ class RoomCluster:
         )
         make = partial(
             decode_factory.make_colocated_logic,
-            registered=self._registered(engine, max_held(section), can_prefill=True, can_decode=True),
-            memory=memory_of(section, engine.layout, num_blocks=engine.num_blocks, hidden_block_tokens=block_tokens),
+            registered=self._registered(executor, max_held(section), can_prefill=True, can_decode=True),
+            memory=memory_of(
+                section, executor.layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens
+            ),
             config=section,
             scheduling=self.config.scheduling,
-            eos_token_ids=engine.eos_token_ids,
-            measured=engine.measure_iterations(0.02),
+            eos_token_ids=executor.eos_token_ids,
+            measured=executor.measure_iterations(0.02),
         )
-        worker = ColocatedWorker(make=make, engine=engine, process_spec=self._process_spec(Role.DECODE_WORKER, name))
-        await worker.start(router_at=self.book.of(ROUTER))
-        self.rooms[name] = worker
+        worker = ColocatedWorker(
+            make=make, executor=executor, process_spec=self._process_spec(Role.DECODE_WORKER, name)
+        )
+        await worker.start(router_at=self.addresses.of(ROUTER))
+        self.components[name] = worker
 
     def iteration_log_path(self, name: str) -> Path:
         return self.arena_path.with_name(f"{name}.iterations.jsonl")
 
     def num_buffer_blocks_used(self) -> int:
-        """Of all decode workers, in all prefill workers' memory."""
-        logics = [one._driver._logic for one in self.rooms.values() if isinstance(one, DecodeWorker)]
+        """Count the blocks of all decode workers in all prefill workers' memory."""
+        logics = [one._driver._logic for one in self.components.values() if isinstance(one, DecodeWorker)]
         return sum(logic._candidates.space.num_used for logic in logics if isinstance(logic, DecodeLogic))
 
     def files_in_memory(self) -> list[Path]:
@@ -233,11 +241,11 @@ class RoomCluster:
         return list(arena_folder().glob(f"*{self.cluster_id}*"))
 
     async def stop(self, name: str) -> None:
-        await self.rooms.pop(name).close()
+        await self.components.pop(name).close()
 
     async def close(self) -> None:
         await self.gateway.close()
-        for name in list(self.rooms):
+        for name in list(self.components):
             await self.stop(name)
 
     def reference(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -264,21 +272,21 @@ class RoomCluster:
         return CountingEngine(self.served, sizes)
 
     def _registered(
-        self, engine: ModelExecutor, max_running_requests: int, *, can_prefill: bool, can_decode: bool
+        self, executor: ModelExecutor, max_running_requests: int, *, can_prefill: bool, can_decode: bool
     ) -> WorkerRegistered:
         return WorkerRegistered(
-            num_blocks=engine.num_blocks,
+            num_blocks=executor.num_blocks,
             block_size=self.config.engine.block_size,
             max_running_requests=max_running_requests,
             pool_name="pool-0",
             can_prefill=can_prefill,
             can_decode=can_decode,
-            layout_digest=engine.layout.digest().hex(),
+            layout_digest=executor.layout.digest().hex(),
         )
 
     def _process_spec(self, role: Role, name: str) -> ProcessSpec:
         timeout_s, recording = self.config.links.peer_timeout_s, self.config.recording
-        return ProcessSpec(role, name, self.cluster_id, b"t" * 32, timeout_s, self.book, self.folder, recording)
+        return ProcessSpec(role, name, self.cluster_id, b"t" * 32, timeout_s, self.addresses, self.folder, recording)
 
     def _identity(self, role: Role, name: str) -> Identity:
         return Identity(role, name, b"t" * 32, self.config.links.peer_timeout_s)

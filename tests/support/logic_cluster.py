@@ -134,7 +134,9 @@ class Shape:
     scheduling: str = "fcfs"  # policy of colocated workers
     settings: tuple[tuple[str, str], ...] = ()  # of that policy
     host_tokens: int = 0
-    scheduled_by: SchedulingConfig = field(default_factory=lambda: SchedulingConfig(policy="aligned"))  # disaggregated
+    disaggregated_scheduling: SchedulingConfig = field(
+        default_factory=lambda: SchedulingConfig(policy="aligned")
+    )  # disaggregated
     refuse: float = 0.0
 
     @property
@@ -144,12 +146,12 @@ class Shape:
 
     @property
     def batching(self) -> BatchingConfig:
-        """Of router, pool and decode workers."""
+        """Return the batching section of router, pool and decode workers."""
         return BatchingConfig(policy=self.policy, min_requests=self.min_requests, starvation_s=0.3)
 
     @property
     def decode(self) -> DecodeWorkerConfig:
-        """Of decode and colocated workers; the latter hold four times as many requests as are in an iteration."""
+        """Return the limits of decode and colocated workers; the latter hold four times as many as an iteration."""
         return DecodeWorkerConfig(
             max_running_requests=self.max_running_requests,
             max_num_batched_tokens=12,
@@ -208,7 +210,7 @@ class LogicCluster:
                 self._link(name, other)
 
     def _do_meet(self, name: str, other: str) -> bool:
-        """Whether these two have a link, beside those to the router."""
+        """Return True if these two have a link, beside those to the router."""
         kinds = {name.split("-")[0], other.split("-")[0]}
         return kinds in ({"pool", "prefill"}, {"pool", "decode"}, {"prefill", "decode"})
 
@@ -298,7 +300,7 @@ class LogicCluster:
         return prefill_factory.make_logic(
             registered=self._registered(self.shape.max_running_requests, can_prefill=True, can_decode=False),
             config=config,
-            scheduling=self.shape.scheduled_by,
+            scheduling=self.shape.disaggregated_scheduling,
             eos_token_ids=frozenset({EOS}),
             costs=EasyCosts(),
         )
@@ -309,7 +311,7 @@ class LogicCluster:
             registered=self._registered(config.max_running_requests, can_prefill=False, can_decode=True),
             config=config,
             batching=self.shape.batching,
-            scheduling=self.shape.scheduled_by,
+            scheduling=self.shape.disaggregated_scheduling,
             eos_token_ids=frozenset({EOS}),
             costs=EasyCosts(),
         )
@@ -388,11 +390,11 @@ class LogicCluster:
                 engine.arenas[peer] = self.offered[offered.path]
             case UnmapArena(peer) | CloseBuffer(peer):
                 engine.arenas.pop(peer, None)
-            case OpenBuffer(peer, life):
+            case OpenBuffer(peer, link_epoch):
                 engine.arenas[peer] = arena = FakeArena(is_buffer=True)
                 num_blocks = self.shape.buffer_blocks
                 made = self._offer(arena, num_blocks) if num_blocks else None
-                self.pending.append((name, lambda: BufferOpened(peer, life, made)))
+                self.pending.append((name, lambda: BufferOpened(peer, link_epoch, made)))
             case SetBlockGeneration(block_ids, generation):
                 self.pool_arena.stamps.update(dict.fromkeys(block_ids, generation))
             case _:

@@ -104,7 +104,7 @@ def request(name: str = "r1", prompt_len: int = 4, max_tokens: int = 8, **change
 
 
 def epoch(number: int, step: int = 0) -> int:
-    """The attempt number of a request's n-th life, so many steps along."""
+    """The attempt number of a request's n-th epoch, so many steps along."""
     return number * STEPS_PER_EPOCH + step
 
 

@@ -43,9 +43,7 @@ def tiny_decoder(
 def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE, *, has_scratch: bool = False) -> BlockStorage:
     layout = decoder.config.block_layout(block_size, decoder.dtype_name)
     storage = BlockStorage(layout, NUM_BLOCKS, decoder.device, has_scratch=has_scratch)
-    for layer in range(decoder.config.num_layers):
-        storage.layer_keys(layer).fill_(float("nan"))
-        storage.layer_values(layer).fill_(float("nan"))
+    storage.blocks.fill_(float("nan"))
     return storage
 
 
@@ -93,11 +91,11 @@ class TinyEngine:
         sampling: SamplingParams = GREEDY,
         *,
         prompt_len: int | None = None,
-        room: int = 60,
+        spare_tokens: int = 60,
         block_tokens: int | None = None,
     ) -> None:
         """`block_tokens`: layer inputs that a block of the sequence holds; None: keys and values."""
-        count = blocks_for(len(tokens) + room, block_tokens or BLOCK_SIZE)
+        count = blocks_for(len(tokens) + spare_tokens, block_tokens or BLOCK_SIZE)
         blocks = self.blocks[name] = tuple(self.free_blocks.pop() for _ in range(count))
         own_len, is_hidden = prompt_len or len(tokens), block_tokens is not None
         self.engine.add_sequence(NewSequence(RequestId(name), tuple(tokens), own_len, 0, blocks, sampling, is_hidden))
@@ -108,15 +106,9 @@ class TinyEngine:
     def tokens(self, name: str) -> list[int]:
         return list(self.engine.token_ids(RequestId(name)))
 
-    def num_known(self, name: str) -> int:
-        return int(self.engine._table.num_tokens[self.engine._table.row(RequestId(name))])
-
-    def num_computed(self, name: str) -> int:
-        return int(self.engine._table.num_computed[self.engine._table.row(RequestId(name))])
-
     def generate(self, name: str, num_tokens: int, *companions: str) -> list[SampledToken]:
         """Compute what is known, then decode; companions decode along. The tokens of `name`."""
-        known = self.num_known(name) - self.num_computed(name)
+        known = self.engine.num_tokens(RequestId(name)) - self.engine.num_computed(RequestId(name))
         outputs = [self.step(**{name: known}, **dict.fromkeys(companions, 1))]
         outputs += [self.step(**dict.fromkeys((*companions, name), 1)) for _ in range(num_tokens - 1)]
         return [token for output in outputs for token in output.sampled if token.request_id == name]
@@ -158,7 +150,7 @@ def random_tokens(seed: int, count: int, vocab_size: int = 199) -> list[int]:
 
 
 def reference_generation(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """What transformers generates greedily after the prompt."""
+    """Return the tokens that transformers generates greedily after the prompt."""
     generated = reference.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -6,7 +6,6 @@ out of a rewritten file, and its line runs again.
 """
 
 import asyncio
-import fcntl
 import os
 import threading
 from collections import Counter
@@ -27,7 +26,7 @@ from alignedserve.batches.log.log_format import (
 )
 from alignedserve.batches.log.log_reader import LogView, OffsetIndex, read_view
 from alignedserve.batches.records import BatchKey, ResultKind, parsed_batch_key
-from alignedserve.batches.stores.disk import disk_errors, sync_folder, write_all
+from alignedserve.batches.stores.disk import disk_errors, lock_file, sync_folder, write_all
 from alignedserve.core.errors import StorageDamaged, StorageError
 
 _SUFFIX = ".log"
@@ -146,12 +145,9 @@ def _close_opened(opening: "asyncio.Future[tuple[DiskLog, RecoveredLog]]") -> No
 
 
 def _locked(path: Path) -> int:
-    file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file_descriptor)
-        raise StorageError(f"another process writes {path.name}") from None
+    file_descriptor = lock_file(path)
+    if file_descriptor is None:
+        raise StorageError(f"another process writes {path.name}")
     return file_descriptor
 
 

@@ -16,7 +16,6 @@ from alignedserve.batches.records import BatchKey, Counts, ResultKind, Usage
 
 VERSION = 1
 _HEAD_LINE = -1
-MAX_RECORD_BYTES = 256 * 1024 * 1024
 
 
 class LineOutcome(enum.Enum):

@@ -1,7 +1,8 @@
-"""Disk access shared by blobs and logs: complete writes, and a full disk told apart from a broken one."""
+"""Disk access: locks, complete writes, and a full disk told apart from a broken one."""
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,20 @@ def disk_errors(subject: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise StorageFull(f"no room left on the disk for {subject}") from error
+            raise StorageFull(f"no space left on the disk for {subject}") from error
         raise StorageError(f"{subject} cannot be written or read: {error.strerror or error}") from error
+
+
+def lock_file(path: Path) -> int | None:
+    """Open and lock a file, created if missing; None: another process holds the lock. Closing the file frees the lock,
+    and so does the end of the process, however it ends. Raises OSError."""
+    file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file_descriptor)
+        return None
+    return file_descriptor
 
 
 def write_all(file_descriptor: int, content: bytes) -> None:

@@ -8,58 +8,24 @@ from typing import Annotated
 
 import typer
 
+from alignedserve.cli.batch.options import BatchIdArgument, SubmitOptions
 from alignedserve.cli.console import DEFAULT_URL
-from alignedserve.cli.options import JsonFlag, UrlOption
+from alignedserve.cli.options import JsonFlag, UrlOption, takes_options
 
 batch_app = typer.Typer(
     help="Files of best-effort requests: submit, watch, results. Works with any gateway.", no_args_is_help=True
 )
 
-BatchIdArgument = Annotated[str, typer.Argument(metavar="ID", help="The batch's id.", show_default=False)]
-
 
 @batch_app.command("submit")
-def submit(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="One JSON object per line.", exists=True, dir_okay=False, readable=True),
-    ],
-    url: UrlOption = DEFAULT_URL,
-    window: Annotated[str, typer.Option(help="How long it may take: 90s, 45m, 2h, 7d.")] = "24h",
-    endpoint: Annotated[
-        str | None, typer.Option(help="chat or completions.", show_default="where the first line goes")
-    ] = None,
-    metadata: Annotated[
-        list[str] | None, typer.Option("--metadata", metavar="NAME=VALUE", help="Kept with the batch (repeatable).")
-    ] = None,
-    idempotency_key: Annotated[
-        str | None,
-        typer.Option("--idempotency-key", metavar="KEY", help="The same key and file never make two batches."),
-    ] = None,
-    is_watched: Annotated[bool, typer.Option("--watch", help="Stay until it is over.")] = False,
-    is_checked: Annotated[
-        bool, typer.Option("--check/--no-check", help="Look for mistakes in the file before sending it.")
-    ] = True,
-    json_output: JsonFlag = False,
-) -> None:
+@takes_options
+def submit(options: SubmitOptions) -> None:
     """Check a file, send it and create a batch from it; prints the batch's id.
 
     Exit code 1 when the file has mistakes (nothing is sent then) or, with --watch, the batch does not complete.
     """
-    from alignedserve.cli.batch.commands import SubmitOptions
     from alignedserve.cli.batch.commands import submit as run
 
-    options = SubmitOptions(
-        url=url,
-        path=path,
-        window=window,
-        endpoint=endpoint,
-        metadata=tuple(metadata or ()),
-        idempotency_key=idempotency_key,
-        is_checked=is_checked,
-        is_watched=is_watched,
-        json_output=json_output,
-    )
     raise typer.Exit(run(options))
 
 
@@ -87,7 +53,7 @@ def show_results(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", metavar="FILE", help="Write here; goes on where an earlier run stopped.", dir_okay=False
+            "--output", metavar="FILE", help="Write here; resumes where an earlier run stopped.", dir_okay=False
         ),
     ] = None,
 ) -> None:

@@ -145,8 +145,8 @@ class BatchClient:
         """Upload a file for batches in chunks; call `on_bytes` with the bytes sent so far."""
 
         async def attempt() -> dict[str, Any]:
-            form = upload_form(path, on_bytes)
-            async with self._open.post(f"{self.url}/v1/files", data=form.chunks(), headers=form.headers) as response:
+            headers, body = upload_form(path, on_bytes)
+            async with self._open.post(f"{self.url}/v1/files", data=body, headers=headers) as response:
                 return await self._answer(response)
 
         return await self._with_retries(attempt, is_retried=True)

@@ -7,7 +7,6 @@ import asyncio
 import sys
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from alignedserve.batches.records import Endpoint
 from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, RequestRefused
 from alignedserve.cli.batch.formatting import batches_table, outlook, problem_text, summary
 from alignedserve.cli.batch.input_check import Checked, FileLimits, check_file, endpoint_of_first_line
+from alignedserve.cli.batch.options import SubmitOptions
 from alignedserve.cli.batch.session import checked_id, exit_code_of, print_json, run_with_client
-from alignedserve.cli.batch.watch import ByteBar, make_view, watch_until_over
+from alignedserve.cli.batch.watch import byte_bar, watch_until_over
 from alignedserve.cli.console import FAILURE, print_error, results
 from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.gateway.files.schemas import CreateBatchRequest, window_s
@@ -29,21 +29,6 @@ _SHORT_NAMES = {"chat": Endpoint.CHAT, "completions": Endpoint.COMPLETION}
 _MAX_SHOWN_PROBLEMS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitOptions:
-    """Options of `alignedserve batch submit`."""
-
-    url: str
-    path: Path
-    window: str
-    endpoint: str | None
-    metadata: tuple[str, ...]
-    idempotency_key: str | None
-    is_checked: bool
-    is_watched: bool
-    json_output: bool
-
-
 def submit(options: SubmitOptions) -> int:
     """Check and upload a file and create a batch from it; watch it if asked to."""
     body, num_bytes = _body(options), options.path.stat().st_size
@@ -51,8 +36,8 @@ def submit(options: SubmitOptions) -> int:
     async def act(client: BatchClient, console: Console) -> int:
         if options.is_checked and not await _is_valid(client, options.path, Endpoint(body["endpoint"]), console):
             return FAILURE
-        with ByteBar(console, "sending", num_bytes) as bar:
-            file = await client.upload(options.path, bar.update)
+        with byte_bar(console, "sending", num_bytes) as update:
+            file = await client.upload(options.path, update)
         batch = await client.create(
             body | {"input_file_id": file["id"]}, options.idempotency_key or f"cli-{uuid.uuid4().hex}"
         )
@@ -166,8 +151,8 @@ async def _is_valid(client: BatchClient, path: Path, endpoint: Endpoint, console
 
 
 def _checked(path: Path, endpoint: Endpoint, models: tuple[str, ...], limits: FileLimits, console: Console) -> Checked:
-    with ByteBar(console, "checking", path.stat().st_size) as bar:
-        return check_file(path, endpoint, models, bar.update, limits=limits)
+    with byte_bar(console, "checking", path.stat().st_size) as update:
+        return check_file(path, endpoint, models, update, limits=limits)
 
 
 async def _delete_second_copy(client: BatchClient, batch: dict[str, Any], file_id: str, console: Console) -> None:
@@ -192,8 +177,7 @@ def _print_created(batch: dict[str, Any], console: Console, json_output: bool) -
 
 
 async def _watch(client: BatchClient, batch_id: str, console: Console, json_output: bool) -> int:
-    with make_view(console) as view:
-        batch = await watch_until_over(client, batch_id, view)
+    batch = await watch_until_over(client, batch_id, console)
     _print_batch(batch, json_output)
     return exit_code_of(batch)
 

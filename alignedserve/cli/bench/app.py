@@ -27,7 +27,7 @@ def bench_serve(options: LoadOptions) -> None:
 
     rate opens the loop (requests per second, cv 1 is Poisson), outstanding closes it (requests in the air).
     Lengths in tokens: a number, uniform(low,high), exponential(mean), choice(a,b,...), lognormal(median,p95),
-    skewed(mean,deviation), mix(weight: law, ...); or a name such as sharegpt in place of prompt and output.
+    skewed(mean,deviation), mix(weight: distribution, ...); or a name such as sharegpt in place of prompt and output.
     docs/workloads.md lists all names and settings.
     Objectives in seconds: ttft, tpot, deadline.
     """

@@ -17,7 +17,7 @@ _STORED_SIZES = (100, 10_000, 100_000)
 
 
 def bench_predictor(options: PredictorOptions) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     spec = PredictorBenchmarkSpec(texts=options.texts, stored_sizes=options.stored or _STORED_SIZES, seed=options.seed)
     with progress() as bar:
         task = bar.add_task("predictor", total=spec.num_steps, status="")

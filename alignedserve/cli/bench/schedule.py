@@ -15,7 +15,7 @@ from kvpool.policies.batch_former import BatchLimits
 
 
 def bench_schedule(options: ScheduleOptions) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     spec = ScheduleBenchmarkSpec(
         pool_sizes=parse_pool_sizes(options.pool_sizes),
         lengths=options.lengths,

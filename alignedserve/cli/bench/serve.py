@@ -10,9 +10,9 @@ from alignedserve.cli.console import FAILURE, notes, progress, results, write_js
 from alignedserve.config.environment import client_api_key, data_dir
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
-from alignedserve.loadgen.client import Endpoint, OpenAiClient, Outcome
-from alignedserve.loadgen.load_generator import LoadGenerator, Run, Sent
-from alignedserve.loadgen.load_plan import Plan, PlannedRequest, TrafficClass, plan_synthetic, plan_trace
+from alignedserve.loadgen.client import CompletionApi, CompletionOutcome, OpenAiClient
+from alignedserve.loadgen.load_generator import LoadGenerator, LoadRun, SentRequest
+from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass, plan_synthetic, plan_trace
 from alignedserve.loadgen.prompts import CallMaker, load_tokenizer, to_json
 from alignedserve.loadgen.report import print_load_report
 from alignedserve.loadgen.summary import summarise
@@ -22,7 +22,7 @@ from alignedserve.workload.traces import mean_rate, read_trace, sped_up, window
 
 
 def bench_serve(options: LoadOptions) -> int:
-    """Run the command; returns its exit code (1 when no request completed)."""
+    """Run the command and return its exit code (1 when no request completed)."""
     plan = make_plan(options)
     run, model = asyncio.run(_run(options, plan))
     report = summarise(run, plan.classes, num_clamped=(plan.num_clamped_prompts, plan.num_clamped_outputs))
@@ -35,8 +35,8 @@ def bench_serve(options: LoadOptions) -> int:
     return 0 if report.total.num_completed else FAILURE
 
 
-def make_plan(options: LoadOptions) -> Plan:
-    """What to send, from the trace or the specification. Raises ConfigError."""
+def make_plan(options: LoadOptions) -> LoadPlan:
+    """Plan what to send, from the trace or the specification. Raises ConfigError."""
     slo = Slo(options.slo_ttft_s, options.slo_tpot_s)
     if options.trace is None:
         assert options.synthetic is not None, "checked by the options themselves"
@@ -63,19 +63,19 @@ def _limits(options: LoadOptions) -> LengthLimits:
 
 
 def _with_default_slo(traffic: TrafficClass, slo: Slo) -> TrafficClass:
-    """The objectives of the command line, where the class has none of its own."""
+    """Return the objectives of the command line, where the class has none of its own."""
     ttft_s = slo.ttft_s if traffic.slo.ttft_s is None else traffic.slo.ttft_s
     tpot_s = slo.tpot_s if traffic.slo.tpot_s is None else traffic.slo.tpot_s
     return replace(traffic, slo=Slo(ttft_s, tpot_s, traffic.slo.deadline_s))
 
 
-async def _run(options: LoadOptions, plan: Plan) -> tuple[Run, str]:
+async def _run(options: LoadOptions, plan: LoadPlan) -> tuple[LoadRun, str]:
     client = OpenAiClient(url=options.url, api_key=client_api_key(), timeout_s=options.timeout_s)
     async with client:
         model = options.model or await client.model_name()
         maker = CallMaker(
             model=model,
-            endpoint=Endpoint(options.endpoint),
+            endpoint=CompletionApi(options.endpoint),
             seed=options.seed,
             limits_output=options.output_len == "exact",
             ignore_eos=options.ignore_eos,
@@ -86,7 +86,7 @@ async def _run(options: LoadOptions, plan: Plan) -> tuple[Run, str]:
     return run, model
 
 
-def _prepare_prompts(options: LoadOptions, plan: Plan, maker: CallMaker, bar: Progress) -> None:
+def _prepare_prompts(options: LoadOptions, plan: LoadPlan, maker: CallMaker, bar: Progress) -> None:
     if options.tokenizer is None:
         return
     count_tokens = load_tokenizer(options.tokenizer)
@@ -100,18 +100,20 @@ def _prepare_prompts(options: LoadOptions, plan: Plan, maker: CallMaker, bar: Pr
         maker.prepare(request, count_tokens)
 
 
-async def _send_all(plan: Plan, maker: CallMaker, client: OpenAiClient, bar: Progress, *, cuts_off: bool) -> Run:
+async def _send_all(
+    plan: LoadPlan, maker: CallMaker, client: OpenAiClient, bar: Progress, *, cuts_off: bool
+) -> LoadRun:
     classes = {traffic.name: traffic for traffic in plan.classes}
     total = None if plan.closed_loops and plan.max_closed is None else plan.max_closed or len(plan.open_requests)
     task = bar.add_task("requests", total=total, status="")
     num_failed = 0
 
-    def on_done(sent: Sent) -> None:
+    def on_done(sent: SentRequest) -> None:
         nonlocal num_failed
         num_failed += sent.outcome.failure is not None
         bar.update(task, advance=1, status=f"{num_failed} failed" if num_failed else "")
 
-    async def send(request: PlannedRequest, outcome: Outcome) -> None:
+    async def send(request: LoadRequest, outcome: CompletionOutcome) -> None:
         await client.complete(maker.call(request, classes[request.class_name]), outcome)
 
     return await LoadGenerator(plan=plan, send=send, on_done=on_done, cuts_off=cuts_off).run()

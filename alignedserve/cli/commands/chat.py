@@ -16,7 +16,14 @@ from alignedserve.cli.commands.options import ChatOptions
 from alignedserve.cli.console import FAILURE, INTERRUPTED, notes, print_error, printable
 from alignedserve.config.environment import CLIENT_KEY_VARIABLE, client_api_key
 from alignedserve.core.errors import ConfigError
-from alignedserve.loadgen.client import Call, Endpoint, Failure, FailureKind, OpenAiClient, Outcome
+from alignedserve.loadgen.client import (
+    ClientFailure,
+    ClientFailureKind,
+    CompletionApi,
+    CompletionCall,
+    CompletionOutcome,
+    OpenAiClient,
+)
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401 - gives input() line editing and a history
@@ -37,15 +44,15 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def messages(self) -> list[dict[str, str]]:
-        """As the server wants them."""
+        """Return the messages in the order and form of a chat request."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
     def ask(self, text: str) -> None:
-        """The person's next message."""
+        """Add the user's next message."""
         self.turns.append({"role": "user", "content": text})
 
     def settle(self, answer: str) -> None:
-        """The answer, whole or not; without any text the question is taken back."""
+        """Add the answer, whole or not; without any text take the question back."""
         if answer:
             self.turns.append({"role": "assistant", "content": answer})
         else:
@@ -57,7 +64,7 @@ class Conversation:
 
 
 def chat(options: ChatOptions) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     model = options.model or asyncio.run(_served_model(options.url))
     session = ChatSession(options=options, model=model)
     if options.once is not None:
@@ -81,7 +88,7 @@ class ChatSession:
         self._conversation = Conversation(system=options.system)
 
     def answer_once(self, prompt: str) -> int:
-        """For scripts: one prompt, its answer on stdout. Ctrl-C ends it with code 130."""
+        """Answer one prompt on stdout, for scripts. Ctrl-C ends it with code 130."""
         if not prompt.strip():
             raise ConfigError("there is no prompt: neither --once nor anything on stdin")
         outcome, was_interrupted = self._answer(prompt.strip())
@@ -130,10 +137,10 @@ class ChatSession:
                 notes().print(f"There is no command {command}. /help lists them.", markup=False)
         return True
 
-    def _answer(self, prompt: str) -> tuple[Outcome, bool]:
+    def _answer(self, prompt: str) -> tuple[CompletionOutcome, bool]:
         """Stream the answer to stdout; also returns whether the person stopped it."""
         self._conversation.ask(prompt)
-        outcome, was_interrupted = Outcome(), False
+        outcome, was_interrupted = CompletionOutcome(), False
         try:
             # A loop per answer: asyncio turns Ctrl-C into the cancellation of just this answer.
             asyncio.run(self._stream(outcome))
@@ -146,7 +153,7 @@ class ChatSession:
             print_error(_explain(outcome.failure, self._options.url))
         return outcome, was_interrupted
 
-    async def _stream(self, outcome: Outcome) -> None:
+    async def _stream(self, outcome: CompletionOutcome) -> None:
         options = self._options
         body = {
             "model": self._model,
@@ -156,19 +163,19 @@ class ChatSession:
         if options.max_tokens is not None:
             body["max_tokens"] = options.max_tokens
         async with OpenAiClient(url=options.url, api_key=client_api_key()) as client:
-            await client.complete(Call(Endpoint.CHAT, body), outcome, _print_piece)
+            await client.complete(CompletionCall(CompletionApi.CHAT, body), outcome, _print_piece)
 
 
 def _print_piece(text: str) -> None:
     print(printable(text), end="", flush=True)
 
 
-def _explain(failure: Failure, url: str) -> str:
-    """One line for a person."""
-    if failure.kind is FailureKind.CONNECT:
+def _explain(failure: ClientFailure, url: str) -> str:
+    """Explain a failure in one line."""
+    if failure.kind is ClientFailureKind.CONNECT:
         return f"nothing answers at {url}. Start a server there with: alignedserve serve"
     if failure.status in (401, 403):
         return f"{failure.message} (set {CLIENT_KEY_VARIABLE} to a key that the server knows)"
-    if failure.kind is FailureKind.ERROR_EVENT:
+    if failure.kind is ClientFailureKind.ERROR_EVENT:
         return f"the answer broke off: {failure.message}"
     return f"{failure.label}: {failure.message}"

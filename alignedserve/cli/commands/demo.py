@@ -20,8 +20,8 @@ from alignedserve.evaluation.checked_trace import (
     HANDOFFS_VERIFIED,
     CheckedPlan,
     DemoReport,
-    Fate,
     WrongAnswer,
+    WrongAnswerCause,
     blocks_used,
     find_problems,
     parse_metrics,
@@ -29,16 +29,16 @@ from alignedserve.evaluation.checked_trace import (
 )
 from alignedserve.evaluation.fault_injector import Fault, FaultInjector, plan_faults
 from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
-from alignedserve.loadgen.client import OpenAiClient, Outcome
-from alignedserve.loadgen.load_generator import LoadGenerator, Run, Sent
-from alignedserve.loadgen.load_plan import PlannedRequest
+from alignedserve.loadgen.client import CompletionOutcome, OpenAiClient
+from alignedserve.loadgen.load_generator import LoadGenerator, LoadRun, SentRequest
+from alignedserve.loadgen.load_plan import LoadRequest
 from alignedserve.loadgen.prompts import CountTokens, to_json
 from alignedserve.loadgen.report import print_latencies, remarks
 from alignedserve.loadgen.summary import summarise
 from alignedserve.pocket.tasks import is_correct
 from alignedserve.workload.traces import shipped_trace
 
-# Requests per second that two cores hold with room to spare under the default configuration (TTFT median 0.2 s). The
+# Requests per second that two cores hold easily under the default configuration (TTFT median 0.2 s). The
 # trace itself has 6.26.
 DEFAULT_RATE = 2.0
 READY_TIMEOUT_S = 120.0
@@ -49,7 +49,10 @@ _SHOWN_WRONG = 5
 
 
 def demo(options: DemoOptions) -> int:
-    """Run the command; returns its exit code (1 when a request was lost, a block leaked or an answer was corrupted)."""
+    """Run the command and return its exit code.
+
+    It is 1 when a request was lost, a block leaked or an answer was corrupted.
+    """
     count_tokens = pocket_tokenizer()
     checked = plan_checked_trace(
         shipped_trace(),
@@ -71,7 +74,7 @@ def demo(options: DemoOptions) -> int:
 
 @contextlib.contextmanager
 def _server(options: DemoOptions) -> Iterator[str]:
-    """The address of the running server, or of a cluster that lives as long as the context."""
+    """Return the address of the running server, or of a cluster that lives as long as the context."""
     if options.url is not None:
         yield options.url
         return
@@ -137,17 +140,17 @@ class _Demo:
         )
         return replace(report, problems=find_problems(report))
 
-    async def _replay(self, bar: Progress) -> Run:
+    async def _replay(self, bar: Progress) -> LoadRun:
         tasks = self._checked.tasks
         # Counting tokens takes milliseconds for a long prompt, so not between arrivals.
         calls = [task_call(task, self._model, self._count_tokens) for task in tasks]
         task_id = bar.add_task("requests", total=len(tasks), status="")
         num_wrong = 0
 
-        async def send(request: PlannedRequest, outcome: Outcome) -> None:
+        async def send(request: LoadRequest, outcome: CompletionOutcome) -> None:
             await self._client.complete(calls[request.index], outcome)
 
-        def on_done(sent: Sent) -> None:
+        def on_done(sent: SentRequest) -> None:
             nonlocal num_wrong
             num_wrong += not self._is_correct(sent)
             bar.update(task_id, advance=1, status=f"{num_wrong} wrong or failed" if num_wrong else "")
@@ -161,18 +164,18 @@ class _Demo:
             await asyncio.gather(hurting, return_exceptions=True)
             self._faults = injector.done
 
-    def _is_correct(self, sent: Sent) -> bool:
+    def _is_correct(self, sent: SentRequest) -> bool:
         return sent.outcome.failure is None and is_correct(self._checked.tasks[sent.request.index], sent.outcome.text)
 
-    def _wrong(self, run: Run) -> list[Sent]:
+    def _wrong(self, run: LoadRun) -> list[SentRequest]:
         return [sent for sent in run.sent if sent.outcome.failure is None and not self._is_correct(sent)]
 
-    async def _ask_again(self, wrong: list[Sent], bar: Progress) -> list[WrongAnswer]:
-        """One at a time, on the idle system."""
+    async def _ask_again(self, wrong: list[SentRequest], bar: Progress) -> list[WrongAnswer]:
+        """Ask every wrong one again, one at a time, on the idle system."""
         answers = []
         for sent in bar.track(wrong, description="wrong answers again, alone") if wrong else ():
             task = self._checked.tasks[sent.request.index]
-            again = await self._client.complete(task_call(task, self._model, self._count_tokens), Outcome())
+            again = await self._client.complete(task_call(task, self._model, self._count_tokens), CompletionOutcome())
             alone = None if again.failure is not None else again.text
             answers.append(WrongAnswer(sent.request.index, task, sent.outcome.text, alone))
         return answers
@@ -184,7 +187,7 @@ class _Demo:
         return parse_metrics(await self._metrics_page())
 
     async def _drained_metrics(self) -> dict[str, float]:
-        """The metrics once no block is in use, or when waiting for that became pointless."""
+        """Return the metrics once no block is in use, or when waiting for that became pointless."""
         end_s = time.monotonic() + DRAIN_TIMEOUT_S
         await asyncio.sleep(_SETTLE_S)
         metrics = await self._metrics()
@@ -206,7 +209,7 @@ def _print_report(report: DemoReport) -> None:
     console = results()
     total = report.load.total
     for answer in report.wrong[:_SHOWN_WRONG]:
-        console.print(f"wrong ({answer.fate.value}), request {answer.index}:", markup=False)
+        console.print(f"wrong ({answer.cause.value}), request {answer.index}:", markup=False)
         console.print(f"  expected: {printable(answer.task.answer)[:200]}", markup=False)
         console.print(f"  answered: {printable(answer.answered)[:200]}", markup=False)
     table = Table(title="demo: a slice of the Azure conversation trace", title_justify="left", show_header=False)
@@ -217,8 +220,8 @@ def _print_report(report: DemoReport) -> None:
     if report.num_faults:
         table.add_row("processes killed or stopped", str(report.num_faults))
     table.add_row("correct", str(report.num_correct))
-    table.add_row("wrong, the model's fault", str(report.count(Fate.MODEL_WRONG)))
-    table.add_row("corrupted on the way", str(report.count(Fate.CORRUPTED)))
+    table.add_row("wrong, the model's fault", str(report.count(WrongAnswerCause.MODEL_WRONG)))
+    table.add_row("corrupted on the way", str(report.count(WrongAnswerCause.CORRUPTED)))
     table.add_row(
         "KV handoffs verified / refused", f"{_count(report.handoffs_verified)} / {_count(report.handoffs_refused)}"
     )
@@ -256,4 +259,4 @@ def _batches(alignment: Alignment) -> str:
 
 
 def _count(value: float | None) -> str:
-    return "not told" if value is None else f"{value:g}"
+    return "not reported" if value is None else f"{value:g}"

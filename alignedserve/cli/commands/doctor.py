@@ -96,7 +96,7 @@ def _device() -> str:
 
 
 def _gpu() -> list[Finding]:
-    """How attention would be computed on a GPU; measured where there is one."""
+    """Report how attention would be computed on a GPU; tried where there is one."""
     flash = "installed" if importlib.util.find_spec("flash_attn") else "not installed"
     if cuda_obstacle() is not None:
         return [Finding("flash-attn", f"{flash} (not needed on a CPU)")]
@@ -144,7 +144,7 @@ def _transports() -> str:
     on_cpu = ", ".join(available_transports(torch.device("cpu")))
     if cuda_obstacle() is not None:
         return on_cpu
-    return f"{on_cpu}; with engine.device=cuda {', '.join(available_transports(torch.device(CUDA)))}"
+    return f"{on_cpu}; with engine.device=cuda {', '.join(available_transports(torch.device(CUDA)))} (not served yet)"
 
 
 def _cluster() -> list[Finding]:

@@ -9,14 +9,14 @@ from alignedserve.cli.console import FAILURE, printable, progress, results, writ
 from alignedserve.config.environment import client_api_key
 from alignedserve.evaluation.accuracy import EvalAnswer, EvalItem, EvalReport, GroupScore, make_items, score
 from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
-from alignedserve.loadgen.client import OpenAiClient, Outcome
+from alignedserve.loadgen.client import CompletionOutcome, OpenAiClient
 from alignedserve.loadgen.prompts import CountTokens, to_json
 
 _SHOWN_CHARACTERS = 300
 
 
 def evaluate(options: EvalOptions) -> int:
-    """Run the command; returns its exit code (1 when a skill is below the threshold)."""
+    """Run the command and return its exit code (1 when a skill is below the threshold)."""
     count_tokens = pocket_tokenizer()
     items = make_items(options.num_per_skill, options.seed, count_tokens)
     report = score(asyncio.run(_ask_all(options, items, count_tokens)))
@@ -29,7 +29,7 @@ def evaluate(options: EvalOptions) -> int:
 
 
 async def _ask_all(options: EvalOptions, items: list[EvalItem], count_tokens: CountTokens) -> list[EvalAnswer]:
-    """The answers, in the order of the tasks."""
+    """Return the answers, in the order of the tasks."""
     answers: list[EvalAnswer | None] = [None] * len(items)
     waiting = iter(enumerate(items))
     client = OpenAiClient(url=options.url, api_key=client_api_key())
@@ -40,7 +40,7 @@ async def _ask_all(options: EvalOptions, items: list[EvalItem], count_tokens: Co
 
             async def ask_in_turn() -> None:
                 for index, item in waiting:
-                    outcome = await client.complete(task_call(item.task, model, count_tokens), Outcome())
+                    outcome = await client.complete(task_call(item.task, model, count_tokens), CompletionOutcome())
                     failure = None if outcome.failure is None else f"{outcome.failure.label}: {outcome.failure.message}"
                     answers[index] = EvalAnswer(item, outcome.text, failure)
                     bar.advance(task_id)
@@ -77,7 +77,7 @@ def _row(group: GroupScore) -> tuple[str, ...]:
 
 
 def _shortened(text: str) -> str:
-    """Enough of a long prompt to see both its beginning and the question at its end."""
+    """Shorten a prompt to its beginning and the question at its end."""
     text = printable(text).replace("\n", " / ")
     half = _SHOWN_CHARACTERS // 2
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"

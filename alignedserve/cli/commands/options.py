@@ -50,7 +50,7 @@ class ServeOptions:
 
     @property
     def all_overrides(self) -> list[str]:
-        """The overrides that the short options stand for, then those given by `--set`; later ones win."""
+        """Return the overrides that the short options stand for, then those given by `--set`; later ones win."""
         record = None if self.record is None else str(self.record)
         short = {
             "model.path": self.model,

@@ -30,7 +30,7 @@ _QUICK_S = 15.0
 
 
 def profile(options: ProfileOptions) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     duration_s = _QUICK_S if options.is_quick else options.duration_s
     spec = ProfileSpec(
         model=options.model,
@@ -55,7 +55,7 @@ def profile(options: ProfileOptions) -> int:
 
 
 def _document(result: ProfileResult, clock: str) -> dict[str, Any]:
-    """The profile as `read_profile` reads it, and all that lets a person judge it."""
+    """Return the profile as `read_profile` reads it, and all that lets a person judge it."""
     return {
         **result.profile.as_fields(),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -15,7 +15,7 @@ from alignedserve.core.errors import ConfigError, RecordingError
 from alignedserve.core.request import RequestClass
 from alignedserve.costmodel.choice import FITTED, make_cost_model
 from alignedserve.loadgen.prompts import to_json
-from alignedserve.replay.components import ComponentReplay, Difference, recordings_in
+from alignedserve.replay.component_replay import ComponentReplay, Difference, recordings_in
 from alignedserve.replay.fitting import MachineFit, WorkerFit, fit_machine
 from alignedserve.replay.observed import ObservedRun
 from alignedserve.replay.run_file import read_run_metadata
@@ -29,7 +29,7 @@ _MANY_ZEROS = re.compile(r"\b0(, 0){7,}\b")  # a prompt without its tokens
 class ComponentCheck:
     """One file, replayed."""
 
-    room: str
+    component: str
     file: str
     num_equal: int
     ending: str  # closed, limit, cut or unfinished
@@ -49,7 +49,7 @@ class SimulatedTimes:
 
 
 def replay(options: ReplayOptions) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     outstanding = parse_outstanding(options.outstanding)
     with notes().status("Deciding again …"):
         checks, run = replay_folder(options.folder, options.component)
@@ -67,14 +67,14 @@ def replay(options: ReplayOptions) -> int:
 
 
 def replay_folder(folder: Path, component: str | None = None) -> tuple[list[ComponentCheck], ObservedRun]:
-    """Decide everything again; what was seen on the way. Raises RecordingError."""
+    """Decide everything again and return the checks and the observed run. Raises RecordingError."""
     run, checks = ObservedRun(), []
     replays = [ComponentReplay(path) for path in recordings_in(folder)]
     chosen = [one for one in replays if component in (None, one.name)]
     if not chosen:
         raise ConfigError(f"--component {component}: recorded are {', '.join(sorted({one.name for one in replays}))}")
     for one in chosen:
-        observer, began_s = run.room(one.name, one.pool), time.perf_counter()
+        observer, began_s = run.observer(one.name, one.pool), time.perf_counter()
         for decided in one.decided():
             observer.take(decided)
         seconds = time.perf_counter() - began_s
@@ -104,7 +104,7 @@ def simulate_beside(options: ReplayOptions, run: ObservedRun, outstanding: Mappi
 
 
 def parse_outstanding(values: Sequence[str]) -> dict[str, int]:
-    """CLASS=N of the command line. Raises ConfigError."""
+    """Parse CLASS=N of the command line. Raises ConfigError."""
     outstanding = {}
     for value in values:
         name, _, number = value.partition("=")
@@ -115,7 +115,9 @@ def parse_outstanding(values: Sequence[str]) -> dict[str, int]:
 
 
 def _plain(check: ComponentCheck) -> dict[str, Any]:
-    fields = {name: getattr(check, name) for name in ("room", "file", "num_equal", "ending", "seconds")}
+    fields = {"room": check.component} | {
+        name: getattr(check, name) for name in ("file", "num_equal", "ending", "seconds")
+    }
     difference = check.difference
     if difference is None:
         return {**fields, "difference": None}
@@ -145,11 +147,11 @@ def _plain_fit(worker: WorkerFit | None) -> dict[str, Any] | None:
 
 
 def _print_checks(checks: Sequence[ComponentCheck]) -> None:
-    table = Table("room", "recording", "decisions equal", "events/s", "ends", title="Decided again")
+    table = Table("component", "recording", "decisions equal", "events/s", "ends", title="Decided again")
     for check in checks:
         per_second = f"{check.num_equal / check.seconds:,.0f}" if check.seconds > 0 else ""
         verdict = f"{check.num_equal:,}" if check.difference is None else f"[red]differs after {check.num_equal:,}[/]"
-        table.add_row(check.room, check.file, verdict, per_second, _ENDINGS.get(check.ending, check.ending))
+        table.add_row(check.component, check.file, verdict, per_second, _ENDINGS.get(check.ending, check.ending))
     results().print(table)
     for check in checks:
         if check.difference is not None:
@@ -157,7 +159,7 @@ def _print_checks(checks: Sequence[ComponentCheck]) -> None:
 
 
 _ENDINGS = {
-    "closed": "with the room",
+    "closed": "with the component",
     "limit": "at recording.max_bytes",
     "cut": "in the middle of a decision: its process was killed",
     "unfinished": "between two decisions: its process was killed",

@@ -25,7 +25,7 @@ def serve(options: ServeOptions) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises an error of the tree, with nothing left running, when it cannot start."""
     started_s = time.monotonic()
     config = load_config(options.config, options.all_overrides)
-    ending = _Ending()
+    ending = _StopSignals()
     try:
         cluster = _start(config, ending)
     except KeyboardInterrupt:
@@ -43,8 +43,8 @@ def serve(options: ServeOptions) -> None:
         cluster.stop()
 
 
-class _Ending:
-    """Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored.
+class _StopSignals:
+    """Handler of Ctrl-C and SIGTERM alike, also where a shell started us in the background with SIGINT ignored.
 
     They raise where the main thread is, and are remembered as well: Python drops what is raised inside a destructor.
     """
@@ -59,7 +59,7 @@ class _Ending:
         raise KeyboardInterrupt
 
 
-def _start(config: ClusterConfig, ending: _Ending) -> RunningCluster:
+def _start(config: ClusterConfig, ending: _StopSignals) -> RunningCluster:
     with notes().status("Starting the cluster …"):
         cluster = start_cluster(config)
     if ending.is_asked_for:
@@ -72,7 +72,7 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() else ""
     body = f'{{"model":"{cluster.served.name}","messages":[{{"role":"user","content":"spell otter"}}]}}'
     table = Table.grid(padding=(0, 2))
-    # As this command was called: nobody need have activated the environment.
+    # As this command was called: the environment need not be activated.
     table.add_row("Chat here", f"[bold]{sys.argv[0]} chat[/]  (in another terminal)")
     table.add_row("Web page", f"[bold]{cluster.url}/[/]")
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")

@@ -42,7 +42,7 @@ class _Done(NamedTuple):
 
 
 def simulate(options: SimulateOptions) -> int:
-    """Run the command; returns its exit code (1 when a simulation failed)."""
+    """Run the command and return its exit code (1 when a simulation failed)."""
     planned = plan_cases(options)
     _make_folder(options.output)
     done = _run(planned, options)
@@ -80,13 +80,13 @@ class _Bar:
         self._over: set[str] = set()
         self._task = bar.add_task("simulating", total=100 * len(planned), status="")
 
-    def update(self, word: CaseProgress) -> None:
-        """A simulation has come so far."""
-        ends_s = self._ends_s[word.name]
-        so_far = int(100 * min(word.simulated_s / ends_s, 1.0)) if ends_s > 0 else 0
-        self._steps[word.name] = 100 if word.is_over else so_far
-        if word.is_over:
-            self._over.add(word.name)
+    def update(self, case: CaseProgress) -> None:
+        """Show how far a simulation has come."""
+        ends_s = self._ends_s[case.name]
+        so_far = int(100 * min(case.simulated_s / ends_s, 1.0)) if ends_s > 0 else 0
+        self._steps[case.name] = 100 if case.is_done else so_far
+        if case.is_done:
+            self._over.add(case.name)
         status = f"{len(self._over)} of {len(self._ends_s)} simulations"
         self._bar.update(self._task, completed=sum(self._steps.values()), status=status)
 
@@ -121,7 +121,7 @@ def _command() -> str:
 
 
 def _as_json(options: SimulateOptions, done: Sequence[_Done]) -> dict[str, Any]:
-    """Everything; of timelines what the report shows."""
+    """Return everything as plain JSON; of timelines what the report shows."""
     return {"about": _about(options), "machine": describe_machine(), "cases": [_case_as_json(one) for one in done]}
 
 
@@ -165,7 +165,7 @@ def _print_table(report: Report) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Before the simulations, not after them."""
+    """Make the output folder before the simulations, so that a failure costs nothing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

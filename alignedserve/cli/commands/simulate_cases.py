@@ -1,4 +1,4 @@
-"""From the options of `alignedserve simulate` to the simulations that they ask for."""
+"""Simulations that the options of `alignedserve simulate` ask for."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,11 +16,11 @@ from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
+from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.config import SimConfig
-from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import simulated_policy, with_policy
 from alignedserve.sim.sweep import Case, WorkloadLine
-from alignedserve.workload.feasibility import Capacity, require_fit
+from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.rates import at_rate
 from alignedserve.workload.requests import Workload
 
@@ -60,7 +60,7 @@ class Variant(NamedTuple):
     settings: Mapping[str, Any]
 
 
-class _Traffic(NamedTuple):
+class _RatedWorkload(NamedTuple):
     """The workload at one rate."""
 
     rate: float  # requests per second that come
@@ -69,7 +69,10 @@ class _Traffic(NamedTuple):
 
     @property
     def ends_s(self) -> float:
-        """When the last arrivals come; 0 where only closed loops send and nothing but their number ends them."""
+        """Return the time of the last arrival.
+
+        0 where only closed loops send and nothing but their number ends them.
+        """
         return self.workload.ends_s or (self.workload.requests[-1].arrival_s if self.workload.requests else 0.0)
 
 
@@ -83,14 +86,14 @@ class PlannedCase(NamedTuple):
 
 
 def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
-    """Every policy at every rate. Raises ConfigError for whatever could never run."""
+    """Plan every policy at every rate. Raises ConfigError for whatever could never run."""
     cluster = _cluster(options)
     machines = _machines(options)
     variants = [_variant(text) for text in options.policies] or _default_variants(options, cluster)
     configs = [_configured(options, cluster, machines, variant) for variant in variants]
     traffics = _traffics(options)
     for traffic, config in product(traffics, configs):
-        require_fit(traffic.workload, _capacity(config, machines))
+        _require_feasible(traffic.workload, config, machines)
     planned = [
         PlannedCase(label, traffic.rate, Case(f"{label} at {traffic.rate:g}/s", config, traffic.line), traffic.ends_s)
         for (label, config), traffic in product(zip((one.label for one in variants), configs, strict=True), traffics)
@@ -101,7 +104,7 @@ def plan_cases(options: SimulateOptions) -> list[PlannedCase]:
 
 
 def _cluster(options: SimulateOptions) -> ClusterConfig:
-    """The user's own, or one of the size of a server; how many workers is for the options to say.
+    """Load the user's configuration, or one of the size of a server; other options set the worker counts.
 
     Raises ConfigError for overrides that would change nothing.
     """
@@ -117,7 +120,7 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
 
 
 def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[Variant]:
-    """A configuration file names the policy that it would be served with."""
+    """Return the default policies; with a configuration file, the one it would be served with."""
     if options.config is None:
         return [_variant(name) for name in DEFAULT_POLICIES]
     scheduling = cluster.scheduling
@@ -125,7 +128,7 @@ def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[
 
 
 def _variant(text: str) -> Variant:
-    """`alise`, or with parameters `alise:num_levels=4,preemption=recompute`. Raises ConfigError."""
+    """Parse `alise`, or with parameters `alise:num_levels=4,preemption=recompute`. Raises ConfigError."""
     name, _, given = text.partition(":")
     settings: dict[str, Any] = {}
     for setting in given.split(",") if given else []:
@@ -142,7 +145,7 @@ def _variant(text: str) -> Variant:
 def _configured(
     options: SimulateOptions, cluster: ClusterConfig, machines: ClusterHardware | MachineProfile, variant: Variant
 ) -> SimConfig:
-    """One policy's cluster on its machines."""
+    """Return one policy's cluster on its machines."""
     chosen = with_policy(cluster, variant.name, variant.settings, topology=_topology(options, cluster))
     chosen = _sized(options, chosen, cluster.topology)
     config = simulated_policy(machines, chosen)
@@ -150,7 +153,7 @@ def _configured(
 
 
 def _topology(options: SimulateOptions, cluster: ClusterConfig) -> Topology | None:
-    """The one that was asked for; None: each policy's own."""
+    """Return the topology that was asked for; None: each policy's own."""
     if options.num_colocated is not None and options.num_prefill is None and options.num_decode is None:
         return Topology.COLOCATED
     is_named = any(text.partition("=")[0].strip() == "topology" for text in options.overrides)
@@ -159,7 +162,10 @@ def _topology(options: SimulateOptions, cluster: ClusterConfig) -> Topology | No
 
 
 def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology) -> ClusterConfig:
-    """With as many workers as asked for. Where separate ones were `given`, colocated ones are as many as both kinds."""
+    """Return the cluster with as many workers as asked for.
+
+    Where separate ones were `given`, colocated ones are as many as both kinds.
+    """
     changed = msgspec.structs.replace
     num_prefill = options.num_prefill or cluster.prefill.count
     num_decode = options.num_decode or cluster.decode.count
@@ -184,16 +190,17 @@ def _machines(options: SimulateOptions) -> ClusterHardware | MachineProfile:
     return ClusterHardware(worker, source=options.costs)
 
 
-def _capacity(config: SimConfig, machines: ClusterHardware | MachineProfile) -> Capacity:
+def _require_feasible(workload: Workload, config: SimConfig, machines: ClusterHardware | MachineProfile) -> None:
     decode, layout = config.cluster.decode, config.layout
     shape = machines.shape if isinstance(machines, MachineProfile) else machines.decode.shape
-    return Capacity(
+    require_feasible(
+        workload,
         max_context_len=config.cluster.model.max_context_len or shape.num_positions or None,
         memory_tokens=layout.blocks_in(decode.kv_cache_bytes) * layout.block_size,
     )
 
 
-def _traffics(options: SimulateOptions) -> list[_Traffic]:
+def _traffics(options: SimulateOptions) -> list[_RatedWorkload]:
     rates = [_rate(text) for given in options.rates for text in given.split(",")]
     if options.workload is None:
         rates = rates or list(DEFAULT_RATES)
@@ -211,14 +218,14 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _traffic(options: SimulateOptions, text: str, rate: float | None) -> _Traffic:
+def _traffic(options: SimulateOptions, text: str, rate: float | None) -> _RatedWorkload:
     duration_s = DEFAULT_DURATION_S if options.workload is None else None
     line = WorkloadLine(text, options.seed, duration_s=options.duration_s or duration_s, data_dir=data_dir())
-    traffic = _Traffic(rate or 0.0, line, line.build())
+    traffic = _RatedWorkload(rate or 0.0, line, line.build())
     return traffic if rate is not None else traffic._replace(rate=_own_rate(traffic))
 
 
-def _own_rate(traffic: _Traffic) -> float:
-    """Of the open loop, to three digits; 0 without one."""
+def _own_rate(traffic: _RatedWorkload) -> float:
+    """Return the rate of the open loop, to three digits; 0 without one."""
     num_requests = len(traffic.workload.requests)
     return float(f"{num_requests / max(traffic.ends_s, 1e-3):.3g}") if num_requests else 0.0

@@ -1,4 +1,4 @@
-"""How long accelerators of one DGX machine take to exchange bytes: medians of NCCL's calls (Vidur, MLSys 2024)."""
+"""Times of exchanging bytes among the accelerators of one DGX machine: medians of NCCL's calls (Vidur, MLSys 2024)."""
 
 from functools import cache
 
@@ -10,11 +10,14 @@ _MS = 1e-3
 
 
 def collective_curve(machine: str, operation: str, num_workers: int) -> Curve:
-    """Seconds by bytes, for all_reduce among 2, 4 or 8 or send_recv between 2. Raises ConfigError listing what is."""
+    """Return the seconds by bytes, for all_reduce among 2, 4 or 8 or send_recv between 2.
+
+    Raises ConfigError listing what is.
+    """
     curves = _curves()
     if (machine, operation, num_workers) not in curves:
         known = ", ".join(f"{name} {what} x {degree}" for name, what, degree in curves)
-        raise ConfigError(f"nobody published {operation} among {num_workers} of {machine!r}; there is {known}.")
+        raise ConfigError(f"there is no published {operation} among {num_workers} of {machine!r}; there is {known}.")
     return curves[machine, operation, num_workers]
 
 

@@ -5,10 +5,10 @@ from importlib.resources import files
 
 
 def text_of(name: str) -> str:
-    """The content of a file beside this one."""
+    """Return the content of a file beside this one."""
     return (files(__package__) / name).read_text()
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
-    """The rows of a CSV file, by column name."""
+    """Return the rows of a CSV file, by column name."""
     return list(csv.DictReader(text_of(name).splitlines()))

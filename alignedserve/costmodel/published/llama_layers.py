@@ -40,7 +40,7 @@ class MeasuredLayersModel(RooflineModel):
 
 
 def layer_curve(machine: str, tensor_parallel: int) -> Curve:
-    """Seconds of one layer without attention, by tokens. Raises ConfigError listing what was measured."""
+    """Return the seconds of one layer without attention, by tokens. Raises ConfigError listing what was measured."""
     curves = _curves()
     if (machine, tensor_parallel) not in curves:
         known = ", ".join(f"{name} x {degree}" for name, degree in curves)

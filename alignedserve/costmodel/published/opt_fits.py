@@ -23,26 +23,26 @@ _MS = 1e-3
 
 
 class PrefillFit(NamedTuple):
-    """Seconds: a + b * tokens + c * squared lengths."""
+    """Fit in seconds: a + b * tokens + c * squared lengths."""
 
     base_s: float
     token_s: float
     square_s: float
 
     def seconds(self, num_tokens: float, num_squares: float) -> float:
-        """Of so many tokens whose lengths' squares sum up to this."""
+        """Return the seconds for so many tokens whose squared lengths sum up to this."""
         return self.base_s + self.token_s * num_tokens + self.square_s * num_squares
 
 
 class DecodeFit(NamedTuple):
-    """Seconds: a + b * context tokens + c * requests."""
+    """Fit in seconds: a + b * context tokens + c * requests."""
 
     base_s: float
     context_token_s: float
     request_s: float
 
     def seconds(self, num_requests: int, context_len: float) -> float:
-        """Of so many requests that read this many tokens."""
+        """Return the seconds for so many requests that read this many tokens."""
         return self.base_s + self.context_token_s * context_len + self.request_s * num_requests
 
 
@@ -56,7 +56,8 @@ class OptFit(NamedTuple):
 
 
 class FittedOptModel:
-    """See CostModel. Prefills and decodes alone cost what the fit says; for the rest, which it does not cover:
+    """Cost model of published fits: prefills and decodes alone cost what the fit says; for the rest, which it does not
+    cover:
 
     - a chunk after cached tokens counts its pairs as a whole prompt would (2 * pairs - tokens squares);
     - chunks beside decodes: their attention each, and the linear layers once, over the tokens of both;
@@ -100,7 +101,7 @@ class FittedOptModel:
 
 @cache
 def read_fits(engine: str) -> dict[tuple[str, int], OptFit]:
-    """By model name and degree of tensor parallelism; `engine` is distserve or vllm."""
+    """Read the fits by model name and degree of tensor parallelism; `engine` is distserve or vllm."""
     content = json.loads(text_of(_FILES[engine]))
     return {
         (name.removeprefix(_NAME_PREFIX), int(degree)): _parse(fields)
@@ -123,7 +124,7 @@ def _seconds(milliseconds: list[float]) -> tuple[float, ...]:
 
 
 def fitted_opt_model(engine: str, model: str, tensor_parallel: int, kernel: AttentionKernel) -> FittedOptModel:
-    """The published fit. Raises ConfigError listing what there is."""
+    """Return the published fit. Raises ConfigError listing what there is."""
     fits = read_fits(engine)
     fit = fits.get((model, tensor_parallel))
     if fit is None:

@@ -19,7 +19,7 @@ _Key = tuple[str, str, int]  # model, hardware, degree of tensor parallelism
 
 @cache
 def prompt_table_model(model: str, machine: str, tensor_parallel: int, kernel: AttentionKernel) -> LinearIterationModel:
-    """The linear model nearest to the table. Raises ConfigError listing what was measured.
+    """Return the linear model nearest to the table. Raises ConfigError listing what was measured.
 
     All contexts of a row are equal, so that it holds for either kernel.
     """
@@ -35,7 +35,7 @@ def prompt_table_model(model: str, machine: str, tensor_parallel: int, kernel: A
 
 
 def table_samples(model: str, machine: str, tensor_parallel: int) -> list[Sample]:
-    """A prefill and a decode iteration of every row. Raises ConfigError listing what was measured."""
+    """Return a prefill and a decode iteration of every row. Raises ConfigError listing what was measured."""
     samples = _samples()
     if (model, machine, tensor_parallel) not in samples:
         known = ", ".join(f"{name} on {where} x {degree}" for name, where, degree in samples)
@@ -54,7 +54,7 @@ def _key(row: dict[str, str]) -> _Key:
 
 
 def _samples_of(rows: list[dict[str, str]]) -> list[Sample]:
-    """A batch that took less time than half of it has failed (two A100 with 64 prompts of Llama-2-70B): left out."""
+    """Return the samples of one batch; none of a failed one, which took less time than half of it."""
     prompt_ms = {(row["prompt_size"], int(row["batch_size"])): float(row["prompt_time_ms"]) for row in rows}
     samples = []
     for row in rows:

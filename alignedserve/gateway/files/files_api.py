@@ -157,7 +157,7 @@ class FilesApi:
         fingerprint = _fingerprint(asked)
         key = None if idempotency_key is None else idempotency_key_of(owner, idempotency_key)
         for _ in range(_MAX_CONFLICTS):
-            made = await self._batch_with_key(key)
+            made = None if key is None else await self.repository.batch_with_key(key)
             if made is not None:
                 return await self._check_same_request(made, asked, fingerprint)
             source = await self._source(owner, asked.input_file_id)
@@ -169,10 +169,6 @@ class FilesApi:
             if await self.repository.add_batch(snapshot, source, idempotency_key=key, key_lifetime_s=lifetime_s):
                 return snapshot
         raise Conflict("The file is being changed; try again.", param="input_file_id")
-
-    async def _batch_with_key(self, key: str | None) -> BatchSnapshot | None:
-        batch_id = await self.repository.batch_with_key(key) if key is not None else None
-        return await self.repository.batch(batch_id) if batch_id is not None else None
 
     async def _check_same_request(
         self, made: BatchSnapshot, asked: CreateBatchRequest, fingerprint: str
@@ -186,9 +182,7 @@ class FilesApi:
             if first is not None and first.digest and first.digest == second.digest:
                 return made
         raise Conflict(
-            "This Idempotency-Key was used for another request.",
-            param="Idempotency-Key",
-            code="idempotency_key_reused",
+            "This Idempotency-Key was used for another request.", param="Idempotency-Key", code="idempotency_key_reused"
         )
 
     async def _source(self, owner: str, text: str) -> FileRecord:

@@ -8,15 +8,7 @@ from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.gateway.files.schemas import MAX_WINDOW_S, MIN_WINDOW_S
 
-_TIMES = (
-    "in_progress",
-    "finalizing",
-    "completed",
-    "failed",
-    "expired",
-    "cancelling",
-    "cancelled",
-)
+_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 
 def file_view(record: FileRecord, num_bytes: int) -> dict[str, Any]:
@@ -89,11 +81,7 @@ def limits_view(config: BatchesConfig) -> dict[str, Any]:
 
 def _counts(record: BatchRecord, progress: Progress) -> dict[str, int]:
     counts = progress.counts
-    return {
-        "total": record.num_lines,
-        "completed": counts.completed,
-        "failed": counts.num_ended - counts.completed,
-    }
+    return {"total": record.num_lines, "completed": counts.completed, "failed": counts.num_ended - counts.completed}
 
 
 def _usage(progress: Progress) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Metrics of the decode workers' iteration logs; docs/ledger.md explains them."""
+"""Metrics of the decode workers' iteration logs; docs/iteration_log.md explains them."""
 
 from collections.abc import Iterator
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""What a run of the engine cannot be faster than: its own products alone, and reading the weights once per step."""
+"""Lower bounds of a run of the engine: its own products alone, and reading the weights once per step."""
 
 import time
 from collections import Counter
@@ -33,7 +33,7 @@ class ProductClock:
         self.head_rows.clear()
 
     def watch(self, weights: DecoderWeights) -> DecoderWeights:
-        """The same weights, whose products are timed."""
+        """Return the same weights, whose products are timed."""
         layers = [self._watch_layer(layer) for layer in weights.layers]
         layers[0] = replace(layers[0], qkv=_TimedProjection(weights.layers[0].qkv, self, self.layer_rows))
         return replace(weights, layers=tuple(layers), lm_head=_TimedProjection(weights.lm_head, self, self.head_rows))
@@ -86,13 +86,13 @@ def measure_ceilings(weights: DecoderWeights, clock: ProductClock, bytes_per_ste
 
 
 def measure_read_bandwidth(size: int = _READ_BYTES) -> float:
-    """Bytes per second that all threads read from memory."""
+    """Return the bytes per second that all threads read from memory."""
     values = torch.zeros(size // 8, dtype=torch.int64)
     return size / best_of(_ROUNDS, lambda: values.sum())
 
 
 def best_of(rounds: int, work: Callable[[], object]) -> float:
-    """The shortest of a few repetitions, in seconds, after one that is not counted."""
+    """Return the shortest of a few repetitions, in seconds, after one that is not counted."""
     seconds = []
     for _ in range(rounds + 1):
         started = time.perf_counter()
@@ -110,7 +110,7 @@ def _floor(products: Sequence[Projection], rows: Counter[int], dtype: torch.dtyp
 
 
 def chosen_points(rows: Sequence[int]) -> list[int]:
-    """At most _MAX_POINTS of these ascending numbers, the first and the last among them."""
+    """Choose at most _MAX_POINTS of these ascending numbers, the first and the last among them."""
     if len(rows) <= _MAX_POINTS:
         return list(rows)
     places = np.geomspace(rows[0], rows[-1], _MAX_POINTS)

@@ -16,7 +16,7 @@ import torch
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ceilings
 from alignedserve.microbench.engine.throughput import load_decoder, step_weight_bytes
-from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, PinnedLists, Traffic, lists_at_the_end
+from alignedserve.microbench.pinned_copies import OFFLOAD, PREFETCH, BackgroundCopies, PinnedLists, lists_at_the_end
 from alignedserve.microbench.results import DeviceCeilings, IterationReport, IterationRow
 from alignedserve.runtime.attention.backend import AUTO
 from alignedserve.runtime.device.devices import CUDA
@@ -39,7 +39,7 @@ _DECODE_RATIO, _PREFILL_SHARE, _SLOWED_RATIO, _COPY_SHARE = 1.25, 0.65, 1.05, 0.
 
 @dataclass(frozen=True, slots=True)
 class IterationSpec:
-    """What to run. Raises ConfigError naming the field."""
+    """Parameters of the benchmark. Raises ConfigError naming the field."""
 
     model: str  # a name in SHAPES (random weights) or a model folder
     dtype: str = "bfloat16"
@@ -86,7 +86,7 @@ def run_iteration_benchmark(
         sizes = TOY_SIZES if spec.is_toy else None
         ceilings = measure_device_ceilings(device, torch_dtype(spec.dtype), timer, sizes)
     del timer
-    bench = _Bench(spec, load_decoder(spec.model, spec.dtype, spec.device, spec.seed), ceilings)
+    bench = _IterationBenchmark(spec, load_decoder(spec.model, spec.dtype, spec.device, spec.seed), ceilings)
     report = IterationReport(spec.model, spec.dtype, spec.attention, ceilings, [], [])
     measures = [bench.decode, bench.prefill]
     if device.type == CUDA or spec.is_toy:
@@ -100,7 +100,7 @@ def run_iteration_benchmark(
     return report
 
 
-class _Bench:
+class _IterationBenchmark:
     """An engine, and lists of blocks that it does not use."""
 
     def __init__(self, spec: IterationSpec, decoder: Decoder, ceilings: DeviceCeilings) -> None:
@@ -127,13 +127,13 @@ class _Bench:
         )
         engine.record_graphs()
         block_ids = np.random.default_rng(0).permutation(num_used).tolist()
-        self._visits = IterationTimer(engine, block_ids=block_ids, clock=time.perf_counter)
+        self._timer = IterationTimer(engine, block_ids=block_ids, clock=time.perf_counter)
         lists = lists_at_the_end(storage, num_listed)
         self._lists = PinnedLists(storage, streams_of(storage.device), *lists)
         self._block_kib = layout.block_bytes / 1024
 
     def decode(self) -> IterationRow:
-        """Weights once, keys and values of every context."""
+        """Return weights once, keys and values of every context."""
         config, spec, contexts = self._config, self._spec, self._decodes.contexts
         num_bytes = step_weight_bytes(config, spec.dtype, None) + sum(contexts) * config.kv_token_bytes(spec.dtype)
         num_operations = 2 * config.num_projected * len(contexts) + _attention_operations(config, sum(contexts))
@@ -142,7 +142,7 @@ class _Bench:
         return _at_most(DECODE, _named(self._decodes), self._seconds(self._decodes), bound, _DECODE_RATIO)
 
     def prefill(self) -> IterationRow:
-        """The share of a large product's rate that all arithmetic reaches."""
+        """Return the share of a large product's rate that all arithmetic reaches."""
         config = self._config
         (chunk,) = self._prompt.chunks
         num_pairs = chunk.num_tokens * (chunk.num_tokens + 1) // 2
@@ -154,16 +154,17 @@ class _Bench:
         return _at_least(PREFILL, f"{chunk.num_tokens} tokens", self._seconds(self._prompt), bound, _PREFILL_SHARE)
 
     def decode_beside_copies(self) -> IterationRow:
-        """The same decodes alone and beside both directions, by turns; iterations that outlasted the copies do not
-        count where others do."""
-        traffic = Traffic(self._lists, num_ahead=self._spec.num_ahead)
+        """Return the same decodes alone and beside both directions, by turns; iterations that outlasted the copies do
+        not count where others do.
+        """
+        traffic = BackgroundCopies(self._lists, num_ahead=self._spec.num_ahead)
         alone: list[float] = []
         beside: list[float] = []
         outlasted: list[float] = []
         for _ in range(self._spec.num_rounds):
-            alone.append(self._visits.visit(self._decodes))
+            alone.append(self._timer.measure(self._decodes))
             traffic.fill()
-            seconds = self._visits.visit(self._decodes)
+            seconds = self._timer.measure(self._decodes)
             (beside if traffic.is_going_on() else outlasted).append(seconds)
             traffic.drain()
         sizes = _named(self._decodes)
@@ -173,19 +174,19 @@ class _Bench:
         return _at_most(BESIDE_COPIES, sizes, seconds, bound, _SLOWED_RATIO)
 
     def copy(self, name: str) -> IterationRow:
-        """A list of blocks, against a plain copy of as many bytes."""
+        """Measure copying a list of blocks, against a plain copy of as many bytes."""
         speed = self._lists.measure(name, self._spec.num_rounds)
         rate = self._lists.num_bytes / speed.lists_s / 1e9
         sizes = f"{self._lists.num_bytes / 2**20:.3g} MiB in blocks of {self._block_kib:g} KiB, {rate:.1f} GB/s"
         return _at_least(name, sizes, speed.lists_s, _Bound("a plain copy", speed.plain_s), _COPY_SHARE)
 
     def _seconds(self, point: Point) -> float:
-        self._visits.visit(point)  # compiles and warms up
-        return statistics.median(self._visits.visit(point) for _ in range(self._spec.num_rounds))
+        self._timer.measure(point)  # compiles and warms up
+        return statistics.median(self._timer.measure(point) for _ in range(self._spec.num_rounds))
 
 
 def _attention_operations(config: ModelConfig, num_pairs: int) -> int:
-    """Both products of a query with a key and a value: two operations each per element."""
+    """Return the operations of a query with a key and a value: two operations each per element."""
     return 4 * num_pairs * config.query_width * config.num_layers
 
 
@@ -199,14 +200,14 @@ class _Bound(NamedTuple):
 
 
 def _at_most(kind: str, sizes: str, seconds: float, bound: _Bound, limit: float) -> IterationRow:
-    """A target for how many times the bound it takes."""
+    """Return a row whose target is at most so many times the bound."""
     ratio = seconds / bound.seconds
     times = (seconds * 1e3, bound.what, bound.seconds * 1e3)
     return IterationRow(kind, f"{kind}, {sizes}", *times, ratio, f"at most {limit}", ratio <= limit)
 
 
 def _at_least(kind: str, sizes: str, seconds: float, bound: _Bound, limit: float) -> IterationRow:
-    """A target for the share of the bound that it reaches."""
+    """Return a row whose target is at least this share of the bound."""
     share = bound.seconds / seconds
     times = (seconds * 1e3, bound.what, bound.seconds * 1e3)
     return IterationRow(kind, f"{kind}, {sizes}", *times, share, f"at least {limit}", share >= limit)

@@ -44,7 +44,7 @@ _NUM_COPIES = 9
 
 @dataclass(frozen=True, slots=True)
 class ProfileSpec:
-    """What to measure. Raises ConfigError naming the field."""
+    """Parameters of the profile. Raises ConfigError naming the field."""
 
     model: str  # pocket, a name in SHAPES (random weights) or a model folder
     dtype: str = "float32"
@@ -66,7 +66,7 @@ class ProfileSpec:
 
     @property
     def where(self) -> str:
-        """What `load_decoder` understands. Raises ConfigError listing the names."""
+        """Return the name that `load_decoder` understands. Raises ConfigError listing the names."""
         if self.model == POCKET:
             return str(pocket_folder())
         if self.model not in SHAPES and not Path(self.model).is_dir():
@@ -76,20 +76,20 @@ class ProfileSpec:
 
 @dataclass(frozen=True, slots=True)
 class PointResult:
-    """A point and its times in seconds, one for each visit."""
+    """A point and its times in seconds, one for each measurement."""
 
     point: Point
     seconds: list[float] = field(default_factory=list)
 
     @property
     def sample(self) -> Sample:
-        """The median visit."""
+        """Return the median."""
         return Sample(self.point.work, statistics.median(self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileResult:
-    """What was measured, and the model fitted to it."""
+    """Measured points, and the model fitted to them."""
 
     profile: MachineProfile
     fitted: list[PointResult]
@@ -99,7 +99,7 @@ class ProfileResult:
 
     @property
     def errors(self) -> dict[str, FitError]:
-        """Of the fitted model, by kind of point; those held out come last."""
+        """Return the errors of the fitted model by kind of point; held-out points come last."""
         costs = self.profile.cost_model()
         by_kind: dict[str, list[Sample]] = {}
         for result in (*self.fitted, *self.held_out):
@@ -112,8 +112,8 @@ def run_profile(spec: ProfileSpec, on_measured: Callable[[float], None] = lambda
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     profiler = _Profiler(spec)
-    held_out = [PointResult(point) for point in profiler.possible(held_out_points(0, _NUM_HELD_OUT))]
-    fitted = [PointResult(point) for point in profiler.possible(fitted_points())]
+    held_out = [PointResult(point) for point in profiler.feasible(held_out_points(0, _NUM_HELD_OUT))]
+    fitted = [PointResult(point) for point in profiler.feasible(fitted_points())]
     num_rounds = profiler.measure([*held_out, *fitted], on_measured)
     fitted, held_out = ([result for result in results if result.seconds] for results in (fitted, held_out))
     costs = fit_linear([result.sample for result in fitted])
@@ -138,24 +138,24 @@ class _Profiler:
         engine.record_graphs()
         # In no order, as the blocks of a worker that has served for a while.
         self._block_ids: list[int] = np.random.default_rng(0).permutation(self._storage.num_blocks).tolist()
-        self._visits = IterationTimer(engine, block_ids=self._block_ids, clock=self._clock)
+        self._timer = IterationTimer(engine, block_ids=self._block_ids, clock=self._clock)
 
-    def possible(self, points: Sequence[Point]) -> list[Point]:
+    def feasible(self, points: Sequence[Point]) -> list[Point]:
         """Those that the model and the storage have room for."""
-        return self._visits.possible(points, self._max_context_len)
+        return self._timer.feasible(points, self._max_context_len)
 
     def measure(self, results: list[PointResult], on_measured: Callable[[float], None]) -> int:
-        """Visit the points, those with fewest tokens first, until the time is up. Returns the number of whole rounds.
+        """Measure the points, those with fewest tokens first, until the time is up. Returns the number of whole rounds.
 
         Of a model too slow for one round, the points with most tokens have no time.
         """
         results = sorted(results, key=lambda result: (result.point.work.num_tokens, result.point.work.prompt_pairs))
-        self._visits.visit(results[-1].point if len(results) < 2 else results[len(results) // 2].point)  # warms up
+        self._timer.measure(results[-1].point if len(results) < 2 else results[len(results) // 2].point)  # warms up
         started = time.perf_counter()
         num_rounds = 0
         while True:
             for result in results:
-                result.seconds.append(self._visits.visit(result.point))
+                result.seconds.append(self._timer.measure(result.point))
                 gone = time.perf_counter() - started
                 on_measured(min(gone, self._duration_s))
                 if gone > self._duration_s:
@@ -163,21 +163,21 @@ class _Profiler:
             num_rounds += 1
 
     def memory_link(self) -> LinkModel:
-        """Copies of whole blocks, one after the other, to another place in host memory and in another order."""
+        """Measure copies of whole blocks to another place in host memory, in another order."""
         num_blocks, block_bytes = self._storage.bytes.shape
         counts = [count for count in _COPY_BLOCKS if count * _NUM_COPIES <= num_blocks]
         copy = self._copier(counts[-1])
         rows = []
         for count in counts:
             # Other blocks each time: those just copied would come from the processor's caches.
-            visits = [self._block_ids[index * count :][:count] for index in range(_NUM_COPIES)]
-            seconds = statistics.median(self._timed(partial(copy, blocks)) for blocks in visits)
+            lists = [self._block_ids[index * count :][:count] for index in range(_NUM_COPIES)]
+            seconds = statistics.median(self._timed(partial(copy, blocks)) for blocks in lists)
             rows.append((1.0 / seconds, count * block_bytes / seconds))
         latency_s, byte_s = nonnegative_least_squares(np.array(rows), np.ones(len(rows))).tolist()
         return LinkModel(latency_s, 1.0 / byte_s)
 
     def _copier(self, max_blocks: int) -> Callable[[Sequence[int]], object]:
-        """Copies blocks to host memory; from a GPU as an engine does, until they are there."""
+        """Return a function that copies blocks to host memory and waits; from a GPU as an engine does."""
         if self._storage.device.type == "cpu":
             target = np.zeros((max_blocks, self._storage.layout.block_bytes), np.uint8)
             return partial(_copy, self._storage.bytes.numpy(), target)

@@ -1,4 +1,4 @@
-"""Which iterations are measured to learn what iterations cost: sizes that double, and others in between to check by."""
+"""Iterations that are measured to learn what iterations cost: sizes that double, and others in between to check by."""
 
 import random
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ _MAX_CHECKED_CHUNK, _MAX_CHECKED_BATCH = 400, 48
 
 
 def fitted_points() -> list[Point]:
-    """Prefills, decodes of equal and of mixed lengths, and both in one iteration."""
+    """Return prefills, decodes of equal and of mixed lengths, and both in one iteration."""
     return [*_prefills(), *_aligned_decodes(), *_mixed_decodes(), *_mixed_iterations()]
 
 
 def held_out_points(seed: int, count: int) -> list[Point]:
-    """Iterations as a scheduler would make them, of random sizes: no model is fitted to these."""
+    """Return iterations of random sizes, as a scheduler would make them; no model is fitted to these."""
     generator = random.Random(seed)  # noqa: S311  (repeatable, no secret)
     return [_random_point(generator, has_chunk=index % 2 == 0) for index in range(count)]
 

@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchmarkSpec:
-    """What to run. Raises ConfigError naming the field."""
+    """Parameters of the benchmark. Raises ConfigError naming the field."""
 
     model: str  # a name in SHAPES (random weights) or a model folder
     groups: tuple[RequestGroup, ...]
@@ -68,12 +68,12 @@ class EngineBenchmarkSpec:
 
     @property
     def max_context_len(self) -> int:
-        """Longest prompt and output together."""
+        """Return the longest prompt and output together."""
         return max(group.prompt_len + group.output_len for group in self.groups)
 
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
-    """A named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
+    """Load a named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
     return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, None, device, seed=seed)))
 
 
@@ -105,14 +105,14 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
     wall_s = time.perf_counter() - started
     if not is_cpu:
         peaks = (peak_rss_bytes(), int(torch.cuda.max_memory_allocated()))
-        return _result(spec, engine, _Measured(run.times, None, wall_s, *peaks), None)
-    measured = _Measured(run.times, clock.seconds, wall_s, peak_rss_bytes(), None)
+        return _result(spec, engine, _TimedRun(run.times, None, wall_s, *peaks), None)
+    measured = _TimedRun(run.times, clock.seconds, wall_s, peak_rss_bytes(), None)
     bytes_per_step = step_weight_bytes(config, spec.dtype, spec.quantization)
     return _result(spec, engine, measured, measure_ceilings(weights, clock, bytes_per_step, run.times.num_steps))
 
 
 def step_weight_bytes(config: ModelConfig, dtype: str, quantization: str | None) -> int:
-    """Weights that every step reads whole, whatever its tokens."""
+    """Return the weights that every step reads whole, whatever its tokens."""
     return config.num_projected * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
 
 
@@ -123,12 +123,12 @@ def _warm_up(engine: Engine, spec: EngineBenchmarkSpec) -> None:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has held."""
+    """Return the most memory that this process has held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
-    """An engine with blocks for the `max_sequences` longest requests of the workload, and not for more; on a GPU with
+    """Make an engine with blocks for just the `max_sequences` longest requests of the workload; on a GPU with
     its decode steps recorded."""
     layout = decoder.config.block_layout(spec.block_size, spec.dtype)
     blocks = [blocks_for(group.prompt_len + group.output_len, spec.block_size) for group in spec.groups]
@@ -147,7 +147,7 @@ def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
 
 
 @dataclass(slots=True)
-class _Running:
+class _ActiveRequest:
     prompt_len: int
     output_len: int
     block_ids: tuple[BlockId, ...]
@@ -168,7 +168,7 @@ class WorkloadTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _TimedRun:
     times: WorkloadTimes
     linear_s: float | None  # None on a GPU, as the ceilings
     wall_s: float
@@ -184,7 +184,7 @@ class WorkloadRun:
     spec: EngineBenchmarkSpec
     groups: tuple[RequestGroup, ...]
     times: WorkloadTimes = field(default_factory=WorkloadTimes)
-    _running: dict[RequestId, _Running] = field(default_factory=dict)
+    _running: dict[RequestId, _ActiveRequest] = field(default_factory=dict)
 
     def run(self) -> None:
         """Run every request to its end."""
@@ -219,7 +219,7 @@ class WorkloadRun:
             return False
         self.engine.add_sequence(request)
         self.engine.append_blocks(request.request_id, block_ids)
-        self._running[request.request_id] = _Running(request.prompt_len, output_len, block_ids)
+        self._running[request.request_id] = _ActiveRequest(request.prompt_len, output_len, block_ids)
         return True
 
     def _slices(self) -> tuple[list[StepSlice], bool]:
@@ -264,7 +264,7 @@ def _check_context(config: ModelConfig, spec: EngineBenchmarkSpec) -> None:
 
 
 def _result(
-    spec: EngineBenchmarkSpec, engine: Engine, measured: _Measured, ceilings: Ceilings | None
+    spec: EngineBenchmarkSpec, engine: Engine, measured: _TimedRun, ceilings: Ceilings | None
 ) -> EngineBenchmarkResult:
     config, times, wall_s = engine.model.config, measured.times, measured.wall_s
     linear_s = measured.linear_s

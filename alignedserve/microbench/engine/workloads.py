@@ -1,4 +1,4 @@
-"""What `bench engine` runs: groups of requests, by lengths or by name. All requests are there from the start."""
+"""Workloads of `bench engine`: groups of requests, by lengths or by name, all there from the start."""
 
 import math
 from dataclasses import dataclass
@@ -34,15 +34,17 @@ class RequestGroup:
 
 
 def parse_workload(text: str, seed: int = 0) -> tuple[RequestGroup, ...]:
-    """`64x32:64` is 64 requests of 32 prompt and 64 output tokens; a comma separates groups. Or a name: w1, w2, w3, w4
-    (whose lengths are drawn by the seed) or one. Raises ConfigError."""
+    """Parse a workload: `64x32:64` is 64 requests of 32 prompt and 64 output tokens; a comma separates groups.
+
+    Or a name: w1, w2, w3, w4 (whose lengths are drawn by the seed) or one. Raises ConfigError.
+    """
     if text == W4:
         return _log_normal_lengths(seed)
     return tuple(_parse_group(part.strip()) for part in NAMED.get(text, text).split(","))
 
 
 def _log_normal_lengths(seed: int) -> tuple[RequestGroup, ...]:
-    """Medians and 95th percentiles as above; outputs have their 95th percentile at the limit."""
+    """Draw lengths with the medians and 95th percentiles above; outputs have their 95th percentile at the limit."""
     generator = np.random.default_rng(seed)
     prompts = _log_normal(generator, _W4_PROMPT_MEDIAN, _W4_PROMPT_P95).clip(4, _W4_PROMPT_LIMIT)
     outputs = _log_normal(generator, _W4_OUTPUT_MEDIAN, _W4_OUTPUT_LIMIT).clip(1, _W4_OUTPUT_LIMIT)

@@ -9,7 +9,7 @@ import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.microbench.kernels.attention_batches import AttentionBatch, attention_batch, num_blocks_of
-from alignedserve.microbench.kernels.work import TRITON, KernelBench, KernelWork
+from alignedserve.microbench.kernels.cases import TRITON, KernelCase, KernelSetup
 from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
 from alignedserve.runtime.attention.flash_backend import FLASH
 from alignedserve.runtime.device.arrays import to_device
@@ -32,57 +32,57 @@ TOY_CHUNKS = ((1, 32, 32), (1, 8, 40), (2, 8, 24))
 
 
 def name_of(groups: Groups) -> str:
-    """As rows show it."""
+    """Return the name that rows show."""
     return " + ".join(f"{number} x {length}" for number, length in groups)
 
 
-def batches(bench: KernelBench) -> tuple[Groups, ...]:
-    """The decode batches of this benchmark; the second is mixed, the third is as many tokens evenly long."""
-    return TOY_BATCHES if bench.is_toy else BATCHES
+def batches(setup: KernelSetup) -> tuple[Groups, ...]:
+    """Return the decode batches of this benchmark; the second is mixed, the third is as many tokens evenly long."""
+    return TOY_BATCHES if setup.is_toy else BATCHES
 
 
-def attention_works(bench: KernelBench) -> Iterator[list[KernelWork]]:
-    """Groups to be measured by turns: all decode batches, then the chunks."""
-    chunks = TOY_CHUNKS if bench.is_toy else CHUNKS
-    lengths = [_lengths(groups) for groups in batches(bench)]
+def attention_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
+    """Yield groups to be measured by turns: all decode batches, then the chunks."""
+    chunks = TOY_CHUNKS if setup.is_toy else CHUNKS
+    lengths = [_lengths(groups) for groups in batches(setup)]
     lengths += [[context] * sequences for sequences, _, context in chunks]
-    config = bench.config
-    layout = BlockLayout(_BLOCK_SIZE, _NUM_LAYERS, config.num_kv_heads, config.head_dim, dtype_name(bench.dtype))
+    config = setup.config
+    layout = BlockLayout(_BLOCK_SIZE, _NUM_LAYERS, config.num_kv_heads, config.head_dim, dtype_name(setup.dtype))
     storage = BlockStorage(
-        layout, max(num_blocks_of(own, _BLOCK_SIZE) for own in lengths), bench.device, has_scratch=True
+        layout, max(num_blocks_of(own, _BLOCK_SIZE) for own in lengths), setup.device, has_scratch=True
     )
     storage.blocks.normal_()
-    yield [work for groups in batches(bench) for work in _decode_works(bench, storage, groups)]
+    yield [kernel_case for groups in batches(setup) for kernel_case in _decode_cases(setup, storage, groups)]
     for sequences, num_new, context in chunks:
-        yield list(_prefill_works(bench, storage, sequences, num_new, context))
+        yield list(_prefill_cases(setup, storage, sequences, num_new, context))
 
 
 def _lengths(groups: Groups) -> list[int]:
     return [length for number, length in groups for _ in range(number)]
 
 
-def _planners(bench: KernelBench, batch: AttentionBatch) -> dict[str, AttentionPlanner]:
-    found = batch.planners(bench.config)
-    return {by: planner for by, planner in found.items() if by not in (TRITON, FLASH) or bench.runs_triton}
+def _planners(setup: KernelSetup, batch: AttentionBatch) -> dict[str, AttentionPlanner]:
+    found = batch.planners(setup.config)
+    return {by: planner for by, planner in found.items() if by not in (TRITON, FLASH) or setup.runs_triton}
 
 
-def _decode_works(bench: KernelBench, storage: BlockStorage, groups: Groups) -> Iterator[KernelWork]:
-    config, lengths = bench.config, _lengths(groups)
+def _decode_cases(setup: KernelSetup, storage: BlockStorage, groups: Groups) -> Iterator[KernelCase]:
+    config, lengths = setup.config, _lengths(groups)
     num_tokens = sum(lengths)
     batch = attention_batch(storage, lengths, 1)
-    queries = bench.randn(len(lengths), config.num_kv_heads, config.group_size, config.head_dim)
-    num_bytes = num_tokens * 2 * config.kv_width * bench.dtype.itemsize
+    queries = setup.randn(len(lengths), config.num_kv_heads, config.group_size, config.head_dim)
+    num_bytes = num_tokens * 2 * config.kv_width * setup.dtype.itemsize
     num_operations = 4 * num_tokens * config.query_width
 
-    def work(by: str, run: Callable[[int], object]) -> KernelWork:
-        return KernelWork(DECODE, name_of(groups), by, _in_turn(run), num_bytes, num_operations, is_copy=False)
+    def kernel_case(by: str, run: Callable[[int], object]) -> KernelCase:
+        return KernelCase(DECODE, name_of(groups), by, _in_turn(run), num_bytes, num_operations, is_copy=False)
 
-    planners = _planners(bench, batch)
+    planners = _planners(setup, batch)
     planners.pop(FLASH, None)
     for by, planner in planners.items():
-        yield work(by, _decoding(batch.decodes(planner), queries))
+        yield kernel_case(by, _decoding(batch.decodes(planner), queries))
     if TRITON in planners:
-        yield work(NAIVE, _naively_decoding(batch, planners[TRITON], queries))
+        yield kernel_case(NAIVE, _naively_decoding(batch, planners[TRITON], queries))
 
 
 def _decoding(step: StepAttention, queries: torch.Tensor) -> Callable[[int], object]:
@@ -107,28 +107,28 @@ def _naively_decoding(batch: AttentionBatch, planner: Any, queries: torch.Tensor
     return lambda layer: decoding.paged_decode(queries, out, places.BlockView(blocks, layer), whole)
 
 
-def _prefill_works(
-    bench: KernelBench, storage: BlockStorage, sequences: int, num_new: int, context: int
-) -> Iterator[KernelWork]:
-    config = bench.config
+def _prefill_cases(
+    setup: KernelSetup, storage: BlockStorage, sequences: int, num_new: int, context: int
+) -> Iterator[KernelCase]:
+    config = setup.config
     batch = attention_batch(storage, [context] * sequences, num_new)
     num_tokens = sequences * num_new
-    queries = bench.randn(num_tokens, config.num_kv_heads, config.group_size, config.head_dim)
+    queries = setup.randn(num_tokens, config.num_kv_heads, config.group_size, config.head_dim)
     # Where nothing was computed before, the gathering kernel takes them from here instead of from blocks.
-    new = (bench.randn(num_tokens, config.kv_width), bench.randn(num_tokens, config.kv_width))
+    new = (setup.randn(num_tokens, config.kv_width), setup.randn(num_tokens, config.kv_width))
     # Both products of a query with the keys up to its own: two operations each per element.
     num_pairs = sequences * sum(range(context - num_new + 1, context + 1))
     cached = "" if context == num_new else f" after {context - num_new}"
-    planners = _planners(bench, batch)
+    planners = _planners(setup, batch)
     if cached:
         planners.pop(FLASH, None)
     for by, planner in planners.items():
-        yield KernelWork(
+        yield KernelCase(
             PREFILL,
             f"{sequences} x {num_new}{cached}",
             by,
             _in_turn(_computing(batch.chunks(planner, num_new), queries, new)),
-            sequences * context * 2 * config.kv_width * bench.dtype.itemsize,
+            sequences * context * 2 * config.kv_width * setup.dtype.itemsize,
             4 * num_pairs * config.query_width,
             is_copy=False,
         )
@@ -142,6 +142,6 @@ def _computing(
 
 
 def _in_turn(run: Callable[[int], object]) -> Callable[[], object]:
-    """A layer at each call, one after the other."""
+    """Return a function that computes one layer per call, one after the other."""
     calls = count()
     return lambda: run(next(calls) % _NUM_LAYERS)

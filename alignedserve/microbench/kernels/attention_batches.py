@@ -24,7 +24,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 def num_blocks_of(lengths: Sequence[int], block_size: int) -> int:
-    """What sequences of these lengths take."""
+    """Return the blocks that sequences of these lengths take."""
     return sum(blocks_for(length, block_size) for length in lengths)
 
 
@@ -36,7 +36,7 @@ class AttentionBatch(NamedTuple):
     rows: IntArray  # of the table
 
     def planners(self, config: ModelConfig) -> dict[str, AttentionPlanner]:
-        """Every implementation that runs here, by name; FLASH computes whole prompts differently from TRITON, and
+        """Return the implementations that run here, by name; FLASH computes whole prompts differently from TRITON, and
         nothing else."""
         found = {}
         for choice in CHOICES:
@@ -62,18 +62,19 @@ class AttentionBatch(NamedTuple):
         return found
 
     def decodes(self, planner: AttentionPlanner) -> StepAttention:
-        """A step of nothing but decodes, ready to be computed."""
+        """Prepare a step of decodes alone."""
         return _placed(planner.plan(self.rows, _NO_ROWS, _NO_ROWS), self.storage.device)
 
     def chunks(self, planner: AttentionPlanner, num_new: int) -> StepAttention:
-        """A step of nothing but chunks of so many tokens, likewise."""
+        """Prepare a step of chunks alone, of so many tokens each."""
         counts = np.full(len(self.rows), num_new)
         return _placed(planner.plan(_NO_ROWS, self.rows, counts), self.storage.device)
 
 
 def attention_batch(storage: BlockStorage, lengths: Sequence[int], num_new: int) -> AttentionBatch:
-    """Sequences of these lengths, of which the last `num_new` tokens are to be computed, their blocks in no order
-    among all that the storage has."""
+    """Make a batch of sequences of these lengths, whose last `num_new` tokens are to be computed, their blocks in no
+    order among all that the storage has.
+    """
     block_size = storage.layout.block_size
     table = SequenceTable(max_sequences=len(lengths), max_context_len=max(lengths), block_size=block_size)
     free = np.random.default_rng(0).permutation(storage.num_blocks).tolist()
@@ -85,5 +86,5 @@ def attention_batch(storage: BlockStorage, lengths: Sequence[int], num_new: int)
 
 
 def _placed(step: StepAttention, device: torch.device) -> StepAttention:
-    step.place(to_device(step.host_arrays, device))
+    step.bind(to_device(step.host_arrays, device))
     return step

@@ -9,10 +9,10 @@ import torch
 from alignedserve.core.errors import ConfigError
 from alignedserve.microbench.device_ceilings import TOY_SIZES, measure_device_ceilings
 from alignedserve.microbench.device_choice import AUTO, chosen_device
-from alignedserve.microbench.kernels.attention import DECODE, attention_works, batches, name_of
-from alignedserve.microbench.kernels.blocks import block_works
-from alignedserve.microbench.kernels.rows import row_works
-from alignedserve.microbench.kernels.work import KernelBench, KernelWork, rows_of
+from alignedserve.microbench.kernels.attention import DECODE, attention_cases, batches, name_of
+from alignedserve.microbench.kernels.blocks import block_cases
+from alignedserve.microbench.kernels.cases import KernelCase, KernelSetup, rows_of
+from alignedserve.microbench.kernels.rows import row_cases
 from alignedserve.microbench.results import DeviceCeilings, KernelReport, KernelRow
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.device.dtypes import torch_dtype
@@ -23,7 +23,7 @@ _TOY_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class KernelBenchmarkSpec:
-    """What to run. Raises ConfigError naming the field."""
+    """Parameters of the benchmark. Raises ConfigError naming the field."""
 
     device: str = AUTO  # auto, cpu or cuda
     shape: str = "llama-3-8b"  # a name in SHAPES
@@ -46,38 +46,38 @@ def run_kernel_benchmark(
     device that is not there."""
     torch.manual_seed(0)
     device, dtype = chosen_device(spec.device), torch_dtype(spec.dtype)
-    bench = KernelBench(device, dtype, SHAPES[spec.shape], spec.is_toy)
+    setup = KernelSetup(device, dtype, SHAPES[spec.shape], spec.is_toy)
     if spec.is_toy:
         timer = DeviceTimer(device, num_rounds=1, budget_s=0.0, cold_bytes=_TOY_BYTES)
     else:
         timer = DeviceTimer(device, num_rounds=spec.num_rounds)
     ceilings = measure_device_ceilings(device, dtype, timer, TOY_SIZES if spec.is_toy else None)
-    report = KernelReport(spec.shape, spec.dtype, ceilings, [], bench.left_out)
-    for group in chain(attention_works(bench), block_works(bench), row_works(bench)):
-        report.rows.extend(_measure(bench, group, timer, ceilings))
+    report = KernelReport(spec.shape, spec.dtype, ceilings, [], setup.left_out)
+    for group in chain(attention_cases(setup), block_cases(setup), row_cases(setup)):
+        report.rows.extend(_measure(setup, group, timer, ceilings))
         on_measured(report)
     return report
 
 
 def _measure(
-    bench: KernelBench, group: list[KernelWork], timer: DeviceTimer, ceilings: DeviceCeilings
+    setup: KernelSetup, group: list[KernelCase], timer: DeviceTimer, ceilings: DeviceCeilings
 ) -> list[KernelRow]:
-    runnable = bench.that_runs(group)
+    runnable = setup.that_runs(group)
     if not runnable:
         return []
 
-    def bound_of(work: KernelWork) -> tuple[str, float]:
-        bound_s = ceilings.bound_s(work.num_bytes, work.num_operations, is_copy=work.is_copy)
-        moves = ceilings.bound_s(work.num_bytes, 0, is_copy=work.is_copy) == bound_s
-        return ("copy" if work.is_copy else "read") if moves else "matrix", bound_s
+    def bound_of(kernel_case: KernelCase) -> tuple[str, float]:
+        bound_s = ceilings.bound_s(kernel_case.num_bytes, kernel_case.num_operations, is_copy=kernel_case.is_copy)
+        moves = ceilings.bound_s(kernel_case.num_bytes, 0, is_copy=kernel_case.is_copy) == bound_s
+        return ("copy" if kernel_case.is_copy else "read") if moves else "matrix", bound_s
 
-    rows = rows_of(runnable, timer.by_turns([work.run for work in runnable]), bound_of)
-    return _compared(bench, rows) if runnable[0].kernel == DECODE else rows
+    rows = rows_of(runnable, timer.by_turns([kernel_case.run for kernel_case in runnable]), bound_of)
+    return _compared(setup, rows) if runnable[0].kernel == DECODE else rows
 
 
-def _compared(bench: KernelBench, rows: list[KernelRow]) -> list[KernelRow]:
-    """The rows of the mixed batch with their time against that of the even one by the same kernel."""
-    mixed, even = (name_of(groups) for groups in batches(bench)[1:3])
+def _compared(setup: KernelSetup, rows: list[KernelRow]) -> list[KernelRow]:
+    """Return the rows of the mixed batch with their time against that of the even one by the same kernel."""
+    mixed, even = (name_of(groups) for groups in batches(setup)[1:3])
     times = {(row.case, row.by): row.microseconds for row in rows}
     return [
         replace(row, against_aligned=row.microseconds / times[even, row.by])

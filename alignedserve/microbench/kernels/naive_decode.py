@@ -1,7 +1,7 @@
-"""Decode attention with one program per context and key head, however long the context: for comparison in benchmarks.
+"""Decode attention with one program per context and key head, for comparison in benchmarks.
 
-The same kernel as `kernels.gpu.decode_attention`, its work not divided: the longest context of a batch decides when all
-are done, as in the kernels that the papers measured.
+The same kernel as `kernels.gpu.decode_attention` without work partitioning: the longest context of a batch determines
+its duration, as in the kernels that the papers measured.
 """
 
 import numpy as np
@@ -15,7 +15,8 @@ from kernels.gpu.work_partition import Int64Array, WorkPartition
 def naive_batch(
     tables: BlockTables, lengths: Int64Array, heads: tuple[int, int, int], *, window: int | None = None
 ) -> DecodeBatch:
-    """For `paged_decode`, with the same window. `lengths` [rows] on the host; `heads`: kv_heads, group, head_dim."""
+    """Build a batch for `paged_decode` with this window. lengths [rows], on the host; `heads`: kv_heads, group,
+    head_dim."""
     arrays = [
         torch.from_numpy(array).to(tables.starts.device)
         for array in (lengths.astype(np.int32), *unpartitioned(lengths, window))
@@ -24,7 +25,7 @@ def naive_batch(
 
 
 def unpartitioned(lengths: Int64Array, window: int | None = None) -> WorkPartition:
-    """Each context is one part, and each part has a program of its own."""
+    """Assign each context as one part to its own program."""
     begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // TILE
     bounds = np.arange(len(lengths) + 1, dtype=np.int32)
     return WorkPartition(

@@ -1,4 +1,4 @@
-"""What is done to rows, as the benchmark of the kernels measures it: norms, heads, gates, sampling."""
+"""Kernel cases on rows: norms, heads, gates, sampling."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alignedserve.microbench.kernels.work import TORCH, TRITON, KernelBench, KernelWork
+from alignedserve.microbench.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
 from kernels.activation import ACTIVATIONS, gated
 from kernels.norm import rms_norm
 from kernels.rotary import rotate_
@@ -19,35 +19,35 @@ _PARAMETERS = {"greedy": (0.0, 0, 1.0), "top-p 0.9": (1.0, 0, 0.9), "top-k 50": 
 _ACTIVATION = "silu"
 
 
-def row_works(bench: KernelBench) -> Iterator[list[KernelWork]]:
-    """Groups to be measured by turns."""
-    for count in _TOY_ROWS if bench.is_toy else _ROWS:
+def row_cases(setup: KernelSetup) -> Iterator[list[KernelCase]]:
+    """Yield groups to be measured by turns."""
+    for count in _TOY_ROWS if setup.is_toy else _ROWS:
         for group in (_norms, _heads, _gates):
-            yield list(group(bench, count))
+            yield list(group(setup, count))
     for name in _PARAMETERS:
-        yield list(_sampling(bench, name))
+        yield list(_sampling(setup, name))
 
 
-def _norms(bench: KernelBench, count: int) -> Iterator[KernelWork]:
-    width, eps = bench.config.hidden_size, bench.config.norm_eps
-    weight = torch.ones(width, dtype=bench.dtype, device=bench.device)
-    x, residual = bench.randn(count, width), bench.randn(count, width)
-    kernels, num_bytes = bench.kernels("row_norm"), 4 * count * width * bench.dtype.itemsize
-    work = partial(KernelWork, "residual and norm", f"{count} x {width}", num_bytes=num_bytes)
-    yield work(TORCH, lambda: rms_norm(residual.add_(x), weight, eps))
+def _norms(setup: KernelSetup, count: int) -> Iterator[KernelCase]:
+    width, eps = setup.config.hidden_size, setup.config.norm_eps
+    weight = torch.ones(width, dtype=setup.dtype, device=setup.device)
+    x, residual = setup.randn(count, width), setup.randn(count, width)
+    kernels, num_bytes = setup.kernels("row_norm"), 4 * count * width * setup.dtype.itemsize
+    kernel_case = partial(KernelCase, "residual and norm", f"{count} x {width}", num_bytes=num_bytes)
+    yield kernel_case(TORCH, lambda: rms_norm(residual.add_(x), weight, eps))
     if kernels is not None:
         norm = kernels.RowNorm(weight, None, eps, is_rms=True)
-        yield work(TRITON, lambda: norm(x, residual))
+        yield kernel_case(TRITON, lambda: norm(x, residual))
 
 
-def _heads(bench: KernelBench, count: int) -> Iterator[KernelWork]:
-    config, kernels = bench.config, bench.kernels("head_placement")
+def _heads(setup: KernelSetup, count: int) -> Iterator[KernelCase]:
+    config, kernels = setup.config, setup.kernels("head_placement")
     num_heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     first_value, all_heads = num_heads + kv_heads, num_heads + 2 * kv_heads
-    fused, slots = bench.randn(count, all_heads * head_dim), torch.randperm(count, device=bench.device)
-    keys, values = (bench.randn(count, config.kv_width) for _ in range(2))
-    cos, sin = bench.angles(count)
-    rounded = (cos.to(bench.dtype), sin.to(bench.dtype))
+    fused, slots = setup.randn(count, all_heads * head_dim), torch.randperm(count, device=setup.device)
+    keys, values = (setup.randn(count, config.kv_width) for _ in range(2))
+    cos, sin = setup.angles(count)
+    rounded = (cos.to(setup.dtype), sin.to(setup.dtype))
 
     def plain() -> None:
         heads = fused.view(count, all_heads, head_dim)
@@ -57,39 +57,39 @@ def _heads(bench: KernelBench, count: int) -> Iterator[KernelWork]:
 
     # Queries and keys are changed in place, values read; keys and values are written to the cache.
     num_elements = count * head_dim * (2 * first_value + 3 * kv_heads)
-    work = partial(KernelWork, "heads placed", f"{count} tokens", num_bytes=num_elements * bench.dtype.itemsize)
-    yield work(TORCH, plain)
+    kernel_case = partial(KernelCase, "heads placed", f"{count} tokens", num_bytes=num_elements * setup.dtype.itemsize)
+    yield kernel_case(TORCH, plain)
     if kernels is not None:
-        place = kernels.HeadRows(num_heads, kv_heads, head_dim)
-        yield work(TRITON, lambda: place(fused, None, (cos, sin), slots, keys, values))
+        place = kernels.HeadRowsKernel(num_heads, kv_heads, head_dim)
+        yield kernel_case(TRITON, lambda: place(fused, None, (cos, sin), slots, keys, values))
 
 
-def _gates(bench: KernelBench, count: int) -> Iterator[KernelWork]:
-    width, kernels = bench.config.intermediate_size, bench.kernels("gating")
-    x = bench.randn(count, 2 * width)
-    work = partial(KernelWork, "gates", f"{count} x {width}", num_bytes=3 * count * width * bench.dtype.itemsize)
-    yield work(TORCH, lambda: gated(x, ACTIVATIONS[_ACTIVATION]))
+def _gates(setup: KernelSetup, count: int) -> Iterator[KernelCase]:
+    width, kernels = setup.config.intermediate_size, setup.kernels("gating")
+    x = setup.randn(count, 2 * width)
+    kernel_case = partial(KernelCase, "gates", f"{count} x {width}", num_bytes=3 * count * width * setup.dtype.itemsize)
+    yield kernel_case(TORCH, lambda: gated(x, ACTIVATIONS[_ACTIVATION]))
     if kernels is not None:
         gates = kernels.Gates(_ACTIVATION)
-        yield work(TRITON, lambda: gates(x))
+        yield kernel_case(TRITON, lambda: gates(x))
 
 
-def _sampling(bench: KernelBench, name: str) -> Iterator[KernelWork]:
-    """Bytes count once, whatever an implementation reads."""
-    kernels = bench.kernels("token_sampling")
-    rows = _TOY_SAMPLED_ROWS if bench.is_toy else _SAMPLED_ROWS
-    vocabulary = bench.config.vocab_size if bench.is_toy else _SAMPLED_VOCABULARY
-    logits = torch.randn(rows, vocabulary, device=bench.device) * 3.0
-    parameters = _parameters(bench.device, rows, *_PARAMETERS[name])
+def _sampling(setup: KernelSetup, name: str) -> Iterator[KernelCase]:
+    """Yield the decode cases; bytes count once, whatever an implementation reads."""
+    kernels = setup.kernels("token_sampling")
+    rows = _TOY_SAMPLED_ROWS if setup.is_toy else _SAMPLED_ROWS
+    vocabulary = setup.config.vocab_size if setup.is_toy else _SAMPLED_VOCABULARY
+    logits = torch.randn(rows, vocabulary, device=setup.device) * 3.0
+    parameters = _parameters(setup.device, rows, *_PARAMETERS[name])
     filters = Filters(parameters.top_k, parameters.top_p, parameters.min_p)
     plain: Callable[[], tuple[Tensor, Tensor]] = partial(sample, logits, filters, parameters.draws)
     if name == "greedy":
         plain = partial(greedy, logits)
     case, num_bytes = f"{name}, {rows} x {vocabulary}", 4 * logits.numel()
-    work = partial(KernelWork, "sampling", case, num_bytes=num_bytes, is_copy=False)
-    yield work(TORCH, plain)
+    kernel_case = partial(KernelCase, "sampling", case, num_bytes=num_bytes, is_copy=False)
+    yield kernel_case(TORCH, plain)
     if kernels is not None:
-        yield work(TRITON, lambda: kernels.sample_tokens(logits, parameters))
+        yield kernel_case(TRITON, lambda: kernels.sample_tokens(logits, parameters))
 
 
 def _parameters(device: torch.device, rows: int, temperature: float, top_k: int, top_p: float) -> RowParameters:

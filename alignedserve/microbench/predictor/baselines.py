@@ -16,10 +16,10 @@ Floats = npt.NDArray[np.float64]
 
 
 class Baseline(Protocol):
-    """Foresees the length of one answer."""
+    """Predictor of the length of one answer."""
 
     def predict(self, answered: Answered) -> float:
-        """Expected output tokens; the answer itself is not looked at."""
+        """Predict the output tokens, without looking at the answer itself."""
 
 
 class MeanLength:
@@ -83,5 +83,5 @@ class ProxyClassifier:
 
 
 def bucket_of(lengths: Floats, longest: float) -> npt.NDArray[np.int64]:
-    """Which of NUM_BUCKETS even parts of the range up to `longest` each length lies in; longer ones in the last."""
+    """Return each length's bucket of NUM_BUCKETS even ones up to `longest`; longer ones are in the last."""
     return np.minimum(lengths * NUM_BUCKETS / longest, NUM_BUCKETS - 1).astype(np.int64)

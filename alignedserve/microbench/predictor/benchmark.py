@@ -1,4 +1,4 @@
-"""How well and how fast output lengths are foreseen: the router's predictor against simpler ways, without any engine.
+"""Accuracy and speed of predicting output lengths: the router's predictor against simpler ways, without any engine.
 
 ALISE's Table 2 counts a prediction as accurate when it lies in the same of evenly divided bins as the true length, and
 gives an average prediction error and a latency. It says neither how many bins there are nor what the error is divided
@@ -39,7 +39,7 @@ OnDone = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PredictorBenchmarkSpec:
-    """What to run. Raises ConfigError naming the field."""
+    """Parameters of the benchmark. Raises ConfigError naming the field."""
 
     texts: tuple[Path, ...] = ()  # none: the tasks that ship with the package
     stored_sizes: tuple[int, ...] = (100, 10_000, 100_000)
@@ -51,7 +51,7 @@ class PredictorBenchmarkSpec:
 
     @property
     def num_steps(self) -> int:
-        """How often `on_done` is called."""
+        """Return the number of calls of `on_done`."""
         return 5 * max(len(self.texts), 1) + len(self.stored_sizes)
 
 
@@ -88,7 +88,7 @@ class SpeedFigures:
 
 @dataclass(frozen=True, slots=True)
 class PredictorBenchmarkResult:
-    """What was measured."""
+    """Measured figures."""
 
     num_buckets: int
     accuracy: tuple[AccuracyFigures, ...]
@@ -96,7 +96,7 @@ class PredictorBenchmarkResult:
 
 
 def run_predictor_benchmark(spec: PredictorBenchmarkSpec, on_done: OnDone) -> PredictorBenchmarkResult:
-    """Every predictor on every corpus, then the speed of the default one. Takes about a minute.
+    """Measure every predictor on every corpus, then the speed of the default one. Takes about a minute.
 
     `on_done` is told what has been measured, after each part. Raises ConfigError where a file of texts is malformed.
     """
@@ -131,7 +131,7 @@ def _accuracies(corpus: Corpus, on_done: OnDone) -> list[AccuracyFigures]:
 
 
 def _in_model_ids(answered: Sequence[Answered]) -> list[Answered]:
-    """The same prompts in the tokens whose embeddings are pooled."""
+    """Return the same prompts in the tokens whose embeddings are pooled."""
     return [replace(one, request=replace(one.request, prompt_token_ids=one.model_ids)) for one in answered]
 
 
@@ -170,7 +170,7 @@ def _judged(corpus: Corpus, name: str, predicted: Floats) -> AccuracyFigures:
 
 
 def rank_correlation(some: Floats, others: Floats) -> float | None:
-    """Spearman's: the correlation of ranks, equal values sharing their mean rank; None where all of one are equal."""
+    """Return Spearman's correlation of ranks, equal values sharing their mean rank; None where all of one are equal."""
     ranks, other_ranks = _ranks(some), _ranks(others)
     if ranks.std() == 0.0 or other_ranks.std() == 0.0:
         return None
@@ -188,7 +188,7 @@ def _ranks(values: Floats) -> Floats:
 
 
 def _speeds(corpus: Corpus, spec: PredictorBenchmarkSpec, on_done: OnDone) -> tuple[SpeedFigures, ...]:
-    """The default predictor, filled up with prompts of the corpus that each got a word of their own at the end."""
+    """Return the default predictor, filled with prompts of the corpus, each with a word of its own at the end."""
     predictor, rows = LengthPredictor(HashedNgrams()), []
     rng = np.random.default_rng(spec.seed)
     num_stored = 0

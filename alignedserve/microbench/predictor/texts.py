@@ -41,7 +41,7 @@ class Corpus:
 
 
 def pocket_corpus(seed: int) -> Corpus:
-    """Tasks of all skills of the pocket model in its own tokens; the right answer and the token that ends it."""
+    """Make tasks of all skills of the pocket model in its own tokens; the right answer and the token that ends it."""
     tokenizer = Tokenizer.load(pocket_folder())
     rng = random.Random(seed)  # noqa: S311  (nothing secret)
     tasks = [make_task(rng.choice(OFFERED_SKILLS), rng) for _ in range(_NUM_TASKS)]
@@ -51,7 +51,7 @@ def pocket_corpus(seed: int) -> Corpus:
 
 
 def read_corpus(path: Path, seed: int) -> Corpus:
-    """A file of JSON lines (`.gz` too) with `prompt` and `response`, or `instruction`, `input` and `output`.
+    """Read a file of JSON lines (`.gz` too) with `prompt` and `response`, or `instruction`, `input` and `output`.
 
     Tokens are words and punctuation marks, by their checksum, as no tokenizer belongs to such a file. Raises
     ConfigError naming the file and the line.
@@ -67,7 +67,10 @@ def read_corpus(path: Path, seed: int) -> Corpus:
 
 
 def _split(name: str, rows: list[tuple[tuple[int, ...], tuple[int, ...], int]], seed: int) -> Corpus:
-    """Four fifths to learn from, one to test with, at random; the same prompt can be in both, as in real traffic."""
+    """Split at random: four fifths to learn from, one to test with.
+
+    The same prompt can be in both, as in real traffic.
+    """
     random.Random(seed).shuffle(rows)  # noqa: S311
     sampling = SamplingParams(max_tokens=MAX_TOKENS)
     answered = [

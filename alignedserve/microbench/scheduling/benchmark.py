@@ -1,4 +1,4 @@
-"""What scheduling costs: the pool's index and its batch formers, without any engine.
+"""Cost of scheduling: the pool's index and its batch formers, without any engine.
 
 A pool of a given size is filled with requests of the lengths of a recorded trace or a made-up distribution. Then
 requests are moved and removed one by one, and batches are formed, taken out and replaced by new arrivals, so that the
@@ -32,7 +32,7 @@ _BATCH_EVERY_S = 0.02  # a few decode workers, each with a batch every few dozen
 
 @dataclass(frozen=True, slots=True)
 class ScheduleBenchmarkSpec:
-    """What to run. Raises ConfigError naming the field."""
+    """Parameters of the benchmark. Raises ConfigError naming the field."""
 
     pool_sizes: tuple[int, ...] = (1_000, 10_000, 100_000)
     lengths: str = "azure"  # a name in LENGTHS
@@ -71,7 +71,7 @@ class FormingFigures:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleBenchmarkResult:
-    """What was measured."""
+    """Measured figures."""
 
     lengths: str
     max_blocks: int
@@ -82,7 +82,7 @@ class ScheduleBenchmarkResult:
 
 
 def parse_pool_sizes(text: str) -> tuple[int, ...]:
-    """`1000,100000` is two pools. Raises ConfigError."""
+    """Parse pool sizes: `1000,100000` is two pools. Raises ConfigError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise ConfigError(f"pool sizes {text!r} must read like 1000,100000.")
@@ -93,7 +93,7 @@ def parse_pool_sizes(text: str) -> tuple[int, ...]:
 
 
 def run_schedule_benchmark(spec: ScheduleBenchmarkSpec) -> ScheduleBenchmarkResult:
-    """Every former at every pool size. Takes about half a minute at 100 000 requests."""
+    """Measure every former at every pool size. Takes about half a minute at 100 000 requests."""
     pairs = itertools.product(spec.pool_sizes, spec.formers)
     return ScheduleBenchmarkResult(
         lengths=spec.lengths,
@@ -202,7 +202,7 @@ def _range_blocks(batch: AlignedBatch, block_size: int) -> int:
 
 
 def range_to_best(batch: AlignedBatch, pool: list[PooledRequest], limits: BatchLimits, block_size: int) -> float:
-    """The batch's range of lengths by the narrowest one that holds as many requests within the limits, in blocks."""
+    """Return the batch's range of lengths over the narrowest with as many requests within the limits, in blocks."""
     ordered = sorted(pool, key=lambda pooled: pooled.context_len)
     leaves = np.array([blocks_for(pooled.context_len, block_size) for pooled in ordered])
     blocks = np.cumsum([0, *(pooled.num_blocks for pooled in ordered)])

@@ -1,4 +1,4 @@
-"""What it costs to schedule one decode iteration: the real logics of decode worker, pool and candidate buffers.
+"""Cost of scheduling one decode iteration: the real logics of decode worker, pool and candidate buffers.
 
 Every message is delivered at once and every copy is done at once; only the time inside the decode worker's logic is
 counted. Scheduling is from the end of an iteration to the next one's commands: releases, admission from candidate
@@ -79,7 +79,7 @@ def measure_iteration_schedule(
     *, num_running: int = 128, num_pooled: int = 1000, num_iterations: int = 2000, seed: int = 0
 ) -> IterationScheduleFigures:
     """Run that many iterations with the pool kept at its size; lengths of the shipped Azure slice."""
-    bench = _Bench(num_running, num_pooled, seed)
+    bench = _SchedulingBenchmark(num_running, num_pooled, seed)
     bench.run(_WARM_UP + num_iterations)
     times_ms = sorted(1e3 * one for one in bench.schedule_s[_WARM_UP:])
     messages_ms = sorted(1e3 * one for one in bench.messages_s[_WARM_UP:])
@@ -98,7 +98,7 @@ def measure_iteration_schedule(
     )
 
 
-class _Bench:
+class _SchedulingBenchmark:
     """A decode worker, a pool and a prefill worker's buffers, joined by a queue."""
 
     def __init__(self, num_running: int, num_pooled: int, seed: int) -> None:
@@ -124,11 +124,11 @@ class _Bench:
 
     @property
     def num_evictions(self) -> int:
-        """Requests that were evicted."""
+        """Return the requests that were evicted."""
         return self._load.num_evictions
 
     def run(self, num_iterations: int) -> None:
-        """That many iterations."""
+        """Run that many iterations."""
         self._fill()
         for _ in range(num_iterations):
             self._now += 1
@@ -157,15 +157,15 @@ class _Bench:
         self._queue.append((_POOL, PeerConnected(Role.ROUTER, _ROUTER)))
         for worker, role in ((_PREFILL, Role.PREFILL_WORKER), (_DECODE, Role.DECODE_WORKER)):
             self._queue.append((_POOL, PeerConnected(role, worker)))
-        self._buffers.pool_linked()
-        for command in self._buffers.linked(_DECODE):
+        self._buffers.pool_connected()
+        for command in self._buffers.connected(_DECODE):
             if isinstance(command, OpenBuffer):
                 offered = ArenaOffered("", self._num_blocks // 2, 1, "")
-                self._perform_all(_PREFILL, self._buffers.opened(BufferOpened(_DECODE, command.life, offered)))
+                self._perform_all(_PREFILL, self._buffers.opened(BufferOpened(_DECODE, command.link_epoch, offered)))
         self._deliver()
 
     def _fill(self) -> None:
-        """New requests into the pool, until it has its size again."""
+        """Add requests to the pool until it has its size again."""
         while len(self._in_pool) < self._num_pooled:
             row = self._rng.choice(self._rows)
             request = self._request(row)
@@ -192,7 +192,7 @@ class _Bench:
         return self._now * _ITERATION_S
 
     def _ask(self) -> None:
-        """As the router does (router/placement.py)."""
+        """Ask for a batch as the router does (router/placement.py)."""
         load = self._load
         share = int(0.4 * self._num_blocks) - load.num_candidate_blocks
         if share < 1:
@@ -235,7 +235,7 @@ class _Bench:
             case CancelPrefetch():
                 return [*self._buffers.cancel(event.peer, event.message)]
             case ReturnRequest():
-                return [*self._buffers.bring_back(event.peer, event.message)]
+                return [*self._buffers.return_to_pool(event.peer, event.message)]
             case BlocksReserved() | BlocksTaken() | ReservationRefused():
                 return [*self._buffers.answered(event.message)]
         return []
@@ -268,5 +268,5 @@ class _Bench:
 
 
 def _runs(block_ids: tuple[int, ...]) -> tuple[BlockRun, ...]:
-    """As if every block lay alone: more runs than there would be, so no less work."""
+    """Return a run per block: more runs than there would be, so no less work."""
     return tuple(BlockRun(block_id, 1, 0) for block_id in block_ids)

@@ -22,7 +22,7 @@ def _azure(rng: random.Random) -> Iterator[int]:
 
 
 def _lognormal(rng: random.Random) -> Iterator[int]:
-    """Median 665 tokens, 95 % under 4 060."""
+    """Draw lengths of median 665 tokens, 95 % under 4 060."""
     while True:
         yield min(max(int(rng.lognormvariate(6.5, 1.1)), 1), _LONGEST)
 
@@ -58,7 +58,7 @@ class Arrivals:
         self._numbers = itertools.count()
 
     def take(self, count: int) -> list[PooledRequest]:
-        """The next ones."""
+        """Return the next ones."""
         return [self._make(number) for number in itertools.islice(self._numbers, count)]
 
     def _make(self, number: int) -> PooledRequest:

@@ -1,4 +1,4 @@
-"""How fast blocks move by everything that this machine has, against moving the same bytes without looking at them.
+"""Speed of block transfers by every way of this machine, against moving the same bytes without looking at them.
 
 Between processes on the host (`host_transfers`), between a device and page-locked memory (`device_transfers`), between
 processes on devices (`peer_transfers`). What moves between processes needs msgspec, as a server does.
@@ -56,7 +56,7 @@ def _peer_rows(spec: TransferBenchmarkSpec, transport: str, here: int, there: in
 def _between_processes(
     what: str, report: TransferReport, on_measured: Seen, rows: Callable[[], Iterable[TransferResult]]
 ) -> None:
-    """What does not work is reported, and the next way is measured."""
+    """Measure the ways between processes; a failing one is reported and the next one measured."""
     try:
         _add(rows(), report, on_measured)
     except ModuleNotFoundError as error:

@@ -29,7 +29,7 @@ class BlockMoves:
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks."""
+        """Return the bytes of all blocks."""
         return self.num_blocks * self.layout.block_bytes
 
     def offload(self, transfer: KVTransfer) -> BlockCopy:

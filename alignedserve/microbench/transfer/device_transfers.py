@@ -1,4 +1,4 @@
-"""How fast lists of blocks go from a device to page-locked host memory and back, against a plain copy of as many bytes.
+"""Speed of lists of blocks between a device and page-locked host memory, against a plain copy of as many bytes.
 
 Gathered on the device, one copy over the link in pieces, and the other way round: what offload and prefetch of a worker
 on a GPU do. Loads nothing that a server needs.
@@ -18,7 +18,7 @@ PINNED = "pinned"
 
 
 def pinned_rows(spec: TransferBenchmarkSpec, device: torch.device) -> Iterator[TransferResult]:
-    """Both directions of every size. The plain copies are of bytes that lie side by side."""
+    """Measure both directions of every size. The plain copies are of contiguous bytes."""
     for shape, num_blocks in spec.sizes():
         layout = LAYOUTS[shape]
         storage = BlockStorage(layout, 2 * num_blocks, device)

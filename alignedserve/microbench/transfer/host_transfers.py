@@ -1,4 +1,4 @@
-"""How fast blocks move, against moving the same bytes without looking at them.
+"""Speed of block transfers between processes, against moving the same bytes without looking at them.
 
 `shm` and `relay` are compared with a numpy copy of the same blocks from and to the same places, block by block; `gloo`
 with one bare send of as many bytes between the same two processes. Both ends of a comparison alternate, so that a load
@@ -34,16 +34,16 @@ from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
 
 
 def host_rows(spec: TransferBenchmarkSpec) -> Iterator[TransferResult]:
-    """Every way between processes without a device, one after the other."""
+    """Measure every way between processes without a device, one after the other."""
     torch.set_num_threads(1)
     for shape, num_blocks in spec.sizes():
         with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
-            bench = _Bench(BlockMoves(spec, shape, num_blocks), Path(folder), spec.seed)
+            bench = _HostTransferBenchmark(BlockMoves(spec, shape, num_blocks), Path(folder), spec.seed)
             yield from bench.in_shared_memory()
             yield from bench.between_processes()
 
 
-class _Bench:
+class _HostTransferBenchmark:
     """One size of one shape: a storage with random content."""
 
     def __init__(self, moves: BlockMoves, folder: Path, seed: int) -> None:
@@ -77,21 +77,21 @@ class _Bench:
 
     def between_processes(self) -> Iterator[TransferResult]:
         moves = self._moves
-        with peer_process(_own_blocks, self._folder, moves.layout, moves.num_blocks) as told:
+        with peer_process(_own_blocks, self._folder, moves.layout, moves.num_blocks) as connection:
             transfer = GroupTransfer(self._storage, address(self._folder), identity=identity(Role.DECODE_WORKER))
             group = _bare_group(self._folder, rank=1)
             flat = torch.zeros(moves.num_bytes, dtype=torch.uint8)
             copy = moves.offload(transfer)
 
             def send() -> None:
-                told.send("receive")
+                connection.send("receive")
                 group.send([flat], 0, 0).wait()
-                told.recv()
+                connection.recv()
 
             def receive() -> None:
-                told.send("send")
+                connection.send("send")
                 group.recv([flat], 0, 0).wait()
-                told.recv()
+                connection.recv()
 
             yield moves.result("gloo", "offload", lambda: moves.offload(transfer), send)
             yield moves.result("gloo", "fetch", lambda: moves.fetch(transfer, copy), receive)
@@ -114,19 +114,19 @@ def _relayed(pool: Arena, copy: BlockCopy, buffer: Arena, targets: list[BlockId]
 # --- the other process
 
 
-def _own_blocks(told: Connection, folder: Path, layout: BlockLayout, num_blocks: int) -> None:
-    """Entry point: a candidate buffer with its block server, and a bare process group beside it."""
+def _own_blocks(connection: Connection, folder: Path, layout: BlockLayout, num_blocks: int) -> None:
+    """Serve a candidate buffer with its block server, and a bare process group beside it."""
     torch.set_num_threads(1)
     arena = Arena.create(folder / "candidates.arena", layout, num_blocks)
     own = identity(Role.PREFILL_WORKER)
     server = BlockServer(ArenaBuffer(arena), address(folder), identity=own, transports=("gloo",))
-    told.send("ready")
+    connection.send("ready")
     group = _bare_group(folder, rank=0)
     flat = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)
-    while (said := told.recv()) != END:
+    while (said := connection.recv()) != END:
         work = group.send([flat], 1, 0) if said == "send" else group.recv([flat], 1, 0)
         work.wait()
-        told.send("done")
+        connection.send("done")
     server.close()
     arena.close(unlink=True)
 
@@ -141,5 +141,5 @@ def _bare_group(folder: Path, rank: int) -> Any:
 
 
 def _memory_folder() -> str | None:
-    """Where the pool's arena would lie."""
+    """Return the folder in which the pool's arena would lie."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108

@@ -18,7 +18,7 @@ _BEGINS_WITHIN_S = 120.0  # with PyTorch to be loaded, on a device that is slow 
 
 @contextmanager
 def peer_process(serve: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """Runs `serve(connection, *arguments)`, which says that it is ready, and returns when it is told END. Raises
+    """Run `serve(connection, *arguments)` in a process; it says when it is ready, and returns at END. Raises
     PeerLost when it does not begin."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -47,10 +47,10 @@ def _await_ready(here: Connection) -> None:
 
 
 def identity(role: Role) -> Identity:
-    """Of one of the two."""
+    """Return the identity of one of the two processes."""
     return Identity(role, role.value, _SECRET, peer_timeout_s=30.0)
 
 
 def address(folder: Path) -> str:
-    """Where the other process serves its blocks."""
+    """Return the address at which the other process serves its blocks."""
     return f"unix:{folder}/blocks.sock"

@@ -1,4 +1,4 @@
-"""How fast a device's blocks go to another process and back, against a plain copy of as many bytes between the devices.
+"""Speed of a device's blocks to another process and back, against a plain copy of as many bytes between the devices.
 
 The other process owns blocks as a prefill worker on a GPU does its candidate buffer; here is the worker that evicts
 into it (offload) and lets requests in from it (fetch), checksums included.
@@ -38,7 +38,7 @@ class PeerWay(NamedTuple):
 
 
 def peer_rows(spec: TransferBenchmarkSpec, way: PeerWay) -> Iterator[TransferResult]:
-    """Both directions of every size. Raises HandoffRejected or PeerLost where this way does not work."""
+    """Measure both directions of every size. Raises HandoffRejected or PeerLost where this way does not work."""
     for shape, num_blocks in spec.sizes():
         yield from _rows_of(BlockMoves(spec, shape, num_blocks), way)
 
@@ -85,12 +85,12 @@ def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
 
 
 def _serve_blocks(
-    told: Connection, folder: Path, layout: BlockLayout, num_blocks: int, device: str, transport: str
+    connection: Connection, folder: Path, layout: BlockLayout, num_blocks: int, device: str, transport: str
 ) -> None:
-    """Entry point of the other process: a candidate buffer on a device, with its block server."""
+    """Serve a candidate buffer on a device, in the other process."""
     buffer = DeviceBuffer(layout, num_blocks, torch.device(device))
     server = BlockServer(buffer, address(folder), identity=identity(Role.PREFILL_WORKER), transports=(transport,))
-    told.send("ready")
-    while told.recv() != END:
+    connection.send("ready")
+    while connection.recv() != END:
         pass
     server.close()

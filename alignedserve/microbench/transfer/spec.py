@@ -1,4 +1,4 @@
-"""What a run of `bench transfer` is to move."""
+"""Parameters of `bench transfer`."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class TransferBenchmarkSpec:
-    """What to run. Raises ConfigError naming the field."""
+    """Parameters of the benchmark. Raises ConfigError naming the field."""
 
     shapes: tuple[str, ...] = ("pocket", "opt-125m")  # whose blocks; keys of LAYOUTS
     mebibytes: tuple[int, ...] = (4, 64)  # of one request
@@ -33,7 +33,7 @@ class TransferBenchmarkSpec:
             raise ConfigError("num_rounds must be at least 1.")
 
     def sizes(self) -> list[tuple[str, int]]:
-        """Every shape with every number of blocks."""
+        """Return every shape with every number of blocks."""
         return [
             (shape, max(1, size * _MIB // LAYOUTS[shape].block_bytes))
             for shape in self.shapes

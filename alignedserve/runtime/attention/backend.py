@@ -1,4 +1,4 @@
-"""How the tokens of a step read their contexts: planned once per step, then performed on every layer."""
+"""The interface of attention backends: a planner plans each step once, and the plan runs on every layer."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,10 +17,10 @@ CHOICES = (AUTO, *LEVELS, TRITON, TORCH)
 
 
 class Contexts(Protocol):
-    """Where the contexts of sequences lie; of a SequenceTable, what planning reads."""
+    """The part of a SequenceTable that planning reads: the places of sequences' contexts."""
 
     block_size: int
-    version: int  # changes whenever a row, or its blocks, become another's
+    version: int  # changes whenever a row, or its blocks, change owner
     block_tables: IntArray  # [rows, blocks]
     num_computed: IntArray  # [rows]
 
@@ -34,29 +34,30 @@ class StepAttention(Protocol):
 
     @property
     def padded_share(self) -> float:
-        """Of the time of `decode`: what goes into slots that are read only because another sequence is longer."""
+        """Share of `decode`'s time spent on slots that are read only because another sequence is longer."""
 
     @property
     def host_arrays(self) -> Sequence[Array]:
-        """What must be on the device before a layer is computed."""
+        """Arrays that must be on the device before a layer is computed."""
 
-    def place(self, tensors: Sequence[Tensor]) -> None:
-        """The same arrays, on the device."""
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """Use these tensors: the same arrays, on the device."""
 
     def set_last_blocks(self, blocks: IntArray) -> None:
-        """The block of each decode's own token, where the planner plans ahead of their being given out; before
-        `place`."""
+        """Set the block of each decode's own token, unknown when the step was planned ahead; before `bind`."""
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """Fill the rows of `out` that decode. Both [tokens, kv_heads, group, head_dim]; the new keys and values of
-        this layer are already in the storage."""
+        """Fill the rows of `out` that decode, both [tokens, kv_heads, group, head_dim].
+
+        The new keys and values of this layer are already in the storage.
+        """
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         """Fill the other rows of `out`. `new`: keys and values [tokens, kv_heads * head_dim], also in the storage."""
 
 
 class AttentionPlanner(Protocol):
-    """Plans steps over one storage; keeps what the next step can use."""
+    """Plans steps over one storage; keeps state that the next step can use."""
 
     reads_unused_slots: bool  # then every slot of a block in use must hold finite numbers
     plans_ahead: bool  # a step may be planned before the one before it is computed
@@ -64,14 +65,14 @@ class AttentionPlanner(Protocol):
     def plan(
         self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
     ) -> StepAttention:
-        """Rows of the sequence table that decode one token, and those that compute `chunk_counts` tokens.
+        """Plan rows of the sequence table that decode one token, and rows that compute `chunk_counts` tokens.
 
-        `num_padding` rows behind those that decode are nobody's: asked for by DecodeGraphs alone."""
+        `num_padding`: padding rows behind those that decode, for DecodeGraphs alone.
+        """
 
 
 def attention_level(choice: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The level that `choice` means here: one of LEVELS, TRITON, or TORCH. Raises ConfigError for one that cannot be
-    had."""
+    """Resolve `choice` to one of LEVELS, TRITON or TORCH. Raises ConfigError for an unavailable choice."""
     if choice not in CHOICES:
         raise ConfigError(f"attention must be one of {', '.join(CHOICES)}, not {choice!r}.")
     fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)

@@ -1,7 +1,7 @@
-"""flash-attn for prompts that are computed from their start, where it is installed and faster than the own kernel.
+"""flash-attn for prompts that are computed from their start, where it is installed and faster than our Triton kernel.
 
-It has its own idea of a paged cache (blocks of 256 tokens), so contexts that lie in our blocks are the own kernel's.
-Which of the two is faster is measured when an engine starts, on prompts of its model's heads.
+Its paged cache has blocks of 256 tokens, so contexts in smaller blocks are left to our kernel. The faster of the two is
+measured when an engine starts, on prompts of its model's heads.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from alignedserve.runtime.device.timing import DeviceTimer
 
-PROMPT_TOKENS = 2048  # of the prompt that is measured
+PROMPT_TOKENS = 2048  # of the measured prompt
 OWN, FLASH = "own kernel", "flash-attn"
 _ROUNDS, _WARM_UPS = 9, 3
 
@@ -25,13 +25,13 @@ WholePrompts = Callable[[Tensor, Tensor, Tensor, Tensor, int, int | None], Tenso
 
 
 class PromptChoice(NamedTuple):
-    """Seconds for a prompt of 2048 tokens by everything that can compute it."""
+    """Seconds for a prompt of 2048 tokens by each available kernel."""
 
     seconds: dict[str, float]
 
     @property
     def chosen(self) -> str:
-        """The fastest."""
+        """Return the name of the fastest."""
         return min(self.seconds, key=lambda name: self.seconds[name])
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class PromptChoice(NamedTuple):
 
 
 def flash_prompts() -> WholePrompts | None:
-    """flash-attn's kernel; None where it is not installed, or cannot be loaded."""
+    """Return flash-attn's kernel; None where it is not installed, or cannot be loaded."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     try:
@@ -51,7 +51,7 @@ def flash_prompts() -> WholePrompts | None:
     def prompts(
         queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int, window: int | None
     ) -> Tensor:
-        """queries [tokens, heads, head_dim]; keys, values [tokens, kv_heads, head_dim] -> as queries."""
+        """Compute queries [tokens, heads, head_dim]; keys, values [tokens, kv_heads, head_dim] -> as queries."""
         result: Tensor = varlen(
             queries,
             keys,
@@ -72,8 +72,11 @@ def flash_prompts() -> WholePrompts | None:
 def choose_prompts(
     flash: WholePrompts, own: Callable[[Tensor, Tensor], object], heads: tuple[int, int, int], like: Tensor
 ) -> PromptChoice:
-    """Measure. `own` fills its second argument from queries [tokens, kv_heads, group, head_dim] of one whole prompt;
-    `heads`: kv_heads, group, head_dim; `like`: dtype and device."""
+    """Measure both kernels on one whole prompt.
+
+    `own` fills its second argument from queries [tokens, kv_heads, group, head_dim]; `heads`: kv_heads, group,
+    head_dim; `like`: dtype and device.
+    """
     kv_heads, group, head_dim = heads
 
     def randoms(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention by the native kernels: straight from the blocks."""
+"""Attention by the native CPU kernels, which read blocks in place."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from kernels.cpu.paged_attention import PagedAttention, PagedPlan
 
 
 class PagedStep:
-    """A StepAttention that reads blocks."""
+    """A StepAttention of the native kernels."""
 
     padded_share = 0.0
     host_arrays: Sequence[Array] = ()
@@ -25,12 +25,12 @@ class PagedStep:
         self._decodes = decodes
         self._chunks = chunks
 
-    def place(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention: everything is where it is needed."""
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """See StepAttention: nothing to bind."""
 
     def set_last_blocks(self, blocks: IntArray) -> None:
         """See StepAttention."""
-        raise AssertionError("planned ahead by a planner that does not")
+        raise AssertionError("this planner does not plan ahead")
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
@@ -46,7 +46,7 @@ class PagedStep:
 
 
 class PagedPlanner:
-    """An AttentionPlanner. The plan of a step is made anew: it is a few integers per sequence."""
+    """An AttentionPlanner that plans every step from scratch: a few integers per sequence."""
 
     reads_unused_slots = False
     plans_ahead = False

@@ -1,4 +1,4 @@
-"""Chooses how attention is computed for one engine."""
+"""The registry of attention backends, and the choice for one engine."""
 
 import importlib
 import logging
@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def attention_planner(choice: str, table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner:
-    """The planner that `choice` means here; plain PyTorch, with a warning, where the GPU kernels turn out not to run.
-    Raises ConfigError for one that cannot be had."""
+    """Return the planner for `choice`; plain PyTorch, with a warning, where the GPU kernels do not run.
+
+    Raises ConfigError for an unavailable choice.
+    """
     level = attention_level(choice, storage.device, torch_dtype(storage.layout.dtype))
     if level == TRITON:
         on_gpu = _gpu_planner(table, storage, config)
@@ -36,26 +38,26 @@ def attention_planner(choice: str, table: Contexts, storage: BlockStorage, confi
 
 
 def _gpu_planner(table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner | None:
-    """None where the GPU kernels do not run."""
+    """Return the planner of the GPU kernels; None where they do not run."""
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")  # loads Triton
     if not gpu_attention.gpu_attention_works(storage.layout, config.group_size, storage.device):
         return None
     planner = gpu_attention.GpuPlanner(table, storage, config.sliding_window, config.group_size)
-    choice_of_prompts = gpu_attention.choose_prompt_attention(planner)
-    if choice_of_prompts is not None:
-        logger.info("whole prompts are computed by %s", choice_of_prompts)
+    prompt_choice = gpu_attention.choose_prompt_attention(planner)
+    if prompt_choice is not None:
+        logger.info("whole prompts are computed by %s", prompt_choice)
     return cast(AttentionPlanner, planner)
 
 
 class GpuAttention(NamedTuple):
-    """What computes attention on a GPU, in words."""
+    """The attention backends of a GPU, described in words."""
 
     decodes: str
     prompts: str
 
 
 def measure_gpu_attention(device: torch.device) -> GpuAttention:
-    """Of a model with the heads of an 8B Llama, in bfloat16."""
+    """Measure the backends for the heads of an 8B Llama in bfloat16."""
     layout = BlockLayout(block_size=16, num_layers=1, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     if not gpu_kernels_available(device):
         return GpuAttention("plain PyTorch: Triton is not installed", "plain PyTorch")

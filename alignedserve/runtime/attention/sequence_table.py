@@ -1,4 +1,4 @@
-"""The sequences being computed: one row each of persistent arrays, so that a step is a few array operations."""
+"""The table of sequences being computed: one row of persistent arrays each, so that a step is a few operations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that joins the engine: fresh, or resumed with tokens and blocks it had elsewhere."""
+    """A sequence to add to the engine: new, or resumed with tokens and blocks from elsewhere."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]  # prompt, then what has been generated so far
@@ -27,7 +27,7 @@ class NewSequence:
 
 
 class SequenceTable:
-    """Rows of arrays by sequence. Only the engine writes; `version` changes whenever a row changes hands."""
+    """Rows of arrays by sequence. Only the engine writes; `version` changes whenever a row changes owner."""
 
     def __init__(
         self, *, max_sequences: int, max_context_len: int, block_size: int, hidden_block_tokens: int | None = None
@@ -39,7 +39,7 @@ class SequenceTable:
         self.version = 0
         self.sequences: list[NewSequence | None] = [None] * max_sequences
         max_blocks = blocks_for(max_context_len, block_size)
-        self.request_ids = [RequestId("")] * max_sequences  # what a free row holds means nothing
+        self.request_ids = [RequestId("")] * max_sequences  # of free rows: meaningless
         self.block_tables = np.zeros((max_sequences, max_blocks), np.int64)
         # One more than the context: the token sampled at its end is known, but never computed.
         self.tokens = np.zeros((max_sequences, max_context_len + 1), np.int32)
@@ -61,19 +61,19 @@ class SequenceTable:
         return request_id in self._row_of
 
     def row(self, request_id: RequestId) -> int:
-        """The row of a sequence that is here."""
+        """Return the row of a sequence in the table."""
         assert request_id in self._row_of, f"unknown request {request_id}"
         return self._row_of[request_id]
 
     def rows(self, request_ids: Sequence[RequestId]) -> IntArray:
-        """The rows of sequences that are here."""
+        """Return the rows of sequences in the table."""
         try:
             return np.array([self._row_of[request_id] for request_id in request_ids], np.int64)
         except KeyError as error:
             raise AssertionError(f"unknown request {error}") from error
 
     def add(self, sequence: NewSequence) -> int:
-        """Give the sequence a row and return it."""
+        """Assign a row to the sequence and return it."""
         request_id, count = sequence.request_id, len(sequence.token_ids)
         assert request_id not in self._row_of, f"request {request_id} added twice"
         assert self._free_rows, "more sequences than max_sequences"
@@ -94,8 +94,8 @@ class SequenceTable:
         self.wants_prompt_logprobs[row] = sequence.sampling.num_prompt_logprobs is not None
         self.version += 1
         self.append_blocks(request_id, sequence.block_ids)
-        room = len(sequence.block_ids) * int(self.block_tokens[row])
-        assert sequence.num_cached <= room, f"{request_id}: cached without blocks"
+        capacity = len(sequence.block_ids) * int(self.block_tokens[row])
+        assert sequence.num_cached <= capacity, f"{request_id}: cached without blocks"
         return row
 
     def _block_tokens_of(self, sequence: NewSequence) -> int:
@@ -114,7 +114,7 @@ class SequenceTable:
         self.num_blocks[row] = last
 
     def blocks_of(self, rows: IntArray) -> IntArray:
-        """All blocks of the sequences in these rows."""
+        """Return all blocks of the sequences in these rows."""
         counts = zip(rows.tolist(), self.num_blocks[rows].tolist(), strict=True)
         return np.concatenate([self.block_tables[row, :count] for row, count in counts])
 
@@ -128,7 +128,7 @@ class SequenceTable:
         return row
 
     def sequence(self, row: int) -> NewSequence:
-        """Facts of the sequence in this row, as it joined."""
+        """Return the sequence in this row as it was added."""
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is free"
         return sequence

@@ -24,12 +24,12 @@ class GatheredStep(NamedTuple):
     chunk_plans: tuple[ChunkPlan, ...]
     host_arrays: Sequence[Array] = ()
 
-    def place(self, tensors: Sequence[Tensor]) -> None:
-        """See StepAttention: everything is where it is needed."""
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """See StepAttention: nothing to bind."""
 
     def set_last_blocks(self, blocks: IntArray) -> None:
         """See StepAttention."""
-        raise AssertionError("planned ahead by a planner that does not")
+        raise AssertionError("this planner does not plan ahead")
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
         """See StepAttention."""
@@ -59,7 +59,7 @@ class GatheredStep(NamedTuple):
 
 
 class GatheredPlanner:
-    """An AttentionPlanner. Keeps the buckets from step to step."""
+    """An AttentionPlanner that keeps its buckets from step to step."""
 
     reads_unused_slots = True
     plans_ahead = False
@@ -83,7 +83,7 @@ class GatheredPlanner:
         return step._replace(decode_rows=plan.rows, padded_share=plan.padded_share, buckets=plan.buckets)
 
     def plan_chunks(self, rows: IntArray, counts: IntArray, first: int) -> GatheredStep:
-        """A step of nothing but chunks, whose token rows start at `first`."""
+        """Plan a step of chunks alone, whose token rows start at `first`."""
         plans = []
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             plans.append(plan_chunk(self._table, self._storage, row, first, count, self._window))

@@ -1,7 +1,7 @@
-"""Turns rows of the sequence table into the index and mask tensors that attention reads.
+"""Plans of plain PyTorch attention: index and mask tensors, from rows of the sequence table.
 
-The plan of a decode batch is kept: as long as the same sequences decode one token per step, a step changes one entry
-per sequence, whatever the context length. It is rebuilt when the batch changes or a bucket runs out of slots.
+The plan of a decode batch is kept: while the same sequences decode one token per step, a step changes one entry per
+sequence, whatever the context length. It is rebuilt when the batch changes or a bucket runs out of slots.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ FloatArray = npt.NDArray[np.float32]
 _BUCKET_BYTES = 2 << 20
 # ... but fewer sequences than this leave cores idle.
 _MIN_BUCKET_SEQUENCES = 4
-# What one call of attention costs beside what it reads, in bytes that it could have read in that time: 24 us, at
-# 0.76 us for 16 KiB (two cores, Zen 4; benchmarks.ledger compares what follows from it with what is measured).
+# The fixed cost of one attention call, as bytes that it could read in that time: 24 us, at 0.76 us for 16 KiB (two
+# cores, Zen 4; benchmarks.iteration_log compares predictions from it with measurements).
 CALL_BYTES = 512 << 10
 # Tokens that each bucket can grow before the plan is rebuilt.
 _SPARE_TOKENS = 8
@@ -54,12 +54,12 @@ class ChunkPlan:
 class DecodePlan:
     """Buckets over decoding sequences, shortest context first, with one new token each.
 
-    `padded_share`: of the time that attention takes, what it spends on slots that only a longer sequence of the same
-    bucket needs. It is that of the lengths the plan was built for; until it is rebuilt, all of them grow alike.
+    `padded_share`: share of attention's time spent on slots that only a longer sequence of the same bucket needs, for
+    the lengths at which the plan was built; until it is rebuilt, all of them grow alike.
     """
 
     def __init__(self, table: Contexts, storage: BlockStorage, rows: IntArray, window: int | None) -> None:
-        """`rows`: the sequences; the new token of each is number num_computed."""
+        """`rows`: the sequences; the position of each one's new token is its num_computed."""
         lengths = table.num_computed[rows] + 1
         self.order = np.argsort(lengths, kind="stable")  # position in `rows` of each bucket row
         self.rows = rows[self.order]
@@ -73,7 +73,7 @@ class DecodePlan:
         self._build(storage)
 
     def advance(self, table: Contexts, rows: IntArray) -> bool:
-        """Move every row one token on. False, with nothing changed, when the plan does not fit this step."""
+        """Advance every row by one token; return False, changing nothing, when the plan does not fit this step."""
         if self._version != table.version or not np.array_equal(rows, self._requested_rows):
             return False
         lengths = table.num_computed[self.rows] + 1
@@ -92,7 +92,7 @@ class DecodePlan:
 
     @property
     def buckets(self) -> tuple[DecodeBucket, ...]:
-        """Views of the plan's arrays; on another device than the CPU, copies of what they hold now."""
+        """Return views of the plan's arrays; on other devices than the CPU, copies of their present content."""
         if self._device.type == "cpu":
             return self._buckets
         return self._make_buckets()
@@ -107,7 +107,7 @@ class DecodePlan:
             widths[first:last] = blocks[last - 1]
         self._capacities = np.minimum(widths, table.block_tables.shape[1]) * block_size
         widths = self._capacities // block_size
-        # Rounding up to blocks and room to grow are not padding: a batch of equal lengths reads them as well.
+        # Rounding up to blocks and spare tokens are not padding: a batch of equal lengths reads them as well.
         num_padded = int((widths - np.minimum(blocks, widths)).sum())
         self.padded_share = num_padded / (int(widths.sum()) + len(self._bounds) * CALL_BYTES / bytes_per_block)
         self._run_offsets = np.cumsum(widths) - widths
@@ -175,8 +175,9 @@ class DecodePlan:
 def bucket_bounds(blocks: list[int], max_blocks: int) -> list[tuple[int, int]]:
     """Split sequences, given their numbers of blocks in ascending order, into runs [first, last).
 
-    In a bucket all are padded to its longest: at most a quarter and one block more than its shortest. A bucket holds at
-    most `max_blocks` blocks after padding, but may always hold a handful of sequences of similar length.
+    All sequences of a bucket are padded to its longest, which exceeds its shortest by at most a quarter and one block.
+    A bucket holds at most `max_blocks` blocks after padding, but may always hold a handful of sequences of similar
+    length.
     """
     bounds = []
     first = 0
@@ -195,7 +196,7 @@ def bucket_bounds(blocks: list[int], max_blocks: int) -> list[tuple[int, int]]:
 def plan_chunk(
     table: Contexts, storage: BlockStorage, row: int, first: int, num_tokens: int, window: int | None
 ) -> ChunkPlan:
-    """The next `num_tokens` tokens of the sequence in `row`, which are token rows from `first` on."""
+    """Plan the next `num_tokens` tokens of the sequence in `row`, which are token rows from `first` on."""
     before = int(table.num_computed[row])
     context_len = before + num_tokens
     run_ids = None
@@ -214,11 +215,11 @@ def plan_chunk(
 
 
 def _chunk_mask(before: int, num_tokens: int, window: int | None, storage: BlockStorage) -> Tensor:
-    """0 where new token i may read slot j, -inf elsewhere: [num_tokens, before + num_tokens], dtype of the storage."""
+    """Build a mask [num_tokens, before + num_tokens]: 0 where new token i reads slot j, else -inf."""
     own = torch.arange(before, before + num_tokens, device=storage.device)[:, None]
     others = torch.arange(before + num_tokens, device=storage.device)
     is_hidden = others > own
     if window is not None:
         is_hidden |= others <= own - window
-    mask = torch.zeros(is_hidden.shape, dtype=storage.layer_keys(0).dtype, device=storage.device)
+    mask = torch.zeros(is_hidden.shape, dtype=storage.blocks.dtype, device=storage.device)
     return mask.masked_fill_(is_hidden, -float("inf"))

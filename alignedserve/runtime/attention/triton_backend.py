@@ -1,7 +1,7 @@
-"""Attention by the GPU kernels: straight from the blocks, divided evenly over the batch.
+"""Attention by the Triton kernels, which read blocks in place; work is partitioned evenly over the batch.
 
-A step's plan is a few integers per sequence, computed on the host; the arrays of a batch of so many decodes have the
-same sizes whatever their contexts, but for the block tables, which come last (`DecodeGraphs` replays with new ones).
+A step's plan is a few integers per sequence, computed on the host. The arrays for a number of decodes have the same
+sizes whatever their contexts, except for the block tables, which come last (`DecodeGraphs` replays with new ones).
 """
 
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ from kernels.gpu.work_partition import WorkPartition, partition
 from kernels.gpu_dispatch import can_launch, on_device
 
 _PROGRAMS_OF_INTERPRETER = 4
-# Of larger heads a tile of keys and one of values do not fit a multiprocessor's shared memory.
+# For larger heads, tiles of keys and values do not fit a multiprocessor's shared memory.
 _MAX_HEAD_DIM = 256
 
 
 class GpuStep:
-    """A StepAttention that reads blocks on the device. Layers can be computed once its arrays are there (`place`)."""
+    """A StepAttention that reads blocks on the device. Layers can be computed once its arrays are bound."""
 
     padded_share = 0.0
 
@@ -52,12 +52,12 @@ class GpuStep:
         self._parts = [part for part in (chunks, decodes) if part is not None]
         self.host_arrays = [array for part in self._parts for array in part.host_arrays]
 
-    def place(self, tensors: Sequence[Tensor]) -> None:
+    def bind(self, tensors: Sequence[Tensor]) -> None:
         """See StepAttention."""
         first = 0
         for part in self._parts:
             last = first + len(part.host_arrays)
-            part.place(tensors[first:last])
+            part.bind(tensors[first:last])
             first = last
 
     def set_last_blocks(self, blocks: IntArray) -> None:
@@ -79,7 +79,7 @@ class GpuStep:
 
 
 class GpuPlanner:
-    """An AttentionPlanner."""
+    """An AttentionPlanner of the Triton kernels."""
 
     reads_unused_slots = False
     plans_ahead = True
@@ -93,7 +93,7 @@ class GpuPlanner:
         self._flash: WholePrompts | None = None
 
     def use_flash(self, flash: WholePrompts) -> None:
-        """Whole prompts are computed by this from now on."""
+        """Compute whole prompts by this kernel from now on."""
         self._flash = flash
 
     def plan(
@@ -108,8 +108,7 @@ class GpuPlanner:
         return GpuStep(decode_rows, decodes, _PagedChunks(self, chunk_rows, chunk_counts))
 
     def block_tables(self, rows: IntArray, lengths: IntArray) -> list[Array]:
-        """The arrays of a BlockTables, its entries last; rows beyond `rows` are padding. Every sequence of the engine
-        fills its blocks from the front."""
+        """Return the arrays of a BlockTables, its entries last; lengths beyond `rows` are padding."""
         widths = -(-lengths // self.table.block_size)
         tables = self.table.block_tables
         own = [tables[row, :width] for row, width in zip(rows.tolist(), widths.tolist(), strict=False)]
@@ -128,7 +127,7 @@ class _Decodes:
         partitions = [
             partition(lengths, tile=TILE, num_programs=planner.num_programs, window=window) for window in windows
         ]
-        arrays = [array for partitioned in partitions for array in partitioned]
+        arrays = [array for part in partitions for array in part]
         self.num_rows = len(lengths)
         self.host_arrays: list[Array] = [*arrays, lengths.astype(np.int32), *planner.block_tables(rows, lengths)]
         self._planner = planner
@@ -140,16 +139,16 @@ class _Decodes:
         last_columns = (lengths[: self._num_own] - 1) // self._planner.table.block_size
         entries[starts[: self._num_own] + last_columns] = blocks
 
-    def place(self, tensors: Sequence[Tensor]) -> None:
+    def bind(self, tensors: Sequence[Tensor]) -> None:
         *arrays, lengths, starts, is_reversed, entries = tensors
         tables = BlockTables(entries, starts, is_reversed)
         width = len(WorkPartition._fields)
         partitions = [arrays[first : first + width] for first in range(0, len(arrays), width)]
-        self._batches = [decode_batch(tables, lengths, partitioned, self._planner.heads) for partitioned in partitions]
+        self._batches = [decode_batch(tables, lengths, part, self._planner.heads) for part in partitions]
 
     def run(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
         window = self._planner.window if is_windowed else None
-        # The scratch block lies right behind those that the view shows.
+        # The scratch block lies right behind those of the view.
         view = BlockView(self._planner.storage.blocks, layer)
         paged_decode(queries, out, view, self._batches[window is not None], window=window)
 
@@ -166,18 +165,18 @@ class _PagedChunks:
         self._planner = planner
         self._batch: ChunkBatch | None = None
 
-    def place(self, tensors: Sequence[Tensor]) -> None:
+    def bind(self, tensors: Sequence[Tensor]) -> None:
         *tiles, starts, is_reversed, entries = tensors
         self._batch = ChunkBatch(BlockTables(entries, starts, is_reversed), tiles)
 
     def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        assert self._batch is not None, "a layer is computed before its arrays are there"
+        assert self._batch is not None, "a layer is computed before its arrays are bound"
         window = self._planner.window if is_windowed else None
         paged_prefill(queries, out, BlockView(self._planner.storage.blocks, layer), self._batch, window=window)
 
 
 class _PromptChunks:
-    """Prompts from their first token on: there is nothing to read but what the layer has just computed."""
+    """Prompts from their first token on, which read only the keys and values that the layer has just computed."""
 
     def __init__(self, planner: GpuPlanner, flash: WholePrompts, counts: IntArray) -> None:
         self.host_arrays: list[Array] = [np.concatenate(([0], np.cumsum(counts))).astype(np.int32)]
@@ -186,11 +185,11 @@ class _PromptChunks:
         self._longest = int(counts.max())
         self._starts: Tensor | None = None
 
-    def place(self, tensors: Sequence[Tensor]) -> None:
+    def bind(self, tensors: Sequence[Tensor]) -> None:
         (self._starts,) = tensors
 
     def run(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
-        assert self._starts is not None, "a layer is computed before its arrays are there"
+        assert self._starts is not None, "a layer is computed before its arrays are bound"
         kv_heads, group, head_dim = self._planner.heads
         keys, values = (part.view(len(part), kv_heads, head_dim) for part in new)
         flat = queries.reshape(len(queries), kv_heads * group, head_dim)
@@ -199,14 +198,13 @@ class _PromptChunks:
 
 
 def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device) -> bool:
-    """Whether the kernels run here for these heads: found out on two short sequences, said once if not."""
+    """Return whether the kernels run here for these heads, by a trial on two short sequences; log once if not."""
     name = f"attention ({layout.dtype}, {group} query heads of {layout.head_dim} per key head)"
     return can_launch(name, lambda: _trial_launch(layout, group, device))
 
 
 def choose_prompt_attention(planner: GpuPlanner) -> PromptChoice | None:
-    """Measure whether flash-attn or the own kernel computes prompts faster, and have the planner use it; None: there is
-    nothing to choose."""
+    """Have the planner use the faster prompt kernel, flash-attn or ours; None: there is no choice."""
     flash = flash_prompts()
     if flash is None or planner.storage.device.type != "cuda":
         return None
@@ -218,7 +216,7 @@ def choose_prompt_attention(planner: GpuPlanner) -> PromptChoice | None:
 
 
 class _OneStep:
-    """A step over a storage of its own, whose content means nothing: a token of one sequence, the prompt of another."""
+    """A step over its own zeroed storage: a token of one sequence and the prompt of another."""
 
     def __init__(self, layout: BlockLayout, group: int, device: torch.device, *, prompt_len: int) -> None:
         width = blocks_for(prompt_len, layout.block_size)
@@ -232,7 +230,7 @@ class _OneStep:
         rows = np.array([table.add(decoding), table.add(prompt)])
         planner = GpuPlanner(table, storage, None, group)
         self._step = planner.plan(rows[:1], rows[1:], np.array([prompt_len]))
-        self._step.place(to_device(self._step.host_arrays, device))
+        self._step.bind(to_device(self._step.host_arrays, device))
         shape = (1 + prompt_len, *planner.heads)
         self.queries = torch.zeros(shape, dtype=storage.blocks.dtype, device=device)
 
@@ -242,7 +240,7 @@ class _OneStep:
         self._step.chunks(self.queries, (out, out), out, 0, False)
 
     def compute_prompt(self, queries: Tensor, out: Tensor) -> None:
-        """Alone: `queries`, `out` of its tokens."""
+        """Compute the prompt alone, from `queries` into `out`, both of its tokens."""
         assert self._step.prompts is not None
         self._step.prompts.run(queries, (queries, queries), out, 0, False)
 

@@ -1,6 +1,6 @@
-"""Arrays of the host brought to a device: many small ones in one copy, from page-locked memory where that is a GPU.
+"""Copies of host arrays to a device: many small arrays in one copy, for a GPU from page-locked memory.
 
-A copy of its own costs some microseconds however small it is, and one from ordinary memory holds up the host.
+Every copy costs some microseconds however small it is, and a copy from pageable memory blocks the host.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 
-_ALIGNMENT = 16  # bytes; of every array's place
+_ALIGNMENT = 16  # bytes, of every array's start
 
 
 class Packing:
-    """Where arrays of these dtypes and at most these sizes lie in one run of bytes, in order."""
+    """The places of arrays of these dtypes and at most these sizes in contiguous bytes, in order."""
 
     def __init__(self, arrays: Sequence[Array], *, last_size: int | None = None) -> None:
-        """`last_size`: room for so many elements of the last array, in place of those that it has."""
+        """`last_size`: capacity of the last array in elements, instead of its size."""
         sizes = [array.size for array in arrays]
         if last_size is not None:
             sizes[-1] = last_size
@@ -31,15 +31,14 @@ class Packing:
         self.num_bytes = int(ends[-1])
 
     def views(self, packed: Tensor) -> list[Tensor]:
-        """The arrays, flat, within uint8 [num_bytes]."""
+        """Return the arrays, flat, as views of uint8 [num_bytes]."""
         return [
             packed[first : first + width].view(dtype)
             for (first, width), dtype in zip(self._places, self._dtypes, strict=True)
         ]
 
     def fill(self, packed: Array, arrays: Sequence[Array]) -> int:
-        """Write them into uint8 [num_bytes]; how many bytes from the start are in use. Only the last may be shorter
-        than its place."""
+        """Write the arrays into uint8 [num_bytes], only the last below its capacity; return the used bytes."""
         used = 0
         for (first, width), array in zip(self._places, arrays, strict=True):
             assert array.nbytes <= width, "an array larger than its place"
@@ -49,12 +48,14 @@ class Packing:
 
 
 def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors. On a GPU the copy is only queued, on the current stream; on a CPU there is none, and the
-    tensors share the arrays' memory."""
+    """Return the arrays as tensors on the device.
+
+    The copy to a GPU is only enqueued, on the current stream; on a CPU the tensors share the arrays' memory.
+    """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     packing = Packing(arrays)
-    # Memory that is page-locked comes from a cache of PyTorch, which gives it out again when the copy is done.
+    # Page-locked memory comes from PyTorch's cache, which reuses it once the copy is done.
     packed = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=True)
     packing.fill(packed.numpy(), arrays)
     views = packing.views(packed.to(device, non_blocking=True))
@@ -62,17 +63,17 @@ def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
 
 
 class FixedArrays:
-    """Arrays whose memory on the device stays where it is, to be filled anew: what a captured graph reads."""
+    """Arrays at fixed addresses on the device, refilled for every step: the inputs of a captured graph."""
 
     def __init__(self, arrays: Sequence[Array], device: torch.device, *, last_size: int) -> None:
-        """Filled with these arrays at first; `last_size` as in Packing."""
+        """Fill with these arrays; `last_size` as in Packing."""
         self._packing = Packing(arrays, last_size=last_size)
         self._packed = torch.zeros(self._packing.num_bytes, dtype=torch.uint8, device=device)
         self.tensors = self._packing.views(self._packed)
         self.fill(arrays)
 
     def fill(self, arrays: Sequence[Array]) -> None:
-        """Arrays of the same dtypes and sizes, the last of any size that has room; queued on the current stream."""
+        """Refill with arrays of the same dtypes and sizes, the last of any size that fits, on the current stream."""
         staged = torch.empty(self._packing.num_bytes, dtype=torch.uint8, pin_memory=self._packed.device.type == "cuda")
         used = self._packing.fill(staged.numpy(), arrays)
         self._packed[:used].copy_(staged[:used], non_blocking=True)

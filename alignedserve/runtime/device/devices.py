@@ -1,4 +1,4 @@
-"""The devices of this machine: which one a worker computes on, and why a GPU cannot be had."""
+"""The devices of this machine: the choice for each worker, and reasons why no GPU is available."""
 
 import warnings
 from typing import Any
@@ -13,7 +13,7 @@ _CUDA: Any = torch.cuda
 
 
 def cuda_obstacle() -> str | None:
-    """Why no GPU can be used, in one line; None: one can. Takes no memory on it."""
+    """Return why no GPU can be used, in one line; None: one can. Takes no memory on it."""
     if torch.version.cuda is None:
         return "this PyTorch is built for CPUs alone; docs/gpu.md says how to install one with CUDA"
     with warnings.catch_warnings(record=True) as caught:
@@ -21,15 +21,15 @@ def cuda_obstacle() -> str | None:
         has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > 0
     if has_gpu:
         return None
-    # PyTorch only warns of a driver that is too old, or of one that does not answer.
-    said = [str(warning.message).strip().partition("\n")[0] for warning in caught]
-    return said[0][:300] if said else "no NVIDIA GPU is visible here; does nvidia-smi show one?"
+    # PyTorch only warns of a driver that is too old or does not respond.
+    messages = [str(warning.message).strip().partition("\n")[0] for warning in caught]
+    return messages[0][:300] if messages else "no NVIDIA GPU is visible here; does nvidia-smi show one?"
 
 
 def worker_devices(name: str, num_workers: int) -> list[str]:
-    """The device of each worker, by engine.device. Raises ConfigError saying why it cannot be had.
+    """Return the device of each worker, by engine.device. Raises ConfigError saying why it is unavailable.
 
-    `auto` is the CPU: the GPU path has not been measured on a GPU yet, so it computes only where it is asked for.
+    `auto` is the CPU: the GPU path has not been measured on a GPU yet, so a GPU is used only on request.
     """
     if not name.startswith(CUDA):
         return [CPU] * num_workers
@@ -44,7 +44,7 @@ def worker_devices(name: str, num_workers: int) -> list[str]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is left on the device."""
+    """Return the free memory of the device."""
     if device.type == CUDA:
         free, _ = _CUDA.mem_get_info(device)
         return int(free)
@@ -52,14 +52,17 @@ def free_bytes(device: torch.device) -> int:
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the calling thread's. Otherwise a thread's is the first GPU, and page-locked memory, which belongs to no
-    device, would take a few hundred megabytes of that one for each process that computes on another."""
+    """Make it the current device of the calling thread.
+
+    Otherwise that is the first GPU, and page-locked memory, which belongs to no device, would take a few hundred
+    megabytes of it for each process that computes on another.
+    """
     if device.type == CUDA and device.index is not None:
         _CUDA.set_device(device)
 
 
 def describe_gpus() -> list[str]:
-    """One line for each GPU that can be used."""
+    """Describe each usable GPU in one line."""
     if cuda_obstacle() is not None:
         return []
     lines = []

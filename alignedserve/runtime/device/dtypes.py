@@ -1,4 +1,4 @@
-"""Names of dtypes, as config files and block layouts spell them, and torch's own."""
+"""Names of dtypes, as in config files and block layouts, and torch's dtypes."""
 
 import torch
 
@@ -8,12 +8,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of this name. Raises UnsupportedModel listing the names there are."""
+    """Return the torch dtype of this name. Raises UnsupportedModel listing the known names."""
     if name not in _DTYPES:
         raise UnsupportedModel(f"dtype {name!r} is not one of {', '.join(_DTYPES)}.")
     return _DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a torch dtype that `torch_dtype` knows."""
+    """Return the name of a torch dtype that `torch_dtype` knows."""
     return str(dtype).removeprefix("torch.")

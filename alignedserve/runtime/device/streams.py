@@ -1,11 +1,11 @@
-"""Streams of work on one device: offload, prefetch and compute beside each other, every dependency an event.
+"""Streams of work on one device: offload, prefetch and compute run in parallel, ordered by events alone.
 
-Within a stream, work happens in the order in which it was put there. Between streams there is no order at all but the
-one that `wait` makes: whoever uses memory that another stream used last waits for an event recorded behind that use.
+Work on one stream runs in order. Work on different streams is unordered except for `wait`: a stream that uses memory
+which another stream used last must wait for an event recorded after that use.
 
-`CudaStreams` are CUDA streams; `HostStreams`, of a CPU, do everything at once. `CheckedStreams` run the same calls on a
-CPU, in an order drawn at random among all that the waits allow: there a wait that is missing soon shows as wrong bytes,
-where a device may hide it for days.
+`CudaStreams` are CUDA streams; `HostStreams`, for a CPU, run everything at once. `CheckedStreams` run the same calls on
+a CPU in a random order among all that the waits allow: there a missing wait soon shows as wrong bytes, where a device
+may hide it for days.
 """
 
 import random
@@ -21,48 +21,54 @@ _CUDA: Any = torch.cuda
 
 
 class Event(Protocol):
-    """A point in a stream, reached when all that was put there before it has been done."""
+    """A point in a stream, reached when all earlier work on the stream is done."""
 
     def is_done(self) -> bool:
-        """Whether it has been reached. Returns at once."""
+        """Return at once whether the event has been reached."""
 
     def synchronize(self) -> None:
-        """Return when it has been reached: from then on the host may read what was copied out before it."""
+        """Block the host until the event is reached; then the host may read what was copied out before it."""
 
 
 class Stream(Protocol):
-    """Work in order. Nothing here waits for the device; all calls come from one thread."""
+    """Work in order. No method waits for the device; all calls come from one thread."""
 
     def run(self, operation: Callable[[], object]) -> None:
-        """Put the operation behind all that is here. It is called at once or later, so nothing that it reads on the
-        host may change in between; tensors that it uses stay alive until an event behind it is done."""
+        """Enqueue an operation, which is called at once or later.
+
+        Host memory that it reads must not change in between; tensors that it uses stay alive until a later event is
+        done.
+        """
 
     def record(self) -> Event:
-        """An event behind all that is here now."""
+        """Record an event after all work enqueued so far."""
 
     def wait(self, event: Event) -> None:
-        """What is put here from now on begins when the event, of any stream, is done."""
+        """Make all later work on this stream wait for the event, of any stream."""
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
-        """From the device to the host. Both contiguous, of one shape and dtype; `pinned` is page-locked. Both are held
-        until the copy is done, and it is the caller's to leave their bytes alone so long."""
+        """Copy from the device to the host, between contiguous tensors of one shape and dtype.
+
+        `pinned` is page-locked. Both are kept alive until the copy is done; the caller must not touch their bytes
+        before.
+        """
 
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
-        """From the host to the device, under the terms of `copy_out`."""
+        """Copy from the host to the device, under the terms of `copy_out`."""
 
 
 class DeviceStreams(Protocol):
-    """The streams of one device."""
+    """The streams of one device, by name."""
 
     def stream(self, name: str) -> Stream:
-        """The stream of this name, made when it is first asked for."""
+        """Return the stream of this name, created on first use."""
 
 
 # --- the host itself
 
 
 class HostEvent:
-    """Everything is done when it is asked for, so this is."""
+    """An event on a HostStream: always reached."""
 
     def is_done(self) -> bool:
         """See Event."""
@@ -73,7 +79,7 @@ class HostEvent:
 
 
 class HostStream:
-    """Does what it is asked for at once."""
+    """A stream of a CPU, which runs everything at once."""
 
     _EVENT = HostEvent()
 
@@ -98,7 +104,7 @@ class HostStream:
 
 
 class HostStreams:
-    """Of a CPU: one stream, which does everything at once."""
+    """The streams of a CPU: one HostStream for every name."""
 
     def __init__(self) -> None:
         self._stream = HostStream()
@@ -123,17 +129,16 @@ class CudaEvent:
         return bool(self._event.query())
 
     def synchronize(self) -> None:
-        """See Event. Other threads of the process go on meanwhile."""
+        """See Event. Other threads of the process continue meanwhile."""
         self._event.synchronize()
 
-    def hold_up(self, stream: Any) -> None:
-        """Let what is put on the stream from now on begin when this is done."""
+    def block(self, stream: Any) -> None:
+        """Make later work on the stream wait for this event."""
         stream.wait_event(self._event)
 
 
 class CudaStream:
-    """A CUDA stream. Its first work comes after all that was begun on the device's current stream before it was made,
-    such as loading weights."""
+    """A CUDA stream, ordered after earlier work on the current stream, such as loading weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = _CUDA.Stream(device)
@@ -141,8 +146,11 @@ class CudaStream:
         self._held: deque[tuple[CudaEvent, Tensor]] = deque()
 
     def run(self, operation: Callable[[], object]) -> None:
-        """See Stream. Called at once; memory that it allocates on the device belongs to this stream. Comes after what
-        this thread has begun on the device by itself, such as bringing over what the operation reads."""
+        """See Stream. Called at once; device memory that it allocates belongs to this stream.
+
+        Comes after earlier work of this thread on the device's current stream, such as copies of the operation's
+        inputs.
+        """
         self._stream.wait_stream(_CUDA.current_stream(self._stream.device))
         with _CUDA.stream(self._stream):
             operation()
@@ -154,7 +162,7 @@ class CudaStream:
     def wait(self, event: Event) -> None:
         """See Stream."""
         assert isinstance(event, CudaEvent), "an event of other streams"
-        event.hold_up(self._stream)
+        event.block(self._stream)
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
         """See Stream."""
@@ -166,10 +174,10 @@ class CudaStream:
 
     def _copy(self, source: Tensor, target: Tensor, *, rows: Tensor, pinned: Tensor) -> None:
         _check_copy(source, target)
-        assert pinned.is_pinned(), "a copy with memory that is not page-locked would hold up the host"
+        assert pinned.is_pinned(), "a copy with memory that is not page-locked would block the host"
         with _CUDA.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        # Freed by the stream that allocated it, the memory would be given out again while this one still copies.
+        # Otherwise memory freed on its own stream could be reused while this stream still copies it.
         rows.record_stream(self._stream)
         while self._held and self._held[0][0].is_done():
             self._held.popleft()
@@ -194,9 +202,9 @@ class CudaStreams:
 
 
 class CheckedStreams:
-    """Streams on a CPU in which nothing happens until the host waits; then single steps of streams drawn at random do.
+    """Streams on a CPU that do nothing until the host waits, and then run single steps of random streams.
 
-    The same seed and calls give the same order. A copy is one step per row: a device does not copy at one stroke.
+    The same seed and calls give the same order. A copy is one step per row, since copies on a device are not atomic.
     """
 
     def __init__(self, seed: int) -> None:
@@ -210,35 +218,35 @@ class CheckedStreams:
         return self._streams[name]
 
     def drain(self) -> None:
-        """Do all that is left, in an order drawn like any other."""
+        """Run all remaining work, in random order."""
         while any(stream.has_work() for stream in self._streams.values()):
             self.step()
 
     def step(self) -> None:
-        """One step of a stream drawn among those whose next one waits for nothing."""
+        """Run one step of a random stream among those that are not waiting."""
         ready = [stream for stream in self._streams.values() if stream.is_ready()]
         assert ready, "every stream is empty or waits for an event that cannot happen"
         ready[int(self._random.random() * len(ready))].step()
 
 
 class CheckedEvent:
-    """Done when its stream has come to it."""
+    """An event on a CheckedStream."""
 
     def __init__(self, streams: CheckedStreams) -> None:
         self._streams = streams
         self._is_done = False
 
     def is_done(self) -> bool:
-        """See Event. Nothing happens by asking: a loop that asks until it is so would not end."""
+        """See Event. Polling makes no progress: a loop that polls for it would not end."""
         return self._is_done
 
     def synchronize(self) -> None:
-        """See Event. Of what the event does not depend on, an arbitrary part is done as well."""
+        """See Event. An arbitrary part of the independent work runs as well."""
         while not self._is_done:
             self._streams.step()
 
-    def happen(self) -> None:
-        """Called by its stream."""
+    def complete(self) -> None:
+        """Mark the event as reached; its stream calls this."""
         self._is_done = True
 
 
@@ -256,7 +264,7 @@ class CheckedStream:
     def record(self) -> CheckedEvent:
         """See Stream."""
         event = CheckedEvent(self._streams)
-        self._steps.append(event.happen)
+        self._steps.append(event.complete)
         return event
 
     def wait(self, event: Event) -> None:
@@ -273,17 +281,17 @@ class CheckedStream:
         self._copy(pinned, rows)
 
     def has_work(self) -> bool:
-        """Whether a step is left."""
+        """Return whether a step is left."""
         return bool(self._steps)
 
     def is_ready(self) -> bool:
-        """Whether the next step may be done now."""
+        """Return whether the next step can run now."""
         while self._steps and isinstance(event := self._steps[0], CheckedEvent) and event.is_done():
             self._steps.popleft()
         return bool(self._steps) and not isinstance(self._steps[0], CheckedEvent)
 
     def step(self) -> None:
-        """Do the next step; only when `is_ready`."""
+        """Run the next step; only when `is_ready`."""
         operation = self._steps.popleft()
         assert not isinstance(operation, CheckedEvent), "a step before the event that it waits for"
         operation()
@@ -295,12 +303,12 @@ class CheckedStream:
 
 
 def streams_of(device: torch.device) -> DeviceStreams:
-    """The real ones of this device."""
+    """Return the streams of this device: CudaStreams or HostStreams."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()
 
 
 def _check_copy(source: Tensor, target: Tensor) -> None:
-    """Anything else would go by way of memory that nobody holds, or convert on the host."""
+    """Check that no temporary memory and no conversion on the host is needed."""
     assert source.shape == target.shape, "a copy between tensors of two shapes"
     assert source.dtype == target.dtype, "a copy between tensors of two dtypes"
     assert all(map(Tensor.is_contiguous, (source, target))), "a copy with a tensor that is not contiguous"

@@ -1,4 +1,4 @@
-"""How long work on a device takes: by the device's own clock where it has one, as the host only queues it."""
+"""Timing of work on a device, by the device's own clock where it has one, as the host only enqueues the work."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ _CUDA: Any = torch.cuda
 
 # More than any cache between a device's memory and its cores.
 _COLD_BYTES = {CPU: 64 << 20, CUDA: 256 << 20}
-# Cycles, about half a millisecond: what the host needs to put the work of one measurement there.
+# Cycles, about half a millisecond: time for the host to enqueue the work of one measurement.
 _HEAD_START = 1_000_000
 _LEAST_ROUNDS = 3
 
@@ -21,17 +21,16 @@ Work = Callable[[], object]
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when everything that was put on the device is done."""
+    """Return when all work on the device is done."""
     if device.type == CUDA:
         torch.cuda.synchronize(device)
 
 
 class DeviceTimer:
-    """Seconds of work on one device: medians of rounds, the caches filled with something else before each.
+    """Measures seconds of work on one device: medians of rounds, each with cold caches.
 
-    On a GPU the time is between two events on its stream, and the stream is held up until the host has put the work
-    there, so that what the host takes does not count (it does for work that waits for the device in between). On a CPU
-    it is the clock's.
+    On a GPU it is the time between two events on a stream that is blocked until the host has enqueued the work, so that
+    the host's time does not count (except for work that waits for the device in between). On a CPU it is the clock's.
     """
 
     def __init__(
@@ -43,8 +42,8 @@ class DeviceTimer:
         budget_s: float = 0.5,
         cold_bytes: int | None = None,
     ) -> None:
-        """`budget_s`: of one work, for which there are fewer rounds where it is slow. `cold_bytes`: written before each
-        work; 0 leaves the caches as they are."""
+        """`budget_s`: time per work; slow work gets fewer rounds. `cold_bytes`: written before each work; 0 leaves the
+        caches as they are."""
         self._device = device
         self._num_rounds = num_rounds
         self._warm_ups = warm_ups
@@ -53,11 +52,11 @@ class DeviceTimer:
         self._elsewhere = torch.zeros(size // 4, dtype=torch.float32, device=device)
 
     def seconds(self, work: Work) -> float:
-        """Of one work."""
+        """Measure one work."""
         return self.by_turns([work])[0]
 
     def by_turns(self, works: Sequence[Work]) -> list[float]:
-        """Of each, one after the other in every round, so that a disturbance meets all; the rounds before warm up."""
+        """Measure each, one after the other in every round, so that a disturbance affects all; warm-ups come first."""
         for _ in range(self._warm_ups):
             self._round(works)
         first = self._round(works)
@@ -95,7 +94,7 @@ class DeviceTimer:
 
 
 def clocked_by_turns(num_rounds: int, *works: Work) -> list[float]:
-    """Seconds of each by the host's clock, by turns, after one round that warms up: of work that ends by itself."""
+    """Measure each synchronous work by the host's clock, in turns, after one warm-up round; return seconds."""
     rounds = []
     for _ in range(num_rounds + 1):
         seen = []

@@ -1,4 +1,4 @@
-"""What iterations cost on a worker, measured for a second or two before it serves: what its policy begins with."""
+"""Calibration: measures iterations for a second or two before a worker serves, for its policy's initial costs."""
 
 import time
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.iteration_timing import Chunk, IterationTimer, Point
 
-# What any of them says is said again by another one, so that each part of the cost can be told from the others; the
-# short ones first, for models that have no time for all.
+# Every part of the cost occurs in several points, so that it can be told from the others; short ones come first, for
+# slow models that do not get to all.
 POINTS = (
     Point("prefill", (Chunk(16, 0, is_last=True),)),
     Point("decode", contexts=(64,)),
@@ -24,13 +24,13 @@ POINTS = (
     Point("decode", contexts=(512,) * 32),
     Point("prefill", (Chunk(64, 0, is_last=True),) * 4),
 )
-# Of an engine that has hidden caches.
+# For engines with hidden caches.
 HIDDEN_POINTS = (
     Point("hidden", hidden_contexts=(128,)),
     Point("hidden", (Chunk(64, 0, is_last=True),), (128,) * 4, (128,) * 4),
     Point("hidden", hidden_contexts=(512,) * 8),
 )
-_MAX_BLOCKS = 4096  # that are used, and written to first: attention reads them
+_MAX_BLOCKS = 4096  # that are used; zeroed first, as attention reads them
 
 
 def measure_iterations(
@@ -41,25 +41,25 @@ def measure_iterations(
     duration_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Sample, ...]:
-    """Iterations of an engine that holds nothing, for about so long; nothing where that is 0.
+    """Measure iterations of an empty engine for about `duration_s`; 0: none.
 
-    At least two are made, the first of which is slow and does not count. What the blocks held is lost.
+    Runs at least two, the first of which is slow and not counted. The content of the blocks is lost.
     """
     if duration_s <= 0.0:
         return ()
     blocks = np.arange(min(engine.storage.num_blocks, _MAX_BLOCKS))
     engine.storage.zero_blocks(blocks)
-    visits = IterationTimer(engine, block_ids=blocks.tolist(), clock=clock)
-    # Early on: what a hidden cache costs decides whether there is one.
+    timer = IterationTimer(engine, block_ids=blocks.tolist(), clock=clock)
+    # Early on: the cost of a hidden cache decides whether it is used.
     known = POINTS if engine.hidden_block_tokens is None else (*POINTS[:2], *HIDDEN_POINTS, *POINTS[2:])
-    points = [point for point in visits.possible(known, max_context_len) if point.num_requests <= max_sequences]
+    points = [point for point in timer.feasible(known, max_context_len) if point.num_requests <= max_sequences]
     if not points:
         return ()
     ends_s = clock() + duration_s
-    visits.visit(points[0], 1)
+    timer.measure(points[0], 1)
     samples: list[Sample] = []
     while True:
         for point in points:
-            samples.append(Sample(point.work, visits.visit(point, 1)))
+            samples.append(Sample(point.work, timer.measure(point, 1)))
             if clock() > ends_s:
                 return tuple(samples)

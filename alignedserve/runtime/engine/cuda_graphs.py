@@ -24,8 +24,7 @@ class Capture(Protocol):
     """Records work on a device."""
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Do the work and return a function that replays it on the same memory. The result of a replay is valid until
-        any other replay."""
+        """Do the work and return its replay on the same memory, whose result is valid until any other replay."""
 
 
 class CudaCapture:
@@ -75,7 +74,7 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[FixedArrays, Callable[[], Tensor]]] = {}
 
     def run(self, step: StepBatch) -> Tensor | None:
-        """Return logits [token rows, vocab_size] of a step of decodes, valid until the next one; None: it has no graph."""
+        """Return logits [token rows, vocab_size] of decodes, valid until the next step; None: it has no graph."""
         arrays = step.host_arrays
         size = len(step.token_ids)
         if size not in self.sizes or len(arrays[-1]) > self._max_entries:

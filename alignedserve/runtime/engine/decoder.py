@@ -65,7 +65,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden_size], rows >= 1 -> logits [rows, vocab_size], dtype of the weights."""
+        """Compute hidden [rows, hidden_size], rows >= 1 -> logits [rows, vocab_size], dtype of the weights."""
         weights = self._weights
         if weights.final_norm is not None:
             hidden = weights.final_norm(hidden)
@@ -153,12 +153,12 @@ class _Pass:
 
 
 def _split_heads(x: Tensor, *shape: int) -> Tensor:
-    """x [tokens, width], rows possibly strided -> the same memory as [tokens, *shape]."""
+    """View x [tokens, width], rows possibly strided, as [tokens, *shape]."""
     return x.view(x.shape[0], *shape)
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Radians per position of each rotated pair: [rotary_dim / 2] float32."""
+    """Return radians per position of each rotated pair: [rotary_dim / 2] float32."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.scaling is RopeScaling.LINEAR:
@@ -169,7 +169,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Short wavelengths stay, long ones are stretched by `factor`, those between are interpolated."""
+    """Keep short wavelengths, stretch long ones by `factor`, and interpolate between."""
     wavelengths = 2.0 * math.pi / frequencies
     turns = rope.original_context_len / wavelengths
     share_kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -177,10 +177,17 @@ class Engine:
         row = self._table.row(request_id)
         return tuple(self._table.tokens[row, : self._table.num_tokens[row]].tolist())
 
+    def num_computed(self, request_id: RequestId) -> int:
+        """Return the number of leading tokens whose keys and values lie in the blocks."""
+        return int(self._table.num_computed[self._table.row(request_id)])
+
+    def num_tokens(self, request_id: RequestId) -> int:
+        """Return the number of tokens known so far."""
+        return int(self._table.num_tokens[self._table.row(request_id)])
+
     @torch.inference_mode()
     def record_graphs(self) -> None:
-        """Record CUDA graphs for every batch size, if there are any, and compile the sampling kernels: no step has to
-        while the engine serves."""
+        """Record CUDA graphs for every batch size, if any, and compile the sampling kernels, before serving."""
         if self._graphs is not None:
             for size in reversed(self._graphs.sizes):  # the largest allocates the memory that all use
                 self._compute.run(partial(self._forward, self._builder.build_padding(size)))

@@ -137,11 +137,11 @@ class MixedAttention:
         self.padded_share = plain.padded_share
         self.host_arrays = [*plain.host_arrays, *hidden.host_arrays]
 
-    def place(self, tensors: Sequence[Tensor]) -> None:
+    def bind(self, tensors: Sequence[Tensor]) -> None:
         """See StepAttention."""
         num_plain = len(self._plain.host_arrays)
-        self._plain.place(tensors[:num_plain])
-        self._hidden.place(tensors[num_plain:])
+        self._plain.bind(tensors[:num_plain])
+        self._hidden.bind(tensors[num_plain:])
 
     def set_last_blocks(self, blocks: IntArray) -> None:
         """See StepAttention."""

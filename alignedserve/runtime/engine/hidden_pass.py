@@ -10,8 +10,8 @@ from kernels.rotary import HeadPlacement
 
 Rotation = tuple[Tensor, Tensor]
 
-# Keys and values are recomputed for so many tokens at a time. On a CPU what lies between the products then stays in the
-# cache; on a GPU it is enough for a product's full speed.
+# Tokens whose keys and values are recomputed at a time. On a CPU intermediate results then stay in the cache; on a GPU
+# it is enough for a product's full speed.
 _CPU_TILE_ROWS = 512
 _GPU_TILE_ROWS = 16384
 

@@ -1,4 +1,4 @@
-"""Single iterations of an engine, timed: on caches that are there without having been computed."""
+"""Timing of single iterations of an engine, on caches that need not have been computed."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 
-_NUM_STEPS = 3  # consecutive iterations of one visit to a point
-_LONG_VISIT_S = 0.3  # after which there is no further one
+_NUM_STEPS = 3  # consecutive iterations of one measurement
+_LONG_MEASUREMENT_S = 0.3  # after which there is no further iteration
 
 
 class Chunk(NamedTuple):
@@ -34,7 +34,7 @@ class Point:
 
     @property
     def work(self) -> IterationWork:
-        """What a policy would count."""
+        """Return the iteration's work as policies count it."""
         work = IterationWork()
         for chunk in self.chunks:
             work.add_chunk(chunk.num_tokens, chunk.num_cached, is_last=chunk.is_last)
@@ -46,16 +46,16 @@ class Point:
 
     @property
     def num_requests(self) -> int:
-        """Chunks and decodes are of a request each."""
+        """Return the number of requests: one per chunk and decode."""
         return len(self.chunks) + len(self.contexts) + len(self.hidden_contexts)
 
     @property
     def max_context_len(self) -> int:
-        """Longest of all requests."""
+        """Return the longest context of all requests."""
         return max(*self._lengths, 1)
 
     def num_blocks(self, block_size: int, spare: int) -> int:
-        """Cache that the point needs at most, with every request growing by `spare` tokens."""
+        """Return the blocks that the point needs at most, with every request growing by `spare` tokens."""
         return sum(blocks_for(length + spare, block_size) for length in self._lengths)
 
     @property
@@ -64,10 +64,10 @@ class Point:
         return [*self.contexts, *self.hidden_contexts, *chunks]
 
 
-def within(
+def feasible_points(
     points: Sequence[Point], *, max_context_len: int, num_blocks: int, block_size: int, spare: int
 ) -> list[Point]:
-    """Those that a model's context and a storage have room for."""
+    """Return the points that fit a model's context and a storage."""
     return [
         point
         for point in points
@@ -76,10 +76,10 @@ def within(
 
 
 class IterationTimer:
-    """Deals the blocks of an engine's storage out anew for each point. Leaves no sequence behind."""
+    """Times points on an engine, assigning its blocks anew for each. Leaves no sequence behind."""
 
     def __init__(self, engine: Engine, *, block_ids: Sequence[int], clock: Callable[[], float]) -> None:
-        """`block_ids`: all that may be used, in any order; attention reads them as they are. `clock`: in seconds."""
+        """`block_ids`: all usable blocks, in any order; attention reads their present content. `clock`: in seconds."""
         self._engine = engine
         self._block_ids = block_ids
         self._clock = clock
@@ -87,9 +87,9 @@ class IterationTimer:
         self._num_assigned = 0
         self._num_made = 0
 
-    def possible(self, points: Sequence[Point], max_context_len: int) -> list[Point]:
-        """Those that the model and the blocks have room for."""
-        return within(
+    def feasible(self, points: Sequence[Point], max_context_len: int) -> list[Point]:
+        """Return the points that fit the model and the blocks."""
+        return feasible_points(
             points,
             max_context_len=max_context_len,
             num_blocks=len(self._block_ids),
@@ -97,14 +97,14 @@ class IterationTimer:
             spare=_NUM_STEPS + 1,
         )
 
-    def visit(self, point: Point, num_steps: int = _NUM_STEPS) -> float:
-        """Seconds of one iteration: the median of so many, whose decodes go on from one to the next."""
-        assert 0 < num_steps <= _NUM_STEPS, "more steps than there is room for"
+    def measure(self, point: Point, num_steps: int = _NUM_STEPS) -> float:
+        """Return the seconds of one iteration: the median of `num_steps`, through which the decodes continue."""
+        assert 0 < num_steps <= _NUM_STEPS, "more steps than the blocks allow"
         self._num_assigned = 0
         decodes = [self._add(context_len, context_len - 1, 0) for context_len in point.contexts]
         decodes += [self._add(length, length - 1, 0, is_hidden=True) for length in point.hidden_contexts]
         seconds: list[float] = []
-        while len(seconds) < num_steps and sum(seconds) < _LONG_VISIT_S:
+        while len(seconds) < num_steps and sum(seconds) < _LONG_MEASUREMENT_S:
             num_assigned = self._num_assigned
             chunks = [self._add_chunk(chunk) for chunk in point.chunks]
             slices = [*((request_id, 1) for request_id in decodes), *chunks]
@@ -126,7 +126,7 @@ class IterationTimer:
         return self._add(known, chunk.num_cached, 0 if chunk.is_last else 1), chunk.num_tokens
 
     def _add(self, context_len: int, num_cached: int, num_more: int, *, is_hidden: bool = False) -> RequestId:
-        """A sequence that will compute up to `context_len`, and knows `num_more` tokens beyond."""
+        """Add a sequence that will compute up to `context_len`, and knows `num_more` tokens beyond."""
         request_id = RequestId(f"profile-{self._num_made}")
         self._num_made += 1
         tokens = (1,) * (context_len + num_more)

@@ -1,7 +1,7 @@
-"""What sequences ask to be changed in their logits: penalties, biases, and no end before its time.
+"""Logits processing by each sequence's parameters: penalties, biases, and a minimum of tokens.
 
-The changes of all rows of a step are put together on the host, brought to the device in one copy and made there
-together, so that nobody waits for it.
+The changes of all rows of a step are collected on the host, copied to the device at once and applied there together,
+without waiting for the device.
 """
 
 import numpy as np
@@ -17,12 +17,12 @@ _NOTHING = np.empty(0, np.int64)
 
 
 class LogitsProcessor:
-    """Of the engine's rows. A row is added before it is asked about and removed when it is freed."""
+    """Processes the logits of the engine's rows. A row is added before its first step and removed when it is freed."""
 
     def __init__(self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._is_changed = np.zeros(max_sequences, np.bool_)  # always: by penalties or biases
+        self._is_changed = np.zeros(max_sequences, np.bool_)  # by penalties or biases, at every step
         self._min_lens = np.zeros(max_sequences, np.int64)  # shorter sequences must not stop
         self._penalties = np.tile(np.array([1.0, 0.0, 0.0], np.float32), (max_sequences, 1))
         self._seen: dict[int, _SeenTokens] = {}
@@ -30,7 +30,7 @@ class LogitsProcessor:
         self._stops: dict[int, IntArray] = {}
 
     def add(self, row: int, sequence: NewSequence) -> None:
-        """Take over the sequence's parameters and the tokens that it already has."""
+        """Add the sequence's parameters and the tokens that it already has."""
         params = sequence.sampling
         self._is_changed[row] = params.has_penalties or bool(params.logit_bias)
         self._min_lens[row] = sequence.prompt_len + params.min_tokens
@@ -46,21 +46,23 @@ class LogitsProcessor:
             self._stops[row] = np.array([stop for stop in stops if 0 <= stop < self._vocab_size], np.int64)
 
     def remove(self, row: int) -> None:
-        """Forget the row."""
+        """Remove the row."""
         for of_rows in (self._seen, self._biases, self._stops):
             of_rows.pop(row, None)
 
-    def note(self, rows: IntArray, chosen: IntArray) -> None:
-        """These tokens were generated: penalties to come count them."""
+    def record(self, rows: IntArray, chosen: IntArray) -> None:
+        """Record generated tokens, which later penalties count."""
         if not self._seen:
             return
         for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
             if row in self._seen:
-                self._seen[row].note(token_id)
+                self._seen[row].record(token_id)
 
-    def made(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
-        """The logits [n, vocab_size] of these rows with their changes made, float32; the same tensor where there are
-        none. num_tokens [n]: tokens that each has so far."""
+    def apply(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Tensor:
+        """Return the processed logits of these rows, float32; the same tensor where there is nothing to change.
+
+        logits [n, vocab_size]; num_tokens [n]: tokens of each row so far.
+        """
         is_early = num_tokens < self._min_lens[rows]
         if not (is_early | self._is_changed[rows]).any():
             return logits
@@ -90,7 +92,7 @@ class LogitsProcessor:
 
 
 class _SeenTokens:
-    """What the penalties of one sequence look at: every token of it once, and how often it was generated."""
+    """The distinct tokens of one sequence and how often each was generated, for its penalties."""
 
     __slots__ = ("_counts", "_index_of", "_token_ids")
 
@@ -99,15 +101,15 @@ class _SeenTokens:
         self._token_ids = np.zeros(64, np.int64)
         self._counts = np.zeros(64, np.int32)
         for position, token_id in enumerate(sequence.token_ids):
-            self.note(token_id, is_generated=position >= sequence.prompt_len)
+            self.record(token_id, is_generated=position >= sequence.prompt_len)
 
     @property
     def arrays(self) -> tuple[IntArray, npt.NDArray[np.int32]]:
-        """Token ids [seen] and their counts [seen]."""
+        """Return token ids [seen] and their counts [seen]."""
         num_seen = len(self._index_of)
         return self._token_ids[:num_seen], self._counts[:num_seen]
 
-    def note(self, token_id: int, *, is_generated: bool = True) -> None:
+    def record(self, token_id: int, *, is_generated: bool = True) -> None:
         """Count one more token."""
         index = self._index_of.setdefault(token_id, len(self._index_of))
         if index == len(self._token_ids):
@@ -118,6 +120,6 @@ class _SeenTokens:
 
 
 def _joined(parts: list[tuple[int, IntArray]]) -> tuple[IntArray, IntArray]:
-    """Of token ids of rows at some places: the place of each, and the token ids."""
+    """Concatenate token ids of several rows; return the row index of each, and the token ids."""
     places = [np.full(len(token_ids), place) for place, token_ids in parts]
     return np.concatenate([_NOTHING, *places]), np.concatenate([_NOTHING, *(token_ids for _, token_ids in parts)])

@@ -1,6 +1,6 @@
-"""A worker's heavy half: the model, its blocks, a thread that computes and one for each peer that copies.
+"""The model executor of a worker: the model, its blocks, a computing thread and a copying thread per peer.
 
-Prefill and decode workers differ in what they decide, not in how it is performed, so both own one of these.
+Prefill and decode workers differ in their decisions, not in how these are performed, so both own one of these.
 """
 
 import time
@@ -48,7 +48,7 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """How much of the machine one worker takes."""
+    """The resources of one worker's engine, and its options."""
 
     kv_cache_bytes: int  # block storage
     max_sequences: int
@@ -68,7 +68,7 @@ def engine_sizes(
     has_int8_swaps: bool = False,
     hidden_block_tokens: int | None = None,
 ) -> EngineSizes:
-    """Of a worker whose device and threads are decided."""
+    """Combine the engine's configuration, whose device and threads are decided, with one worker's sizes."""
     return EngineSizes(
         kv_cache_bytes,
         max_sequences,
@@ -82,21 +82,22 @@ def engine_sizes(
 
 
 def engine_mechanisms(*, has_int8_swaps: bool, has_hidden_cache: bool) -> frozenset[Mechanism]:
-    """What a scheduling policy can count on beyond chunks and pauses."""
-    has = {Mechanism.SWAP: True, Mechanism.INT8_SWAP: has_int8_swaps, Mechanism.HIDDEN_CACHE: has_hidden_cache}
-    return frozenset(one for one, is_there in has.items() if is_there)
+    """Return the mechanisms that a scheduling policy can use beyond chunks and pauses."""
+    available = {Mechanism.SWAP: True, Mechanism.INT8_SWAP: has_int8_swaps, Mechanism.HIDDEN_CACHE: has_hidden_cache}
+    return frozenset(mechanism for mechanism, is_available in available.items() if is_available)
 
 
 def hidden_block_tokens(served: ServedModel, scheduling: SchedulingConfig, block_size: int) -> int | None:
-    """Tokens whose layer inputs a block holds, where the policy wants hidden caches and this model's are smaller than
-    keys and values; else None: there are none."""
+    """Return the tokens whose layer inputs a block holds; None: policy or model exclude hidden caches."""
     wants = Mechanism.HIDDEN_CACHE in wanted_mechanisms(scheduling)
     return served.config.hidden_block_tokens(block_size) if wants else None
 
 
 def storage_blocks(layout: BlockLayout, kv_cache_bytes: int, hidden_block_tokens: int | None) -> int:
-    """Blocks of an engine with so much memory; of the keys and values that are made anew of hidden caches, one layer
-    at a time, there must be room as well."""
+    """Return the blocks that fit an engine's memory.
+
+    Hidden caches need a part of it to recompute keys and values, one layer at a time.
+    """
     if hidden_block_tokens is None:
         return layout.blocks_in(kv_cache_bytes)
     one_layer = recomputed_blocks(hidden_block_tokens, layout.block_size) * layout.block_bytes // layout.num_layers
@@ -106,7 +107,7 @@ def storage_blocks(layout: BlockLayout, kv_cache_bytes: int, hidden_block_tokens
 class ModelExecutor:
     """Performs RunIteration. `start_iteration` returns at once; the result goes to the callback on the loop.
 
-    Raises NotEnoughMemory, ConfigError or ModelError when made; making it takes as long as loading the weights.
+    Construction takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError.
     """
 
     def __init__(self, served: ServedModel, sizes: EngineSizes) -> None:
@@ -139,11 +140,11 @@ class ModelExecutor:
         self._sizes, self._max_context_len = sizes, served.max_context_len
 
     def copier(self, identity: Identity, *, transport: str = AUTO_TRANSPORT) -> BlockCopier:
-        """What copies this engine's blocks; `transport` as in engine.kv_transport."""
+        """Return a copier of this engine's blocks; `transport` as in engine.kv_transport."""
         return BlockCopier(self._storage, self._threads, identity, transport=transport)
 
     def measure_iterations(self, duration_s: float) -> tuple[Sample, ...]:
-        """What iterations cost for a scheduler to begin with; on the calling thread, before anything is served."""
+        """Measure the initial costs of iterations for the scheduler, on the calling thread, before serving."""
         return measure_iterations(
             self._engine,
             max_sequences=self._sizes.max_sequences,
@@ -156,7 +157,7 @@ class ModelExecutor:
         self._threads.submit(_COMPUTE, lambda: self.run_iteration(command), on_completed)
 
     def close(self) -> None:
-        """Wait for the threads to end; whatever was asked for and is not done calls nobody back."""
+        """Wait for the threads to end; pending work is cancelled without a callback."""
         self._threads.close()
 
     # --- on the threads
@@ -174,7 +175,7 @@ class ModelExecutor:
         return IterationCompleted(sampled, scores, failed, _times_of(output.times, started, changed))
 
     def _change_sequences(self, command: RunIteration) -> None:
-        """Bring the engine's sequences to what the command says."""
+        """Apply the command's changes to the engine's sequences."""
         if command.swaps is not None:
             self._swap_space.perform(command.swaps)
         for request_id in command.removals:
@@ -199,7 +200,7 @@ def _sequence_of(addition: Addition) -> NewSequence:
 
 
 def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes:
-    """Of an iteration that ends now, whose sequences were as asked for at `changed`."""
+    """Return the times of an iteration that ends now and whose sequences were changed until `changed`."""
     return IterationTimes(
         started_s=started,
         finished_s=time.monotonic(),
@@ -220,7 +221,7 @@ def _load_decoder(served: ServedModel, device: torch.device) -> Decoder:
 
 def _check_memory(served: ServedModel, sizes: EngineSizes, device: torch.device) -> None:
     available = free_bytes(device)
-    if device.type == "cuda":  # what a forward pass works with, graphs and libraries
+    if device.type == "cuda":  # for intermediate results, graphs and libraries
         available -= max(available // 10, 256 * _MIB)
     if served.weight_bytes + sizes.kv_cache_bytes <= available:
         return

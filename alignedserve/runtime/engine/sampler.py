@@ -1,4 +1,4 @@
-"""Applies each sequence's sampling parameters to its logits. Rows that need nothing special cost one argmax."""
+"""Sampling by each sequence's parameters. Greedy rows without options cost one argmax."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,15 +18,15 @@ from kernels.sampling import Filters, RowParameters, greedy, sample, top_logprob
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One token per row that was asked for, in that order."""
+    """One token per requested row, in order."""
 
     token_ids: IntArray
-    is_usable: npt.NDArray[np.bool_]  # False: the model's logits were not numbers, the token means nothing
-    logprobs: dict[int, TokenLogprob]  # by position among the rows; only of those that asked
+    is_usable: npt.NDArray[np.bool_]  # False: the logits were not numbers, the token is meaningless
+    logprobs: dict[int, TokenLogprob]  # by position among the rows, where requested
 
 
 class Draw(NamedTuple):
-    """Chosen on the device, in the order of `rows`; see Choice."""
+    """Tokens chosen on the device, in the order of `rows`; see Choice."""
 
     rows: IntArray
     logits: Tensor
@@ -40,7 +40,9 @@ class Sampler:
     def __init__(self, *, max_sequences: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
         self._sequences: list[NewSequence | None] = [None] * max_sequences
-        self._changes = LogitsProcessor(max_sequences=max_sequences, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        self._logits_processor = LogitsProcessor(
+            max_sequences=max_sequences, vocab_size=vocab_size, eos_token_ids=eos_token_ids
+        )
         self._prompt_lens = np.zeros(max_sequences, np.int64)
         self._temperatures = np.zeros(max_sequences, np.float32)
         self._top_ks = np.zeros(max_sequences, np.int64)
@@ -50,7 +52,7 @@ class Sampler:
         self._wants_logprobs = np.zeros(max_sequences, np.bool_)
 
     def add(self, row: int, sequence: NewSequence) -> None:
-        """Take over the sequence's parameters and the tokens that it already has."""
+        """Add the sequence's parameters and the tokens that it already has."""
         params = sequence.sampling
         self._sequences[row] = sequence
         self._prompt_lens[row] = sequence.prompt_len
@@ -60,24 +62,24 @@ class Sampler:
         self._min_ps[row] = params.min_p
         self._seeds[row] = params.seed
         self._wants_logprobs[row] = params.num_logprobs is not None
-        self._changes.add(row, sequence)
+        self._logits_processor.add(row, sequence)
 
     def remove(self, row: int) -> None:
-        """Forget the row."""
+        """Remove the row."""
         self._sequences[row] = None
-        self._changes.remove(row)
+        self._logits_processor.remove(row)
 
     def choose(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Choice:
-        """`start` and `finish`, with the host waiting in between."""
+        """Choose tokens: `start` and `finish`, with the host waiting in between."""
         draw = self.start(rows, num_tokens, logits)
         return self.finish(draw, draw.token_ids.cpu().numpy(), draw.is_usable.cpu().numpy())
 
     def start(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> Draw:
-        """The next token of each row, on the device of the logits.
+        """Choose the next token of each row, on the device of the logits.
 
-        rows [n]; num_tokens [n]: tokens that each has so far; logits [n, vocab_size] of any dtype, left as they are.
+        rows [n]; num_tokens [n]: tokens of each row so far; logits [n, vocab_size] of any dtype, not changed.
         """
-        adjusted = self._changes.made(rows, num_tokens, logits)
+        adjusted = self._logits_processor.apply(rows, num_tokens, logits)
         kernels = fused_kernels("token_sampling", adjusted.device, adjusted.dtype)
         if kernels is not None and self._vocab_size <= kernels.MOST_TOKENS:
             parameters = self._parameters(rows, num_tokens, logits.device)
@@ -94,8 +96,10 @@ class Sampler:
         return Draw(rows, logits, token_ids, is_usable)
 
     def warm_up(self, logits: Tensor) -> None:
-        """Have the GPU's kernel compiled, which takes seconds, for logits [1, vocab_size] of this kind and for those
-        that penalties have made float32."""
+        """Compile the GPU's kernel, which takes seconds, before serving.
+
+        For logits [1, vocab_size] of this dtype and, as penalties produce them, of float32.
+        """
         row, num_tokens = np.zeros(1, np.int64), np.zeros(1, np.int64)
         for own in (logits, logits.float()):
             kernels = fused_kernels("token_sampling", own.device, own.dtype)
@@ -103,8 +107,8 @@ class Sampler:
                 kernels.sample_tokens(own, self._parameters(row, num_tokens, own.device))
 
     def finish(self, draw: Draw, token_ids: IntArray, is_usable: npt.NDArray[np.bool_]) -> Choice:
-        """What `start` drew, once it is on the host: noted for the penalties to come, with log-probabilities."""
-        self._changes.note(draw.rows, token_ids)
+        """Record the tokens of `start`, now on the host, for later penalties; return them with log-probabilities."""
+        self._logits_processor.record(draw.rows, token_ids)
         return Choice(token_ids, is_usable, self._logprobs(draw))
 
     def _sample(self, rows: IntArray, num_tokens: IntArray, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +137,7 @@ class Sampler:
 
 
 def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprob]:
-    """Log-probability of each row's token and its `counts[row]` likeliest. logits [rows, vocabulary] float32."""
+    """Return log-probabilities of each row's token and its likeliest ones; logits [rows, vocabulary] float32."""
     chosen, values, ids = (tensor.tolist() for tensor in top_logprobs(logits, token_ids, max(counts)))
     return [
         TokenLogprob(token_id, chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)))

@@ -54,7 +54,7 @@ class StepBatch:
         if self.hidden is not None:
             num_arrays = len(self.hidden.arrays)
             hidden, others = self.hidden.to_rows(len(token_ids), others[:num_arrays]), others[num_arrays:]
-        self.attention.place(others)
+        self.attention.bind(others)
         return ForwardBatch(token_ids, positions, slots, self.fresh_blocks, self.unclean_tails, self.attention, hidden)
 
     def forward_batch(self, device: torch.device) -> ForwardBatch:
@@ -102,7 +102,7 @@ class BatchBuilder:
         return self._build(rows, rows[:0], _NO_ROWS)
 
     def build_padding(self, size: int) -> StepBatch:
-        """Build a batch of so many padding rows."""
+        """Build a batch of `size` padding rows."""
         return self._build(_NO_ROWS, _NO_ROWS, _NO_ROWS, size)
 
     def complete(self, step: StepBatch) -> None:

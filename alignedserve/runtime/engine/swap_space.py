@@ -1,7 +1,7 @@
-"""Caches of preempted requests in host memory: what an iteration swaps out and in.
+"""Swap space: caches of preempted requests in host memory.
 
-Driven by the thread that computes. On a GPU the copies are only put on streams, one for each direction, and go on
-beside what is computed; whoever uses the same blocks next waits for them (`PendingCopies`).
+Driven by the computing thread. On a GPU the copies are only enqueued on streams, one per direction, and run in parallel
+with computing; later work on the same blocks waits for them (`PendingCopies`).
 """
 
 from functools import partial
@@ -20,20 +20,20 @@ OFFLOAD, PREFETCH = "offload", "prefetch"
 
 
 class SwapSpace:
-    """Whole caches by request. How much there may be is the worker's logic's to decide."""
+    """Swapped caches by request. The worker's logic limits their size."""
 
     def __init__(self, storage: BlockStorage, streams: DeviceStreams, *, is_int8: bool = False) -> None:
         """`is_int8`: copies on the host are rounded to 8 bits per channel (ALISE, section 3.2)."""
         self._storage = storage
         self._is_int8 = is_int8
         self._offload, self._prefetch = streams.stream(OFFLOAD), streams.stream(PREFETCH)
-        form = int8_codec(storage.bytes, storage.layout) if is_int8 else exact_codec(storage.bytes)
-        self._outwards = StagedCopies(form, self._offload, storage.device)
-        self._inwards = StagedCopies(form, self._prefetch, storage.device)
+        codec = int8_codec(storage.bytes, storage.layout) if is_int8 else exact_codec(storage.bytes)
+        self._copies_out = StagedCopies(codec, self._offload, storage.device)
+        self._copies_in = StagedCopies(codec, self._prefetch, storage.device)
         self._copies: dict[RequestId, tuple[Tensor, Event]] = {}
 
     def perform(self, swaps: Swaps) -> None:
-        """Forget, copy out, copy in; blocks that one request leaves may be entered by another."""
+        """Forget, copy out, then copy in; blocks that one request leaves may be reused by another."""
         for request_id in swaps.forgotten:
             del self._copies[request_id]
         for swap in swaps.outs:
@@ -44,20 +44,20 @@ class SwapSpace:
     def _copy_out(self, swap: Swap) -> None:
         assert swap.request_id not in self._copies, "a cache swapped out twice"
         block_ids = np.array(swap.block_ids, np.int64)
-        rows = self._outwards.pinned(len(block_ids))
+        rows = self._copies_out.pinned(len(block_ids))
         self._storage.pending_copies.wait(self._offload, block_ids)
         num_last = swap.num_tokens % self._storage.layout.block_size
         if self._is_int8 and num_last:
-            # What other requests left in the slots behind the last token must not widen its channels' ranges.
+            # Stale values in the slots behind the last token must not widen its channels' ranges.
             self._offload.run(partial(self._storage.fill_tail, swap.block_ids[-1], num_last))
-        self._outwards.copy_out(block_ids, rows)
+        self._copies_out.copy_out(block_ids, rows)
         self._storage.pending_copies.record(self._offload, block_ids)
         self._copies[swap.request_id] = rows, self._offload.record()
 
     def _copy_in(self, swap: Swap) -> None:
-        rows, is_out = self._copies.pop(swap.request_id)
+        rows, copied_out = self._copies.pop(swap.request_id)
         block_ids = np.array(swap.block_ids[: len(rows)], np.int64)
-        self._prefetch.wait(is_out)
+        self._prefetch.wait(copied_out)
         self._storage.pending_copies.wait(self._prefetch, block_ids)
-        self._inwards.copy_in(rows, block_ids)
+        self._copies_in.copy_in(rows, block_ids)
         self._storage.pending_copies.record(self._prefetch, block_ids)

@@ -25,7 +25,6 @@ from alignedserve.runtime.kv.pending_copies import PendingCopies
 from alignedserve.runtime.kv.staged_copies import StagedCopies
 
 BlockIds = Sequence[BlockId] | npt.NDArray[np.int64]
-ByteRows = memoryview | npt.NDArray[np.uint8]
 
 _MADV_POPULATE_WRITE = 23  # of Linux; Python has no name for it yet
 
@@ -83,14 +82,6 @@ class BlockStorage:
         """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`."""
         return self.layout.runs_per_block * self.layout.block_size
 
-    def layer_keys(self, layer: int) -> Tensor:
-        """Keys of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
-        return self._layer_view(layer, 0)
-
-    def layer_values(self, layer: int) -> Tensor:
-        """Values of one layer: a strided view [num_blocks, block_size, num_kv_heads, head_dim]."""
-        return self._layer_view(layer, 1)
-
     @property
     def blocks(self) -> Tensor:
         """All blocks [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on their device."""
@@ -99,47 +90,30 @@ class BlockStorage:
         return self._blocks.view(self.num_blocks, *sizes)
 
     def key_runs(self, layer: int) -> Tensor:
-        """Contiguous rows [.., block_size * kv_width], the first one block 0's keys of this layer; see `run_stride`."""
+        """Return contiguous rows [.., block_size * kv_width], first block 0's keys of this layer; see `run_stride`."""
         return self._key_runs[layer]
 
     def value_runs(self, layer: int) -> Tensor:
-        """Like `key_runs`, for values."""
+        """Return rows as `key_runs` does, for values."""
         return self._value_runs[layer]
 
     def key_slots(self, layer: int) -> Tensor:
-        """Contiguous rows [.., kv_width] that start with block 0's first key of this layer; see `slot_stride`."""
+        """Return contiguous rows [.., kv_width] from block 0's first key of this layer on; see `slot_stride`."""
         return self._key_slots[layer]
 
     def value_slots(self, layer: int) -> Tensor:
-        """Like `key_slots`, for values."""
+        """Return rows as `key_slots` does, for values."""
         return self._value_slots[layer]
 
     def input_slots(self, layer: int, hidden_size: int) -> Tensor:
-        """Contiguous rows [.., hidden_size] that start with the first layer input of block 0 on this layer, of blocks
-        that hold layer inputs: [num_layers, tokens, hidden_size]. A block lies num_layers * tokens rows further."""
+        """Return contiguous rows [.., hidden_size] from block 0's first layer input of this layer on.
+
+        Blocks hold layer inputs [num_layers, tokens, hidden_size]; the next block is num_layers * tokens rows further.
+        """
         start = layer * (self.layout.block_elements // self.layout.num_layers)
         return self._blocks.view(-1)[start:].view(-1, hidden_size)
 
     # On the host, once pending copies of the blocks are done. From any thread.
-
-    def read_blocks(self, block_ids: BlockIds, out: ByteRows) -> None:
-        """Copy whole blocks out, one per row of `out`: uint8 [len(block_ids), block_bytes], writable."""
-        ids = self._checked(block_ids)
-        rows = self._byte_rows(out, len(ids))
-        assert rows.flags.writeable, "the target of read_blocks is read-only"
-        self.pending_copies.synchronize(ids)
-        if self._host is not None:
-            np.take(self._host, ids, axis=0, out=rows, mode="clip")
-            return
-        for target, source in zip(rows, self.rows_to_read(block_ids), strict=True):
-            target[:] = source
-
-    def write_blocks(self, block_ids: BlockIds, source: ByteRows) -> None:
-        """Overwrite whole blocks, one per row of `source`: uint8 [len(block_ids), block_bytes]. Ids are distinct."""
-        rows = self._byte_rows(source, len(block_ids))
-        # Targets first: their iterator, advanced past its end, copies the last staged rows.
-        for target, row in zip(self.rows_to_write(block_ids), rows, strict=True):
-            target[:] = row
 
     def rows_to_read(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
         """Iterate over the bytes of these blocks. A row is valid until the iterator is advanced."""
@@ -150,8 +124,10 @@ class BlockStorage:
         return self._staged("read").rows_to_read(ids)
 
     def rows_to_write(self, block_ids: BlockIds) -> Iterator[npt.NDArray[np.uint8]]:
-        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced, the last one past
-        its end; stopping early leaves the blocks undefined."""
+        """Iterate over rows to fill, one per block; stopping early leaves the blocks undefined.
+
+        A row is copied when the iterator is advanced, the last one past its end.
+        """
         ids = self._checked(block_ids)
         self.pending_copies.synchronize(ids)
         if self._host is not None:
@@ -180,23 +156,11 @@ class BlockStorage:
     def _staged(self, stream_name: str) -> StagedCopies:
         return StagedCopies(exact_codec(self._bytes), streams_of(self.device).stream(stream_name), self.device)
 
-    def _layer_view(self, layer: int, which: int) -> Tensor:
-        layout = self.layout
-        shape = (self.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        return self._blocks.view(shape)[:, layer, which]
-
     def _checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         ids = np.asarray(block_ids, dtype=np.int64)
         assert ids.ndim == 1, "block ids must be a flat list"
         assert not len(ids) or (ids.min() >= 0 and ids.max() < self.num_blocks), "a block id outside the storage"
         return ids
-
-    def _byte_rows(self, rows: ByteRows, count: int) -> npt.NDArray[np.uint8]:
-        array = np.frombuffer(rows, dtype=np.uint8) if isinstance(rows, memoryview) else rows
-        assert array.dtype == np.uint8, "blocks are copied as bytes (uint8)"
-        assert array.size == count * self.layout.block_bytes, "the buffer does not fit the blocks"
-        assert array.flags.c_contiguous, "the buffer must be contiguous"
-        return array.reshape(count, self.layout.block_bytes)
 
 
 def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:
@@ -214,8 +178,7 @@ def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Ten
 
 
 def _huge_pages(size: int) -> mmap.mmap:
-    """Allocate memory in pages of 2 MiB where the kernel has them: blocks are read in random order, and small pages
-    cost a third of the copying speed.
+    """Allocate memory in pages of 2 MiB where the kernel has them; small pages cost a third of the copying speed.
 
     Pages are populated now, not at the first write of each block: that would be in the middle of a pass (8 % of one
     over 64 prompts of 32 tokens in float32, where a hypervisor provides the pages), and missing memory would show late.

@@ -145,7 +145,7 @@ def arena_path(cluster_id: str, name: str) -> Path:
 
 
 def remove_stale_arenas(folder: Path, prefix: str) -> list[Path]:
-    """Delete arena files whose owner is gone (its lock is free). Files in use stay. Returns what was removed."""
+    """Delete arena files whose owner is gone, its lock being free, and return their paths. Files in use stay."""
     removed = []
     for path in sorted(folder.glob(f"{prefix}*{ARENA_SUFFIX}")):
         try:

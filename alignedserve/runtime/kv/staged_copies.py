@@ -52,7 +52,7 @@ class StagedCopies:
         return torch.empty((num_rows, self._codec.row_bytes), dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def copy_out(self, block_ids: IntArray, rows: Tensor) -> None:
-        """Enqueue rows[i] = block_ids[i]. `rows` come from `pinned` and are not touched before a later event is done."""
+        """Enqueue rows[i] = block_ids[i]; `rows`, from `pinned`, are not touched before a later event is done."""
         for first in range(0, len(block_ids), self._piece):
             part = block_ids[first : first + self._piece]
             target = rows[first : first + len(part)]
@@ -72,8 +72,7 @@ class StagedCopies:
             self._stream.run(partial(self._scatter, staging, part))
 
     def rows_to_read(self, block_ids: IntArray) -> Iterator[Rows]:
-        """Iterate over the bytes of the blocks while the next ones are being copied. A row is valid until the iterator
-        is advanced."""
+        """Iterate over the bytes of the blocks, copying ahead; a row is valid until the iterator is advanced."""
         pieces = self._pieces(block_ids)
         stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
         events: list[Event] = []
@@ -91,8 +90,10 @@ class StagedCopies:
                 start(index + _NUM_STAGES)
 
     def rows_to_write(self, block_ids: IntArray) -> Iterator[Rows]:
-        """Iterate over rows to fill, one per block. A row is copied when the iterator is advanced; once it is advanced
-        past its end, all copies are done."""
+        """Iterate over rows to fill, one per block.
+
+        A row is copied when the iterator is advanced; once it is advanced past its end, all copies are done.
+        """
         pieces = self._pieces(block_ids)
         stages = [self.pinned(len(pieces[0])) for _ in pieces[:_NUM_STAGES]]
         events: list[Event] = []

@@ -1,4 +1,4 @@
-"""Reads config.json and generation_config.json of a Hugging Face model folder into a ModelConfig. Nothing is executed.
+"""Reads config.json and generation_config.json of a Hugging Face model folder into a ModelConfig; runs no code of it.
 
 Both generations of the files are read: `rope_theta` + `rope_scaling` + `torch_dtype`, and the later
 `rope_parameters` + `dtype`.
@@ -33,7 +33,7 @@ ACTIVATIONS = {
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The config of the model in `folder`.
+    """Read the config of the model in `folder`.
 
     Raises ModelNotFound when the folder or its config.json is missing, UnsupportedModel naming the architecture or
     option that the engine does not have, ModelError naming the field that is wrong.
@@ -51,7 +51,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def parse_model_config(content: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """The config in an already decoded config.json. Raises like `read_model_config`."""
+    """Parse an already decoded config.json. Raises like `read_model_config`."""
     fields = JsonFields(content, where)
     model_type = fields.text("model_type")
     names = [family.value for family in Family]
@@ -236,7 +236,7 @@ def _rope(fields: JsonFields, head_dim: int, default_fraction: float) -> RopeCon
 
 
 def _window(fields: JsonFields, family: Family, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """Size of the sliding window and the layers that have it."""
+    """Return the size of the sliding window and the layers that have it."""
     if family is Family.LLAMA or not fields.flag("use_sliding_window", family is Family.MISTRAL):
         return None, ()
     if fields.is_present("sliding_window") and not fields.has("sliding_window"):

@@ -1,4 +1,4 @@
-"""Reading JSON files that come with a model: nobody vouches for them, so every field is checked for type and bounds."""
+"""Reading of untrusted JSON files that come with a model: every field is checked for type and bounds."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from alignedserve.core.errors import ModelError, ModelNotFound
 
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the file. Raises ModelNotFound or ModelError naming the file."""
+    """Return the JSON object in the file. Raises ModelNotFound or ModelError naming the file."""
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -43,15 +43,15 @@ class JsonFields:
         self._where = where
 
     def has(self, name: str) -> bool:
-        """Whether the field is present and not null."""
+        """Return whether the field is present and not null."""
         return self._fields.get(name) is not None
 
     def is_present(self, name: str) -> bool:
-        """Whether the field is present, null included."""
+        """Return whether the field is present, null included."""
         return name in self._fields
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """A whole number in low..high."""
+        """Return a whole number in low..high."""
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.error(name, "must be a whole number")
@@ -60,7 +60,7 @@ class JsonFields:
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite number in low..high."""
+        """Return a finite number in low..high."""
         value = self._value(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise self.error(name, "must be a number")
@@ -69,21 +69,21 @@ class JsonFields:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "must be true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string of at most 200 characters."""
+        """Return a string of at most 200 characters."""
         value = self._value(name, default)
         if not isinstance(value, str) or len(value) > 200:
             raise self.error(name, "must be a short string")
         return value
 
     def section(self, name: str) -> "JsonFields | None":
-        """A nested object, or None when it is absent."""
+        """Return a nested object, or None when it is absent."""
         if not self.has(name):
             return None
         value = self._fields[name]
@@ -92,7 +92,7 @@ class JsonFields:
         return JsonFields(value, f"{self._where}, {name}")
 
     def texts(self, name: str, max_entries: int) -> tuple[str, ...]:
-        """A list of strings; empty when the field is absent."""
+        """Return a list of strings; empty when the field is absent."""
         value = self._fields.get(name)
         if value is None:
             return ()
@@ -101,7 +101,7 @@ class JsonFields:
         return tuple(value)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One token id or a list of them; empty when the field is absent."""
+        """Return a list of one or more token ids; empty when the field is absent."""
         value = self._fields.get(name)
         if value is None:
             return ()
@@ -111,7 +111,7 @@ class JsonFields:
         return tuple(values)
 
     def error(self, name: str, problem: str) -> ModelError:
-        """The error to raise for this field."""
+        """Return the error to raise for this field."""
         return ModelError(f"{self._where}: {name} {problem}.")
 
     def _value(self, name: str, default: object) -> object:

@@ -1,6 +1,6 @@
-"""What a model is: sizes and options of a decoder, without torch, so that gateway and CLI can read it too.
+"""The configuration of a decoder: sizes and options, without torch, so that gateway and CLI can read it too.
 
-`read_model_config` (model_config_reader.py) makes one from a Hugging Face folder; benchmarks write one by hand.
+`read_model_config` (hf_config.py) makes one from a Hugging Face folder; benchmarks write one by hand.
 """
 
 import enum
@@ -22,7 +22,7 @@ class Family(enum.Enum):
 
 
 class NormKind(enum.Enum):
-    """How a layer's input is normalised."""
+    """The normalisation of a layer's input."""
 
     LAYER = "layer"  # subtract the mean, divide by the deviation, scale and shift
     RMS = "rms"  # divide by the root mean square, scale
@@ -38,7 +38,7 @@ class Activation(enum.Enum):
 
 
 class RopeScaling(enum.Enum):
-    """How rotary frequencies are stretched beyond the trained context."""
+    """The scaling of rotary frequencies beyond the trained context."""
 
     NONE = "default"
     LINEAR = "linear"
@@ -93,39 +93,41 @@ class ModelConfig:
 
     @property
     def query_width(self) -> int:
-        """Elements of one token's queries on one layer."""
+        """Return the elements of one token's queries on one layer."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Elements of one token's keys (or values) on one layer."""
+        """Return the elements of one token's keys (or values) on one layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key head."""
+        """Return the number of query heads that share one key head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def num_parameters(self) -> int:
-        """Weights in all, tied ones once."""
+        """Return the number of weights, tied ones once."""
         return self.num_layers * self._layer_parameters + self._outer_parameters
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all weights in `dtype`."""
+        """Return the bytes of all weights in `dtype`."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     @property
     def num_projected(self) -> int:
-        """Weights of the linear layers and the language-model head: what a pass reads whole, whatever its tokens."""
+        """Return the number of weights that every pass reads whole: linear layers and language-model head."""
         num_looked_up = 0 if self.ties_embeddings else self.vocab_size * self.embedding_size
         if self.rope is None:
             num_looked_up += (self.position_offset + self.max_position_embeddings) * self.hidden_size
         return self.num_parameters - num_looked_up
 
     def loaded_weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Bytes of all weights as they are held: a packed head beside the plain embedding even where the two are tied,
-        as rows cannot be looked up in the packed form."""
+        """Return the bytes of all weights in memory.
+
+        A packed head needs a plain embedding beside it even where the two are tied: its rows cannot be looked up.
+        """
         num_plain = self.num_parameters - self.num_projected
         if self.ties_embeddings:
             num_plain += self.vocab_size * self.embedding_size
@@ -133,21 +135,16 @@ class ModelConfig:
         return num_plain * DTYPE_BYTES[dtype] + self.num_projected * projected_bytes
 
     def kv_token_bytes(self, dtype: str) -> int:
-        """Bytes of one token's keys and values on all layers."""
+        """Return the bytes of one token's keys and values on all layers."""
         return 2 * self.num_layers * self.kv_width * DTYPE_BYTES[dtype]
 
-    def hidden_token_bytes(self, dtype: str) -> int:
-        """Bytes of one token's layer inputs on all layers (the hidden cache)."""
-        return self.num_layers * self.hidden_size * DTYPE_BYTES[dtype]
-
     def hidden_block_tokens(self, block_size: int) -> int | None:
-        """Tokens whose layer inputs take the room of a block's keys and values; None where that is no more than
-        `block_size`, or leaves a rest: no hidden cache pays there."""
+        """Return the tokens whose layer inputs fill a block; None: at most `block_size`, or with a remainder."""
         tokens, rest = divmod(2 * block_size * self.kv_width, self.hidden_size)
         return tokens if not rest and tokens > block_size else None
 
     def block_layout(self, block_size: int, dtype: str) -> BlockLayout:
-        """The layout of this model's blocks."""
+        """Return the layout of this model's blocks."""
         return BlockLayout(
             block_size=block_size,
             num_layers=self.num_layers,

@@ -1,4 +1,4 @@
-"""Which model this cluster serves, worked out once at the start without loading a weight (and without torch)."""
+"""The model that a cluster serves, resolved once at its start without loading weights (and without torch)."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -15,7 +15,7 @@ POCKET = "pocket"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Everything that is fixed when the cluster starts. Plain values, so that it can be sent to every actor."""
+    """The served model's facts, fixed when the cluster starts. Plain values, so that every actor can receive it."""
 
     name: str  # what clients call it
     folder: Path
@@ -27,17 +27,19 @@ class ServedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights as one worker holds them; while they load, one layer more is held at a time."""
+        """Return the bytes of the weights in one worker; while loading, one more layer is held at a time."""
         return self.config.loaded_weight_bytes(self.dtype, self.quantization)
 
     def block_layout(self, block_size: int) -> BlockLayout:
-        """Layout of this model's KV blocks."""
+        """Return the layout of this model's KV blocks."""
         return self.config.block_layout(block_size, self.dtype)
 
 
 def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedModel:
-    """Read the model's config; `device` as engine.device. Raises ModelError or ConfigError saying what is missing,
-    unknown or too large."""
+    """Read the model's config; `device` as engine.device.
+
+    Raises ModelError or ConfigError saying what is missing, unknown or too large.
+    """
     folder = pocket_folder() if section.path == POCKET else Path(section.path)
     config = read_model_config(folder)
     longest = config.max_position_embeddings
@@ -57,10 +59,10 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedMod
 
 
 def _default_dtype(device: str) -> str:
-    """On a CPU float32 is the exact and, without native bfloat16, the fast choice; on a GPU it is neither's."""
+    """Return bfloat16 for a GPU; for a CPU float32, which is exact and, without native bfloat16, also faster."""
     return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def pocket_folder() -> Path:
-    """Where the model that ships with the package lies."""
+    """Return the folder of the model that ships with the package."""
     return Path(str(files("alignedserve.pocket"))) / "model"

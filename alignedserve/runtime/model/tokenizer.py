@@ -1,7 +1,7 @@
 """Text to token ids and back, from the files of a Hugging Face model folder; no code of the folder runs.
 
 Incremental decoding does not use tokenizers' `DecodeStream`: it raises on output that is not valid UTF-8 (a model may
-produce any bytes) and has no way to flush what it holds. Byte-level vocabularies go through an incremental UTF-8
+produce any bytes) and cannot flush its buffer. Byte-level vocabularies go through an incremental UTF-8
 decoder, all others through a window of recent tokens; neither ever emits half of a character.
 """
 
@@ -32,13 +32,13 @@ _MARK_START, _MARK_END = "\U000f0000", "\U000f0001"
 
 
 class TextStream(Protocol):
-    """Turns the tokens of one answer into text as they come. Special tokens have no text."""
+    """Turns the tokens of one answer into text incrementally. Special tokens have no text."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Text that these tokens complete: whole characters only."""
+        """Return the text that these tokens complete: whole characters only."""
 
     def end(self) -> str:
-        """What is still held, with U+FFFD for incomplete characters."""
+        """Return the buffered text, with U+FFFD for incomplete characters."""
 
 
 class Tokenizer:
@@ -74,23 +74,18 @@ class Tokenizer:
         return cls(definition, _special_tokens_of(config), template)
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether chat completions can be served."""
-        return self._template is not None
-
-    @property
     def bos_token_id(self) -> int | None:
-        """The token that begins a document, if the model has one."""
+        """Return the token that begins a document, if the model has one."""
         token = self._special_tokens.get("bos_token")
         return None if token is None else self._tokenizer.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written in it count as such."""
+        """Return the token ids of a text; special tokens written in it count as such."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, now: datetime) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
+        """Return the token ids of a conversation, ready for the assistant's answer.
 
         Special tokens spelled out inside a message are encoded as plain text: no message can end its own turn.
         Raises InvalidRequest when the model has no chat template or its template refuses the messages.
@@ -98,28 +93,28 @@ class Tokenizer:
         return self._encode_marked(self.render_chat([self._marked(message) for message in messages], now=now))
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, now: datetime) -> str:
-        """The conversation as the chat template writes it. Raises InvalidRequest."""
+        """Render the conversation by the chat template. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest("This model has no chat template; use completions.", param="messages")
         return self._template.render(messages, now=now)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence."""
+        """Return the text of a whole sequence."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def stream(self) -> TextStream:
-        """A fresh incremental decoder."""
+        """Return a new incremental decoder."""
         if isinstance(self._pieces, _ByteLevelPieces):
             return _ByteStream(self)
         return _WindowStream(self._tokenizer, self._special_ids)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token controls the model and has no text of its own."""
+        """Return whether this is a control token without text."""
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token stands for; parts of a character are given as they are."""
+        """Return the bytes of the token, which may be part of a character."""
         known = self._bytes_of.get(token_id)
         if known is not None:
             return known
@@ -131,7 +126,7 @@ class Tokenizer:
         return raw
 
     def token_text(self, token_id: int) -> str:
-        """The token as logprobs show it: its text, or `bytes:\\xe2\\x82` when it is no valid text by itself."""
+        """Return the token as logprobs show it: its text, or `bytes:\\xe2\\x82` when it is not valid text by itself."""
         raw = self.token_bytes(token_id)
         try:
             return raw.decode()
@@ -183,7 +178,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]], *, now: datetime) -> str:
-        """The prompt for the assistant's next answer. Raises InvalidRequest with the template's own words."""
+        """Render the prompt for the assistant's next answer. Raises InvalidRequest with the template's message."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
@@ -304,7 +299,7 @@ def _parse(definition: str) -> Any:
 
 
 def _read_text(path: Path, limit: int) -> str | None:
-    """The file's text, None when there is no file."""
+    """Return the file's text; None when there is no file."""
     try:
         with path.open("rb") as file:
             raw = file.read(limit + 1)

@@ -21,7 +21,7 @@ def load_weights(
     device: torch.device | str = "cpu",
     quantization: str | None = None,
 ) -> DecoderWeights:
-    """The weights in `folder`, converted to `dtype`; those of linear layers to 8 bits when `quantization` is "int8".
+    """Load the weights in `folder` as `dtype`; those of linear layers with 8 bits when `quantization` is "int8".
 
     Raises UnsafeWeights when there are only pickle-based files, ModelNotFound when a file is missing, ModelError
     naming the file that is truncated, the tensor that is missing or has the wrong shape or dtype, or the layer that
@@ -39,11 +39,11 @@ class SafetensorsSource:
         self._index = WeightIndex(folder, "pt")
 
     def has(self, name: str) -> bool:
-        """Whether a file holds a tensor of this name."""
+        """Return whether a file holds a tensor of this name."""
         return name in self._index.file_of
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, converted and moved. Raises ModelError naming tensor and file."""
+        """Return the tensor, converted and moved. Raises ModelError naming tensor and file."""
         path = self._index.file_of.get(name)
         if path is None:
             raise ModelError(f"Tensor {name} is in none of {', '.join(file.name for file in self._index.files)}.")

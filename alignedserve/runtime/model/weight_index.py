@@ -1,4 +1,4 @@
-"""Which safetensors files a Hugging Face model folder has, and which tensor lies in which; without torch.
+"""The index of safetensors files in a Hugging Face model folder and of their tensors; without torch.
 
 Pickle-based files are refused, whatever their name.
 """
@@ -50,7 +50,7 @@ def _listed_shards(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, Path]:
-    """Tensor name to file, as the index has it; empty without an index."""
+    """Return the index's mapping of tensor names to files; empty without an index."""
     path = folder / INDEX_NAME
     if not path.exists():
         return {}
@@ -61,7 +61,7 @@ def _weight_map(folder: Path) -> dict[str, Path]:
 
 
 def _shard_name(index: Path, shard: object) -> str:
-    """A plain file name: an index must not reach outside its folder."""
+    """Check for a plain file name: an index must not refer outside its folder."""
     if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
         raise ModelError(f"{index}: {shard!r} is not the name of a safetensors file.")
     return shard

@@ -44,32 +44,32 @@ class DecoderWeights:
 
     @property
     def layer_projections(self) -> tuple[Projection, ...]:
-        """The products that every token goes through, in the order in which they run."""
+        """Return the products that every token passes, in order."""
         return tuple(
             product for layer in self.layers for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
         )
 
 
 class TensorSource(Protocol):
-    """Where weights come from."""
+    """A source of weights."""
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
+        """Return whether there is a tensor of this name."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, in the dtype and on the device it shall be used. Raises ModelError naming it."""
+        """Return the tensor in its final dtype and on its device. Raises ModelError naming it."""
 
 
 def assemble_weights(config: ModelConfig, source: TensorSource, quantization: str | None = None) -> DecoderWeights:
-    """All weights of the model. Reads one tensor at a time, so that no more than one layer is ever held twice.
+    """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
 
-    `quantization`: None, or "int8" for the linear layers. Raises ModelError naming a layer that cannot be packed so.
+    `quantization`: None, or "int8" for the linear layers. Raises ModelError naming a layer that cannot be quantized.
     """
-    return _Assembly(config, source, quantization).weights()
+    return _WeightAssembler(config, source, quantization).weights()
 
 
 class _Nonlinearity(NamedTuple):
-    """What follows a product."""
+    """The nonlinearity after a product."""
 
     activation: str | None = None
     is_gated: bool = False
@@ -78,7 +78,7 @@ class _Nonlinearity(NamedTuple):
 _NONE = _Nonlinearity()
 
 
-class _Assembly:
+class _WeightAssembler:
     def __init__(self, config: ModelConfig, source: TensorSource, quantization: str | None) -> None:
         self._config = config
         self._source = source
@@ -142,7 +142,7 @@ class _Assembly:
         has_bias: bool,
         then: _Nonlinearity = _NONE,
     ) -> Projection:
-        """Modules that read the same input, stacked."""
+        """Stack the weights of modules that read the same input."""
         weights = [self._tensor(f"{name}.weight", count, in_width) for name, count in zip(modules, rows, strict=True)]
         bias = None
         if has_bias:
@@ -225,5 +225,5 @@ def random_weights(
     device: torch.device | str = "cpu",
     quantization: str | None = None,
 ) -> DecoderWeights:
-    """Random weights of the model's shapes, the same for the same seed. No files needed."""
+    """Make random weights of the model's shapes, the same for the same seed. No files needed."""
     return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization)

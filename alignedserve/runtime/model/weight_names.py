@@ -1,4 +1,4 @@
-"""What the files of each family call their tensors. A new family is one entry here and one parser of its config."""
+"""Tensor names of each model family. A new family is one entry here and one parser of its config."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
-"""Running a room in a process: an event loop in a thread of its own, and a clear end when something breaks.
+"""Hosting a service in a process: an event loop in its own thread, and a clear end when something breaks.
 
-A room that breaks takes its process with it: whoever supervises the process (Ray, or a test) starts a clean one, which
-is simpler to reason about than a room that goes on after a broken invariant.
+A service that breaks ends its process: the supervisor (Ray, or a test) starts a clean one, which is simpler to reason
+about than a service that continues after a broken invariant.
 """
 
 import asyncio
@@ -25,46 +25,46 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class HostedService(Protocol):
-    """What runs on the loop."""
+    """A service that runs on the loop."""
 
     async def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 class ActorHost:
-    """A process's one room on an event loop in a daemon thread. Base of the Ray actors, usable without Ray.
+    """Runs a process's service on an event loop in a daemon thread. Base of the Ray actors, usable without Ray.
 
-    An error of the known tree while building does not raise: it is kept, so that whoever made this process can ask
-    for it by `failure`. Anything else ends the process.
+    A known error (AlignedServeError) while building does not raise: it is kept, so that the creator of the process can
+    read it by `failure`. Any other error ends the process.
     """
 
     def __init__(self, process_spec: ProcessSpec, build: Callable[[], Coroutine[Any, Any, HostedService]]) -> None:
         self._name = process_spec.name
         _log_to_file(process_spec.log_folder, self._name)
         self._failure: AlignedServeError | None = None
-        self._room: HostedService | None = None
+        self._service: HostedService | None = None
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._on_unhandled)
         threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
         try:
-            self._room = asyncio.run_coroutine_threadsafe(build(), self._loop).result(_START_TIMEOUT_S)
+            self._service = asyncio.run_coroutine_threadsafe(build(), self._loop).result(_START_TIMEOUT_S)
         except AlignedServeError as error:
             logger.exception("%s cannot start", self._name)
             self._failure = error
 
     def failure(self) -> AlignedServeError | None:
-        """Why it could not start; None when it is up."""
+        """Return why the service could not start; None when it is up."""
         return self._failure
 
     def stop(self) -> None:
-        """Close the room; the process may end afterwards. May be repeated."""
-        room, self._room = self._room, None
-        if room is not None:
-            asyncio.run_coroutine_threadsafe(room.close(), self._loop).result(_STOP_TIMEOUT_S)
+        """Close the service; the process may end afterwards. May be repeated."""
+        service, self._service = self._service, None
+        if service is not None:
+            asyncio.run_coroutine_threadsafe(service.close(), self._loop).result(_STOP_TIMEOUT_S)
 
     def _on_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if error is None or isinstance(error, OSError):  # a peer that went away while we wrote: its link says so too
+        if error is None or isinstance(error, OSError):  # a lost peer, which its link reports
             logger.debug("%s: %s", self._name, context.get("message"))
             return
         logger.critical("%s is broken and ends: %s", self._name, context.get("message"), exc_info=error)

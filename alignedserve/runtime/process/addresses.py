@@ -1,4 +1,4 @@
-"""Where the rooms of one cluster listen."""
+"""The addresses at which the processes of one cluster listen."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +11,10 @@ class AddressBook:
     """Addresses by name: Unix sockets in the cluster's private folder, or TCP ports of a host."""
 
     folder: Path
-    tcp: tuple[tuple[str, str], ...] = ()  # (name, "host:port") of rooms that are reached over TCP
+    tcp: tuple[tuple[str, str], ...] = ()  # (name, "host:port") of processes that are reached over TCP
 
     def of(self, name: str) -> str:
-        """Address of the room with this name."""
+        """Return the address of the process with this name."""
         for known, host_and_port in self.tcp:
             if known == name:
                 return f"tcp:{host_and_port}"

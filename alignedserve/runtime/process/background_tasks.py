@@ -1,4 +1,4 @@
-"""Tasks that nobody awaits: what breaks one is told to the loop, where it ends a process like any broken room."""
+"""Tasks that are not awaited: their errors go to the loop's exception handler, which ends a hosted process."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def start_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run the coroutine until it is cancelled. Keep the task: the loop itself holds it only weakly."""
+    """Run the coroutine until it is cancelled. The caller keeps the task: the loop holds it only weakly."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_report)
     return task

@@ -1,4 +1,4 @@
-"""All links of one process: it listens at one address, dials others, and hands every message to one handler."""
+"""All links of one process: it listens at one address, dials others, and passes every message to one handler."""
 
 import asyncio
 import logging
@@ -16,31 +16,31 @@ logger = logging.getLogger(__name__)
 _TURNS_TO_ACCEPT = 3
 _FIRST_RETRY_S = 0.02
 _LAST_RETRY_S = 0.5
-# Messages kept for an address that does not answer yet; a gateway that went away must not fill a worker's memory.
+# Messages kept for an address that does not answer yet; a gateway that is gone must not fill a worker's memory.
 _MAX_PENDING_MESSAGES = 4096
 
 
 class LinkHandler(Protocol):
-    """What a room does with its links. Called on the loop, one call at a time."""
+    """Handles the events of a process's links. Called on the loop, one call at a time."""
 
     def on_linked(self, peer: Peer) -> None:
-        """A link is up (again): introduce yourself."""
+        """Handle a new link, to which this process introduces itself."""
 
     def on_message(self, peer: Peer, message: Message) -> None:
-        """A message of the room's inbound union arrived."""
+        """Handle a message of the process's inbound union."""
 
     def on_lost(self, peer: Peer) -> None:
-        """The link is gone; what was sent and not answered may or may not have arrived."""
+        """Handle the loss of a link; unanswered messages may or may not have arrived."""
 
 
 class LinkManager:
-    """Owns the links. One link per peer name: a peer that comes back replaces its old link."""
+    """Owns the links, one per peer name: a peer that reconnects replaces its old link."""
 
     def __init__(self, identity: Identity, codec: Codec, handler: LinkHandler) -> None:
         self._identity = identity
         self._codec = codec
         self._handler = handler
-        self._open: dict[Link, None] = {}  # every connection there is, linked or not yet
+        self._open: dict[Link, None] = {}  # all connections, linked or not yet
         self._links: dict[str, Link] = {}
         self._dialled: dict[str, Link] = {}
         self._pending: dict[str, list[Message]] = {}
@@ -53,7 +53,7 @@ class LinkManager:
         self._server = await listen(address, partial(self._make_link, None))
 
     def dial(self, address: str) -> None:
-        """Keep a link to this address for ever, redialling whenever it is lost."""
+        """Keep a link to this address until closed, redialling whenever it is lost."""
         if address not in self._diallers:
             self._pending.setdefault(address, [])
             self._diallers[address] = start_background(self._keep_dialling(address), f"dialling {address}")
@@ -77,17 +77,17 @@ class LinkManager:
             self._pending[address].append(message)
 
     def disconnect(self, peer_name: str) -> None:
-        """Close the link to this peer; a dialled one is dialled again."""
+        """Close the link to this peer; a dialled link is dialled again."""
         link = self._links.get(peer_name)
         if link is not None:
             link.close()
 
     def peers(self) -> tuple[Peer, ...]:
-        """Everyone linked now, in order of name."""
+        """Return the linked peers, by name."""
         return tuple(link.peer for _, link in sorted(self._links.items()) if link.peer is not None)
 
     async def close(self) -> None:
-        """Stop listening and drop every link. The handler is not told."""
+        """Stop listening and drop every link, without calling the handler."""
         for task in self._diallers.values():
             task.cancel()
         if self._server is not None:
@@ -96,7 +96,7 @@ class LinkManager:
         for link in (*links.values(), *self._dialled.values()):
             link.close()
         await asyncio.gather(*self._diallers.values(), return_exceptions=True)
-        # Also those whose handshake is not over; one that was being accepted has its connection after a turn or two.
+        # Links in their handshake too; one that is being accepted has its connection after a turn or two of the loop.
         for _ in range(_TURNS_TO_ACCEPT):
             for link in list(self._open):
                 link.close()

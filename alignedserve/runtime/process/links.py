@@ -1,7 +1,7 @@
 """One end of a link: framing, mutual proof of the cluster's secret, liveness.
 
 A frame is a 4-byte little-endian length and a MessagePack message. The listener challenges, the dialler answers and
-challenges back; until both proofs hold, nothing but handshake messages is decoded. A peer from which nothing came for
+challenges back; until both proofs hold, nothing but handshake messages is decoded. A peer that is silent for
 `peer_timeout_s` is lost, whether it died, was stopped or was cut off.
 """
 
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("<I")
 _HANDSHAKE_CODEC = Codec(HandshakeMessage)
 _MAX_HANDSHAKE_BYTES = 4096
-# A peer that does not read is cut off before its backlog fills our memory.
+# A peer that does not read is disconnected before its backlog fills the memory.
 _MAX_BACKLOG_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is on every link."""
+    """The identity of this process on every link."""
 
     role: Role
     name: str
@@ -39,7 +39,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end."""
+    """The identity of the other end."""
 
     role: Role
     name: str
@@ -76,20 +76,20 @@ class Link(asyncio.Protocol):
     # --- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin the handshake and the watch on silence."""
+        """Start the handshake and the liveness timer."""
         self._transport = cast(asyncio.Transport, transport)  # of a stream; uvloop's are of no asyncio class
         self._watch_silence()
         if not self._is_dialler:
             self._write(_HANDSHAKE_CODEC.encode(Challenge(PROTOCOL_VERSION, self._nonce)))
 
     def data_received(self, data: bytes) -> None:
-        """Cut the stream into frames; anything malformed ends the connection."""
+        """Split the stream into frames; malformed input closes the connection."""
         self._last_heard_s = self._loop.time()
         self._buffer += data
         try:
             while (payload := self._next_frame()) is not None:
                 if self.peer is None:
-                    self._shake_hands(_HANDSHAKE_CODEC.decode(payload))
+                    self._handshake(_HANDSHAKE_CODEC.decode(payload))
                 else:
                     self._receive(payload)
         except ProtocolError as error:
@@ -97,7 +97,7 @@ class Link(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell the owner once."""
+        """Notify the owner once."""
         self._transport = None
         if self._watch is not None:
             self._watch.cancel()
@@ -108,17 +108,17 @@ class Link(asyncio.Protocol):
     # --- for the owner
 
     def send(self, message: Message) -> None:
-        """Queue one message. On a lost link it goes nowhere; the owner hears of the loss by `on_lost`."""
+        """Enqueue one message. On a lost link it is dropped; `on_lost` reports the loss."""
         if self._transport is None:
             return
         if self._transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
-            logger.warning("link to %s closed: it does not read what it is sent", self.peer)
+            logger.warning("link to %s closed: it does not read its messages", self.peer)
             self.close()
             return
         self._write(self._codec.encode(message))
 
     def close(self) -> None:
-        """Drop the connection now; what is queued and unsent is lost."""
+        """Drop the connection now; unsent messages are lost."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -147,7 +147,7 @@ class Link(asyncio.Protocol):
         if not isinstance(message, Ping):
             self._on_message(self, message)
 
-    def _shake_hands(self, message: Message) -> None:
+    def _handshake(self, message: Message) -> None:
         match message:
             case Challenge() if self._is_dialler:
                 check_version(message.version)
@@ -177,7 +177,7 @@ class Link(asyncio.Protocol):
         check_proof(self._identity.secret, proof, side, self._nonce, name)
 
     def _watch_silence(self) -> None:
-        """Several times within the timeout: say that we live, and see whether the peer does."""
+        """Send a ping and check for the peer's silence, several times within the timeout."""
         timeout_s = self._identity.peer_timeout_s
         if self._loop.time() - self._last_heard_s > timeout_s:
             logger.warning("link to %s closed: silent for more than %.1f s", self.peer or "unknown peer", timeout_s)
@@ -189,24 +189,24 @@ class Link(asyncio.Protocol):
 
 
 def proof_of(secret: bytes, side: str, nonce: bytes, name: str) -> bytes:
-    """What only someone who knows the secret can say about this nonce, on this side of this kind of connection."""
+    """Prove knowledge of the secret for this nonce, on this side of this kind of connection."""
     return hmac.digest(secret, side.encode() + nonce + name.encode(), "sha256")
 
 
 def check_proof(secret: bytes, proof: bytes, side: str, nonce: bytes, name: str) -> None:
-    """Raises ProtocolError when the proof is not of this secret."""
+    """Check a proof. Raises ProtocolError when it was made with another secret."""
     if not hmac.compare_digest(proof, proof_of(secret, side, nonce, name)):
         raise ProtocolError("the peer does not know this cluster's secret")
 
 
 def check_version(version: int) -> None:
-    """Raises ProtocolError when the peer speaks another version."""
+    """Check the protocol version. Raises ProtocolError when it differs."""
     if version != PROTOCOL_VERSION:
         raise ProtocolError(f"the peer speaks protocol version {version}, this process {PROTOCOL_VERSION}")
 
 
 async def connect(address: str, make_link: Callable[[], Link]) -> Link:
-    """Dial `unix:/path` or `tcp:host:port`. Raises PeerLost when nobody answers."""
+    """Dial `unix:/path` or `tcp:host:port`. Raises PeerLost when that fails."""
     loop = asyncio.get_running_loop()
     kind, _, rest = address.partition(":")
     try:
@@ -215,7 +215,7 @@ async def connect(address: str, make_link: Callable[[], Link]) -> Link:
         host, _, port = rest.rpartition(":")
         return (await loop.create_connection(make_link, host, int(port)))[1]
     except (OSError, ValueError) as error:
-        raise PeerLost(f"nobody answers at {address}") from error
+        raise PeerLost(f"no connection to {address}") from error
 
 
 async def listen(address: str, make_link: Callable[[], Link]) -> asyncio.Server:

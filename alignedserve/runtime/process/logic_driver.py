@@ -1,4 +1,4 @@
-"""A room at work: one logic, its links, and whatever performs the commands that are not messages."""
+"""The driver of a logic: feeds it events, sends its messages and performs its other commands."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ CommandT = TypeVar("CommandT")
 
 
 class LogicDriver(Generic[EventT, CommandT]):
-    """Feeds the logic with what happens and performs what it answers. Runs on one event loop."""
+    """Feeds a logic with events and performs its commands. Runs on one event loop."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class LogicDriver(Generic[EventT, CommandT]):
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def dispatch(self, event: CommonEvent | EventT) -> None:
-        """Tell the logic and perform its commands. The clock is read here and nowhere below."""
+        """Pass the event to the logic and perform its commands. The clock is read here and nowhere below."""
         now = time.monotonic()
         commands = self._logic.on_event(event, now)
         if self._recorder is not None:
-            self._recorder.note(event, now, commands)
+            self._recorder.add(event, now, commands)
         for command in commands:
             if isinstance(command, Send):
                 self.links.send(command.peer, command.message)
@@ -64,18 +64,18 @@ class LogicDriver(Generic[EventT, CommandT]):
             self._recorder.write()
 
     def on_linked(self, peer: Peer) -> None:
-        """LinkHandler."""
+        """See LinkHandler."""
         self.dispatch(PeerConnected(peer.role, peer.name))
 
     def on_message(self, peer: Peer, message: Message) -> None:
-        """LinkHandler."""
+        """See LinkHandler."""
         if isinstance(message, RegistrationRefused):
             logger.error("the router refuses this process: %s", message.reason)
             return
         self.dispatch(Received(peer.name, message))
 
     def on_lost(self, peer: Peer) -> None:
-        """LinkHandler."""
+        """See LinkHandler."""
         self.dispatch(PeerDisconnected(peer.role, peer.name))
 
     async def close(self) -> None:
@@ -86,6 +86,6 @@ class LogicDriver(Generic[EventT, CommandT]):
             self._recorder.close()
 
     def _tick(self) -> None:
-        """By timer, not in a task: what breaks here is then the loop's to report, and ends a hosted process."""
+        """Dispatch a tick, from a timer instead of a task: the loop then reports errors, which end a hosted process."""
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self.dispatch(Ticked())

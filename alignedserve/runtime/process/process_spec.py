@@ -1,4 +1,4 @@
-"""What every process of a cluster is told when it is made, and again, unchanged, when it is restarted."""
+"""The specification of a process of a cluster, the same when it is restarted."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ POOL = "pool-0"  # one node, one pool
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process's place in one cluster."""
+    """One process's identity, addresses and logging in one cluster."""
 
     role: Role
     name: str
@@ -28,13 +28,13 @@ class ProcessSpec:
     recording: RecordingConfig = field(default_factory=RecordingConfig)
 
     def identity(self) -> Identity:
-        """How it introduces itself on links."""
+        """Return its identity on links."""
         return Identity(self.role, self.name, self.secret, self.peer_timeout_s)
 
     def recorder(self, make: "partial[Any]") -> Recorder | None:
-        """What records the decisions of the logic that `make` makes, if anything is to."""
+        """Return a recorder of the decisions of the logic that `make` makes; None: recording is off."""
         return open_recorder(self.recording, self.name, make)
 
     def own_address(self) -> str:
-        """Where it listens."""
+        """Return the address at which it listens."""
         return self.addresses.of(self.name)

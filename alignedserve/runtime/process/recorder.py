@@ -1,4 +1,4 @@
-"""Writing a room's recording while it works."""
+"""Recording of a logic's decisions while it runs."""
 
 import logging
 import os
@@ -22,31 +22,31 @@ _SECRET_BYTES = 32
 
 
 class Recorder:
-    """Puts a room's decisions into its file. What goes wrong with the file ends the recording, never the room."""
+    """Writes decisions to a file. An error of the file ends the recording, never the process."""
 
     def __init__(self, file: BinaryIO, encoder: RecordEncoder, opening: bytes, max_bytes: int) -> None:
-        """Takes the file over. `opening`: what it begins with."""
+        """Take over the file. `opening`: its first frame."""
         self._file: BinaryIO | None = file
         self._encoder = encoder
         self._num_left = max_bytes
-        self._noted: list[tuple[Any, float, Sequence[Any]]] = []
+        self._pending: list[tuple[Any, float, Sequence[Any]]] = []
         self._write(opening)
 
-    def note(self, event: Any, now: float, commands: Sequence[Any]) -> None:
-        """Remember a decision, in order. Nothing is encoded before `write`: the commands can be performed first."""
+    def add(self, event: Any, now: float, commands: Sequence[Any]) -> None:
+        """Add a decision, in order. It is encoded only by `write`, after its commands are performed."""
         if self._file is not None:
-            self._noted.append((event, now, commands))
+            self._pending.append((event, now, commands))
 
     def write(self) -> None:
-        """Put down what was noted. Every tick it reaches the system, so that little is lost with a killed process."""
-        noted, self._noted = self._noted, []
-        for event, now, commands in noted:
+        """Write the added decisions. Every tick flushes them, so that little is lost with a killed process."""
+        pending, self._pending = self._pending, []
+        for event, now, commands in pending:
             self._write(self._encoder.decision(event, now, commands))
             if type(event) is Ticked:
                 self._flush()
 
     def close(self) -> None:
-        """The room ends, and its recording with it."""
+        """End the recording."""
         self.write()
         self._end(CLOSED)
 
@@ -61,14 +61,14 @@ class Recorder:
         try:
             self._file.write(frame)
         except OSError as error:
-            self._give_up(error)
+            self._fail(error)
 
     def _flush(self) -> None:
         try:
             if self._file is not None:
                 self._file.flush()
         except OSError as error:
-            self._give_up(error)
+            self._fail(error)
 
     def _end(self, reason: str) -> None:
         if self._file is None:
@@ -77,23 +77,23 @@ class Recorder:
             self._file.write(self._encoder.ending(reason, time.monotonic()))
             self._file.close()
         except OSError as error:
-            self._give_up(error)
+            self._fail(error)
         self._file = None
 
-    def _give_up(self, error: OSError) -> None:
+    def _fail(self, error: OSError) -> None:
         file, self._file = self._file, None
-        assert file is not None, "nothing to give up"
+        assert file is not None, "no open file"
         logger.error("%s cannot be written and ends here: %s", file.name, error.strerror)
         try:
             file.close()
         except OSError:
-            logger.debug("%s: what was buffered is lost", file.name)
+            logger.debug("%s: buffered decisions are lost", file.name)
 
 
-def open_recorder(config: RecordingConfig, room: str, make: "partial[Any]") -> Recorder | None:
-    """The recorder of a room whose logic `make` makes, out of keywords alone; None when nothing is to be recorded.
+def open_recorder(config: RecordingConfig, name: str, make: "partial[Any]") -> Recorder | None:
+    """Open a recorder of the logic that `make` makes, from keyword arguments alone; None when recording is off.
 
-    A room that comes again begins another file. Raises ConfigError when there can be none.
+    A restarted process starts a new file. Raises ConfigError when the file cannot be created.
     """
     if config.folder is None:
         return None
@@ -104,20 +104,20 @@ def open_recorder(config: RecordingConfig, room: str, make: "partial[Any]") -> R
         keeps_tokens=config.tokens,
         keeps_commands=config.commands,
     )
-    opening = encoder.opening(room, f"{make.func.__module__}.{make.func.__name__}", make.keywords)
-    return Recorder(_create(Path(config.folder), room), encoder, opening, config.max_bytes)
+    opening = encoder.opening(name, f"{make.func.__module__}.{make.func.__name__}", make.keywords)
+    return Recorder(_create(Path(config.folder), name), encoder, opening, config.max_bytes)
 
 
 def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-def _create(folder: Path, room: str) -> BinaryIO:
+def _create(folder: Path, name: str) -> BinaryIO:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for life in count():
+        for epoch in count():
             try:
-                return open(folder / f"{room}.{life}{SUFFIX}", "xb", _BUFFER_BYTES, opener=_open_private)
+                return open(folder / f"{name}.{epoch}{SUFFIX}", "xb", _BUFFER_BYTES, opener=_open_private)
             except FileExistsError:
                 continue
     except OSError as error:

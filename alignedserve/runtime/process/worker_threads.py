@@ -1,4 +1,4 @@
-"""A worker's threads: each does its work in order and tells the event loop what came of it."""
+"""A worker's threads: each runs its work in order and reports results to the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,18 +9,18 @@ T = TypeVar("T")
 
 
 class WorkerThreads:
-    """Threads by name, made when first used. `submit` returns at once; callbacks run on the loop that called it."""
+    """Threads by name, created on first use. `submit` returns at once; callbacks run on the loop that called it."""
 
-    def __init__(self, begin: Callable[[], object] | None = None) -> None:
-        """`begin`: what each thread does first."""
-        self._begin = begin
+    def __init__(self, initialize: Callable[[], object] | None = None) -> None:
+        """`initialize`: called first on each thread."""
+        self._initialize = initialize
         self._executors: dict[str, ThreadPoolExecutor] = {}
         self._is_closed = False
 
     def submit(self, name: str, work: Callable[[], T], on_completed: Callable[[T], None]) -> None:
-        """Do the work on this thread; by hand, as futures cost a tenth of an iteration's gap.
+        """Run the work on this thread; without asyncio futures, which cost a tenth of an iteration's gap.
 
-        What the work raises is raised on the loop, where a broken room ends its process.
+        Exceptions of the work are raised on the loop, where they end a hosted process.
         """
         loop = asyncio.get_running_loop()
 
@@ -30,18 +30,18 @@ class WorkerThreads:
 
         executor = self._executors.get(name)
         if executor is None:
-            executor = self._executors[name] = ThreadPoolExecutor(1, name, self._begin)
+            executor = self._executors[name] = ThreadPoolExecutor(1, name, self._initialize)
         executor.submit(lambda: loop.call_soon_threadsafe(deliver, _outcome_of(work)))
 
     def close(self) -> None:
-        """Wait for the threads to end; whatever was asked for and is not done calls nobody back."""
+        """Wait for the threads to end; pending work is cancelled without a callback."""
         self._is_closed = True
         for executor in self._executors.values():
             executor.shutdown(cancel_futures=True)
 
 
 def _outcome_of(work: Callable[[], T]) -> Callable[[], T]:
-    """Do the work and return what returns its result, or raises what it raised, on whichever thread that is wanted."""
+    """Run the work and return a function that returns its result, or raises its exception, on any thread."""
     future: Future[T] = Future()
     try:
         future.set_result(work())

@@ -1,4 +1,4 @@
-"""Every scheduling policy by name: which iteration policy runs on the workers, and what goes with it elsewhere."""
+"""Registry of scheduling policies by name, with the settings that they imply in other components."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -39,16 +39,16 @@ class PolicyEntry:
     make: Callable[[Any], IterationPolicy]  # from such a config; one instance per worker
     topologies: tuple[Topology, ...] = COLOCATED  # the first one is its own
     needs: frozenset[Mechanism] = frozenset()  # refused where the engine has not all of these
-    uses: frozenset[Mechanism] = frozenset()  # made use of where the engine has them
-    needed_by: str | None = None  # the parameter that, set to false, makes do without `needs`
+    uses: frozenset[Mechanism] = frozenset()  # used where the engine has them
+    needed_by: str | None = None  # the parameter that, set to false, makes `needs` unnecessary
     prefill_order: str = "fcfs"  # in the router (router/policies)
     batching: str = "fcfs"  # in the pool (kvpool/policies), disaggregated only
-    paces: bool = False  # disaggregated: it decides the iterations of prefill and decode workers too
+    schedules_iterations: bool = False  # disaggregated: it decides the iterations of prefill and decode workers too
     batching_settings: tuple[str, ...] = ()  # of its parameters, those that are the `batching` section's
     is_direct: bool = False  # disaggregated: a prefill goes straight to a decode worker, not through the pool
 
     def needs_with(self, config: Any) -> frozenset[Mechanism]:
-        """What it needs with these parameters (an instance of `self.config`)."""
+        """Return the mechanisms needed with these parameters (an instance of `self.config`)."""
         is_needed = self.needed_by is None or getattr(config, self.needed_by)
         return self.needs if is_needed else frozenset()
 
@@ -61,7 +61,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             Accelgen,
             BOTH,
             prefill_order="least_slack",
-            paces=True,
+            schedules_iterations=True,
         ),
         "aligned": PolicyEntry(
             "decode batches of similar context length, formed in a quad-tree (AlignedServe)",
@@ -79,7 +79,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             uses=frozenset({Mechanism.SWAP}),
             prefill_order="least_slack",
             batching="density_first",
-            paces=True,
+            schedules_iterations=True,
         ),
         "alise": PolicyEntry(
             "least predicted remaining time first, swapping as int8 (ALISE)",
@@ -108,7 +108,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             BOTH,
             uses=frozenset({Mechanism.SWAP, Mechanism.SHARED_BLOCKS}),
             prefill_order="least_slack",
-            paces=True,
+            schedules_iterations=True,
         ),
         "distserve": PolicyEntry(
             "prompts and decodes on workers of their own, first come, first served (DistServe)",
@@ -143,7 +143,7 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
             RoundRobinConfig,
             RoundRobin,
             BOTH,
-            paces=True,
+            schedules_iterations=True,
         ),
         "sarathi": PolicyEntry("decodes first, then prompts in chunks up to a budget", SarathiConfig, Sarathi),
     }
@@ -151,14 +151,14 @@ POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(
 
 
 def policy_entry(name: str) -> PolicyEntry:
-    """Raises ConfigError listing the valid names."""
+    """Return the entry of this policy. Raises ConfigError listing the valid names."""
     if name not in POLICIES:
         raise ConfigError(f"unknown policy {name!r}; known: {', '.join(sorted(POLICIES))}")
     return POLICIES[name]
 
 
 def policy_config(name: str, settings: Mapping[str, Any] | None = None) -> Any:
-    """Its parameters, with these changed. Raises ConfigError naming the parameter."""
+    """Return the policy's parameters, with these changed. Raises ConfigError naming the parameter."""
     entry = policy_entry(name)
     known = [field.name for field in fields(entry.config)]
     for name_given in settings or {}:
@@ -171,18 +171,18 @@ def policy_config(name: str, settings: Mapping[str, Any] | None = None) -> Any:
 
 
 def make_policy(name: str, settings: Mapping[str, Any] | None = None) -> IterationPolicy:
-    """A new instance, with these of its parameters changed. Raises ConfigError naming the parameter."""
+    """Build an instance, with these of its parameters changed. Raises ConfigError naming the parameter."""
     return policy_entry(name).make(policy_config(name, settings))
 
 
 def wanted_mechanisms(scheduling: SchedulingConfig) -> frozenset[Mechanism]:
-    """What the policy needs or would use. Raises ConfigError as `policy_config` does."""
+    """Return the mechanisms that the policy needs or uses. Raises ConfigError as `policy_config` does."""
     entry = policy_entry(scheduling.policy)
     return entry.needs_with(policy_config(scheduling.policy, scheduling.policy_params)) | entry.uses
 
 
 def require_policy(scheduling: SchedulingConfig, topology: Topology, available: frozenset[Mechanism]) -> None:
-    """Raises ConfigError when the policy or a parameter is unknown, or cannot work with these workers."""
+    """Raise ConfigError if the policy or a parameter is unknown, or cannot work with these workers."""
     name = scheduling.policy
     entry, parameters = policy_entry(name), policy_config(name, scheduling.policy_params)
     if topology not in entry.topologies:

@@ -5,12 +5,12 @@ import numpy as np
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.packer import Packer, add_earliest
 from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig, Pivot, Urgency, find_pivot, urgency_of
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Ints
 
 
 class Accelgen:
-    """One instance per worker. It keeps the pivot of its cost model and the average length of a chunk."""
+    """The policy; one instance per worker keeps the pivot of its cost model and the average length of a chunk."""
 
     def __init__(self, config: AccelgenConfig) -> None:
         self._config = config
@@ -30,14 +30,14 @@ class Accelgen:
             urgency = urgency._replace(remaining_s=view.table.arrival_s - view.now)
             is_urgent = np.zeros(len(view.table), np.bool_)
         plan = _Batch(view, self._config, self._pivot, urgency).fill(is_urgent)
-        for row, num_tokens, _ in plan.shares:
+        for row, num_tokens, _ in plan.scheduled:
             if 1 < num_tokens < view.table.context_len[row]:
                 self._chunk_len = 0.9 * self._chunk_len + 0.1 * num_tokens
         return plan
 
 
 class _Batch:
-    """One iteration while it is filled (section 4.4)."""
+    """One iteration in construction (section 4.4)."""
 
     def __init__(self, view: WorkerView, config: AccelgenConfig, pivot: Pivot, urgency: Urgency) -> None:
         self._view = view
@@ -52,7 +52,7 @@ class _Batch:
         self._has_victims = view.can_evict
 
     def fill(self, is_urgent: Bools) -> IterationPlan:
-        """Algorithm 1: who is urgent and who decodes, then the others, then, if nobody fits, the earliest."""
+        """Run algorithm 1: urgent requests and decodes, then the others; if none fits, the earliest."""
         table = self._view.table
         decodes = table.is_decoding & (table.num_swapped == 0)
         self._least_slo_s = float(self._slo_s[decodes].min(initial=np.inf))
@@ -64,18 +64,18 @@ class _Batch:
         else:
             self._add_in_order(waiting)
         if not self._packer.rows and len(table):
-            add_earliest(self._packer, self._view, max(self._room(), 1))
+            add_earliest(self._packer, self._view, max(self._token_budget(), 1))
         return self._packer.plan()
 
     def _ordered(self, rows: Ints) -> Ints:
-        """By remaining time."""
+        """Sort by remaining time."""
         table = self._view.table
         keys = (table.order[rows], table.arrival_s[rows], table.priority[rows], self._remaining_s[rows])
         ordered: Ints = rows[np.lexsort(keys)]
         return ordered
 
     def _most_pressing(self, rows: Ints) -> Ints:
-        """Not more of them than there are places (and ties), in any order: the others are not sorted in vain."""
+        """Return as many as there are places (and ties), in any order, so that the others need not be sorted."""
         places = self._view.limits.max_running_requests
         if len(rows) <= places:
             return rows
@@ -85,8 +85,8 @@ class _Batch:
 
     # --- the token budget
 
-    def _room(self, slo_s: float = np.inf) -> int:
-        """Tokens that compute is left for with a request of this SLO in the batch (equation 6); one if it is empty."""
+    def _token_budget(self, slo_s: float = np.inf) -> int:
+        """Return the tokens left with a request of this SLO in the batch (equation 6); at least one if it is empty."""
         left = self._packer.num_tokens_left
         if not self._config.dynamic_chunking:
             return min(max(self._pivot.num_tokens - self._num_tokens, 0), left)
@@ -94,12 +94,12 @@ class _Batch:
         return int(min(budget - self._num_tokens, left)) if budget > self._num_tokens else 0
 
     def _demand(self, row: int, slo_s: float, kept: int = 0) -> int:
-        """Tokens of a prompt for this iteration, `kept` of the budget being for others; 0: none."""
-        remaining, room = self._packer.remaining(row), self._room(slo_s) - kept
+        """Return the tokens of a prompt for this iteration, `kept` of the budget being for others; 0: none."""
+        remaining, budget = self._packer.remaining(row), self._token_budget(slo_s) - kept
         if self._config.dynamic_chunking:
-            return max(min(remaining, room), 0)
+            return max(min(remaining, budget), 0)
         chunk = min(remaining, self._config.static_chunk_len, self._packer.num_tokens_left - kept)
-        return chunk if chunk <= room or not self._has_prompt else 0
+        return chunk if chunk <= budget or not self._has_prompt else 0
 
     def _try(self, row: int, num_tokens: int) -> bool:
         """Add as many of these tokens as there are blocks for (static chunks: all or none)."""
@@ -116,10 +116,10 @@ class _Batch:
         self._least_slo_s = min(self._least_slo_s, float(self._slo_s[row]))
         self._has_prompt |= num_tokens > 1
 
-    # --- who must be in
+    # --- urgent requests and decodes
 
     def _add_pressing(self, rows: Ints) -> None:
-        """By remaining time. A prompt leaves a token, and a block if need be, to each decode that comes after it."""
+        """Add rows by remaining time; a prompt leaves each later decode a token, and a block if it needs one."""
         table, packer, size = self._view.table, self._packer, self._view.memory.block_size
         is_decoding = table.num_remaining[rows] == 1
         needs_block = is_decoding & (table.num_cached[rows] == table.num_blocks[rows] * size)
@@ -130,45 +130,45 @@ class _Batch:
         for row, is_decode, is_due, num_whole, slo_s in zip(*(column.tolist() for column in columns), strict=True):
             if only_decodes and not is_decode:
                 continue
-            if packer.num_places_left < 1 or self._room() < 1:
+            if packer.num_places_left < 1 or self._token_budget() < 1:
                 return
             decodes_left -= is_decode
             blocks_due -= is_due
-            only_decodes = self._room() <= decodes_left
+            only_decodes = self._token_budget() <= decodes_left
             if self._is_evicted[row] or (
                 num_whole > packer.num_free - blocks_due and not (self._has_victims and self._may_preempt[row])
             ):
                 continue
             num_tokens = 1 if is_decode else self._demand(row, slo_s, decodes_left)
-            if num_tokens and self._make_room(row, num_tokens, num_whole, blocks_due):
+            if num_tokens and self._evict_until(row, num_tokens, num_whole, blocks_due):
                 packer.num_free -= blocks_due
                 self._try(row, num_tokens)
                 packer.num_free += blocks_due
 
-    def _make_room(self, row: int, num_tokens: int, num_whole: int, blocks_due: int) -> bool:
-        """While blocks lack, the one that can wait longest gives way, if it can wait longer than this one.
+    def _evict_until(self, row: int, num_tokens: int, num_whole: int, blocks_due: int) -> bool:
+        """Evict requests that can wait longer than this one, the longest first, while it lacks blocks.
 
-        False where even after all of them there would not be `num_whole` blocks.
+        Return False if even all of them would not free `num_whole` blocks.
         """
         packer = self._packer
-        spare = packer.num_free - blocks_due
+        num_spare_blocks = packer.num_free - blocks_due
         wanted = packer.blocks_needed(row, num_tokens)
-        if max(wanted, num_whole) <= spare:
+        if max(wanted, num_whole) <= num_spare_blocks:
             return True
         if not self._has_victims or not self._may_preempt[row]:
-            return num_whole <= spare
+            return num_whole <= num_spare_blocks
         victims = self._victims(row)
-        self._has_victims = bool(victims)  # who comes after this one in the queue finds no more of them
-        if num_whole > spare + int(self._view.table.num_blocks[victims].sum()):
+        self._has_victims = bool(victims)  # requests behind this one in the queue find no more of them
+        if num_whole > num_spare_blocks + int(self._view.table.num_blocks[victims].sum()):
             return False
         while victims and wanted > packer.num_free - blocks_due:
             victim = victims.pop()
-            packer.evict(victim, Eviction.DROP)
+            packer.evict(victim, EvictionMode.DROP)
             self._is_evicted[victim] = True
         return True
 
     def _victims(self, row: int) -> list[int]:
-        """Who can wait longer than this one and has not given way too often; the last one can wait longest."""
+        """Return requests that can wait longer and were not evicted too often; the last one can wait longest."""
         table, packer = self._view.table, self._packer
         may_leave = (table.num_blocks > 0) & (table.num_preemptions < self._config.max_preemptions)
         ordered = self._ordered(np.union1d(np.flatnonzero(may_leave), [row])).tolist()
@@ -176,17 +176,17 @@ class _Batch:
             other for other in ordered[ordered.index(row) + 1 :] if other not in packer and not self._is_evicted[other]
         ]
 
-    # --- who may be in
+    # --- requests that can wait
 
     def _free_blocks(self) -> int:
-        """For prompts that can wait: the watermark is kept, unless the memory is empty."""
+        """Return the free blocks for prompts that can wait: without the watermark, unless the memory is empty."""
         memory, num_free = self._view.memory, self._packer.num_free
         if num_free == memory.num_blocks:
             return num_free
         return num_free - int(self._config.watermark * memory.num_blocks)
 
     def _may_start(self, rows: Ints) -> Bools:
-        """While a long prompt is being served, no other one begins (section 4.2)."""
+        """Return which rows may start: while a long prompt is being served, no other one begins (section 4.2)."""
         table = self._view.table
         is_long, has_begun = self._is_long(), table.num_cached > 0
         is_served = is_long & has_begun & (table.num_remaining > 1) & ~self._is_evicted
@@ -195,14 +195,14 @@ class _Batch:
         return ~is_long[rows] | has_begun[rows]
 
     def _is_long(self) -> Bools:
-        """By the paper's length, or because no iteration could take it whole."""
+        """Return which prompts are long, by the paper's length or because no iteration could take them whole."""
         budget = self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s)
         longest = np.minimum(np.minimum(budget, self._view.limits.max_tokens), self._config.long_prompt_len - 1)
         is_long: Bools = self._view.table.context_len > longest
         return is_long
 
     def _head_of(self, waiting: Ints) -> tuple[Ints, Bools]:
-        """Those that press about as much as the first of the queue, in order; which of them may be cut.
+        """Return, in order, requests about as urgent as the first of the queue, and which of them may be chunked.
 
         Long prompts may, and those that have begun.
         """
@@ -212,7 +212,7 @@ class _Batch:
         return rows, (self._is_long() | (self._view.table.num_cached > 0))[rows]
 
     def _select(self, waiting: Ints) -> None:
-        """Algorithm 2: of those that press about equally, again and again the one that leaves least unused."""
+        """Run algorithm 2: of the about equally urgent requests, repeatedly add the one that leaves least unused."""
         rows, can_cut = self._head_of(waiting)
         if len(rows) and not self._packer.rows:
             self._least_slo_s = float(self._slo_s[rows[0]])
@@ -221,7 +221,7 @@ class _Batch:
             if not fits.any():
                 return
             size = self._view.memory.block_size
-            left_over = (self._room() - demands) ** 2 + ((self._free_blocks() - blocks) * size) ** 2
+            left_over = (self._token_budget() - demands) ** 2 + ((self._free_blocks() - blocks) * size) ** 2
             best = int(np.where(fits, left_over, np.iinfo(np.int64).max).argmin())
             added = self._try(int(rows[best]), int(demands[best]))
             assert added, "a request that fits is refused"
@@ -232,25 +232,25 @@ class _Batch:
             rows, can_cut = rows[is_next], can_cut[is_next]
 
     def _demands(self, rows: Ints, can_cut: Bools) -> tuple[Ints, Ints, Bools]:
-        """D_c in tokens and D_m in blocks of these requests, and which of them there is room for."""
+        """Return D_c in tokens and D_m in blocks of these requests, and which of them fit."""
         table, size = self._view.table, self._view.memory.block_size
         held, cached, remaining = table.num_blocks[rows], table.num_cached[rows], table.num_remaining[rows]
         slots = (held + max(self._free_blocks(), 0)) * size - cached
         left = self._packer.num_tokens_left
         if self._config.dynamic_chunking:
-            room = np.minimum(
+            budget = np.minimum(
                 self._pivot.rate * np.minimum(self._least_slo_s, self._slo_s[rows]), left + self._num_tokens
             )
-            room = np.maximum(room.astype(np.int64) - self._num_tokens, 0 if self._num_tokens else 1)
-            demands = np.where(can_cut, np.minimum(np.minimum(remaining, room), slots), remaining)
+            budget = np.maximum(budget.astype(np.int64) - self._num_tokens, 0 if self._num_tokens else 1)
+            demands = np.where(can_cut, np.minimum(np.minimum(remaining, budget), slots), remaining)
         else:
             demands = np.minimum(remaining, min(self._config.static_chunk_len, left))
-            room = np.full(len(rows), self._room() if self._has_prompt else left)
+            budget = np.full(len(rows), self._token_budget() if self._has_prompt else left)
         blocks = np.maximum(-(-(cached + demands) // size) - held, 0)
-        return demands, blocks, (demands > 0) & (demands <= room) & (demands <= slots)
+        return demands, blocks, (demands > 0) & (demands <= budget) & (demands <= slots)
 
     def _add_in_order(self, waiting: Ints) -> None:
-        """Without multi-resource batching: until compute or memory ends."""
+        """Add prompts in order until compute or memory ends (without multi-resource batching)."""
         packer = self._packer
         for row in self._ordered(self._most_pressing(waiting[self._may_start(waiting)])).tolist():
             watermark = packer.num_free - self._free_blocks()

@@ -1,4 +1,4 @@
-"""AccelGen's parameters, and how pressing it finds each request (sections 4.2 and 4.3 of the paper)."""
+"""AccelGen's parameters and its measure of urgency (sections 4.2 and 4.3 of the paper)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,9 +16,9 @@ _LARGEST = 8192
 
 @dataclass(frozen=True, slots=True)
 class AccelgenConfig:
-    """The paper's values; where it has none, docs/policies/accelgen.md says why these."""
+    """The paper's values; docs/policies/accelgen.md gives the reasons for those that it does not name."""
 
-    gamma_s: float = 0.75  # who may be selected beside the most pressing: section 6.1
+    gamma_s: float = 0.75  # remaining time within which requests count as equally urgent: section 6.1
     pivot_len: int | None = None  # S_pf; the paper measures 768 (OPT-13B) and 1 280 (OPT-175B). None: by the cost model
     saturation: float = 0.1  # then: the smallest forward size within so much of the best tokens per second
     long_prompt_len: int = 4096  # section 1
@@ -26,8 +26,8 @@ class AccelgenConfig:
     default_ttft_s: float = 1.0
     default_deadline_s: float = 3600.0  # of best-effort requests without any SLO
     watermark: float = 0.01  # share of the blocks that a prompt leaves free (vLLM, on which it is built)
-    max_preemptions: int = 2  # so often a request gives way to more pressing ones
-    starvation_s: float = 60.0  # who has missed its SLO preempts nobody until it has waited so long
+    max_preemptions: int = 2  # of one request for more urgent ones
+    starvation_s: float = 60.0  # a request that has missed its SLO preempts none before it has waited so long
     dynamic_chunking: bool = True  # False: /Chunk of section 6.3, chunks of static_chunk_len
     static_chunk_len: int = 512
     prioritisation: bool = True  # False: /Order, first come, first served
@@ -35,7 +35,7 @@ class AccelgenConfig:
 
 
 class Pivot(NamedTuple):
-    """The forward size at which throughput saturates, and how long it takes."""
+    """The forward size at which throughput saturates, and its duration."""
 
     num_tokens: int  # S_pf
     duration_s: float  # T_pf
@@ -47,15 +47,15 @@ class Pivot(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """How pressing each request is, by row."""
+    """Urgency of each request, by row."""
 
     slo_s: Floats  # of its next iteration
-    remaining_s: Floats  # T_r: how long it can still wait
-    may_preempt: Bools  # whether it is of use to make others give way
+    remaining_s: Floats  # T_r: the time that it can still wait
+    may_preempt: Bools  # whether evicting others can still help it
 
 
 def find_pivot(costs: CostModel, config: AccelgenConfig) -> Pivot:
-    """Section 4.2: measured there, asked of the cost model here."""
+    """Return the pivot (section 4.2), by the cost model where the paper measures it."""
 
     def duration_s(num_tokens: int) -> float:
         work = IterationWork()
@@ -71,7 +71,7 @@ def find_pivot(costs: CostModel, config: AccelgenConfig) -> Pivot:
 
 
 def urgency_of(view: WorkerView, config: AccelgenConfig, *, chunk_len: float, longest_s: float) -> Urgency:
-    """Section 4.3. `chunk_len`: L_c, the average chunk; `longest_s`: T_max.
+    """Return the urgency of all requests (section 4.3). `chunk_len`: L_c, the average chunk; `longest_s`: T_max.
 
     A token with an SLO: T_r = SLO - T_w - N_ck * T_max. A deadline is spread evenly over the iterations of a request,
     and what one waits more or less than its part is carried to the next: the k-th of N is due at arrival +
@@ -105,7 +105,7 @@ def urgency_of(view: WorkerView, config: AccelgenConfig, *, chunk_len: float, lo
 
 
 def _preemption_s(view: WorkerView) -> float:
-    """P_max * P: what preemptions add to a token on average, as far as those present have suffered them."""
+    """Return P_max * P: the mean time that preemptions add to a token, by those of the present requests."""
     table = view.table
     num_preemptions, num_tokens = int(table.num_preemptions.sum()), int(table.num_generated.sum())
     is_out = (table.num_preemptions > 0) & (table.num_cached == 0)

@@ -1,13 +1,13 @@
 """The union of the five papers, for one iteration: objectives are constraints, throughput is what is left.
 
-- Who can still hold its objectives goes before who cannot (Apt-Serve, section 4.2: those past theirs fall behind), and
-  who would miss them by waiting for one more iteration goes first (AccelGen, section 4.3).
-- The iteration lasts no longer than the least slack of those it serves allows, nor so long that a prompt that comes
-  meanwhile would be late (BROS, constraint 6; AccelGen, equation 6); best-effort work fills what is left of that time.
-- Whatever may wait goes by predicted remaining time, the shortest first, until it has waited too long; without any
-  objective it takes place and memory of who has far more left to do (ALISE).
-- Who is ahead of the schedule that its mean gap allows lends its memory to first tokens that would be late otherwise.
-- Best-effort requests pause on the device, their cache kept (BROS); only for want of blocks they leave it, swapped or
+- Requests that can still hold their objectives go before those that cannot (Apt-Serve, section 4.2), and those that
+  would miss them by waiting for one more iteration go first (AccelGen, section 4.3).
+- The iteration lasts no longer than the least slack of its requests allows, nor so long that a prompt that arrives
+  meanwhile would be late (BROS, constraint 6; AccelGen, equation 6); best-effort work fills the rest of that time.
+- Requests that can wait are ordered by predicted remaining time, the shortest first, until they have waited too long;
+  one without objectives takes place and memory from others with far more left to compute (ALISE).
+- A request ahead of the schedule that its mean gap allows lends its memory to first tokens that would be late.
+- Best-effort requests pause on the device and keep their cache (BROS); only for want of blocks it is swapped or
   dropped, whichever costs less (ALISE, section 3.2).
 """
 
@@ -24,52 +24,57 @@ from alignedserve.scheduling.policies.slo_packing import (
     ON_TIME,
     STARVING,
     URGENT,
-    Outlook,
+    SloForecast,
     SloPacking,
 )
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.runtime_estimate import Probed, left_to_generate, probe_prompts, probe_runtime
+from alignedserve.scheduling.runtime_estimate import (
+    RefreshedEstimate,
+    fit_request_runtime,
+    measure_prefill_times,
+    remaining_output_len,
+)
 from alignedserve.scheduling.table import Bools, Floats, RequestTable
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedSloConfig:
-    """One configuration for every workload."""
+    """Parameters; one configuration for every workload."""
 
     response_share: float = 0.2  # of the tightest first-token objective: longest iteration while such prompts come
-    slack_share: float = 0.9  # of the least slack: the rest is for what the cost model does not know
+    slack_share: float = 0.9  # of the least slack: the rest is for errors of the cost model
     memory_s: float = 30.0  # for so long after its last request an objective still bounds iterations
-    starvation_s: float = 60.0  # whoever waits for longer, and for so many times as long as it needs alone,
-    patience: float = 10.0  # has a share of every iteration, whatever its class, and what becomes free is kept for it
-    starving_share: float = 0.1  # this one, of the time that the iteration may take
-    growth_tokens: int = 16  # blocks for so many more tokens of all with objectives stay free of newcomers
+    starvation_s: float = 60.0  # a request that waits longer, and `patience` times as long as it needs alone,
+    patience: float = 10.0  # has a share of every iteration, whatever its class, and freed blocks are kept for it
+    starving_share: float = 0.1  # this share, of the time that the iteration may take
+    growth_tokens: int = 16  # blocks for so many more tokens of all with objectives are kept from newcomers
 
 
 class AlignedSlo:
-    """See the module. The page docs/policies/aligned_slo.md has the rules as formulas, and an example."""
+    """The policy. The page docs/policies/aligned_slo.md has the rules as formulas, and an example."""
 
     def __init__(self, config: AlignedSloConfig) -> None:
         self._config = config
-        self._runtime = Probed(probe_runtime)
-        self._prompts = Probed(probe_prompts)
-        self._tightest_s = np.inf  # first-token objective of late
-        self._seen_s = -np.inf  # when there was a request with it
+        self._runtime = RefreshedEstimate(fit_request_runtime)
+        self._prompts = RefreshedEstimate(measure_prefill_times)
+        self._tightest_s = np.inf  # the tightest recent first-token objective
+        self._seen_s = -np.inf  # time of the last request with it
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
         cap_s = self._cap_s(view)
-        outlook = self._look(view, cap_s)
-        packing = SloPacking(view, outlook, growth_tokens=self._config.growth_tokens)
-        allowed_s = outlook.allowed_s
-        starving, served = outlook.rank == STARVING, (outlook.rank > STARVING) & (outlook.rank < BEST_EFFORT)
+        forecast = self._forecast(view, cap_s)
+        packing = SloPacking(view, forecast, growth_tokens=self._config.growth_tokens)
+        allowed_s = forecast.allowed_s
+        starving, served = forecast.rank == STARVING, (forecast.rank > STARVING) & (forecast.rank < BEST_EFFORT)
         starving_s = self._config.starving_share * max(min(allowed_s, cap_s), view.history.mean_s)
         packing.add_decodes(starving, starving_s, at_least=1)
         packing.add_decodes(served, np.inf)
-        # Decodes of whom somebody waits for are not held back: the iteration is at least as long as they take.
+        # Decodes with objectives are not held back: the iteration is at least as long as they take.
         decodes_s = packing.predicted_s()
         budget_s = max(min(allowed_s, cap_s), decodes_s)
         is_open = packing.add_prompts(starving, decodes_s + starving_s)
-        # Nor are prompts of their own class held back for prompts to come.
+        # Nor are prompts with objectives held back for later ones.
         if is_open:
             packing.add_prompts(served, max(allowed_s, decodes_s), least_s=decodes_s)
         packing.add_decodes(~served, budget_s)
@@ -78,10 +83,10 @@ class AlignedSlo:
         return packing.plan()
 
     def _cap_s(self, view: WorkerView) -> float:
-        """So that a prompt which comes during an iteration is not late; inf where no such prompts come.
+        """Return the longest iteration for which a prompt that arrives during it is not late; inf without such prompts.
 
-        An objective so tight that the real-time decodes by themselves take longer, or a lone one does, is not held by
-        keeping others back: it bounds nothing.
+        An objective so tight that the real-time decodes alone, or a single one, take longer cannot be held by delaying
+        other work: it is ignored.
         """
         table, share = view.table, self._config.response_share
         decodes = IterationWork()
@@ -94,30 +99,30 @@ class AlignedSlo:
             self._tightest_s, self._seen_s = tightest_s, view.now
         return share * self._tightest_s
 
-    def _look(self, view: WorkerView, cap_s: float) -> Outlook:
+    def _forecast(self, view: WorkerView, cap_s: float) -> SloForecast:
         table, now, config = view.table, view.now, self._config
         runtime = self._runtime.of(view.costs)
-        is_decoding, num_left = table.is_decoding, left_to_generate(table)[0]
+        is_decoding, num_left = table.is_decoding, remaining_output_len(table)[0]
         left_s = runtime.remaining_s(table, num_left)
         prompt_s = self._prompts.of(view.costs).of(table.num_remaining)
         alone_s = np.where(is_decoding, runtime.decode_s, np.maximum(prompt_s, runtime.decode_s))
         dues = _dues_of(table)
-        spare_s = table.arrival_s + table.deadline_s - left_s - now
+        eviction_slack_s = table.arrival_s + table.deadline_s - left_s - now
         is_late = np.where(dues.has_begun, table.first_token_s > dues.first_s, dues.next_s - alone_s < now)
-        is_late |= spare_s < 0
-        is_pressing = spare_s < left_s  # a deadline: with half of the time that is left it would still be met
+        is_late |= eviction_slack_s < 0
+        is_pressing = eviction_slack_s < left_s  # a deadline: with half of the time that is left it would still be met
         is_free = np.isinf(table.ttft_s) & np.isinf(table.tpot_s)
         has_objective = (table.is_real_time & ~is_free) | is_pressing
         rank = np.where(has_objective & ~is_late, ON_TIME, np.where(table.is_real_time, LATE, BEST_EFFORT))
         is_on_time = rank == ON_TIME
         slack_s = dues.next_s - now
         horizon_s = 2 * max(view.history.mean_s, cap_s if np.isfinite(cap_s) else 0.0)
-        claim = np.where(is_on_time & (np.minimum(slack_s - alone_s, spare_s) < horizon_s), URGENT, rank)
+        claim = np.where(is_on_time & (np.minimum(slack_s - alone_s, eviction_slack_s) < horizon_s), URGENT, rank)
         waited_s = now - table.arrival_s - table.service_s  # in all: once it goes first it does so to its end
         has_waited = waited_s > config.starvation_s + config.patience * left_s
         is_starving = has_waited & (~is_on_time | np.isinf(slack_s))  # the others are urgent once they are due
         return_s = runtime.prefill_s(table.context_len.astype(np.float64))
-        return Outlook(
+        return SloForecast(
             is_ready=is_decoding & (table.num_swapped == 0),
             left_s=left_s,
             rank=np.where(is_starving, STARVING, claim),
@@ -128,14 +133,14 @@ class AlignedSlo:
             stretched_s=self._stretched_s(view, dues, num_left, is_on_time),
             slack_s=slack_s,
             prefill_token_s=runtime.prefill_token_s,
-            spare_s=np.minimum(dues.schedule_s - now, spare_s) - return_s - 2 * horizon_s,
+            eviction_slack_s=np.minimum(dues.schedule_s - now, eviction_slack_s) - return_s - 2 * horizon_s,
         )
 
     def _stretched_s(self, view: WorkerView, dues: "_Dues", num_left: Floats, is_on_time: Bools) -> float:
-        """The longest iteration by which everybody who has begun can still hold the mean of its gaps.
+        """Return the longest iteration after which all requests that have begun can still hold their mean gap.
 
-        Later gaps are at most `slack_share` of what they may be, so each gives the rest back; half of those to come are
-        counted on, as predictions err. And a prompt that comes as it begins still has time for an iteration as usual.
+        Later gaps are at most `slack_share` of the allowed ones, so each gives the rest back; half of those to come are
+        counted on, as predictions err. A prompt that arrives as it begins still has time for a usual iteration.
         """
         config = self._config
         given_back_s = (1.0 - config.slack_share) / 2 * num_left * view.table.tpot_s
@@ -145,7 +150,7 @@ class AlignedSlo:
 
 
 class _Dues(NamedTuple):
-    """When tokens are due, by row; inf where nobody counts it."""
+    """Due times of tokens, by row; inf without an objective."""
 
     has_begun: Bools
     first_s: Floats  # the first token
@@ -156,13 +161,13 @@ class _Dues(NamedTuple):
 def _dues_of(table: RequestTable) -> _Dues:
     has_begun, schedule_s = table.num_generated > 0, table.next_token_due_s
     gap_s = table.last_token_s + table.tpot_s
-    # Who has lost its cache has lost this gap; what it can still hold is their mean, and so it has time.
+    # A request that has lost its cache has missed this gap; it can still hold the mean, and so has more time.
     next_s = np.where(table.num_blocks > 0, gap_s, np.maximum(gap_s, schedule_s))
     first_s = table.arrival_s + table.ttft_s
     return _Dues(has_begun, first_s, schedule_s, np.where(has_begun, next_s, first_s))
 
 
 def _allowed_s(left_s: Floats, tpot_s: Floats, counts: Bools) -> float:
-    """The longest iteration by which nobody's next token is late; who is late may be so by one token's time."""
+    """Return the longest iteration that makes no next token late; one that is late may be late by one token's time."""
     allowed = np.where(left_s > 0, left_s, tpot_s)
     return float(np.min(allowed, where=counts & ~np.isnan(allowed), initial=np.inf))

@@ -8,37 +8,42 @@ from msgspec import Meta
 
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.priority_packing import Preemption, PriorityPacking
-from alignedserve.scheduling.runtime_estimate import Probed, RuntimeModel, left_to_generate, probe_runtime
+from alignedserve.scheduling.runtime_estimate import (
+    RefreshedEstimate,
+    RequestRuntimeModel,
+    fit_request_runtime,
+    remaining_output_len,
+)
 from alignedserve.scheduling.table import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class AliseConfig:
-    """The paper names these parameters and gives no values: docs/policies/alise.md says how these were chosen."""
+    """Parameters of the paper, which gives no values: docs/policies/alise.md says how these were chosen."""
 
     num_levels: Annotated[int, Meta(ge=1)] = 8
     first_level_tokens: Annotated[int, Meta(ge=1)] = 16  # level 0 ends at the time of so many short decodes
     age_threshold_s: Annotated[float, Meta(gt=0)] = 60.0  # waiting that raises a request by one level (the paper's K)
     preemption: Preemption = Preemption.SWAP  # RECOMPUTE, DEFER: the paper's Figure 8
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that newcomers leave free
-    runtime: RuntimeModel | None = None  # T0, alpha, beta; None: probed from the worker's cost model
+    runtime: RequestRuntimeModel | None = None  # T0, alpha, beta; None: probed from the worker's cost model
 
 
 class Alise:
-    """Every request is at the level of its predicted remaining time; better levels take memory from worse ones.
+    """The policy: levels of predicted remaining time, of which better ones take memory from worse ones.
 
     The page docs/policies/alise.md has the formulas and an example.
     """
 
     def __init__(self, config: AliseConfig) -> None:
         self._config = config
-        self._runtime = Probed(probe_runtime, config.runtime)
+        self._runtime = RefreshedEstimate(fit_request_runtime, config.runtime)
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
         config, table = self._config, view.table
         runtime = self._runtime.of(view.costs)
-        num_left, num_overruns = left_to_generate(table)
+        num_left, num_overruns = remaining_output_len(table)
         remaining_s = runtime.remaining_s(table, num_left)
         level = self._base_level(remaining_s / (config.first_level_tokens * runtime.decode_s), num_overruns)
         waited_s = np.maximum(view.now - table.arrival_s - table.service_s, 0.0)
@@ -47,12 +52,12 @@ class Alise:
         return PriorityPacking(view, level, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
 
     def _base_level(self, by_first: Floats, num_overruns: Ints) -> Ints:
-        """Level n: remaining times from 2^(n-1) to 2^n of the first level's; who overran n times is at n or worse."""
+        """Return the level: n for 2^(n-1) to 2^n times the first level's remaining time, or after n overruns."""
         by_time = np.frexp(by_first)[1].astype(np.int64)
         return np.clip(np.maximum(by_time, num_overruns), 0, self._config.num_levels - 1)
 
     def _estimated_wait_s(self, level: Ints, remaining_s: Floats, waited_s: Floats) -> Floats:
-        """Equation 7: until all better levels are done, or until ageing has raised the request to level 0."""
+        """Return the wait until all better levels are done, or ageing has raised it to level 0 (equation 7)."""
         by_level = np.bincount(level, weights=remaining_s, minlength=self._config.num_levels)
         better_s = np.cumsum(by_level) - by_level
         threshold_s = self._config.age_threshold_s

@@ -1,8 +1,8 @@
 """Apt-Serve (Gao et al., SIGMOD 2025): adaptive scheduling on a hybrid cache.
 
-Before every iteration each request is worth its pending time, and its cache may be of hidden vectors, which takes fewer
-blocks and makes every iteration slower for all. Who gets in is a knapsack (apt_serve_selection). The page
-docs/policies/apt_serve.md has the formula, what was read into the paper, and an example.
+Before every iteration the value of each request is its pending time, and its cache may be of hidden vectors, which take
+fewer blocks and make every iteration slower for all. Selection is a knapsack (apt_serve_selection). The page
+docs/policies/apt_serve.md has the formula, our interpretation of the paper, and an example.
 """
 
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.policies.apt_serve_selection import Candidates, Room, select
-from alignedserve.scheduling.policy import Evict, Eviction, IterationPlan, Share, WorkerView
+from alignedserve.scheduling.policies.apt_serve_selection import KnapsackItems, SelectionBudget, select
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, ScheduledRequest, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
-_NEAR_ZERO_S = 1e-6  # what a request past its SLO is worth: only the order among those depends on it
-_REFERENCE_TOKENS = 4096  # hidden tokens at which their cost is asked: enough to leave what overlaps with other work
+_NEAR_ZERO_S = 1e-6  # the value of a request past its SLO: only the order among those depends on it
+_REFERENCE_TOKENS = 4096  # hidden tokens at which their cost is evaluated: too many to overlap with other work
 
 
 @dataclass(frozen=True, slots=True)
 class AptServeConfig:
-    """The paper's values; where it names none, those of the released scheduler or of vLLM, on which it is built."""
+    """The paper's values, or else those of the released scheduler or of vLLM, on which it is built."""
 
     hybrid_cache: bool = True  # False: keys and values only (the paper's ablation, Table 4)
     max_hidden_tokens: int = 7200  # held in hidden caches at a time (released scheduler)
-    hidden_token_s: float | None = None  # rho, seconds per hidden token in an iteration; None: asked of the cost model
+    hidden_token_s: float | None = None  # rho, seconds per hidden token in an iteration; None: by the cost model
     expired_decay: float | None = None  # past its SLO, a value is multiplied by this (paper: 0.4); None: near zero
     watermark: float = 0.01  # share of the blocks that new caches leave free (vLLM)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError naming the parameter."""
+        """Raise ConfigError naming the parameter that is out of range."""
         for name, holds in (
             ("max_hidden_tokens", self.max_hidden_tokens >= 0),
             ("hidden_token_s", self.hidden_token_s is None or self.hidden_token_s >= 0),
@@ -43,7 +43,7 @@ class AptServeConfig:
 
 
 class AptServe:
-    """An iteration is either prompts or decodes, whichever have been pending for longer in all (section 5)."""
+    """The policy: each iteration is prompts or decodes, whichever have been pending longer in all (section 5)."""
 
     def __init__(self, config: AptServeConfig) -> None:
         self._config = config
@@ -52,15 +52,15 @@ class AptServe:
         """See IterationPolicy."""
         step = _Step(view, self._config)
         returning = step.returns_to_kv()
-        if returning.shares:
+        if returning.scheduled:
             return returning
         kinds = (step.decodes, step.prompts) if step.decodes_are_more_urgent() else (step.prompts, step.decodes)
         plan = kinds[0]()
-        return plan if plan.shares else kinds[1]()
+        return plan if plan.scheduled else kinds[1]()
 
 
 class AptServeChunked:
-    """Apt-Serve-S (section 6.7): decodes first, prompts in chunks with the tokens that they leave."""
+    """The policy Apt-Serve-S (section 6.7): decodes first, then prompts in chunks with the tokens left."""
 
     def __init__(self, config: AptServeConfig) -> None:
         self._config = config
@@ -69,15 +69,15 @@ class AptServeChunked:
         """See IterationPolicy."""
         step = _Step(view, self._config, splits_prompts=True)
         returning, decodes = step.returns_to_kv(), step.decodes()
-        # Whoever has just been preempted is not overtaken by somebody new in the same iteration.
+        # A request just preempted is not overtaken by a new one in the same iteration.
         prompts = step.prompts(takes_new=not decodes.evictions)
         return IterationPlan(
-            returning.shares + decodes.shares + prompts.shares, returning.evictions + decodes.evictions
+            returning.scheduled + decodes.scheduled + prompts.scheduled, returning.evictions + decodes.evictions
         )
 
 
 class _Step:
-    """One decision: what is left of blocks and tokens while its parts are put together."""
+    """One decision, with the blocks and tokens left while its parts are put together."""
 
     def __init__(self, view: WorkerView, config: AptServeConfig, *, splits_prompts: bool = False) -> None:
         self._view = view
@@ -94,17 +94,17 @@ class _Step:
         self._begun = table.by_arrival(np.flatnonzero(has_cache & ~is_decoding))  # prompts longer than an iteration
         self._waiting = np.flatnonzero(~has_cache)
         self._num_places_left = view.limits.max_running_requests - len(self._running) - len(self._begun)
-        # Prompts that have begun go on, so the blocks that they will need are nobody else's.
+        # Prompts that have begun continue, so the blocks that they will need are kept for them.
         self._num_free = view.memory.num_free - int(self._more_blocks(self._begun).sum())
         self._num_tokens_left = view.limits.max_tokens
 
     def decodes_are_more_urgent(self) -> bool:
-        """Whether those that run have been pending for longer in all than those that wait (section 5)."""
+        """Return whether running requests have a longer total pending time than waiting ones (section 5)."""
         running_s = float(self._pending_s[self._running].sum())
         return running_s > float(self._pending_s.sum()) - running_s
 
     def returns_to_kv(self) -> IterationPlan:
-        """Hidden caches that do not pay are computed again as keys and values, once there are blocks (section 5)."""
+        """Plan to recompute costly hidden caches as keys and values, as far as blocks are free (section 5)."""
         table = self._view.table
         rows = table.by_arrival(self._running[self._is_costly(self._running)])
         more = self._blocks(rows, is_hidden=False) - table.num_blocks[rows]
@@ -114,62 +114,64 @@ class _Step:
         )
         rows, more = rows[fits], more[fits]
         self._running = self._running[~np.isin(self._running, rows)]
-        shares = self._share(rows, self._context_len[rows], int(more.sum()))
-        return IterationPlan(shares, tuple(Evict(row, Eviction.DROP) for row in rows.tolist()))
+        scheduled = self._schedule(rows, self._context_len[rows], int(more.sum()))
+        return IterationPlan(scheduled, tuple(PlannedEviction(row, EvictionMode.DROP) for row in rows.tolist()))
 
     def decodes(self) -> IterationPlan:
-        """A token of everybody who runs; where their caches no longer fit, of those that are worth most per block."""
-        rows, max_running_requests = self._worth_running(), self._view.limits.max_running_requests
+        """Plan a token of each running request; if their caches no longer fit, of the most valuable per block."""
+        rows, max_running_requests = self._rows_to_decode(), self._view.limits.max_running_requests
         more = int(self._more_blocks(rows).sum())
         if more <= self._num_free and len(rows) <= min(self._num_tokens_left, max_running_requests):
-            return IterationPlan(self._share(rows, np.ones_like(rows), more))
+            return IterationPlan(self._schedule(rows, np.ones_like(rows), more))
         rows = self._view.table.by_arrival(self._running)
         num_blocks, held = self._blocks(rows), self._view.table.num_blocks[rows]
         penalty = np.where(self._view.table.is_hidden[rows], self._penalty(rows), 0.0)
         value = np.maximum(self._value(rows) - penalty, _NEAR_ZERO_S)
-        of_one_kind = Candidates(value, num_blocks, np.ones_like(rows), np.zeros_like(value), num_blocks)
-        room = Room(self._num_free + int(held.sum()), self._num_tokens_left, max_running_requests)
-        chosen = select(of_one_kind, room).indices
+        of_one_kind = KnapsackItems(value, num_blocks, np.ones_like(rows), np.zeros_like(value), num_blocks)
+        budget = SelectionBudget(self._num_free + int(held.sum()), self._num_tokens_left, max_running_requests)
+        chosen = select(of_one_kind, budget).indices
         more = int((num_blocks - held)[chosen].sum())
         is_left = np.ones(len(rows), np.bool_)
         is_left[chosen] = False
         left = np.flatnonzero(is_left)[::-1]
-        least_worth_first = np.argsort((value / num_blocks)[left], kind="stable")
-        evictions = self._evict(rows[left[least_worth_first]], more)
-        return IterationPlan(self._share(rows[chosen], np.ones_like(chosen), more), evictions)
+        least_valuable_first = np.argsort((value / num_blocks)[left], kind="stable")
+        evictions = self._evict(rows[left[least_valuable_first]], more)
+        return IterationPlan(self._schedule(rows[chosen], np.ones_like(chosen), more), evictions)
 
     def prompts(self, *, takes_new: bool = True) -> IterationPlan:
-        """Prompts that have begun go on; then those of the waiting that the selection takes, in the kind it says."""
-        begun = self._go_on()
+        """Plan prompts that have begun, then those of the waiting that the selection takes, with its kinds of cache."""
+        begun = self._continue_prompts()
         table = self._view.table
         num_free, num_hidden = self._num_free - self._watermark(), int(self._context_len[table.is_hidden].sum())
-        room = Room(
+        budget = SelectionBudget(
             num_free,
             self._num_tokens_left,
             self._num_places_left,
             self._config.max_hidden_tokens - num_hidden,
             self._splits_prompts,
         )
-        if not (takes_new and len(self._waiting) and room.has_any):
+        if not (takes_new and len(self._waiting) and budget.is_left):
             return IterationPlan(begun)
         rows = table.by_arrival(self._waiting)
-        selected = select(self._candidates(rows), room)
-        shares = map(Share, rows[selected.indices].tolist(), selected.num_tokens.tolist(), selected.is_hidden.tolist())
-        return IterationPlan(begun + tuple(shares))
+        selected = select(self._candidates(rows), budget)
+        scheduled = map(
+            ScheduledRequest, rows[selected.indices].tolist(), selected.num_tokens.tolist(), selected.is_hidden.tolist()
+        )
+        return IterationPlan(begun + tuple(scheduled))
 
     # --- parts
 
-    def _worth_running(self) -> Ints:
-        """Who runs, without costly hidden caches: these pause until they pay.
+    def _rows_to_decode(self) -> Ints:
+        """Return running rows without those whose hidden cache is costly, which pause until it is not.
 
-        At the latest until they are past their SLO, and not if nobody else runs.
+        They pause until they are past their SLO at the latest, and not at all if no other request runs.
         """
         rows = self._running
         awake = rows[~self._is_costly(rows) | (self._pending_s[rows] > self._slo_s[rows])]
         return awake if len(awake) else rows
 
     def _is_costly(self, rows: Ints) -> Bools:
-        """Whose cache is hidden, and gains less per block than keys and values would: the selection's own rule."""
+        """Return rows whose hidden cache gains less per block than keys and values would, as the selection decides."""
         is_costly = self._view.table.is_hidden[rows]
         if is_costly.any():
             pending_s = self._pending_s[rows]
@@ -177,53 +179,53 @@ class _Step:
             is_costly = is_costly & (gain < pending_s / self._blocks(rows, is_hidden=False))
         return is_costly
 
-    def _go_on(self) -> tuple[Share, ...]:
+    def _continue_prompts(self) -> tuple[ScheduledRequest, ...]:
         remaining = self._view.table.num_remaining[self._begun]
         before = np.cumsum(remaining) - remaining
         num_tokens = np.minimum(remaining, self._num_tokens_left - before)
         goes_on = num_tokens > 0
-        return self._share(self._begun[goes_on], num_tokens[goes_on], 0)
+        return self._schedule(self._begun[goes_on], num_tokens[goes_on], 0)
 
-    def _candidates(self, rows: Ints) -> Candidates:
+    def _candidates(self, rows: Ints) -> KnapsackItems:
         num_tokens = self._context_len[rows]
-        if not self._splits_prompts:  # then what is longer than an iteration goes alone, for as many as there are
+        if not self._splits_prompts:  # then a prompt longer than an iteration fills one alone
             num_tokens = np.minimum(num_tokens, self._view.limits.max_tokens)
         num_blocks = self._blocks(rows, is_hidden=False)
         value = self._value(rows)
         ratio = self._view.memory.hidden_ratio
         if not self._config.hybrid_cache or ratio is None or ratio >= 1:
-            return Candidates(value, num_blocks, num_tokens, np.zeros_like(value), num_blocks)
-        return Candidates(value, num_blocks, num_tokens, self._penalty(rows), self._blocks(rows, is_hidden=True))
+            return KnapsackItems(value, num_blocks, num_tokens, np.zeros_like(value), num_blocks)
+        return KnapsackItems(value, num_blocks, num_tokens, self._penalty(rows), self._blocks(rows, is_hidden=True))
 
-    def _evict(self, rows: Ints, num_blocks: int) -> tuple[Evict, ...]:
-        """Drop the caches of these, in this order, until so many blocks are free; the others only pause."""
+    def _evict(self, rows: Ints, num_blocks: int) -> tuple[PlannedEviction, ...]:
+        """Drop caches in this order until this many blocks are free; the remaining requests only pause."""
         held = self._view.table.num_blocks[rows]
         count = int((np.cumsum(held) - held + self._num_free < num_blocks).sum())
         self._num_free += int(held[:count].sum())
-        return tuple(Evict(row, Eviction.DROP) for row in rows[:count].tolist())
+        return tuple(PlannedEviction(row, EvictionMode.DROP) for row in rows[:count].tolist())
 
-    def _share(self, rows: Ints, num_tokens: Ints, num_blocks: int) -> tuple[Share, ...]:
+    def _schedule(self, rows: Ints, num_tokens: Ints, num_blocks: int) -> tuple[ScheduledRequest, ...]:
         self._num_free -= num_blocks
         self._num_tokens_left -= int(num_tokens.sum())
-        return tuple(map(Share, rows.tolist(), num_tokens.tolist()))
+        return tuple(map(ScheduledRequest, rows.tolist(), num_tokens.tolist()))
 
     # --- figures
 
     def _value(self, rows: Ints) -> Floats:
-        """Pending time; of those past their SLO near zero, or a part of it (section 4.2 and 6.6)."""
+        """Return the pending time; past the SLO near zero, or a part of it (sections 4.2 and 6.6)."""
         pending_s, decay = self._pending_s[rows], self._config.expired_decay
         expired = np.full_like(pending_s, _NEAR_ZERO_S) if decay is None else decay * pending_s
         return np.where(pending_s > self._slo_s[rows], expired, pending_s)
 
     def _penalty(self, rows: Ints) -> Floats:
-        """What a hidden cache costs all requests in one iteration (equations 5 and 6)."""
+        """Return the time that a hidden cache costs all requests in one iteration (equations 5 and 6)."""
         token_s = self._config.hidden_token_s
         if token_s is None:
             token_s = hidden_token_s(self._view.costs)
         return self._context_len[rows].astype(np.float64) * (token_s * len(self._view.table))
 
     def _blocks(self, rows: Ints, *, is_hidden: bool | None = None) -> Ints:
-        """Blocks of the whole context; `is_hidden`: in this kind, else in the one that each has."""
+        """Return the blocks of the whole context. `is_hidden`: the kind of cache; None: the one that each row has."""
         table = self._view.table
         kinds = table.is_hidden[rows] if is_hidden is None else np.full(len(rows), is_hidden)
         return self._view.memory.blocks_for_each(
@@ -234,13 +236,13 @@ class _Step:
         return self._blocks(rows) - self._view.table.num_blocks[rows]
 
     def _watermark(self) -> int:
-        """Blocks that new caches leave free, but in an empty device."""
+        """Return the blocks that new caches leave free; 0 on an empty device."""
         memory = self._view.memory
         return 0 if memory.num_free == memory.num_blocks else int(self._config.watermark * memory.num_blocks)
 
 
 def hidden_token_s(costs: CostModel) -> float:
-    """Rho: seconds that each token of a hidden cache adds to an iteration (equation 6)."""
+    """Return rho: the seconds that each token of a hidden cache adds to an iteration (equation 6)."""
     plain, hidden = IterationWork(), IterationWork()
     plain.add_decodes(1, _REFERENCE_TOKENS, _REFERENCE_TOKENS)
     hidden.add_decodes(1, _REFERENCE_TOKENS, _REFERENCE_TOKENS, _REFERENCE_TOKENS)

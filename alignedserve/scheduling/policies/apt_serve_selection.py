@@ -1,4 +1,4 @@
-"""Apt-Serve's selection (section 5): who gets a cache, and of which kind, by marginal gain per block.
+"""Apt-Serve's selection (section 5): requests that get a cache, and its kind, by marginal gain per block.
 
 A knapsack in which every candidate may be left out, taken with a hidden cache, or taken with keys and values. Each
 candidate has one or two items: its first cache, and the step from a hidden cache to keys and values. Items are taken
@@ -15,18 +15,18 @@ from alignedserve.scheduling.table import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class KnapsackItems:
     """Columns of equal length, in the order that breaks ties."""
 
     value: Floats  # of scheduling it with keys and values (seconds)
-    num_blocks: Ints  # that keys and values take; at least 1
+    num_blocks: Ints  # of keys and values; at least 1
     num_tokens: Ints  # to compute
-    penalty: Floats  # what a hidden cache takes from the value (seconds)
-    hidden_blocks: Ints  # that a hidden cache takes; no fewer than `num_blocks` where it is not to be had
+    penalty: Floats  # of a hidden cache, to be subtracted from the value (seconds)
+    hidden_blocks: Ints  # of a hidden cache; no fewer than `num_blocks` where there is none
 
 
-class Room(NamedTuple):
-    """What is left for candidates."""
+class SelectionBudget(NamedTuple):
+    """Resources left for candidates."""
 
     num_blocks: int
     num_tokens: int
@@ -35,13 +35,13 @@ class Room(NamedTuple):
     splits_last: bool = False  # the last one may compute a part of its tokens
 
     @property
-    def has_any(self) -> bool:
-        """Whether there is room for anybody."""
+    def is_left(self) -> bool:
+        """True if blocks, tokens and places are left."""
         return min(self.num_blocks, self.num_tokens, self.num_places) > 0
 
 
 class Selection(NamedTuple):
-    """Who is scheduled, densest first."""
+    """The scheduled candidates, densest first."""
 
     indices: Ints  # into the candidates
     is_hidden: Bools
@@ -51,7 +51,7 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    owner: Ints  # whose item: index into the candidates
+    owner: Ints  # index into the candidates
     is_first: Bools  # the cache itself; else the step from hidden vectors to keys and values
     num_blocks: Ints
     num_tokens: Ints
@@ -63,24 +63,24 @@ class _Items:
         )
 
 
-def select(candidates: Candidates, room: Room) -> Selection:
-    """The greedy selection, or one that contains the best single candidate where that alone is worth more.
+def select(candidates: KnapsackItems, budget: SelectionBudget) -> Selection:
+    """Select greedily, or around the best single candidate if that alone has a greater value.
 
-    Where only blocks are short its value is at least half of the best possible (Apt-Serve, section 5): all items before
-    the first that does not fit, and that one, are worth no less than the best, and that one alone no more than the
+    If only blocks are short, the value is at least half of the optimum (Apt-Serve, section 5): all items up to and
+    including the first that does not fit have at least the optimal value, and that one alone at most the value of the
     best single candidate. Places, tokens and the limit on hidden tokens have no such bound.
     """
-    if not len(candidates.value) or not room.has_any:
+    if not len(candidates.value) or not budget.is_left:
         return Selection(np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(0, np.int64), 0.0)
-    is_hidden = _offered(candidates, room)
-    items = _items(candidates, is_hidden, room)
+    is_hidden = _offered(candidates, budget)
+    items = _items(candidates, is_hidden, budget)
     items = items.ordered(np.argsort(-(items.gain / items.num_blocks), kind="stable"))
-    taken = _take(items, room)
-    alone = _worth_alone(candidates, is_hidden, room)
+    taken = _take(items, budget)
+    alone = _value_alone(candidates, is_hidden, budget)
     best = int(np.argmax(alone))
     if items.gain[taken].sum() < alone[best]:
         items = items.ordered(np.argsort(items.owner != best, kind="stable"))
-        taken = _take(items, room)
+        taken = _take(items, budget)
     has_step = np.zeros_like(is_hidden)
     has_step[items.owner[taken & ~items.is_first]] = True
     indices, num_tokens = items.owner[taken & items.is_first], items.num_tokens[taken & items.is_first]
@@ -88,34 +88,34 @@ def select(candidates: Candidates, room: Room) -> Selection:
     return Selection(
         indices,
         (is_hidden & ~has_step)[indices],
-        np.minimum(num_tokens, room.num_tokens - before),
+        np.minimum(num_tokens, budget.num_tokens - before),
         float(items.gain[taken].sum()),
     )
 
 
-def _offered(candidates: Candidates, room: Room) -> Bools:
-    """Whose first cache is a hidden one: where it pays, and gains more per block than keys and values at once.
+def _offered(candidates: KnapsackItems, budget: SelectionBudget) -> Bools:
+    """Return which candidates first get a hidden cache: if it gains more per block than keys and values at once.
 
-    (Or keys and values alone do not fit.) The limit on hidden tokens goes to the densest.
+    (Or if keys and values alone do not fit.) The limit on hidden tokens goes to the densest.
     """
     value = candidates.value - candidates.penalty
     density = value / np.maximum(candidates.hidden_blocks, 1)
     is_denser = density >= candidates.value / candidates.num_blocks
     is_offered: Bools = (
         (candidates.hidden_blocks < candidates.num_blocks)
-        & (candidates.hidden_blocks <= room.num_blocks)
+        & (candidates.hidden_blocks <= budget.num_blocks)
         & (value >= 0)
-        & (is_denser | (candidates.num_blocks > room.num_blocks))
+        & (is_denser | (candidates.num_blocks > budget.num_blocks))
     )
     (wanting,) = np.nonzero(is_offered)
     wanting = wanting[np.argsort(-density[wanting], kind="stable")]
-    is_offered[wanting[np.cumsum(candidates.num_tokens[wanting]) > room.hidden_tokens]] = False
+    is_offered[wanting[np.cumsum(candidates.num_tokens[wanting]) > budget.hidden_tokens]] = False
     return is_offered
 
 
-def _items(candidates: Candidates, is_hidden: Bools, room: Room) -> _Items:
-    """First caches, then steps; without what cannot fit even alone."""
-    fits = candidates.num_blocks <= room.num_blocks
+def _items(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionBudget) -> _Items:
+    """Build the items, first caches and then steps, without those that cannot fit even alone."""
+    fits = candidates.num_blocks <= budget.num_blocks
     first, second = np.flatnonzero(fits | is_hidden), np.flatnonzero(fits & is_hidden)
     num_blocks = np.where(is_hidden, candidates.hidden_blocks, candidates.num_blocks)
     gain = np.where(is_hidden, candidates.value - candidates.penalty, candidates.value)
@@ -128,18 +128,18 @@ def _items(candidates: Candidates, is_hidden: Bools, room: Room) -> _Items:
     )
 
 
-def _worth_alone(candidates: Candidates, is_hidden: Bools, room: Room) -> Floats:
-    """The value of each candidate by itself; -inf where it does not fit."""
+def _value_alone(candidates: KnapsackItems, is_hidden: Bools, budget: SelectionBudget) -> Floats:
+    """Return the value of each candidate by itself; -inf where it does not fit."""
     value = np.where(is_hidden, candidates.value - candidates.penalty, -np.inf)
-    value = np.where(candidates.num_blocks <= room.num_blocks, candidates.value, value)
-    return np.where((candidates.num_tokens <= room.num_tokens) | room.splits_last, value, -np.inf)
+    value = np.where(candidates.num_blocks <= budget.num_blocks, candidates.value, value)
+    return np.where((candidates.num_tokens <= budget.num_tokens) | budget.splits_last, value, -np.inf)
 
 
-def _take(items: _Items, room: Room) -> Bools:
-    """Which of these items are taken, in this order, passing over what no longer fits."""
+def _take(items: _Items, budget: SelectionBudget) -> Bools:
+    """Return which items are taken, in this order, skipping those that no longer fit."""
     taken = np.zeros(len(items.owner), np.bool_)
     is_passed = np.zeros(int(items.owner.max(initial=-1)) + 1, np.bool_)  # by owner
-    left, waiting = room, np.arange(len(items.owner))
+    left, waiting = budget, np.arange(len(items.owner))
     while len(waiting):
         num_taken = _num_fitting(items, waiting, left)
         now, waiting = waiting[:num_taken], waiting[num_taken:]
@@ -155,8 +155,8 @@ def _take(items: _Items, room: Room) -> Bools:
     return taken
 
 
-def _num_fitting(items: _Items, waiting: Ints, left: Room) -> int:
-    """How many of the first of these fit together."""
+def _num_fitting(items: _Items, waiting: Ints, left: SelectionBudget) -> int:
+    """Count how many of these, from the front, fit together."""
     num_tokens = items.num_tokens[waiting]
     tokens = np.cumsum(num_tokens)
     fits = tokens <= left.num_tokens
@@ -167,7 +167,7 @@ def _num_fitting(items: _Items, waiting: Ints, left: Room) -> int:
     return len(fits) if fits.all() else int(np.argmin(fits))
 
 
-def _fits_alone(items: _Items, waiting: Ints, left: Room) -> Bools:
+def _fits_alone(items: _Items, waiting: Ints, left: SelectionBudget) -> Bools:
     num_tokens = items.num_tokens[waiting]
     most_tokens = np.where(left.splits_last, left.num_tokens > 0, num_tokens <= left.num_tokens) | (num_tokens == 0)
     has_place = ~items.is_first[waiting] | (left.num_places > 0)

@@ -1,12 +1,12 @@
-"""Real-time requests by the time to their next token, best-effort ones in what that leaves (BROS, Wan et al., 2025).
+"""Real-time requests by the time to their next token, best-effort ones with the rest (BROS, Wan et al., 2025).
 
 One decision, as Algorithm 1 of the paper (section 4.2):
 
 1. The real-time requests in ascending order of residual time, as many as keep the iteration within the residual time of
    the first. One that lacks blocks takes them from best-effort requests, block by block (section 5.2).
-2. The best-effort requests in ascending order of what they have to copy back from the host. One for which there is no
-   time or place left may replace the real-time request with most time left.
-3. The batch size for the next decision: doubled, or back to its base where step 1 ran out of time.
+2. The best-effort requests in ascending order of the tokens to swap in. One for which there is no time or place left
+   may replace the real-time request with most time left.
+3. The batch size for the next decision: doubled, or back to its base if step 1 ran out of time.
 """
 
 import enum
@@ -19,7 +19,7 @@ import numpy as np
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import Packer
-from alignedserve.scheduling.policy import Evict, Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, WorkerView
 from alignedserve.scheduling.table import Floats
 
 
@@ -37,7 +37,7 @@ class BrosConfig:
 
 
 class Bros:
-    """Algorithm 1 before every iteration. The page docs/policies/bros.md has an example."""
+    """The policy: algorithm 1 before every iteration. The page docs/policies/bros.md has an example."""
 
     def __init__(self, config: BrosConfig) -> None:
         self._config = config
@@ -56,14 +56,14 @@ class Bros:
         return packing.packer.plan()
 
     def _next_batch_size(self, max_running_requests: int) -> int:
-        """Without end it would only delay the way back."""
+        """Return the grown batch size, bounded so that it falls back without delay."""
         return min(
             self._batch_size * self._config.batch_growth, max(max_running_requests, self._config.base_batch_size)
         )
 
 
 def residual_s(view: WorkerView) -> Floats:
-    """Seconds that each request's next iteration may take, T_SLO - t_i - (k_i - 1) T_avg; inf where nobody counts it.
+    """Return the seconds that each request's next iteration may take, T_SLO - t_i - (k_i - 1) T_avg; inf without SLO.
 
     t_i: since the latest token, or since arrival. k_i: iterations up to the next token, 1 for all but a prompt longer
     than an iteration may be. (n,)
@@ -76,7 +76,7 @@ def residual_s(view: WorkerView) -> Floats:
 
 
 class _Outcome(enum.Enum):
-    """Of an attempt to pack a request."""
+    """Outcome of an attempt to pack a request."""
 
     JOINED = enum.auto()
     NO_PLACE = enum.auto()  # or no tokens
@@ -85,7 +85,7 @@ class _Outcome(enum.Enum):
 
 
 class _Packing:
-    """One decision on its way."""
+    """One decision in construction."""
 
     def __init__(self, view: WorkerView, batch_size: int) -> None:
         self._view = view
@@ -97,16 +97,16 @@ class _Packing:
         self._num_blocks: list[int] = view.table.num_blocks.tolist()
         self._evicted: set[int] = set()
         self._replaceable: list[int] = []  # packed real-time rows, least urgent last
-        self._is_short = False  # somebody found no blocks: only who has a cache and needs none goes on
+        self._is_short = False  # blocks were lacking: only requests with a cache that need none continue
         self._real_time, self._budget_s = self._by_urgency(left_s)
         self._best_effort = self._by_swap_cost()
 
     # --- the orders
 
     def _by_urgency(self, left_s: Floats) -> tuple[list[int], float]:
-        """The real-time rows, and the residual time of the first (inf without any).
+        """Return the real-time rows, and the residual time of the first (inf without any).
 
-        Whose SLO cannot be met even by an iteration of their own come after all others: no time can be kept for them.
+        Rows whose SLO cannot be met even by an iteration of their own come last: no time can be kept for them.
         """
         table = self._view.table
         rows = np.flatnonzero(table.is_real_time)
@@ -120,7 +120,7 @@ class _Packing:
         return urgent[first:] + urgent[:first], budget_s
 
     def _alone_s(self, row: int | None) -> float:
-        """Seconds of an iteration with nobody else; None: of the least one there can be."""
+        """Return the seconds of an iteration of this row alone; None: of the shortest possible one."""
         work = IterationWork()
         if row is None:
             work.add_decode(1)
@@ -129,17 +129,17 @@ class _Packing:
         return self._view.costs.iteration_s(work)
 
     def _by_swap_cost(self) -> list[int]:
-        """The best-effort rows; among equals decodes before prompts, then by priority and arrival."""
+        """Return the best-effort rows; among equals decodes before prompts, then by priority and arrival."""
         table = self._view.table
         rows = np.flatnonzero(~table.is_real_time)
         keys = (table.order, table.arrival_s, table.priority, ~table.is_decoding, table.num_swapped)
         ranked: list[int] = rows[np.lexsort(tuple(key[rows] for key in keys))].tolist()
         return ranked
 
-    # --- who is in
+    # --- packing
 
     def pack_real_time(self) -> bool:
-        """Lines 5 to 14; False: time ran out before places, tokens and blocks did."""
+        """Pack real-time requests (lines 5 to 14); return False if time ran out before places, tokens and blocks."""
         for row in self._candidates(self._real_time):
             outcome = self._join(row, self._budget_s)
             if outcome in (_Outcome.NO_PLACE, _Outcome.NO_TIME):
@@ -149,7 +149,7 @@ class _Packing:
         return True
 
     def pack_best_effort(self) -> None:
-        """Lines 15 to 33: the first for whom there is neither time and place nor anybody to replace ends it."""
+        """Pack best-effort requests (lines 15 to 33) up to the first that neither fits nor can replace another."""
         self._is_short = False
         for row in self._candidates(self._best_effort):
             outcome = self._join(row, self._budget_s)
@@ -157,7 +157,7 @@ class _Packing:
                 return
 
     def pack_earliest(self) -> None:
-        """Nobody can go on: the earliest real-time request, or else best-effort one, takes blocks from all others."""
+        """Resolve a deadlock: the earliest real-time or else best-effort request takes blocks from all others."""
         table = self._view.table
         self._is_short = False
         for row in np.lexsort((table.order, table.arrival_s, ~table.is_real_time))[:1].tolist():
@@ -169,7 +169,7 @@ class _Packing:
                 yield row
 
     def _replace(self, row: int) -> bool:
-        """Let it in for the least urgent real-time request, if that can wait for one more iteration, equation (6)."""
+        """Pack it instead of the least urgent real-time request, if that can wait for an iteration (equation 6)."""
         if not self._replaceable:
             return False
         other = self._replaceable[-1]
@@ -182,7 +182,7 @@ class _Packing:
         return False
 
     def _join(self, row: int, budget_s: float) -> _Outcome:
-        """Pack this one, if with it the iteration takes no longer."""
+        """Pack this request, if the iteration then still keeps within the budget."""
         packer = self.packer
         num_tokens = packer.unchunked(row)
         if packer.num_places_left < 1 or not 0 < num_tokens <= packer.num_tokens_left:
@@ -191,7 +191,7 @@ class _Packing:
         if evictions is None:
             return _Outcome.NO_BLOCKS
         if evictions and self._time_with(row, num_tokens, evictions) > budget_s:
-            return _Outcome.NO_TIME  # before anybody is evicted, which nobody takes back
+            return _Outcome.NO_TIME  # before any eviction, as evictions are not undone
         for part in evictions:
             packer.evict(*part)
             self._evicted.add(part.row)
@@ -202,7 +202,7 @@ class _Packing:
             return _Outcome.NO_TIME
         return _Outcome.JOINED
 
-    def _time_with(self, row: int, num_tokens: int, evictions: list[Evict]) -> float:
+    def _time_with(self, row: int, num_tokens: int, evictions: list[PlannedEviction]) -> float:
         work = self.packer.work.copy()
         self.packer.note_work(work, row, num_tokens)
         work.swap_out_tokens += self._view.memory.copy_tokens(sum(part.num_tokens or 0 for part in evictions))
@@ -210,14 +210,14 @@ class _Packing:
 
     # --- blocks: FindPreemptBlock and FindBlock (section 5.2)
 
-    def _find_blocks(self, row: int, num_tokens: int) -> list[Evict] | None:
-        """What has to leave the device for this one; None: that would not do."""
+    def _find_blocks(self, row: int, num_tokens: int) -> list[PlannedEviction] | None:
+        """Return the evictions that free enough blocks for this request; None: there are none."""
         missing = self.packer.blocks_needed(row, num_tokens) - self.packer.num_free
         if missing <= 0:
             return []
         if self._is_short:
             return None
-        evictions: list[Evict] = []
+        evictions: list[PlannedEviction] = []
         for victim in self._victims(row):
             part, num_blocks = self._checkpoint(victim, missing, evictions)
             evictions.append(part)
@@ -228,10 +228,10 @@ class _Packing:
         return None
 
     def _victims(self, row: int) -> Iterator[int]:
-        """Who gives blocks to this one: best-effort requests, the last in their order first, then real-time ones.
+        """Iterate over victims for this request: best-effort ones, the last in order first, then real-time ones.
 
         Of its own class only those that arrived later, so that no two take from each other in turn. A best-effort
-        prompt takes from nobody, as long as anyone runs.
+        prompt takes from none, as long as any request runs.
         """
         table = self._view.table
         if not self._view.can_evict:
@@ -247,11 +247,11 @@ class _Packing:
             if is_later or (is_real_time and not table.is_real_time[other]):
                 yield other
 
-    def _checkpoint(self, victim: int, missing: int, so_far: list[Evict]) -> tuple[Evict, int]:
-        """What leaves of this one for so many blocks, and the blocks that come free.
+    def _checkpoint(self, victim: int, missing: int, so_far: list[PlannedEviction]) -> tuple[PlannedEviction, int]:
+        """Return the eviction from this victim that frees the missing blocks, and the number that it frees.
 
-        Where blocks are shared, only the blocks of a best-effort request that will be overwritten (lazy checkpointing);
-        else its whole cache, as of a real-time one. Without room on the host that is dropped.
+        With shared blocks, only the blocks of a best-effort request that will be overwritten (lazy checkpointing);
+        else its whole cache, as of a real-time one. Without free host memory the cache is dropped.
         """
         table, memory = self._view.table, self._view.memory
         num_blocks = self._num_blocks[victim]
@@ -260,5 +260,5 @@ class _Packing:
             num_blocks = min(num_blocks, missing)
             num_tokens = num_blocks * memory.block_size
         if num_tokens > self.packer.num_free_host - sum(part.num_tokens or 0 for part in so_far):
-            return Evict(victim, Eviction.DROP), self._num_blocks[victim]
-        return Evict(victim, Eviction.SWAP, num_tokens), num_blocks
+            return PlannedEviction(victim, EvictionMode.DROP), self._num_blocks[victim]
+        return PlannedEviction(victim, EvictionMode.SWAP, num_tokens), num_blocks

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alignedserve.scheduling.packer import Packer, by_arrival
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,10 @@ class FastgenConfig:
 
 
 class Fastgen:
-    """Decodes, then prompts in order of arrival, the last one split so that the budget is met exactly.
+    """The policy: decodes, then prompts in order of arrival, the last one split so that the budget is met exactly.
 
-    Blocks are taken as they are filled; a prompt waits while all that is left of it does not fit. A decode without a
-    block pauses. Only when nobody can go on, all but the earliest request lose their cache.
+    Blocks are allocated as they are filled; a prompt waits until its whole remainder fits. A decode without a block
+    pauses. Only when no request can continue, all but the earliest lose their cache.
     """
 
     def __init__(self, config: FastgenConfig) -> None:
@@ -41,7 +41,7 @@ class Fastgen:
         return packer.plan()
 
     def _add_prompts(self, packer: Packer, view: WorkerView) -> None:
-        """Those that have begun are before the others, and nobody overtakes."""
+        """Add prompts in order up to the first that does not fit, those that have begun first."""
         table = view.table
         prompts = np.flatnonzero(~table.is_decoding)
         has_begun = table.num_cached[prompts] > 0
@@ -53,9 +53,9 @@ class Fastgen:
                 return
 
     def _begin_anew(self, packer: Packer, view: WorkerView) -> None:
-        """Nobody fits: the memory is full of requests that each wait for more."""
+        """Evict all but the earliest request: none fits, as each holds blocks and waits for more."""
         holders = by_arrival(view, np.flatnonzero(view.table.num_blocks > 0))
         for row in holders[1:]:
-            packer.evict(row, Eviction.DROP)
+            packer.evict(row, EvictionMode.DROP)
         if holders and (num_tokens := packer.chunk(holders[0])):
             packer.add(holders[0], num_tokens)

@@ -8,31 +8,31 @@ from msgspec import Meta
 
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.priority_packing import Preemption, PriorityPacking
-from alignedserve.scheduling.runtime_estimate import Probed, RuntimeModel, probe_runtime
+from alignedserve.scheduling.runtime_estimate import RefreshedEstimate, RequestRuntimeModel, fit_request_runtime
 from alignedserve.scheduling.table import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class FastServeConfig:
-    """AccelGen's comparison has five queues; docs/policies/fastserve.md says where the other values come from."""
+    """Five queues as in AccelGen's comparison; docs/policies/fastserve.md has the sources of the other values."""
 
     num_queues: Annotated[int, Meta(ge=1)] = 5
     first_quantum_s: Annotated[float, Meta(gt=0)] | None = None  # doubled queue by queue; None: one short decode
     starvation_s: Annotated[float, Meta(gt=0)] = 10.0  # waiting that pays for one more way through all queues
     preemption: Preemption = Preemption.SWAP
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks kept free for newcomers
-    runtime: RuntimeModel | None = None  # None: probed from the worker's cost model
+    runtime: RequestRuntimeModel | None = None  # None: probed from the worker's cost model
 
 
 class FastServe:
-    """A request joins the first queue whose quantum covers its prefill, and sinks by one with each quantum used up.
+    """The policy: a request joins the first queue whose quantum covers its prefill, and sinks with each quantum used.
 
     The page docs/policies/fastserve.md has the formulas and an example.
     """
 
     def __init__(self, config: FastServeConfig) -> None:
         self._config = config
-        self._runtime = Probed(probe_runtime, config.runtime)
+        self._runtime = RefreshedEstimate(fit_request_runtime, config.runtime)
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""
@@ -51,7 +51,7 @@ class FastServe:
         return PriorityPacking(view, queue, wait_s, preemption=config.preemption, watermark=config.watermark).plan()
 
     def _estimated_wait_s(self, queue: Ints, quantum_s: float, waited_s: Floats) -> Floats:
-        """Until everybody in better queues has had a quantum, or until the next promotion."""
+        """Return the wait until all requests in better queues have had a quantum, or until the next promotion."""
         per_queue = np.bincount(queue, minlength=self._config.num_queues) * np.exp2(np.arange(self._config.num_queues))
         better_s = (np.cumsum(per_queue) - per_queue) * quantum_s
         starvation_s = self._config.starvation_s
@@ -61,10 +61,10 @@ class FastServe:
 
 
 def queue_of(prefill: Floats, service: Floats, num_promotions: Floats, *, num_queues: int) -> Ints:
-    """The queue of every request, 0 the first; times in quanta of that one.
+    """Return the queue of every request, 0 the first; times in quanta of that one.
 
-    Who joined queue j has used up the queues to i after 2^j + .. + 2^i = 2^(i+1) - 2^j. A promotion begins again in the
-    first queue and pays for one way down to the last.
+    A request that joined queue j has used up the queues to i after 2^j + .. + 2^i = 2^(i+1) - 2^j. A promotion starts
+    again in the first queue and pays for one way down to the last.
     """
     last = num_queues - 1
     joined = np.where(num_promotions > 0, 1.0, np.exp2(np.ceil(np.log2(np.maximum(prefill, 1.0)))))

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Meta
 
 from alignedserve.scheduling.packer import Packer, by_arrival
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +16,14 @@ class FcfsConfig:
     """vLLM's defaults."""
 
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01  # share of the blocks that newcomers leave free
-    preemption: Eviction = Eviction.DROP  # vLLM recomputes a single sequence
+    preemption: EvictionMode = EvictionMode.DROP  # vLLM recomputes a single sequence
 
 
 class Fcfs:
-    """An iteration is either whole prompts, as many of the earliest as fit, or one token of everybody else.
+    """The policy: an iteration is either whole prompts, as many of the earliest as fit, or one token of each decode.
 
-    When the decodes no longer fit, whoever arrived last is preempted. Nobody new begins while somebody is swapped out.
-    The page docs/policies/fcfs.md has an example.
+    When the decodes no longer fit, the last to arrive is preempted. No new request begins while one is swapped out. The
+    page docs/policies/fcfs.md has an example.
     """
 
     def __init__(self, config: FcfsConfig) -> None:
@@ -38,7 +38,7 @@ class Fcfs:
         return packer.plan()
 
     def _add_prompts(self, packer: Packer, view: WorkerView) -> None:
-        """Nobody overtakes; the first one is cut where it is longer than an iteration may be."""
+        """Add prompts up to the first that does not fit; the first one is chunked if it is longer than an iteration."""
         is_decoding, is_swapped = view.table.is_decoding, view.table.num_swapped > 0
         num_places = packer.num_places_left - int(np.count_nonzero(is_decoding & ~is_swapped))
         for row in self._prompts(view):
@@ -52,9 +52,9 @@ class Fcfs:
 
     @staticmethod
     def _prompts(view: WorkerView) -> list[int]:
-        """Who has blocks already is admitted and goes on first; the others begin if nobody is swapped out.
+        """Return prompts that hold blocks already, then new ones if no request is swapped out.
 
-        A prompt that the whole memory cannot hold is passed over.
+        A prompt that the whole memory cannot hold is skipped.
         """
         table, memory = view.table, view.memory
         is_prompt, has_blocks = ~table.is_decoding, table.num_blocks > 0
@@ -66,7 +66,7 @@ class Fcfs:
         return admitted + by_arrival(view, new, view.limits.max_running_requests)
 
     def _is_admitted(self, packer: Packer, view: WorkerView, row: int) -> bool:
-        """Whether memory holds the whole prompt and the watermark stays free; alone it may have all."""
+        """Return whether the whole prompt fits and leaves the watermark free; alone it may take all memory."""
         if view.table.num_blocks[row] or packer.num_free == view.memory.num_blocks:
             return True
         return packer.blocks_needed(row, packer.remaining(row)) <= packer.num_free - self._watermark(view)
@@ -75,7 +75,7 @@ class Fcfs:
         return int(self._config.watermark * view.memory.num_blocks)
 
     def _add_decodes(self, packer: Packer, view: WorkerView) -> None:
-        """One token of everybody on the device; who is swapped out comes back if that preempted nobody."""
+        """Add one token of each request on the device, then swap others in if that preempted none."""
         is_decoding, is_swapped = view.table.is_decoding, view.table.num_swapped > 0
         running = deque(by_arrival(view, np.flatnonzero(is_decoding & ~is_swapped)))
         holders = by_arrival(view, np.flatnonzero(view.table.num_cached > view.table.num_swapped))
@@ -86,7 +86,7 @@ class Fcfs:
                 continue
             while not packer.add(row, 1) and view.can_evict:
                 victim = holders.pop()
-                packer.evict(victim, self._config.preemption if is_decoding[victim] else Eviction.DROP)
+                packer.evict(victim, self._config.preemption if is_decoding[victim] else EvictionMode.DROP)
                 has_left.add(victim)
                 if victim == row:
                     break

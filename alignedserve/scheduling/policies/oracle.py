@@ -1,4 +1,4 @@
-"""A reference that knows every output length: as many requests as possible within all their SLOs.
+"""A reference policy that knows every output length: as many requests as possible within all their SLOs.
 
 AccelGen is compared with an oracle that knows output lengths and remaining times and maximises goodput (section 6.1).
 This one is a heuristic with that knowledge, not a proven optimum; docs/policies/oracle.md says how far off it is.
@@ -12,7 +12,7 @@ import numpy as np
 from alignedserve.costmodel.model import CostModel, chunk_within
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import Packer, add_earliest
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
 _TINY_S = 1e-9  # sums of floats
@@ -21,13 +21,13 @@ _SIZES = np.array([1, *range(64, 1024, 64), *(1024 * 2**power for power in range
 
 @dataclass(frozen=True, slots=True)
 class OracleConfig:
-    """What it does not know: arrivals to come."""
+    """A margin for later arrivals, which it does not know."""
 
-    margin_s: float = 0.0  # kept between a predicted end and the time it is due
+    margin_s: float = 0.0  # kept between a predicted end and its due time
 
 
 class Oracle:
-    """Earliest due first among those that can be served in time, with iterations as long as the least slack allows."""
+    """The policy: earliest due first among those in time, with iterations as long as the least slack allows."""
 
     def __init__(self, config: OracleConfig) -> None:
         self._config = config
@@ -35,17 +35,17 @@ class Oracle:
         self._prompt_s = self._decode_s = np.zeros(len(_SIZES))
 
     def plan(self, view: WorkerView) -> IterationPlan:
-        """See IterationPolicy. Predicted lengths must be the true ones."""
+        """See IterationPolicy. Predicted lengths must be exact."""
         if not len(view.table):
             return IterationPlan()
         if self._costs is not view.costs:
             self._costs = view.costs
             self._prompt_s = np.array([_alone_s(view.costs, int(size), is_prompt=True) for size in _SIZES])
             self._decode_s = np.array([_alone_s(view.costs, int(size), is_prompt=False) for size in _SIZES])
-        return _Iteration(view, self._outlook(view)).fill()
+        return _Iteration(view, self._forecast(view)).fill()
 
-    def _outlook(self, view: WorkerView) -> "_Outlook":
-        """What is known of each request; each served alone from now on."""
+    def _forecast(self, view: WorkerView) -> "_OracleForecast":
+        """Build the forecast of each request, as if it were served alone from now on."""
         table = view.table
         tokens_left = np.maximum(table.predicted_len - table.num_generated, 1.0)
         decode_s = np.interp(table.context_len + tokens_left / 2, _SIZES, self._decode_s)
@@ -59,51 +59,51 @@ class Oracle:
         due_s = np.minimum(end_s - (tokens_left - 1) * decode_s, np.where(is_first, ttft_due_s, np.inf))
         is_late = (view.now + next_s > due_s + _TINY_S) | (decode_s > np.where(is_first, tpot_s, np.inf))
         is_late |= ~is_first & (table.first_token_s > ttft_due_s + _TINY_S)
-        return _Outlook(tokens_left, next_s, due_s, end_s, is_late)
+        return _OracleForecast(tokens_left, next_s, due_s, end_s, is_late)
 
 
 @dataclass(frozen=True, slots=True)
-class _Outlook:
-    """By row."""
+class _OracleForecast:
+    """Forecast of each request, by row."""
 
     tokens_left: Floats
     next_s: Floats  # to its next token
-    due_s: Floats  # when that token has to be out at the latest, for all SLOs to hold with nobody beside it
-    end_s: Floats  # when its last token has to be out
+    due_s: Floats  # latest time of that token for all its SLOs to hold if it runs alone
+    end_s: Floats  # latest time of its last token
     is_late: Bools  # cannot hold its SLOs any more
 
 
 class _Iteration:
-    """One iteration while it is filled."""
+    """One iteration in construction."""
 
-    def __init__(self, view: WorkerView, outlook: _Outlook) -> None:
+    def __init__(self, view: WorkerView, forecast: _OracleForecast) -> None:
         self._view = view
-        self._outlook = outlook
+        self._forecast = forecast
         self._packer = Packer(view)
-        self._decoding = IterationWork()  # the decodes that go on after this iteration
-        self._until_s = np.inf  # when it has to end, for those in it whose next token comes with it
+        self._decoding = IterationWork()  # the decodes that continue after this iteration
+        self._until_s = np.inf  # the latest end, for those in it whose next token comes with it
         table = view.table
         self._is_decode = table.is_decoding & (table.num_swapped == 0)
         self._has_memory: list[int] = np.flatnonzero(table.num_blocks > 0).tolist()
 
     def fill(self) -> IterationPlan:
-        """Decodes and prompts that can be in time, then what is late."""
-        late = self._outlook.is_late
+        """Add decodes and prompts that can be in time, then those that are late."""
+        late = self._forecast.is_late
         self._add_decodes(np.flatnonzero(self._is_decode & ~late))
         prompts = np.flatnonzero(~self._is_decode & ~late)
-        kept, given_up = self._feasible(prompts)
+        kept, postponed = self._feasible(prompts)
         self._add_prompts(kept, is_late=False)
         self._add_decodes(np.flatnonzero(self._is_decode & late))
-        rest = np.concatenate((np.array(given_up, np.int64), np.flatnonzero(~self._is_decode & late)))
+        rest = np.concatenate((np.array(postponed, np.int64), np.flatnonzero(~self._is_decode & late)))
         has_none = self._view.table.num_blocks[rest] == 0
-        shortest_first = rest[np.lexsort((self._view.table.order[rest], self._outlook.next_s[rest], has_none))]
+        shortest_first = rest[np.lexsort((self._view.table.order[rest], self._forecast.next_s[rest], has_none))]
         self._add_prompts(shortest_first.tolist(), is_late=True)
         if not self._packer.rows:
             add_earliest(self._packer, self._view, self._view.limits.max_tokens)
         return self._packer.plan()
 
     def _add_decodes(self, rows: Ints) -> None:
-        """The least slack first; who does not fit into the time of those before can wait."""
+        """Add decodes with the least slack first, up to the first that those before leave no time for."""
         order = self._view.table.order
         for row in rows[np.lexsort((order[rows], self._slack_s(rows)))].tolist():
             if self._packer.is_evicted(row):
@@ -112,63 +112,63 @@ class _Iteration:
             self._packer.note_work(trial, row, 1)
             if self._packer.rows and self._ends_s(trial) > self._limit_s():
                 return
-            if self._packer.add(row, 1) and not self._outlook.is_late[row]:
+            if self._packer.add(row, 1) and not self._forecast.is_late[row]:
                 self._packer.note_work(self._decoding, row, 1)
 
     def _slack_s(self, rows: Ints) -> Floats:
-        return self._outlook.end_s[rows] - self._view.now
+        return self._forecast.end_s[rows] - self._view.now
 
     def _ends_s(self, work: IterationWork) -> float:
         return self._view.now + self._view.costs.iteration_s(work)
 
     def _limit_s(self, joining: int | None = None) -> float:
-        """When this iteration has to end: then every decode in time still is, at the speed of decodes alone."""
+        """Return the latest end of this iteration that keeps decodes in time, at the speed of decodes alone."""
         decoding = self._decoding
-        rows = [row for row in self._packer.rows if self._is_decode[row] and not self._outlook.is_late[row]]
+        rows = [row for row in self._packer.rows if self._is_decode[row] and not self._forecast.is_late[row]]
         if joining is not None:
             decoding = decoding.copy()
             decoding.add_decode(int(self._view.table.context_len[joining]))
         if not rows:
             return float(self._until_s)
         step_s = self._view.costs.iteration_s(decoding)
-        latest_s = self._outlook.end_s[rows] - (self._outlook.tokens_left[rows] - 1) * step_s
+        latest_s = self._forecast.end_s[rows] - (self._forecast.tokens_left[rows] - 1) * step_s
         return float(min(latest_s.min(), self._until_s))
 
     def _feasible(self, prompts: Ints) -> tuple[list[int], list[int]]:
-        """As many prompts as can be in time one after the other, by due time; and those given up for that.
+        """Return as many prompts as can be in time one after the other, by due time, and those postponed for that.
 
-        Moore and Hodgson: while the next one would be late, the longest of those kept so far is given up.
+        Moore and Hodgson: while the next one would be late, the longest of those kept so far is postponed.
         """
-        due_s, order = self._outlook.due_s, self._view.table.order
-        # In one iteration prompts share what it costs by itself.
+        due_s, order = self._forecast.due_s, self._view.table.order
+        # Prompts in one iteration share its fixed cost.
         step_s = self._view.costs.iteration_s(self._decoding)
-        next_s = np.maximum(self._outlook.next_s - step_s, 0.0)
-        # Of those due together the shortest output first: once begun, it is the sooner out of the way.
-        keys = (order[prompts], self._outlook.tokens_left[prompts], due_s[prompts])
+        next_s = np.maximum(self._forecast.next_s - step_s, 0.0)
+        # Of those due together the shortest output first: once begun, it ends the sooner.
+        keys = (order[prompts], self._forecast.tokens_left[prompts], due_s[prompts])
         ordered: list[int] = prompts[np.lexsort(keys)].tolist()
         share = self._prompt_share()
         kept: list[tuple[float, int]] = []  # the longest first
-        given_up, ends_s = set(), self._view.now + step_s
+        postponed, ends_s = set(), self._view.now + step_s
         for row in ordered:
             heapq.heappush(kept, (-float(next_s[row]) / share, row))
             ends_s += float(next_s[row]) / share
             if ends_s > due_s[row]:
                 longest_s, longest = heapq.heappop(kept)
-                given_up.add(longest)
+                postponed.add(longest)
                 ends_s += longest_s
-        return [row for row in ordered if row not in given_up], [row for row in ordered if row in given_up]
+        return [row for row in ordered if row not in postponed], [row for row in ordered if row in postponed]
 
     def _prompt_share(self) -> float:
-        """The part of the coming time that decodes leave to prompts."""
+        """Return the share of the coming time that decodes leave to prompts."""
         rows = [row for row in self._packer.rows if self._is_decode[row]]
         if not rows:
             return 1.0
         step_s = self._view.costs.iteration_s(self._decoding)
-        paces_s = (self._outlook.end_s[rows] - self._view.now) / self._outlook.tokens_left[rows]
+        paces_s = (self._forecast.end_s[rows] - self._view.now) / self._forecast.tokens_left[rows]
         return float(max(1.0 - step_s / max(float(paces_s.min()), step_s), 0.05))
 
     def _add_prompts(self, rows: list[int], *, is_late: bool) -> None:
-        """In this order; the first one that there is no time for ends it, as does the first late one without memory."""
+        """Add prompts in this order, up to the first without time, or the first late one without memory."""
         for row in rows:
             if self._packer.num_places_left < 1 or self._packer.num_tokens_left < 1:
                 return
@@ -178,11 +178,11 @@ class _Iteration:
                 if is_late:
                     return
                 continue
-            if not self._add_prompt(row, np.inf if is_late else float(self._outlook.due_s[row])):
+            if not self._add_prompt(row, np.inf if is_late else float(self._forecast.due_s[row])):
                 return
 
     def _add_prompt(self, row: int, due_s: float) -> bool:
-        """As much of it as the time of those in the iteration allows."""
+        """Add as many of its tokens as the time of those in the iteration allows."""
         table, packer = self._view.table, self._packer
         num_tokens = chunk_within(
             self._view.costs,
@@ -200,22 +200,22 @@ class _Iteration:
         return True
 
     def _fits_to_its_end(self, row: int, is_late: bool) -> bool:
-        """Whether memory suffices until all that hold some, and this one, have ended; who is late makes room first."""
+        """Return whether memory suffices until all holders and this request have ended, evicting late ones first."""
         table = self._view.table
         holders = [other for other in self._has_memory if not self._packer.is_evicted(other)]
         if not is_late and self._view.can_evict:
-            late = [other for other in holders if self._outlook.is_late[other] and other not in self._packer]
+            late = [other for other in holders if self._forecast.is_late[other] and other not in self._packer]
             late.sort(key=lambda other: (-table.arrival_s[other], -table.order[other]))
             while late and not self._never_exceeds([*holders, row]):
-                self._packer.evict(late[0], Eviction.DROP)
+                self._packer.evict(late[0], EvictionMode.DROP)
                 holders.remove(late.pop(0))
         return not holders or holders == [row] or self._never_exceeds([*holders, row])
 
     def _never_exceeds(self, rows: list[int]) -> bool:
-        """If each of them gets a token per iteration from now on: the memory just before each one ends."""
+        """Return whether they fit until their ends with a token each per iteration: checked before each end."""
         table, memory = self._view.table, self._view.memory
         chosen = np.unique(rows)
-        tokens_left = self._outlook.tokens_left[chosen]
+        tokens_left = self._forecast.tokens_left[chosen]
         longest_first = np.lexsort((chosen, -tokens_left))
         tokens_left = tokens_left[longest_first]
         slots = table.context_len[chosen][longest_first] + memory.block_size - 1  # the last block is rounded up
@@ -224,7 +224,7 @@ class _Iteration:
 
 
 def _alone_s(costs: CostModel, num_tokens: int, *, is_prompt: bool) -> float:
-    """A prompt of so many tokens, or a decode after as many."""
+    """Return the seconds of a prompt of this many tokens, or of a decode after as many, alone."""
     work = IterationWork()
     if is_prompt:
         work.add_chunk(num_tokens, 0, is_last=True)

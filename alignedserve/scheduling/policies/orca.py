@@ -11,16 +11,16 @@ from alignedserve.scheduling.table import Ints
 
 @dataclass(frozen=True, slots=True)
 class OrcaConfig:
-    """As AccelGen measures it (section 3.1)."""
+    """Parameters as in AccelGen's comparison (section 3.1)."""
 
     max_batch_size: int = 8  # requests in one iteration; Orca's own evaluation goes up to 32
     reserved_len: int = 0  # tokens that each request has memory for at least, whatever its limit; AccelGen: 8 192
 
 
 class Orca:
-    """Whoever came first is in every iteration until the end; whole prompts and decodes share it.
+    """The policy: admitted requests are in every iteration until they end; whole prompts and decodes share it.
 
-    Memory for the longest that a request may become is reserved when it is admitted, so nobody is ever preempted.
+    Memory for a request's longest possible context is reserved when it is admitted, so none is ever preempted.
     """
 
     def __init__(self, config: OrcaConfig) -> None:
@@ -33,7 +33,7 @@ class Orca:
         packer = ReservingPacker(view, total_len=self._reservations(view), has_begun=has_begun)
         packer.num_places_left = min(packer.num_places_left, self._config.max_batch_size)
         running = by_arrival(view, np.flatnonzero(has_begun))
-        packer.num_tokens_left -= len(running)  # a token is kept for each of them, whoever goes first
+        packer.num_tokens_left -= len(running)  # a token is kept for each of them, whatever the order
         for row in running:
             packer.num_tokens_left += 1
             if num_tokens := packer.chunk(row):
@@ -42,7 +42,7 @@ class Orca:
         return packer.plan()
 
     def _admit(self, packer: ReservingPacker, waiting: list[int]) -> None:
-        """Nobody overtakes; a prompt longer than an iteration may be goes in alone, in parts."""
+        """Admit prompts up to the first that does not fit; one longer than an iteration goes in alone, in parts."""
         for row in waiting:
             num_tokens = packer.remaining(row)
             if not packer.rows:
@@ -51,7 +51,7 @@ class Orca:
                 return
 
     def _reservations(self, view: WorkerView) -> Ints:
-        """Tokens by row; what exceeds the memory reserves all of it."""
+        """Return the reserved tokens by row, at most the whole memory."""
         longest = np.maximum(view.table.prompt_len + view.table.max_tokens, self._config.reserved_len)
         capped: Ints = np.minimum(longest, view.memory.num_blocks * view.memory.block_size)
         return capped

@@ -11,7 +11,7 @@ from alignedserve.scheduling.policy import IterationPlan, WorkerView
 
 @dataclass(frozen=True, slots=True)
 class RoundRobinConfig:
-    """What the paper says of BROS, as it says nothing of the baseline."""
+    """The paper's value for BROS, as it gives none for the baseline."""
 
     batch_size: int = 128  # requests of one turn
 
@@ -21,9 +21,9 @@ class RoundRobinConfig:
 
 
 class RoundRobin:
-    """Two first-come-first-served queues with continuous batching; each iteration serves the one, the next the other.
+    """The policy: two first-come-first-served queues with continuous batching, served in alternate iterations.
 
-    A class of which nobody can go on passes its turn. Whoever gives up blocks is recomputed (section 7.4.1). The page
+    A class of which no request can continue passes its turn. An evicted request is recomputed (section 7.4.1). The page
     docs/policies/round_robin.md has an example.
     """
 
@@ -41,7 +41,7 @@ class RoundRobin:
         return self._earliest(view)
 
     def _turn(self, view: WorkerView, is_real_time: bool) -> Packer:
-        """Who runs goes on, then whole prompts in their order."""
+        """Pack one class: decodes, then whole prompts in order."""
         table, packer = view.table, Packer(view)
         packer.num_places_left = min(packer.num_places_left, self._config.batch_size)
         is_mine = table.is_real_time == is_real_time
@@ -55,14 +55,14 @@ class RoundRobin:
 
     @staticmethod
     def _add_decodes(packer: Packer, view: WorkerView, running: list[int]) -> None:
-        """Who lacks a block takes it from the latest of its class, or pauses where nobody is later."""
+        """Add decodes; one that lacks a block takes it from the latest of its class, or pauses if it is the latest."""
         while running and packer.num_places_left and packer.num_tokens_left:
             row = running.pop(0)
             add_evicting(packer, row, 1, running if view.can_evict else [])
 
     @staticmethod
     def _earliest(view: WorkerView) -> IterationPlan:
-        """Nobody of either class can go on: the earliest of all takes blocks from the latest."""
+        """Resolve a deadlock of both classes: the earliest request takes blocks from the latest."""
         packer = Packer(view)
         rows = by_arrival(view, np.arange(len(view.table)))
         holders = [row for row in rows[1:] if view.table.num_blocks[row] and view.can_evict]

@@ -1,6 +1,6 @@
-"""Everybody in every iteration, prompts first come, first served: what AlignedServe and DistServe do on their workers.
+"""All requests in every iteration, prompts first come, first served: AlignedServe and DistServe on their workers.
 
-Their decisions lie elsewhere: in the pool, which forms batches of similar lengths, and in who is handed over to whom.
+Their decisions lie elsewhere: in the pool, which forms batches of similar lengths, and in the handover of requests.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from alignedserve.scheduling.policy import IterationPlan, WorkerView
 
 @dataclass(frozen=True, slots=True)
 class AlignedConfig:
-    """AlignedServe's values (sections 3.3 and 4.1); they are the pool's and the router's `batching` section."""
+    """AlignedServe's values (sections 3.3 and 4.1), which go to the `batching` section of pool and router."""
 
     min_requests: int = 36  # a batch of fewer does not saturate a decode worker
     max_block_share: float = 0.4  # of a decode worker's blocks, for what is granted to it ahead of need
@@ -22,17 +22,17 @@ class AlignedConfig:
 
 @dataclass(frozen=True, slots=True)
 class DistserveConfig:
-    """DistServe's online scheduler has no parameters of its own (its section 4.3): both phases are FCFS."""
+    """No parameters, as both phases of DistServe's online scheduler are FCFS (its section 4.3)."""
 
 
 class RunAllRequests:
-    """One token for everybody who decodes; then prompts in order, in chunks, until the iteration is full.
+    """The policy: one token for each decode; then prompts in order, in chunks, until the iteration is full.
 
-    For workers where everybody holds what it needs (`can_evict` False).
+    For workers where each request holds the blocks that it needs (`can_evict` False).
     """
 
     def __init__(self, config: AlignedConfig | DistserveConfig) -> None:
-        """Nothing in the configuration concerns an iteration."""
+        """Ignore the configuration: none of it concerns an iteration."""
 
     def plan(self, view: WorkerView) -> IterationPlan:
         """See IterationPolicy."""

@@ -17,10 +17,10 @@ class SarathiConfig:
 
 
 class Sarathi:
-    """All decodes first, then the prompts that have begun, then new ones, cut where the token budget ends.
+    """The policy: decodes first, then prompts that have begun, then new ones, chunked by the token budget.
 
-    A prompt has blocks for all its tokens from its first chunk on. When a decode has no block left, whoever arrived
-    last is preempted and recomputed. The page docs/policies/sarathi.md has an example.
+    A prompt has blocks for all its tokens from its first chunk on. When a decode has no block left, the last to arrive
+    is preempted and recomputed. The page docs/policies/sarathi.md has an example.
     """
 
     def __init__(self, config: SarathiConfig) -> None:
@@ -41,7 +41,7 @@ class Sarathi:
         return packer.plan()
 
     def _add_decodes(self, packer: ReservingPacker, view: WorkerView, running: list[int]) -> list[int]:
-        """The prompts among those running that were not preempted."""
+        """Add decodes; return the running prompts that were not preempted."""
         prompts = []
         while running:
             row = running.pop(0)
@@ -52,7 +52,7 @@ class Sarathi:
         return prompts
 
     def _admit(self, packer: ReservingPacker, view: WorkerView, waiting: list[int]) -> None:
-        """Nobody overtakes. Only where all memory is free may the watermark be touched."""
+        """Admit prompts up to the first that does not fit; only with all memory free may one use the watermark."""
         watermark = int(self._config.watermark * view.memory.num_blocks)
         for row in waiting:
             is_alone = packer.num_free == view.memory.num_blocks

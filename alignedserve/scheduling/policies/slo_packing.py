@@ -1,4 +1,4 @@
-"""Packs an iteration within a time: decodes in bulk, prompts in chunks, and whoever gives way when blocks are short."""
+"""Packs an iteration within a time: decodes in bulk, prompts in chunks, and evictions when blocks are short."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -7,53 +7,55 @@ import numpy as np
 
 from alignedserve.costmodel.model import chunk_within
 from alignedserve.scheduling.packer import Packer, note_decodes
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
 from alignedserve.scheduling.table import Bools, Floats, Ints
 
-# Ranks, the best first: who goes before whom, and who gives way to whom.
+# Ranks, the best first: the order of scheduling, and the reverse order of eviction.
 STARVING, URGENT, ON_TIME, LATE, BEST_EFFORT = range(5)
 
 
-class Outlook(NamedTuple):
-    """What is known of every row, as columns, and of all of them."""
+class SloForecast(NamedTuple):
+    """Forecasts of every row, as columns, and of all of them."""
 
     is_ready: Bools  # decodes, its whole cache on the device
     left_s: Floats  # predicted time that it still needs on a worker of its own
     rank: Ints
-    claim: Ints  # the rank by its objectives alone: whoever has only waited long goes first, but takes nobody's cache
+    claim: Ints  # the rank by its objectives alone: a starving request goes first, but evicts no other
     is_free: Bools  # has no objective at all: only its length counts
-    has_waited: Bools  # too long in all: from now on nobody overtakes it
-    allowed_s: float  # the longest iteration by which nobody's next token is late
-    stretched_s: float  # the longest by which everybody who has begun still holds the mean of its gaps
+    has_waited: Bools  # too long in all: no request overtakes it any more
+    allowed_s: float  # the longest iteration that makes no next token late
+    stretched_s: float  # the longest after which all requests that have begun still hold their mean gap
     slack_s: Floats  # until the next token is due
     prefill_token_s: float  # to compute one token of a prompt, as against copying it
-    spare_s: Floats  # for so long it can do without its cache and still hold its objectives; up to 0: it cannot
+    eviction_slack_s: (
+        Floats  # for so long it can do without its cache and still hold its objectives; up to 0: it cannot
+    )
 
 
 class SloPacking:
-    """One decision. Within a rank by `priority`, then the shortest first; ties by arrival at the worker."""
+    """One decision: within a rank by `priority`, then the shortest first; ties by arrival at the worker."""
 
-    def __init__(self, view: WorkerView, outlook: Outlook, *, growth_tokens: int) -> None:
+    def __init__(self, view: WorkerView, forecast: SloForecast, *, growth_tokens: int) -> None:
         self._view = view
         self._table = view.table
-        self._outlook = outlook
+        self._forecast = forecast
         self._packer = Packer(view)
         self._growth_tokens = growth_tokens
         self._evicted: set[int] = set()
         self._gain: list[int] | None = None  # see _blocks_to_gain
         self._least_s = 0.0
-        self._kept = 0  # blocks for the rest of whose prompts have waited too long
+        self._kept = 0  # blocks for the rest of starving prompts
         self._is_overtakable = (
-            outlook.is_free & ~outlook.has_waited & (outlook.rank >= LATE) & (view.table.num_blocks > 0)
+            forecast.is_free & ~forecast.has_waited & (forecast.rank >= LATE) & (view.table.num_blocks > 0)
         )
         self._num_overtakable = int(np.count_nonzero(self._is_overtakable))
 
     def predicted_s(self) -> float:
-        """Seconds that the iteration takes as it is."""
+        """Return the predicted seconds of the iteration as packed so far."""
         return self._packer.predicted_s()
 
     def plan(self) -> IterationPlan:
-        """Never empty while anybody is here: rather than nobody, the first of all goes in, whoever has to leave."""
+        """Return the plan, never empty while there are requests: if none fits, the first is forced in by evictions."""
         if not self._packer.rows and len(self._table):
             self._force_one()
         return self._packer.plan()
@@ -61,8 +63,8 @@ class SloPacking:
     # --- decodes
 
     def add_decodes(self, mask: Bools, budget_s: float, *, at_least: int = 0) -> None:
-        """Those of these rows that only need their next token, as many as the time allows."""
-        rows = np.flatnonzero(mask & self._outlook.is_ready)
+        """Add those of these rows that only need their next token, as many as the time allows."""
+        rows = np.flatnonzero(mask & self._forecast.is_ready)
         if not len(rows):
             return
         rows = self._still_out(self._ordered(rows))
@@ -76,7 +78,7 @@ class SloPacking:
             rows = self._still_out(rows)
 
     def _num_within(self, rows: Ints, budget_s: float) -> int:
-        """How many of these, from the front, keep the iteration within the time; by bisection."""
+        """Count how many of these, from the front, keep the iteration within the time; by bisection."""
         if not len(rows) or budget_s == np.inf:
             return len(rows)
 
@@ -93,15 +95,15 @@ class SloPacking:
             below, above = (middle, above) if fits(middle) else (below, middle)
         return below
 
-    # --- prompts, and caches that have to come back
+    # --- prompts, and caches to swap in
 
     def add_prompts(self, mask: Bools, budget_s: float, *, least_s: float = 0.0) -> bool:
-        """Those of these rows that have more to compute or lie on the host: in order, as far as time goes.
+        """Add those of these rows that have more to compute or lie on the host, in order, as far as time goes.
 
-        Whoever does not fit lets others by who do, but for who has waited too long: the blocks are kept for it. False:
-        that has happened. `least_s`: what the iteration after this one takes in any case.
+        Rows that do not fit are overtaken, except a starving one, for which blocks are kept: then return False.
+        `least_s`: the time that the next iteration takes in any case.
         """
-        rows = np.flatnonzero(mask & ~self._outlook.is_ready)
+        rows = np.flatnonzero(mask & ~self._forecast.is_ready)
         if not len(rows):
             return True
         packer, self._gain, self._least_s = self._packer, None, least_s
@@ -115,7 +117,7 @@ class SloPacking:
                 return True
             missing = wanted - packer.num_free
             fits = missing <= 0 or missing <= self._blocks_to_gain(claim)
-            if not fits or not self._make_room(row, wanted):
+            if not fits or not self._evict_until(row, wanted):
                 if self._is_starving(row):
                     return False
                 continue
@@ -128,7 +130,7 @@ class SloPacking:
         return True
 
     def _is_extensible(self, row: int, budget_s: float) -> bool:
-        """Whether time is left for more than the share of who has waited too long; it is then to be packed anew."""
+        """Return whether a starving prompt, packed with its share, can get more time; it is withdrawn for that."""
         if self._packer.predicted_s() >= budget_s:
             return False
         self._packer.withdraw(row)
@@ -136,41 +138,41 @@ class SloPacking:
         return True
 
     def _wanted(self, rows: Ints) -> tuple[list[int], list[int], list[int]]:
-        """These rows, the blocks that are to be free for each to be computed, and their claims."""
-        table, outlook = self._table, self._outlook
+        """Return these rows, the blocks that have to be free for each to be computed, and their claims."""
+        table, forecast = self._table, self._forecast
         needed = self._view.memory.blocks_for_each(
             table.prompt_len[rows] + table.num_generated[rows],
             is_hidden=table.is_hidden[rows],
             is_real_time=table.is_real_time[rows],
         )
         held = table.num_blocks[rows]
-        leaves_room = (held == 0) & (outlook.rank[rows] > URGENT)
+        leaves_room = (held == 0) & (forecast.rank[rows] > URGENT)
         wanted = np.maximum(needed - held, 0)
         if leaves_room.any():
             wanted += leaves_room * self._reserved_blocks
-        return rows.tolist(), wanted.tolist(), outlook.claim[rows].tolist()
+        return rows.tolist(), wanted.tolist(), forecast.claim[rows].tolist()
 
     def _is_starving(self, row: int) -> bool:
-        return bool(self._outlook.rank[row] == STARVING)
+        return bool(self._forecast.rank[row] == STARVING)
 
     def _blocks_to_gain(self, claim: int) -> int:
-        """Blocks that a newcomer of this claim could take from others, at most."""
+        """Return the most blocks that a newcomer of this claim could take from others."""
         if self._gain is None:
             rows = np.array([row for row in self._victims if row not in self._packer], np.int64)
-            held = np.bincount(self._outlook.rank[rows], self._table.num_blocks[rows], BEST_EFFORT + 1)
+            held = np.bincount(self._forecast.rank[rows], self._table.num_blocks[rows], BEST_EFFORT + 1)
             self._gain = [int(held[max(claim, ON_TIME) + 1 :].sum()) for claim in range(BEST_EFFORT + 1)]
             self._gain[URGENT] += int(self._table.num_blocks[self._lenders].sum())
         return self._gain[claim]
 
-    def _make_room(self, row: int, num_blocks: int) -> bool:
-        """Whether so many blocks are free, after others have given way."""
+    def _evict_until(self, row: int, num_blocks: int) -> bool:
+        """Evict others until this many blocks are free; return False if they do not suffice."""
         while num_blocks > self._packer.num_free:
             if not self._evict_for(row, is_growth=False):
                 return False
         return True
 
     def _add_prompt(self, row: int, budget_s: float) -> bool:
-        """Whether to look further: false where time or tokens end with this one."""
+        """Add a prompt or a chunk of it; return False if time or tokens end with it."""
         packer, table = self._packer, self._table
         remaining = packer.remaining(row)
         at_most = min(remaining, packer.num_tokens_left)
@@ -184,25 +186,25 @@ class SloPacking:
         return num_tokens > 0 and packer.add(row, num_tokens) and num_tokens == remaining
 
     def _must_be_whole(self, row: int, num_tokens: int, num_cached: int) -> bool:
-        """Whether the rest of this prompt is in time in this iteration, and in parts it would not be.
+        """Return whether the rest of this prompt is in time only if it is computed whole in this iteration.
 
-        Then one gap of the others is longer than the mean that they are to hold, and they still hold it.
+        One gap of the others is then longer than the mean that they have to hold, and they still hold that.
         """
-        outlook, costs = self._outlook, self._view.costs
-        if outlook.rank[row] != URGENT or self._table.num_generated[row]:
+        forecast, costs = self._forecast, self._view.costs
+        if forecast.rank[row] != URGENT or self._table.num_generated[row]:
             return False
         whole = self._packer.work.copy()
         whole.add_chunk(num_tokens, num_cached, is_last=True)
-        whole_s, slack_s = costs.iteration_s(whole), float(outlook.slack_s[row])
-        return whole_s <= min(outlook.stretched_s, slack_s) and whole_s + self._least_s > slack_s
+        whole_s, slack_s = costs.iteration_s(whole), float(forecast.slack_s[row])
+        return whole_s <= min(forecast.stretched_s, slack_s) and whole_s + self._least_s > slack_s
 
     @cached_property
     def _reserved_blocks(self) -> int:
-        """Blocks that decodes will grow into: those with objectives soon, the others with their next token."""
-        table, ready = self._table, np.flatnonzero(self._outlook.is_ready)
+        """Blocks for the growth of decodes: several tokens for those with objectives, one for the others."""
+        table, ready = self._table, np.flatnonzero(self._forecast.is_ready)
         if not len(ready) or not self._view.can_evict:
             return 0
-        growth = np.where(self._outlook.is_free[ready], 0, self._growth_tokens)
+        growth = np.where(self._forecast.is_free[ready], 0, self._growth_tokens)
         grown = self._view.memory.blocks_for_each(
             table.num_cached[ready] + 1 + growth,
             is_hidden=table.is_hidden[ready],
@@ -210,21 +212,23 @@ class SloPacking:
         )
         return int(np.maximum(grown - table.num_blocks[ready], 0).sum())
 
-    # --- who gives way
+    # --- evictions
 
     @cached_property
     def _victims(self) -> list[int]:
-        """Everybody with blocks; the last one gives way first: of the worst rank the one with most left to do."""
-        table, outlook = self._table, self._outlook
+        """Requests with blocks, the first to evict last: of the worst rank the one with most left to do."""
+        table, forecast = self._table, self._forecast
         holders = np.flatnonzero((table.num_blocks > 0) & self._view.can_evict)
-        order = np.lexsort((table.order[holders], outlook.left_s[holders], outlook.rank[holders]))
+        order = np.lexsort((table.order[holders], forecast.left_s[holders], forecast.rank[holders]))
         return [row for row in holders[order].tolist() if row not in self._evicted]
 
     def _evict_for(self, row: int, *, is_growth: bool) -> bool:
-        """Make room by one victim; strictly: a newcomer displaces only whoever is late or best-effort, and of a worse
-        rank than its own; who is in already and grows displaces whoever comes after it. An urgent newcomer
-        displaces whoever is ahead of its schedule as well."""
-        rank, claim = self._outlook.rank, self._outlook.claim
+        """Evict one victim for this row; return False if there is none.
+
+        A newcomer displaces only late or best-effort requests of a worse rank than its own, and if it is urgent also
+        those ahead of their schedule; a request that grows displaces any behind it.
+        """
+        rank, claim = self._forecast.rank, self._forecast.claim
         while self._victims:
             victim = self._victims[-1]
             if victim in self._packer:
@@ -239,9 +243,9 @@ class SloPacking:
         return not is_growth and claim[row] == URGENT and self._evict_ahead(row)
 
     def _evict_ahead(self, row: int) -> bool:
-        """The one furthest ahead of its schedule lends its memory, even if it is in the plan already.
+        """Evict the request furthest ahead of its schedule, even if it is in the plan already.
 
-        It comes back into free blocks, or when its next token is due by the schedule: until then it is not urgent.
+        It returns into free blocks, or when its next token is due by the schedule: until then it is not urgent.
         """
         while self._lenders:
             victim = self._lenders.pop()
@@ -252,47 +256,51 @@ class SloPacking:
 
     @cached_property
     def _lenders(self) -> list[int]:
-        """Who is ahead of its schedule, the furthest last."""
-        table, spare_s = self._table, self._outlook.spare_s
-        can_lend = self._outlook.is_ready & (self._outlook.rank > STARVING) & (table.num_blocks > 0) & (spare_s > 0)
+        """Requests ahead of their schedule, the furthest last."""
+        table, eviction_slack_s = self._table, self._forecast.eviction_slack_s
+        can_lend = (
+            self._forecast.is_ready & (self._forecast.rank > STARVING) & (table.num_blocks > 0) & (eviction_slack_s > 0)
+        )
         rows = np.flatnonzero(can_lend & self._view.can_evict)
-        furthest_last: list[int] = rows[np.lexsort((table.order[rows], spare_s[rows]))].tolist()
+        furthest_last: list[int] = rows[np.lexsort((table.order[rows], eviction_slack_s[rows]))].tolist()
         return furthest_last
 
     def _comes_after(self, victim: int, row: int) -> bool:
-        rank, left_s = self._outlook.rank, self._outlook.left_s
+        rank, left_s = self._forecast.rank, self._forecast.left_s
         return bool((rank[victim], left_s[victim]) > (rank[row], left_s[row]))
 
     def _evict(self, row: int) -> None:
-        """Swapped where copying it out and back takes less time than computing it again."""
+        """Evict a request: swapped if copying it out and back takes less time than recomputing it."""
         is_cheaper = 2 * self._copying_s(row) < self._recomputing_s(row)
-        self._packer.evict(row, Eviction.SWAP if is_cheaper and not self._table.num_swapped[row] else Eviction.DROP)
+        self._packer.evict(
+            row, EvictionMode.SWAP if is_cheaper and not self._table.num_swapped[row] else EvictionMode.DROP
+        )
         self._evicted.add(row)
         for others in (self._victims, self._longest):
             if row in others:
                 others.remove(row)
 
     def _copying_s(self, row: int) -> float:
-        """To the host, or back."""
+        """Return the time of a copy to the host, or back."""
         return self._view.costs.swap_s(self._view.memory.copy_tokens(int(self._table.num_cached[row])))
 
     def _recomputing_s(self, row: int) -> float:
-        return int(self._table.num_cached[row]) * self._outlook.prefill_token_s
+        return int(self._table.num_cached[row]) * self._forecast.prefill_token_s
 
-    # --- who is overtaken: of those without objectives, who has far more left to do
+    # --- overtaking, among requests without objectives, of those with far more left to do
 
     @cached_property
     def _longest(self) -> list[int]:
-        """Those on the device that may be; the last one first."""
-        table, outlook = self._table, self._outlook
+        """Requests on the device that may be overtaken, the first one last."""
+        table, forecast = self._table, self._forecast
         rows = np.flatnonzero(self._is_overtakable)
-        order = np.lexsort((table.order[rows], outlook.left_s[rows], table.priority[rows], outlook.rank[rows]))
+        order = np.lexsort((table.order[rows], forecast.left_s[rows], table.priority[rows], forecast.rank[rows]))
         return [row for row in rows[order].tolist() if row not in self._evicted]
 
     def _overtake(self, row: int, missing: int, budget_s: float) -> None:
-        """Let this newcomer have the blocks it misses, and a place, of equals; nobody leaves in vain."""
+        """Take missing blocks and a place for this newcomer from equals, if that suffices for it to run."""
         packer = self._packer
-        if (missing <= 0 < packer.num_places_left) or not self._outlook.is_free[row]:
+        if (missing <= 0 < packer.num_places_left) or not self._forecast.is_free[row]:
             return
         gives_place = self._longest_running() if packer.num_places_left < 1 else None
         if packer.num_places_left < 1 and (gives_place is None or not self._is_far_longer(gives_place, row)):
@@ -309,7 +317,7 @@ class SloPacking:
         return next((row for row in reversed(self._longest) if row in self._packer), None)
 
     def _overtaken(self, row: int, missing: int, budget_s: float) -> list[int] | None:
-        """Whose blocks are enough, the last first, if their copies take no longer than the iteration may."""
+        """Return victims with enough blocks, the last first, if their copies take no longer than the iteration may."""
         chosen, copying_s = [], 0.0
         for victim in reversed(self._longest if self._view.can_evict else []):
             copying_s += self._copying_s(victim)
@@ -322,14 +330,16 @@ class SloPacking:
         return None
 
     def _is_far_longer(self, victim: int, row: int) -> bool:
-        """Whether the one gains twice what the other loses, which is moved out and back: so that equals do not take
-        turns, and as predictions err."""
-        table, outlook = self._table, self._outlook
+        """Return whether the row gains twice the time that the victim loses by being moved out and back.
+
+        The factor keeps equals from taking turns, and allows for errors of prediction.
+        """
+        table, forecast = self._table, self._forecast
         recovery_s = self._recomputing_s(victim)
         if table.num_cached[victim] <= self._packer.num_free_host:
             recovery_s = min(recovery_s, 2 * self._copying_s(victim))
-        is_equal = outlook.claim[victim] == outlook.claim[row] and table.priority[victim] >= table.priority[row]
-        return bool(is_equal and outlook.left_s[victim] > 2 * (outlook.left_s[row] + recovery_s))
+        is_equal = forecast.claim[victim] == forecast.claim[row] and table.priority[victim] >= table.priority[row]
+        return bool(is_equal and forecast.left_s[victim] > 2 * (forecast.left_s[row] + recovery_s))
 
     def _force_one(self) -> None:
         rows = self._ordered(np.arange(len(self._table)))
@@ -344,22 +354,22 @@ class SloPacking:
     # --- order
 
     def _ordered(self, rows: Ints, at_most: int | None = None) -> Ints:
-        """By rank, priority, time left and arrival here; only the first ones where that is said.
+        """Sort by rank, priority, time left and arrival at the worker; return the first `at_most`.
 
-        Those who have waited too long go by arrival: nobody else's being shorter keeps them waiting.
+        Starving requests go by arrival, so that shorter ones do not keep them waiting.
         """
-        table, outlook = self._table, self._outlook
+        table, forecast = self._table, self._forecast
         if at_most is not None and 0 < at_most < len(rows):
-            rank = outlook.rank[rows]
+            rank = forecast.rank[rows]
             rows = rows[rank <= np.partition(rank, at_most - 1)[at_most - 1]]
-        left_s = np.where(outlook.rank[rows] == STARVING, 0.0, outlook.left_s[rows])
-        order = np.lexsort((table.order[rows], left_s, table.priority[rows], outlook.rank[rows]))
+        left_s = np.where(forecast.rank[rows] == STARVING, 0.0, forecast.left_s[rows])
+        order = np.lexsort((table.order[rows], left_s, table.priority[rows], forecast.rank[rows]))
         ordered: Ints = rows[order]
         return ordered[:at_most]
 
     def _still_out(self, rows: Ints) -> Ints:
-        """Neither in the plan nor evicted by it."""
+        """Return rows neither in the plan nor evicted by it."""
         packer, evicted = self._packer, self._evicted
-        if not evicted and not packer.num_shares:
+        if not evicted and not packer.num_scheduled:
             return rows
         return rows[[row not in evicted and row not in packer for row in rows.tolist()]]

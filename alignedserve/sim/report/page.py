@@ -62,7 +62,7 @@ if (document.querySelector('input[name=rate]')) show();
 
 
 def report_page(report: Report) -> str:
-    """The whole document. It loads nothing, and its policy forbids that it ever could."""
+    """Render the whole document; it loads nothing, and its content security policy forbids loading."""
     style = _styled()
     title = escape(report.title)
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(_SCRIPT)}; base-uri 'none'"
@@ -107,7 +107,7 @@ def _rates(report: Report) -> str:
     sections = []
     for name in report.classes:
         charts = (
-            plots.against_rate(report, name, "requests that held their objectives", lambda one: one.attainment,
+            plots.against_rate(report, name, "requests that met their objectives", lambda one: one.attainment,
                                is_share=True),
             plots.against_rate(report, name, "goodput, requests per second", lambda one: one.goodput_per_s,
                                is_share=False),
@@ -116,7 +116,7 @@ def _rates(report: Report) -> str:
         )  # fmt: skip
         heading = element("h3", f"class {escape(name)}") if name != ALL else ""
         sections.append(heading + element("div", *map(_figure, charts), class_="plots"))
-    intro = "Whatever does not end with a whole answer has missed its objectives; goodput counts those that held them."
+    intro = "A request without a complete answer misses its objectives; goodput counts the requests that met theirs."
     return (
         element("h2", "Against the rate")
         + element("p", intro, class_="soft")
@@ -132,7 +132,7 @@ def _at_each_rate(report: Report) -> str:
 
 
 def _selector(report: Report) -> str:
-    """One of the middle rates is chosen to begin with."""
+    """Render the choice of a rate, with a middle one preselected."""
     rates = report.rates
     chosen = rates[len(rates) // 2] if rates else None
     choices = []

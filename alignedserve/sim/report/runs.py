@@ -1,4 +1,4 @@
-"""What a report is made of."""
+"""The data of a report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from alignedserve.sim.engine import IterationLine
 from alignedserve.sim.result import ALL, ClassResult, SimulationResult
 
-WINDOW_S = 8.0  # of one worker's life that is shown
+WINDOW_S = 8.0  # of one worker's timeline that is shown
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """One policy at one rate: its result, or why there is none."""
+    """One policy at one rate: its result, or its error."""
 
     policy: str
     rate: float  # requests per second that were offered
@@ -20,13 +20,13 @@ class ReportedRun:
     error: str | None = None
 
     def of_class(self, name: str) -> ClassResult | None:
-        """None where it failed or had no such requests."""
+        """Return the result of a class; None if the run failed or had no such requests."""
         return None if self.result is None else self.result.classes.get(name)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A sweep. `about`: lines of name and value that say what was simulated, and where."""
+    """A sweep. `about`: names and values that describe what was simulated, and where."""
 
     title: str
     about: Sequence[tuple[str, str]]
@@ -34,32 +34,32 @@ class Report:
 
     @property
     def policies(self) -> list[str]:
-        """In order of appearance."""
+        """Return the policies in order of appearance."""
         return list(dict.fromkeys(run.policy for run in self.runs))
 
     @property
     def rates(self) -> list[float]:
-        """Ascending."""
+        """Return the rates, ascending."""
         return sorted({run.rate for run in self.runs})
 
     @property
     def classes(self) -> list[str]:
-        """All together first; then each, where there are several."""
+        """Return "all", then each class if there are several."""
         named = {name for run in self.runs if run.result is not None for name in run.result.classes}
         others = sorted(named - {ALL})
         return [ALL, *others] if len(others) > 1 else [ALL]
 
     def style_of(self, policy: str) -> int:
-        """Which of the page's colours and marks it has."""
+        """Return the index of the policy's colour and mark."""
         return self.policies.index(policy)
 
     def at_rate(self, rate: float) -> list[ReportedRun]:
-        """All policies' runs there."""
+        """Return all policies' runs at this rate."""
         return [run for run in self.runs if run.rate == rate]
 
 
 def window_of(timeline: Sequence[IterationLine]) -> list[IterationLine]:
-    """The iterations of WINDOW_S seconds in the middle, times counted from where they begin."""
+    """Return the iterations of WINDOW_S seconds in the middle, with times from their beginning."""
     if not timeline:
         return []
     begins, ends = timeline[0].started_s, timeline[-1].ended_s

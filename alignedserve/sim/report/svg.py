@@ -1,4 +1,4 @@
-"""Small pieces of SVG: elements whose every text and attribute is escaped, scales with round ticks, and a frame."""
+"""Building blocks of SVG: elements with escaped texts and attributes, scales with round ticks, and a frame."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
 def element(name: str, /, *children: str, **attributes: object) -> str:
-    """One element. Children are markup already; attributes are escaped (`class_`, `stroke_width` as they sound)."""
+    """Render an element. Children are markup; attributes are escaped (`class_` is class, `a_b` a-b)."""
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_written(value))}"' for key, value in attributes.items()
     )
@@ -25,7 +25,7 @@ def element(name: str, /, *children: str, **attributes: object) -> str:
 
 
 def text(words: str, **attributes: object) -> str:
-    """A label."""
+    """Render a label."""
     return element("text", escape(words), **attributes)
 
 
@@ -34,12 +34,12 @@ def _written(value: object) -> str:
 
 
 def number(value: float) -> str:
-    """A coordinate, to a tenth of a unit."""
+    """Format a coordinate, to a tenth of a unit."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def shown(value: float) -> str:
-    """A quantity for people: three digits, no exponent."""
+    """Format a quantity for people: three digits, no exponent."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.{max(2 - math.floor(math.log10(abs(value))), 0)}f}".rstrip("0").rstrip(".")
@@ -47,21 +47,21 @@ def shown(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From values to the way along an axis, 0 to 1."""
+    """Maps values to positions along an axis, 0 to 1."""
 
     low: float
     high: float
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Where a value stands; what is beyond an end stands at the end."""
+        """Return a value's position, clamped to the ends."""
         low, high, value = self.low, self.high, min(max(value, self.low), self.high)
         if self.is_log:
             return math.log(value / low) / math.log(high / low)
         return (value - low) / (high - low)
 
     def ticks(self) -> list[float]:
-        """Round values within."""
+        """Return round values within the scale."""
         if self.is_log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             steps = (1, 2, 5) if len(decades) <= 4 else (1,)
@@ -75,13 +75,13 @@ class Scale:
 
 
 def from_zero(values: Sequence[float]) -> Scale:
-    """A linear scale that holds these and begins at 0."""
+    """Build a linear scale from 0 that covers these values."""
     highest = max(values, default=0.0)
     return Scale(0.0, highest * 1.05 if highest > 0 else 1.0)
 
 
 def logarithmic(values: Sequence[float]) -> Scale:
-    """A logarithmic scale that holds all of these above 0."""
+    """Build a logarithmic scale that covers these values above 0."""
     above = [value for value in values if value > 0]
     if not above:
         return Scale(0.1, 1.0, is_log=True)
@@ -90,7 +90,7 @@ def logarithmic(values: Sequence[float]) -> Scale:
 
 
 def _round_step(step: float) -> float:
-    """The next of 1, 2, 5, 10, ..."""
+    """Round up to the next of 1, 2, 5, 10, ..."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * 0.999)
 
@@ -110,7 +110,7 @@ class Frame:
     top: int = 32
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Coordinates of a point."""
+        """Return the coordinates of a point."""
         right = self.width - 14
         lowest = self.height - self.bottom
         return (
@@ -119,7 +119,7 @@ class Frame:
         )
 
     def axes(self, *, y_is_share: bool = False) -> str:
-        """Grid, ticks and names of the axes."""
+        """Render grid, ticks and names of the axes."""
         lowest, parts = self.height - self.bottom, []
         for tick in self.y.ticks():
             left, level = self.at(self.x.low, tick)
@@ -138,35 +138,35 @@ class Frame:
         return "".join(parts)
 
     def picture(self, label: str, *content: str) -> str:
-        """The whole plot. `label`: what it is, for who cannot see it."""
+        """Render the whole plot. `label`: a description for screen readers."""
         return picture(self.width, self.height, label, *content)
 
 
 def picture(width: float, height: float, label: str, *content: str) -> str:
-    """A picture that is as wide as its place."""
+    """Render a picture that scales to the width of its container."""
     box = f"0 0 {number(width)} {number(height)}"
     return element("svg", *content, viewBox=box, role="img", aria_label=label)
 
 
 def path(points: Sequence[tuple[float, float]]) -> str:
-    """A line through points, as the `d` of a path."""
+    """Return a line through points, as the `d` of a path."""
     return "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
 
 
 def dash(style: int) -> str:
-    """How the line of the n-th series is broken."""
+    """Return the dash pattern of the n-th series."""
     return _DASHES[style // MAX_STYLES % len(_DASHES)]
 
 
 def mark(style: int, x: float, y: float, words: str = "") -> str:
-    """The n-th series' mark. `words` appear beside the pointer."""
+    """Render the mark of the n-th series. `words`: its tooltip."""
     title = element("title", escape(words)) if words else ""
     place = f"translate({number(x)} {number(y)})"
     return element("path", title, d=_MARKS[style % len(_MARKS)], transform=place, class_="mark")
 
 
 def swatch(style: int) -> str:
-    """The n-th series in a legend."""
+    """Render the n-th series of a legend."""
     line = element("line", x1=0, x2=26, y1=7, y2=7, class_="curve", stroke_dasharray=dash(style))
     return element(
         "svg", line, mark(style, 13, 7), width=26, height=14, class_=f"s{style % MAX_STYLES}", aria_hidden="true"

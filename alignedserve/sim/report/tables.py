@@ -1,4 +1,4 @@
-"""The same figures as tables: for the terminal, and beneath every plot."""
+"""The figures of a report as tables, for the terminal and below every plot."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ NOTHING = "–"  # noqa: RUF001  # a dash in a table
 
 
 class Table(NamedTuple):
-    """Cells as they are shown. The first `num_names` columns are names, the others quantities."""
+    """Formatted cells. The first `num_names` columns are names, the others quantities."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -32,7 +32,7 @@ _HEADLINES = (
 
 
 def headlines(report: Report) -> Table:
-    """A row per run, and one per class where there are several."""
+    """Build a row per run, and one per class if there are several."""
     has_classes = len(report.classes) > 1
     rows = [
         [run.policy, shown(run.rate), *([name] if has_classes else []), *_headline_cells(run, name)]
@@ -63,12 +63,12 @@ def _class_cells(found: ClassResult) -> list[str]:
 
 
 def mean_utilisation(result: SimulationResult) -> float:
-    """Of all workers."""
+    """Return the mean utilisation of all workers."""
     return sum(worker.utilisation for worker in result.workers) / max(len(result.workers), 1)
 
 
 def distributions(runs: Sequence[ReportedRun], class_name: str) -> Table:
-    """Percentiles of TTFT and TBT."""
+    """Build a table of the percentiles of TTFT and TBT."""
     rows = []
     for run in runs:
         found = run.of_class(class_name)
@@ -79,7 +79,7 @@ def distributions(runs: Sequence[ReportedRun], class_name: str) -> Table:
 
 
 def workers(runs: Sequence[ReportedRun]) -> Table:
-    """What every worker did."""
+    """Build a table of every worker's work."""
     rows = [
         [run.policy, one.name, f"{one.utilisation:.1%}"]
         + [f"{count:,}" for count in (one.num_iterations, one.num_prompt_tokens, one.num_decodes)]
@@ -91,7 +91,7 @@ def workers(runs: Sequence[ReportedRun]) -> Table:
 
 
 def windows(runs: Sequence[ReportedRun]) -> Table:
-    """Sums of what the timelines show."""
+    """Build a table of the sums over the timelines shown."""
     rows = []
     for run in runs:
         lines = window_of(run.result.timeline) if run.result is not None else []

@@ -1,4 +1,4 @@
-"""What is removed, and what is not, when nobody needs it any more."""
+"""Removal of files and batches that are no longer needed, and of nothing else."""
 
 import os
 from pathlib import Path

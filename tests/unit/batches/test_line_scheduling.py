@@ -1,4 +1,4 @@
-"""Whose line is next, by when, and when a batch is expected to end."""
+"""Order of batches, deadlines of lines, expected ends of batches."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_the_pace_is_learned() -> None:
     assert line_duration.mean_s == pytest.approx(2.0, rel=0.1)
 
 
-CAPACITY = ThroughputEstimate(tokens_per_s=100.0)
+THROUGHPUT = ThroughputEstimate(tokens_per_s=100.0)
 
 
 @pytest.mark.parametrize(
@@ -42,31 +42,31 @@ CAPACITY = ThroughputEstimate(tokens_per_s=100.0)
     [(7200.0, Risk.FITS, 3000.0), (3600.0, Risk.AT_RISK, 3000.0), (1800.0, Risk.CANNOT_FIT, 2400.0)],
 )
 def test_the_example_of_the_quote(window_s: float, risk: Risk, finish_s: float) -> None:
-    quoted = estimate_eta(RemainingWork(window_s, 2000 * 150.0), [], CAPACITY, 0.0)
-    assert (quoted.risk, quoted.finish_s, quoted.is_measured) == (risk, finish_s, False)
+    eta = estimate_eta(RemainingWork(window_s, 2000 * 150.0), [], THROUGHPUT, 0.0)
+    assert (eta.risk, eta.finish_s, eta.is_measured) == (risk, finish_s, False)
 
 
 def test_batches_that_end_before_it_stand_before_it() -> None:
     own = RemainingWork(1000.0, 10_000.0)
     assert (
-        estimate_eta(own, [RemainingWork(900.0, 5000.0), RemainingWork(1100.0, 5000.0)], CAPACITY, 0.0).finish_s
+        estimate_eta(own, [RemainingWork(900.0, 5000.0), RemainingWork(1100.0, 7000.0)], THROUGHPUT, 0.0).finish_s
         == 150.0
     )
 
 
 def test_a_workload_comes_from_the_file_and_then_from_the_lines_that_ended() -> None:
     record = batch_record(input_lines=10, input_bytes=10 * 520)
-    assert remaining_work(record, Progress(), CAPACITY).num_tokens == pytest.approx(10 * (100 + 64))
+    assert remaining_work(record, Progress(), THROUGHPUT).num_tokens == pytest.approx(10 * (100 + 64))
     half = Progress(counts=Counts(total=32, completed=16), usage=Usage(input_tokens=160, output_tokens=160))
     running = batch_record(num_lines=32, input_bytes=32 * 520)
-    assert remaining_work(running, half, CAPACITY).num_tokens == pytest.approx(16 * (164 + 20) / 2)
+    assert remaining_work(running, half, THROUGHPUT).num_tokens == pytest.approx(16 * (164 + 20) / 2)
 
 
 def test_capacity_is_learned() -> None:
-    measured = CAPACITY.with_rate(5000, 10.0)
+    measured = THROUGHPUT.with_rate(5000, 10.0)
     assert (measured.tokens_per_s, measured.is_measured) == (500.0, True)
     assert measured.with_rate(0, 60.0).tokens_per_s == 0.1
-    known = CAPACITY
+    known = THROUGHPUT
     for _ in range(2000):
         known = known.with_line(1120, 500, 10)
     assert known.line_tokens(1120) == pytest.approx(510, rel=0.01)
@@ -87,20 +87,20 @@ def test_what_is_assumed_is_what_others_leave(sums: tuple[int, float, float], ra
 
 
 def test_a_fleet_that_is_busy_makes_an_unmeasured_quote_worse() -> None:
-    ledger = BatchStatistics(BatchRepository(MemoryRecords()), 500.0, 8)
+    statistics = BatchStatistics(BatchRepository(MemoryRecords()), 500.0, 8)
     for cluster_totals in (ClusterTotals(0, 0.0, 0.0), ClusterTotals(100, 4.0, 0.0), ClusterTotals(4500, 10.0, 1.0)):
-        ledger.note_cluster_totals(cluster_totals)
-    assert ledger.throughput.tokens_per_s == pytest.approx(50.0)
-    assert estimate_eta(RemainingWork(1000.0, 100_000.0), [], ledger.throughput, 0.0).risk is Risk.CANNOT_FIT
-    ledger.note_cluster_totals(ClusterTotals(0, 0.0, 0.0))  # a new router
-    ledger.note_cluster_totals(ClusterTotals(0, 20.0, 20.0))
-    ledger.note_cluster_totals(ClusterTotals(0, 40.0, 40.0))
-    assert ledger.throughput.tokens_per_s == 500.0
+        statistics.note_cluster_totals(cluster_totals)
+    assert statistics.throughput.tokens_per_s == pytest.approx(50.0)
+    assert estimate_eta(RemainingWork(1000.0, 100_000.0), [], statistics.throughput, 0.0).risk is Risk.CANNOT_FIT
+    statistics.note_cluster_totals(ClusterTotals(0, 0.0, 0.0))  # a new router
+    statistics.note_cluster_totals(ClusterTotals(0, 20.0, 20.0))
+    statistics.note_cluster_totals(ClusterTotals(0, 40.0, 40.0))
+    assert statistics.throughput.tokens_per_s == 500.0
 
 
 def test_what_was_measured_is_not_replaced_by_an_assumption() -> None:
-    ledger = BatchStatistics(BatchRepository(MemoryRecords()), 500.0, 8)
-    ledger.throughput = CAPACITY.with_rate(700, 1.0)
-    ledger.note_cluster_totals(ClusterTotals(0, 0.0, 0.0))
-    ledger.note_cluster_totals(ClusterTotals(0, 10.0, 0.0))
-    assert ledger.throughput.tokens_per_s == 700.0
+    statistics = BatchStatistics(BatchRepository(MemoryRecords()), 500.0, 8)
+    statistics.throughput = THROUGHPUT.with_rate(700, 1.0)
+    statistics.note_cluster_totals(ClusterTotals(0, 0.0, 0.0))
+    statistics.note_cluster_totals(ClusterTotals(0, 10.0, 0.0))
+    assert statistics.throughput.tokens_per_s == 700.0

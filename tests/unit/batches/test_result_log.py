@@ -148,7 +148,7 @@ def test_a_side_may_be_read_from_any_byte_on(tmp_path: Path) -> None:
 
 
 def test_what_was_read_before_is_not_read_again(tmp_path: Path) -> None:
-    """Whoever follows a batch asks for the end of its results again and again."""
+    """A client that follows a batch reads the end of its results again and again."""
     reader = logs(tmp_path)
     log, _ = reader.open(BATCH, 3000)
     log.append([ResultRecord(line, LineOutcome.COMPLETED, b"%04d" % line + b"x" * 2000) for line in range(3000)])

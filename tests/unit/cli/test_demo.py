@@ -10,8 +10,8 @@ from alignedserve.cli.commands.demo import demo
 from alignedserve.cli.commands.options import DemoOptions
 from alignedserve.evaluation.checked_trace import (
     LONGEST_READING,
-    Fate,
     WrongAnswer,
+    WrongAnswerCause,
     parse_metrics,
     plan_checked_trace,
 )
@@ -134,9 +134,12 @@ def test_server_that_tells_nothing_fails(capsys: pytest.CaptureFixture[str]) -> 
     assert "lacks" in json.loads(capsys.readouterr().out)["problems"][0]
 
 
-@pytest.mark.parametrize(("alone", "fate"), [("x", Fate.MODEL_WRONG), ("y", Fate.CORRUPTED), (None, Fate.CORRUPTED)])
-def test_fate_is_decided_by_the_second_run(alone: str | None, fate: Fate) -> None:
-    assert WrongAnswer(0, PocketTask(Skill.SUMS, "p", "a"), "x", alone).fate is fate
+@pytest.mark.parametrize(
+    ("alone", "cause"),
+    [("x", WrongAnswerCause.MODEL_WRONG), ("y", WrongAnswerCause.CORRUPTED), (None, WrongAnswerCause.CORRUPTED)],
+)
+def test_the_cause_is_decided_by_the_second_run(alone: str | None, cause: WrongAnswerCause) -> None:
+    assert WrongAnswer(0, PocketTask(Skill.SUMS, "p", "a"), "x", alone).cause is cause
 
 
 def test_metrics_are_summed_over_labels() -> None:

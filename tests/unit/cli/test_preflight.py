@@ -18,7 +18,7 @@ from tests.support.in_process import TINY_LLAMA, small_config
 
 
 class Free(NamedTuple):
-    """What `os.statvfs` says of a memory file system."""
+    """Stands for the answer of `os.statvfs` for a memory file system."""
 
     f_bavail: int
     f_frsize: int = 1

@@ -1,16 +1,16 @@
-"""Attempt numbers: lives, and steps within one."""
+"""Attempt numbers: epochs, and steps within one."""
 
 from alignedserve.core.attempts import STEPS_PER_EPOCH, epoch_end, is_same_epoch, next_epoch, next_step
 
 
-def test_a_life_begins_above_the_latest() -> None:
+def test_an_epoch_begins_above_the_latest() -> None:
     first = next_epoch(0, now=0.0)
     assert first == STEPS_PER_EPOCH
     assert next_epoch(first, now=0.0) == 2 * STEPS_PER_EPOCH
     assert next_epoch(epoch_end(first), now=0.0) == 2 * STEPS_PER_EPOCH
 
 
-def test_a_life_is_at_least_the_time_in_milliseconds() -> None:
+def test_an_epoch_is_at_least_the_time_in_milliseconds() -> None:
     assert next_epoch(0, now=12.5) == 12_500 * STEPS_PER_EPOCH
     assert next_epoch(12_500 * STEPS_PER_EPOCH, now=12.5) == 12_501 * STEPS_PER_EPOCH
 
@@ -26,13 +26,13 @@ def test_as_in_the_docstring_the_pool_takes_it_with_one_step_and_a_decode_worker
     assert next_step(next_step(given_out)) == given_out + 2
 
 
-def test_a_step_stays_within_its_life() -> None:
+def test_a_step_stays_within_its_epoch() -> None:
     given_out = next_epoch(0, now=0.0)
     assert is_same_epoch(given_out, next_step(given_out))
     assert not is_same_epoch(given_out, next_epoch(given_out, now=0.0))
 
 
-def test_the_end_of_a_life_is_behind_all_its_steps_and_before_the_next() -> None:
+def test_the_end_of_an_epoch_is_behind_all_its_steps_and_before_the_next() -> None:
     given_out = next_epoch(0, now=0.0)
     end = epoch_end(next_step(given_out))
     assert end == epoch_end(given_out) == next_epoch(given_out, now=0.0) - 1

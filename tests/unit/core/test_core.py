@@ -1,4 +1,4 @@
-"""The nouns everybody shares: blocks, the lifecycle, chunks, ends of answers, bounds of sampling."""
+"""Records that all components share: blocks, the lifecycle, chunks, ends of answers, bounds of sampling."""
 
 import math
 from typing import Any
@@ -112,7 +112,7 @@ def test_the_table_of_steps() -> None:
     open_stages = {Stage.QUEUED, Stage.PREFILLING, Stage.POOLED, Stage.DECODING}
     assert {stage for stage in Stage if not is_terminal(stage)} == open_stages
     assert all({Stage.ABORTED, Stage.FAILED} <= TRANSITIONS[stage] for stage in open_stages)
-    # Whoever holds a request may be lost: from everywhere there is a way back to the queue.
+    # The holder of a request may be lost: from every stage there is a way back to the queue.
     assert all(Stage.QUEUED in TRANSITIONS[stage] for stage in open_stages - {Stage.QUEUED})
     assert {stage for stage in Stage if Stage.FINISHED in TRANSITIONS[stage]} == {Stage.PREFILLING, Stage.DECODING}
 

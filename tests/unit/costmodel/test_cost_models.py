@@ -16,7 +16,6 @@ from alignedserve.costmodel.linear import (
     Sample,
     fit_error,
     fit_linear,
-    linear_approximation,
 )
 from alignedserve.costmodel.links import LinkModel
 from alignedserve.costmodel.model_shapes import model_shape
@@ -74,12 +73,6 @@ def test_the_kernel_kind_is_read_from_mixed_lengths() -> None:
     assert fitted.coefficients.straggler_share == pytest.approx(1.0)
     assert LinearCoefficients(context_token_s=3.0, padded_token_s=1.0).straggler_share == 0.25
     assert LinearCoefficients().straggler_share is None
-
-
-def test_a_linear_model_is_its_own_approximation() -> None:
-    approximated = linear_approximation(LinearIterationModel(TRUE, 0.25))
-    assert dataclasses.astuple(approximated.coefficients) == pytest.approx(dataclasses.astuple(TRUE), rel=1e-4)
-    assert approximated.swap_token_s == 0.25
 
 
 # --- published

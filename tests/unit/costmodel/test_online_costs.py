@@ -5,13 +5,11 @@ import random
 
 import pytest
 
-from alignedserve.costmodel.choice import make_cost_model
 from alignedserve.costmodel.linear import (
     LinearCoefficients,
     LinearIterationModel,
     Sample,
     fit_error,
-    linear_approximation,
 )
 from alignedserve.costmodel.online import GENERIC, OnlineIterationModel
 from alignedserve.costmodel.work import IterationWork
@@ -30,6 +28,18 @@ def learn(
         costs.observe(work, machine.iteration_s(work) * noise)
 
 
+# What DistServe's published figures come to, as far as a weighted sum can say.
+MEASURED_ELSEWHERE = LinearCoefficients(
+    base_s=0.01885,
+    prompt_token_s=9.97e-5,
+    prompt_pair_s=1.49e-8,
+    decode_s=7.04e-5,
+    context_token_s=6.08e-7,
+    padded_token_s=8.5e-9,
+    hidden_token_s=1.69e-5,
+)
+
+
 def held_out() -> list[Sample]:
     generator = random.Random(99)
     return [Sample(work, MACHINE.iteration_s(work)) for work in (random_work(generator) for _ in range(60))]
@@ -38,7 +48,7 @@ def held_out() -> list[Sample]:
 def test_before_any_iteration_it_says_what_the_prior_says() -> None:
     work = prefill(100)
     assert OnlineIterationModel().iteration_s(work) == LinearIterationModel(GENERIC).iteration_s(work)
-    prior = linear_approximation(make_cost_model("distserve"))
+    prior = LinearIterationModel(MEASURED_ELSEWHERE, 3.2e-5)
     costs = OnlineIterationModel(prior.coefficients, prior.swap_token_s)
     assert costs.iteration_s(work) == prior.iteration_s(work)
     assert costs.swap_s(3) == prior.swap_s(3)
@@ -52,7 +62,7 @@ def test_the_first_iteration_sets_how_fast_the_machine_is() -> None:
 
 
 def test_it_learns_a_machine_from_noisy_iterations() -> None:
-    for prior in (GENERIC, linear_approximation(make_cost_model("distserve")).coefficients):
+    for prior in (GENERIC, MEASURED_ELSEWHERE):
         costs = OnlineIterationModel(prior)
         learn(costs, 600, outliers=0.02)
         error = fit_error(costs, held_out())

@@ -6,7 +6,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.attention_kernel import AttentionKernel
 from alignedserve.costmodel.curve import Curve
 from alignedserve.costmodel.hardware import HARDWARE, hardware
-from alignedserve.costmodel.links import LinkModel, network_link, nvlink_link, pcie_link
+from alignedserve.costmodel.links import LinkModel, nvlink_link, pcie_link
 from alignedserve.costmodel.memory import num_cache_blocks
 from alignedserve.costmodel.model_shapes import MODEL_SHAPES, model_shape
 from alignedserve.costmodel.published.collectives import collective_curve
@@ -61,7 +61,6 @@ def test_links() -> None:
     assert LinkModel(1e-5, 1e9).transfer_s(5e6) == pytest.approx(0.00501)
     assert LinkModel(1e-5, 1e9).transfer_s(0) == 0.0
     assert pcie_link(A100).bytes_per_s == pytest.approx(25.6e9)
-    assert network_link(100).bytes_per_s == 12.5e9
 
 
 @pytest.mark.parametrize("name", ["a100-80g", "h100"])

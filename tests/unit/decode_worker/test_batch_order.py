@@ -1,4 +1,4 @@
-"""Which batch runs, which comes next, and when the one gives way to the other: batches of three or more are full."""
+"""The order of batches, and when the next replaces the running one: batches of three or more are full."""
 
 from collections.abc import Collection
 

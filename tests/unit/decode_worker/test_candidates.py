@@ -48,7 +48,7 @@ MISSED = to_router(RequestPreempted(R1, 1, (7,), handoff_refused=True))
 
 
 def full(buffer_blocks: int = 8) -> DecodeHarness:
-    """r2 runs, and nobody else may."""
+    """r2 runs, and no other request may."""
     made = DecodeHarness(max_running_requests=1, buffer_blocks=buffer_blocks)
     made.enter(H2)
     return made

@@ -1,4 +1,4 @@
-"""The colocated worker, decision by decision: twenty blocks of four tokens, whoever its script names."""
+"""The colocated worker, decision by decision: twenty blocks of four tokens, requests named by its script."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whose cache leaves a colocated worker's device, and how it comes back."""
+"""Evictions from a colocated worker's device, and how the caches come back."""
 
 from typing import Any
 
@@ -80,8 +80,8 @@ def test_the_policy_sees_what_is_swapped_out() -> None:
     assert (table.num_blocks.tolist(), table.num_preemptions.tolist()) == ([2, 0], [0, 1])
 
 
-def test_a_plan_that_evicts_for_nobody_is_a_broken_invariant() -> None:
-    with pytest.raises(AssertionError, match="evicts for nobody"):
+def test_a_plan_with_only_evictions_is_a_broken_invariant() -> None:
+    with pytest.raises(AssertionError, match="evictions without a scheduled request"):
         decoding().follow(Step(drop=["r1"]))
 
 

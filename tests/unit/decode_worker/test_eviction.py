@@ -1,4 +1,4 @@
-"""Who is evicted when, where to, and how evicted requests come back or return to the pool."""
+"""Evictions: victims, targets, and how evicted requests come back or return to the pool."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, OffloadBlocks, UnmapArena
 from alignedserve.messages.workers import RequestPreempted
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.scheduler_state import Scheduler
 from decode_worker.logic import DecodeCommand
 from tests.harnesses.decode import (
     EOS,
@@ -121,7 +121,7 @@ def test_its_buffer_blocks_are_free_when_it_is_back() -> None:
     assert made.logic._candidates.space.num_used == 0
 
 
-def test_without_a_buffer_nobody_leaves_before_somebody_stalls() -> None:
+def test_without_a_buffer_no_request_leaves_before_one_stalls() -> None:
     made = grown(buffer_blocks=0)
     assert made.sampled(r1=20, r2=20)[:1] == [run(slices={"r1": 1, "r2": 1})]
 
@@ -237,7 +237,7 @@ def test_who_must_not_be_late_finishes_beside_the_new_batch() -> None:
     assert offloads(made.sampled(r1=8)) == []
 
 
-def test_a_batch_too_small_for_a_switch_evicts_nobody() -> None:
+def test_a_batch_too_small_for_a_switch_evicts_none() -> None:
     made = two()
     made.grant(NEWCOMERS[0], batch=2)
     assert offloads(made.sampled(r1=8)) == []
@@ -302,7 +302,7 @@ def test_what_the_pool_did_not_take_stays_to_run_beside_whatever_does() -> None:
     assert [part.request_id for part in command.loads] == [R1]
 
 
-def test_what_nobody_knows_of_is_left_to_the_router() -> None:
+def test_what_is_unknown_here_is_left_to_the_router() -> None:
     made = switched()
     assert back(made, ReturnOutcome.UNKNOWN) == [to_router(RequestPreempted(R1, 1, (7, 8)))]
     assert made.logic._candidates.space.num_used == 0
@@ -344,11 +344,11 @@ def test_where_the_buffer_is_roomy_it_stays() -> None:
 
 
 def test_who_is_evicted_before_it_has_computed_what_its_copy_lacked_takes_along_what_it_has() -> None:
-    resting = PolicyPacing(Scheduler(Script(), EasyCosts(), IterationLimits(4, 10)))
-    made = DecodeHarness(buffer_blocks=16, pacing=resting)
+    resting = PolicyIterationScheduler(Scheduler(Script(), EasyCosts(), IterationLimits(4, 10)))
+    made = DecodeHarness(buffer_blocks=16, scheduler=resting)
     whole = long("r1", 7, 11)
     made.enter(msgspec.structs.replace(whole, copy=BlockCopy(11, 3, (BlockRun(0, 1, 0),))), long("r2", 2, 12))
-    (offload,) = made.logic._evictions.make_way(1, num_stalled=0)
+    (offload,) = made.logic._evictions.free_blocks(1, num_stalled=0)
     assert offload == OffloadBlocks(R1, 1, blocks(0), PREFILL, blocks(0), 1)
     (command,) = loads(made.offloaded(offload, (BlockRun(0, 1, 55),)))  # there is room for it again
     assert [part.copy for part in command.loads] == [BlockCopy(1, 3, (BlockRun(0, 1, 55),))]

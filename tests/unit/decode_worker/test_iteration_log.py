@@ -194,7 +194,7 @@ def test_time_begins_with_the_first_tick_or_the_first_iteration() -> None:
 # --- the shape of the batch
 
 
-def test_everybody_grows_by_a_token() -> None:
+def test_all_requests_grow_by_a_token() -> None:
     harness = IterationLogHarness()
     assert lengths(harness.run(harness.join(member(context_len=4), member("r2", 10)))) == (2, 4, 7.0, 10)
     assert lengths(harness.run()) == (2, 5, 8.0, 11)

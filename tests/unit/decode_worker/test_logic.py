@@ -97,7 +97,7 @@ def test_the_first_needs_no_room_to_grow() -> None:
     assert loads(DecodeHarness(num_blocks=2).grant(H1)) == [from_pool(load(H1, 0, 1))]
 
 
-def test_nobody_overtakes_a_candidate_that_does_not_fit() -> None:
+def test_none_overtakes_a_candidate_that_does_not_fit() -> None:
     made = DecodeHarness(num_blocks=6)
     large, small = handoff(request("r2", prompt_len=16), 12), handoff(request("r3", prompt_len=1), 13)
     assert loads(made.grant(H1, large, small)) == [from_pool(load(H1, 0, 1))]

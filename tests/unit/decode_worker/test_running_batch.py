@@ -1,10 +1,10 @@
-"""Who fits into the running batch, and what it needs for the next iteration: blocks of four tokens."""
+"""Admission to the running batch, and the blocks of the next iterations: blocks of four tokens."""
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import SampledToken
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.scheduler_state import Scheduler
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.state import Candidate, Loading, RunningRequest
 from tests.harnesses.scheduling import EasyCosts, Script, Step
@@ -12,7 +12,7 @@ from tests.support.samples import blocks, handoff, request
 
 
 def candidate(name: str, prompt_len: int, max_tokens: int = 40) -> Candidate:
-    """Of one token more than its prompt."""
+    """Build a candidate of one token more than its prompt."""
     of = handoff(request(name, prompt_len=prompt_len, max_tokens=max_tokens), 1)
     return Candidate.of_handoff(of, BatchId(1), 0.0)
 
@@ -24,9 +24,17 @@ def append_token(running: RunningRequest) -> None:
 class RunningBatchHarness:
     """A running batch, here of at most three."""
 
-    def __init__(self, num_blocks: int, max_running_requests: int = 3, pacing: PolicyPacing | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        max_running_requests: int = 3,
+        scheduler: PolicyIterationScheduler | None = None,
+    ) -> None:
         self.batch = RunningBatch(
-            num_blocks=num_blocks, block_size=4, max_running_requests=max_running_requests, pacing=pacing
+            num_blocks=num_blocks,
+            block_size=4,
+            max_running_requests=max_running_requests,
+            scheduler=scheduler,
         )
 
     def enter(self, name: str, prompt_len: int, max_tokens: int = 40) -> RunningRequest:
@@ -47,7 +55,7 @@ class RunningBatchHarness:
         return running
 
     def iterate(self) -> None:
-        """Everybody who does not stall gets a token."""
+        """Give a token to every request that does not stall."""
         self.batch.take_changes()
         for request_id, num_tokens in self.batch.slices(0.0):
             running = self.batch[request_id]
@@ -66,7 +74,7 @@ def test_the_first_does_not_fit_where_its_context_does_not() -> None:
     assert RunningBatchHarness(1).batch.blocks_if_fits(candidate("r1", 7)) is None
 
 
-def test_growth_of_thirty_two_tokens_is_foreseen_for_everybody() -> None:
+def test_growth_of_thirty_two_tokens_is_foreseen_for_all() -> None:
     sizes = [(2 + 8 + 2 + 8 - 1, None), (2 + 8 + 2 + 8, blocks(2, 3))]  # 8 tokens now, 40 then: ten blocks each
     for num_blocks, expected in sizes:
         harness = RunningBatchHarness(num_blocks)
@@ -91,9 +99,9 @@ def test_what_is_being_copied_in_grows_too() -> None:
 
 def test_blocks_that_are_being_copied_out_are_not_free_yet() -> None:
     harness = RunningBatchHarness(4)
-    block_ids = harness.batch.take_out(harness.enter("r1", 9))
+    block_ids = harness.batch.begin_eviction(harness.enter("r1", 9))
     assert harness.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) is None
-    harness.batch.copied_out(block_ids)
+    harness.batch.end_eviction(block_ids)
     assert harness.batch.blocks_if_fits(candidate("r2", 7, max_tokens=1)) is not None
 
 
@@ -109,7 +117,7 @@ def test_places_are_taken_by_what_is_being_copied_in() -> None:
     assert harness.batch.blocks_if_fits(candidate("r2", 7)) is None
 
 
-def test_whoever_is_admitted_is_not_evicted_within_the_foreseen_tokens() -> None:
+def test_a_request_that_is_admitted_is_not_evicted_within_the_foreseen_tokens() -> None:
     harness = RunningBatchHarness(20)
     harness.enter("r1", 7)
     harness.enter("r2", 7)
@@ -136,7 +144,7 @@ def test_a_request_at_its_end_needs_no_further_block() -> None:
     assert harness.batch.take_changes().extensions == ()
 
 
-def test_whoever_gets_no_block_stalls_and_the_others_go_on() -> None:
+def test_a_request_that_gets_no_block_stalls_and_the_others_go_on() -> None:
     harness = RunningBatchHarness(4)
     harness.enter_anyway("r1", 7)
     harness.enter_anyway("r2", 5)
@@ -161,12 +169,12 @@ def test_a_stalled_request_goes_on_when_there_is_a_block() -> None:
 def test_blocks_on_their_way_out_count_as_coming() -> None:
     harness = RunningBatchHarness(4)
     harness.enter_anyway("r1", 7)
-    harness.batch.take_out(harness.enter_anyway("r2", 5))
+    harness.batch.begin_eviction(harness.enter_anyway("r2", 5))
     harness.iterate()
     assert harness.batch.grow() == (1, -1)  # two blocks are coming for the one that is wanting
 
 
-def test_whoever_is_about_to_enter_grows_within_its_addition() -> None:
+def test_a_request_that_is_about_to_enter_grows_within_its_addition() -> None:
     harness = RunningBatchHarness(3)
     one = harness.enter_anyway("r1", 7)
     append_token(one)
@@ -179,7 +187,7 @@ def test_whoever_is_about_to_enter_grows_within_its_addition() -> None:
 # --- leaving
 
 
-def test_whoever_was_in_the_engine_is_removed_from_it() -> None:
+def test_a_request_that_was_in_the_engine_is_removed_from_it() -> None:
     harness = RunningBatchHarness(4)
     one = harness.enter("r1", 7)
     harness.iterate()
@@ -188,7 +196,7 @@ def test_whoever_was_in_the_engine_is_removed_from_it() -> None:
     assert harness.batch.num_free == 4
 
 
-def test_whoever_never_was_in_the_engine_is_not() -> None:
+def test_a_request_that_never_was_in_the_engine_is_not() -> None:
     harness = RunningBatchHarness(4)
     harness.batch.drop(harness.enter("r1", 7))
     assert harness.batch.take_changes() == ((), (), ())
@@ -237,8 +245,8 @@ def paced(*steps: Step, num_blocks: int = 20) -> RunningBatchHarness:
     """As these steps say."""
     script = Script()
     script.steps.extend(steps)
-    pacing = PolicyPacing(Scheduler(script, EasyCosts(), IterationLimits(4, 10)))
-    return RunningBatchHarness(num_blocks, pacing=pacing)
+    scheduler = PolicyIterationScheduler(Scheduler(script, EasyCosts(), IterationLimits(4, 10)))
+    return RunningBatchHarness(num_blocks, scheduler=scheduler)
 
 
 def test_a_policy_computes_in_chunks_what_the_copy_lacked() -> None:

@@ -17,6 +17,7 @@ _CODE = re.compile(r"`([^`\s]+)`")
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:/[\w.-]+)*/?")
 _MODULE_FILE = re.compile(r"[\w/]+\.py")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_COMMAND = re.compile(r"python -m ((?:benchmarks|experiments|tests|alignedserve)(?:\.[a-z]\w*)*)(?!\.?\w)")
 _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 _ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)]+)\)")
 
@@ -33,6 +34,14 @@ def test_named_modules_exist(page: Path) -> None:
     modules = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     named = [name for name in _CODE.findall(page.read_text()) if _MODULE_FILE.fullmatch(name)]
     assert [name for name in named if not any(f"/{module}".endswith(f"/{name}") for module in modules)] == []
+
+
+@per_page
+def test_named_commands_exist(page: Path) -> None:
+    modules = [ROOT / name.replace(".", "/") for name in _COMMAND.findall(page.read_text())]
+    assert [
+        path for path in modules if not (path / "__main__.py").exists() and not path.with_suffix(".py").exists()
+    ] == []
 
 
 @per_page

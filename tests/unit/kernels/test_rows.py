@@ -144,7 +144,7 @@ def test_the_first_of_the_highest(width: int, dtype: torch.dtype, level: str) ->
 
 
 def test_plain_forms_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs without the extension, or on another device, computes the same."""
+    """The versions without the extension, and on another device, compute the same."""
 
     def everything() -> list[Tensor]:
         x, residual = randoms(6, 48, dtype=torch.float32), randoms(6, 48, dtype=torch.float32, seed=1)

@@ -76,7 +76,7 @@ def test_fewer_than_wanted_are_a_batch_all_the_same(former: BatchFormer) -> None
 
 
 @pytest.mark.parametrize("limits", [BatchLimits(0, 10), BatchLimits(10, 0), BatchLimits(2, 10)])
-def test_limits_that_nobody_fits_give_no_batch(former: BatchFormer, limits: BatchLimits) -> None:
+def test_limits_that_no_request_fits_give_no_batch(former: BatchFormer, limits: BatchLimits) -> None:
     former.insert(pooled("a", 48, 0.0), 0.0)
     assert former.form(limits, 1.0) is None
 
@@ -127,7 +127,7 @@ def test_fcfs_as_in_its_docstring() -> None:
     assert names(former.form(BatchLimits(10_000, 2), 3.0)) == ["40", "900"]
 
 
-def test_fcfs_lets_nobody_overtake_one_that_does_not_fit() -> None:
+def test_fcfs_lets_no_request_overtake_one_that_does_not_fit() -> None:
     former = FcfsBatchFormer()
     former.insert(pooled("first", 16, 0.0), 0.0)
     former.insert(pooled("large", 800, 1.0), 0.0)

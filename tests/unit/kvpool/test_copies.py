@@ -1,4 +1,4 @@
-"""The KV pool's copies of what workers have: kept while there is room, found again, dropped at the end."""
+"""The KV pool's copies of what workers have: kept while blocks are free, found again, dropped at the end."""
 
 from typing import Any
 
@@ -30,10 +30,10 @@ def document(name: str, arrival_s: float = 0.0) -> Request:
     return chat(name, arrival_s, request_class=RequestClass.BEST_EFFORT)
 
 
-# --- kept for as long as there is room
+# --- kept for as long as blocks are free
 
 
-def test_a_copy_is_given_up_for_room_and_no_more_than_that() -> None:
+def test_copies_are_evicted_for_space_and_no_more_than_needed() -> None:
     made = PoolHarness()
     made.keep(chat("r1"))
     made.keep(chat("r2", arrival_s=1.0))
@@ -67,7 +67,7 @@ def test_what_is_read_is_not_given_up() -> None:
     assert released == [freed(0), *leased("r3", 3, 0)]
 
 
-def test_a_copy_makes_room_for_one_that_does_not_wait() -> None:
+def test_a_copy_is_evicted_for_one_that_does_not_wait() -> None:
     made = PoolHarness()
     made.keep("r1", 8)
     assert made.reserve("r2", 1, may_wait=False) == [freed(*range(8)), *leased("r2", 2, 0)]
@@ -101,7 +101,7 @@ def test_a_copy_beside_a_decode_worker_is_kept_not_indexed() -> None:
     assert made.load == PoolLoad(num_blocks_used=2, num_pooled=0, num_reserved=0, num_blocks_kept=2)
 
 
-def test_a_copy_beside_a_decode_worker_makes_room_for_who_waits_in_line() -> None:
+def test_a_copy_beside_a_decode_worker_is_evicted_for_the_next_in_line() -> None:
     made = PoolHarness()
     made.reserve("r1", 8, is_copy=True, may_wait=False)
     made.reserve("r2", 1)
@@ -127,7 +127,7 @@ def test_no_copy_is_taken_of_what_is_stale() -> None:
 # --- found again
 
 
-def test_a_copy_is_granted_to_whoever_computes_the_request_again() -> None:
+def test_a_copy_is_granted_to_the_worker_that_recomputes_the_request() -> None:
     made = PoolHarness()
     handoff = made.keep("r1", 2)
     assert made.hear(PREFILL, FetchCopy(R1, L2)) == [Send(PREFILL, CopyGranted(handoff, L2))]
@@ -179,7 +179,7 @@ def test_the_copy_of_a_request_that_is_over_is_freed() -> None:
     assert made.hear(PREFILL, FetchCopy(R1, L2)) == [Send(PREFILL, CopyMissing(R1, L2))]
 
 
-def test_the_end_of_an_earlier_life_leaves_the_copy_of_a_later_one() -> None:
+def test_the_end_of_an_earlier_epoch_leaves_the_copy_of_a_later_one() -> None:
     made = PoolHarness()
     handoff = made.keep("r1", attempt=L2)
     assert made.hear(ROUTER, DropRequest(R1, END)) == []

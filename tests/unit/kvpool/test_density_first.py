@@ -163,7 +163,7 @@ def test_lengths_over_the_maximum_are_counted_as_the_maximum() -> None:
 # --- requests larger than the limit alone
 
 
-def test_one_larger_than_the_limit_blocks_nobody_and_is_not_forgotten() -> None:
+def test_one_larger_than_the_limit_blocks_no_other_and_is_not_forgotten() -> None:
     former = former_with(request("giant", 30, 0.0, num_blocks=9), request("a", 30, 1.0), request("b", 29, 2.0))
     assert names(former.form(BatchLimits(8, 100, 2), LATE)) == "b a"
     assert names(former.form(BatchLimits(9, 100, 1), LATE + 3.0)) == "giant"
@@ -277,7 +277,7 @@ def test_who_lies_in_the_range_joins_oldest_first() -> None:
 
 
 @pytest.mark.parametrize("range_", [LengthRange(36, 60), LengthRange(30, 30), LengthRange(40, 1)])
-def test_nobody_in_the_range_is_none(range_: LengthRange) -> None:
+def test_no_request_in_the_range_is_none(range_: LengthRange) -> None:
     assert former_with(*lengths(30, 35, 60)).join(range_, BatchLimits(100, 100), SOON) is None
 
 

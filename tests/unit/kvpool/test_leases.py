@@ -134,7 +134,7 @@ def test_what_is_released_is_kept_and_counted_as_such() -> None:
     assert made.load == PoolLoad(num_blocks_used=3, num_pooled=0, num_reserved=0, num_blocks_kept=3)
 
 
-def test_what_is_released_makes_room_for_who_waits_in_line() -> None:
+def test_released_blocks_go_to_the_next_in_line() -> None:
     made = PoolHarness()
     handoff = made.grant("r1", 8)
     made.reserve("r2", 2)
@@ -150,7 +150,7 @@ def test_releasing_twice_keeps_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [LeasesReleased, LeasesReturned])
-def test_only_the_holder_can_let_go(kind: type[LeasesReleased | LeasesReturned]) -> None:
+def test_only_the_holder_can_release(kind: type[LeasesReleased | LeasesReturned]) -> None:
     made = PoolHarness()
     handoff = made.grant("r1")
     assert made.hear("decode-1", kind((handoff.lease_id,))) == []
@@ -158,7 +158,7 @@ def test_only_the_holder_can_let_go(kind: type[LeasesReleased | LeasesReturned])
 
 
 @pytest.mark.parametrize("kind", [LeasesReleased, LeasesReturned])
-def test_only_what_is_granted_can_be_let_go(kind: type[LeasesReleased | LeasesReturned]) -> None:
+def test_only_granted_leases_can_be_released(kind: type[LeasesReleased | LeasesReturned]) -> None:
     made = PoolHarness()
     lease_id = made.pool("r1").lease_id
     made.reserve("r2", 1)
@@ -284,7 +284,7 @@ def test_what_a_lost_prefill_worker_had_written_stays() -> None:
     assert grants(made.hear(ROUTER, FORM)) == [handoff_of(content)]
 
 
-def test_what_a_lost_decode_worker_was_granted_is_kept_and_told() -> None:
+def test_grants_of_a_lost_decode_worker_are_kept_and_reported() -> None:
     made = PoolHarness()
     handoff = made.grant("r1")
     made.pool("r2")
@@ -301,7 +301,7 @@ def test_what_a_lost_worker_read_of_a_request_that_is_over_is_freed() -> None:
     assert made.lose(DECODE) == [Send(ROUTER, CopyLost(R1, handoff.attempt)), freed(0)]
 
 
-def test_what_a_lost_worker_read_makes_room_for_who_waits_in_line() -> None:
+def test_blocks_read_by_a_lost_worker_go_to_the_next_in_line() -> None:
     made = PoolHarness()
     handoff = made.grant("r1", 8)
     made.reserve("r2", 1)

@@ -40,7 +40,7 @@ def test_the_router_hears_of_the_pool() -> None:
     assert PoolHarness().link(ROUTER, Role.ROUTER) == [Send(ROUTER, PoolRegistered(8, "digest"))]
 
 
-def test_counts_are_told_when_they_change() -> None:
+def test_counts_are_reported_when_they_change() -> None:
     made = PoolHarness()
     sent = made.logic.on_event(Received(PREFILL, ReserveBlocks(R1, L1, 3)), 0.0)
     assert sent[-1] == Send(ROUTER, PoolLoad(num_blocks_used=3, num_pooled=0, num_reserved=0))
@@ -54,7 +54,7 @@ def test_a_reservation_gets_its_blocks_stamped_first() -> None:
     assert PoolHarness().reserve("r1", 3) == leased("r1", 1, 0, 1, 2)
 
 
-def test_leases_are_numbered_from_where_this_life_of_the_pool_begins() -> None:
+def test_leases_are_numbered_from_the_first_lease_of_this_process() -> None:
     logic = PoolLogic(arena=ARENA, block_size=4, batch_former=FcfsBatchFormer(), lease_s=10.0, first_lease=100)
     assert logic.on_event(Received(PREFILL, ReserveBlocks(R1, L1, 2)), 0.0) == leased("r1", 100, 0, 1)
 
@@ -74,7 +74,7 @@ def test_reservations_are_served_in_order_and_never_overtaken() -> None:
     made = PoolHarness()
     made.reserve("r1", 6)
     assert made.reserve("r2", 4) == []
-    assert made.reserve("r3", 1) == []  # there would be room, but r2 came first
+    assert made.reserve("r3", 1) == []  # a block is free, but r2 came first
     assert made.hear(PREFILL, CancelReservation(R1, L1)) == [
         freed(0, 1, 2, 3, 4, 5),
         *leased("r2", 2, 0, 1, 2, 3),
@@ -117,14 +117,14 @@ def test_a_stale_reservation_is_refused_in_the_line_as_well() -> None:
     assert made.reserve("r2", 3, attempt=L1) == [Send(PREFILL, ReservationRefused(R2, L1))]
 
 
-def test_a_reservation_that_does_not_wait_is_refused_when_there_is_no_room_now() -> None:
+def test_a_reservation_that_does_not_wait_is_refused_when_no_blocks_are_free_now() -> None:
     made = PoolHarness()
     made.reserve("r1", 6)
     assert made.reserve("r2", 3, may_wait=False) == [Send(PREFILL, ReservationRefused(R2, L1))]
     assert made.reserve("r2", 2, may_wait=False) == leased("r2", 2, 6, 7)
 
 
-def test_a_reservation_that_does_not_wait_overtakes_nobody() -> None:
+def test_a_reservation_that_does_not_wait_overtakes_no_other() -> None:
     made = PoolHarness()
     made.reserve("r1", 6)
     made.reserve("r2", 4)

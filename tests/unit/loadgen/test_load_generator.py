@@ -6,22 +6,28 @@ import pytest
 
 from alignedserve.core.errors import PeerError, PeerLost
 from alignedserve.core.request import Slo
-from alignedserve.loadgen.client import Call, Endpoint, FailureKind, OpenAiClient, Outcome
-from alignedserve.loadgen.load_generator import LoadGenerator, Run
-from alignedserve.loadgen.load_plan import Plan, PlannedRequest, TrafficClass, plan_synthetic
+from alignedserve.loadgen.client import (
+    ClientFailureKind,
+    CompletionApi,
+    CompletionCall,
+    CompletionOutcome,
+    OpenAiClient,
+)
+from alignedserve.loadgen.load_generator import LoadGenerator, LoadRun
+from alignedserve.loadgen.load_plan import LoadPlan, LoadRequest, TrafficClass, plan_synthetic
 from alignedserve.loadgen.prompts import CallMaker, exact_prompt
 from alignedserve.workload.lengths import LengthLimits
 from tests.support.fake_server import MODEL, FakeServer, Script
 
-CALL = Call(Endpoint.CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
+CALL = CompletionCall(CompletionApi.CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
 
 
-async def _complete(script: Script, call: Call = CALL, timeout_s: float = 5.0) -> Outcome:
+async def _complete(script: Script, call: CompletionCall = CALL, timeout_s: float = 5.0) -> CompletionOutcome:
     async with (
         FakeServer(respond=lambda body: script) as server,
         OpenAiClient(url=server.url, timeout_s=timeout_s) as client,
     ):
-        return await client.complete(call, Outcome())
+        return await client.complete(call, CompletionOutcome())
 
 
 async def test_whole_answer() -> None:
@@ -34,7 +40,7 @@ async def test_whole_answer() -> None:
 
 
 async def test_completions_endpoint() -> None:
-    outcome = await _complete(Script(), Call(Endpoint.COMPLETIONS, {"model": MODEL, "prompt": "hi"}))
+    outcome = await _complete(Script(), CompletionCall(CompletionApi.COMPLETIONS, {"model": MODEL, "prompt": "hi"}))
     assert outcome.text == "Hello there."
 
 
@@ -46,15 +52,15 @@ async def test_server_without_usage_counts_chunks() -> None:
 @pytest.mark.parametrize(
     ("script", "kind", "label"),
     [
-        (Script(status=503), FailureKind.HTTP, "http 503"),
-        (Script(error_after=1), FailureKind.ERROR_EVENT, "error event"),
-        (Script(cut_after=1), FailureKind.DISCONNECTED, "disconnected"),
-        (Script(cut_after=0), FailureKind.DISCONNECTED, "disconnected"),
-        (Script(ends_early_after=2), FailureKind.DISCONNECTED, "disconnected"),
-        (Script(first_delay_s=5.0), FailureKind.TIMEOUT, "timeout"),
+        (Script(status=503), ClientFailureKind.HTTP, "http 503"),
+        (Script(error_after=1), ClientFailureKind.ERROR_EVENT, "error event"),
+        (Script(cut_after=1), ClientFailureKind.DISCONNECTED, "disconnected"),
+        (Script(cut_after=0), ClientFailureKind.DISCONNECTED, "disconnected"),
+        (Script(ends_early_after=2), ClientFailureKind.DISCONNECTED, "disconnected"),
+        (Script(first_delay_s=5.0), ClientFailureKind.TIMEOUT, "timeout"),
     ],
 )
-async def test_failures_have_a_kind(script: Script, kind: FailureKind, label: str) -> None:
+async def test_failures_have_a_kind(script: Script, kind: ClientFailureKind, label: str) -> None:
     outcome = await _complete(script, timeout_s=0.3)
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.label) == (kind, label)
@@ -71,9 +77,9 @@ async def test_nothing_listens() -> None:
     async with FakeServer() as server:
         url = server.url
     async with OpenAiClient(url=url) as client:
-        outcome = await client.complete(CALL, Outcome())
+        outcome = await client.complete(CALL, CompletionOutcome())
         assert outcome.failure is not None
-        assert outcome.failure.kind is FailureKind.CONNECT
+        assert outcome.failure.kind is ClientFailureKind.CONNECT
         with pytest.raises(PeerLost, match="nothing answers at"):
             await client.model_name()
 
@@ -88,20 +94,20 @@ async def test_plain_pages() -> None:
 # --- the generator ----------------------------------------------------------------------------------------------------
 
 
-async def _run(server: FakeServer, plan: Plan, *, cuts_off: bool = False) -> Run:
-    maker = CallMaker(model=MODEL, endpoint=Endpoint.CHAT, seed=0)
+async def _run(server: FakeServer, plan: LoadPlan, *, cuts_off: bool = False) -> LoadRun:
+    maker = CallMaker(model=MODEL, endpoint=CompletionApi.CHAT, seed=0)
     classes = {traffic.name: traffic for traffic in plan.classes}
 
-    async def send(request: PlannedRequest, outcome: Outcome) -> None:
+    async def send(request: LoadRequest, outcome: CompletionOutcome) -> None:
         await client.complete(maker.call(request, classes[request.class_name]), outcome)
 
     async with OpenAiClient(url=server.url, timeout_s=5.0) as client:
         return await LoadGenerator(plan=plan, send=send, cuts_off=cuts_off).run()
 
 
-def _evenly(count: int, gap_s: float) -> Plan:
-    requests = tuple(PlannedRequest(index, "a", index * gap_s, 5, 3) for index in range(count))
-    return Plan((TrafficClass("a"),), requests)
+def _evenly(count: int, gap_s: float) -> LoadPlan:
+    requests = tuple(LoadRequest(index, "a", index * gap_s, 5, 3) for index in range(count))
+    return LoadPlan((TrafficClass("a"),), requests)
 
 
 async def test_open_loop_is_not_delayed_by_slow_answers() -> None:
@@ -124,11 +130,11 @@ async def test_one_failure_does_not_touch_the_others() -> None:
 
 
 async def test_what_is_in_the_air_at_the_end_can_be_given_up() -> None:
-    def plan() -> Plan:
+    def plan() -> LoadPlan:
         (loop,) = plan_synthetic(
             "a: outstanding=3, prompt=4, output=2", seed=1, duration_s=1.4, num_requests=None, limits=LengthLimits()
         ).closed_loops
-        return Plan((loop.traffic,), (), (loop,), 1.4)
+        return LoadPlan((loop.traffic,), (), (loop,), 1.4)
 
     async with FakeServer(respond=lambda body: Script(first_delay_s=1.0)) as server:
         waited, cut = await asyncio.gather(_run(server, plan()), _run(server, plan(), cuts_off=True))
@@ -163,7 +169,7 @@ async def test_closed_loop_ends_with_the_open_one() -> None:
 
 async def test_cancelled_answer_is_kept_as_it_stood() -> None:
     async with FakeServer(respond=lambda body: Script(gap_s=5.0)) as server, OpenAiClient(url=server.url) as client:
-        outcome, has_begun = Outcome(), asyncio.Event()
+        outcome, has_begun = CompletionOutcome(), asyncio.Event()
         running = asyncio.create_task(client.complete(CALL, outcome, lambda text: has_begun.set()))
         await has_begun.wait()
         running.cancel()
@@ -176,31 +182,29 @@ async def test_cancelled_answer_is_kept_as_it_stood() -> None:
 
 
 def test_call_carries_lengths_objectives_and_tier() -> None:
-    maker = CallMaker(model="m", endpoint=Endpoint.COMPLETIONS, seed=0, ignore_eos=True)
-    call = maker.call(PlannedRequest(0, "be", 0.0, 6, 9), TrafficClass("be", Slo(0.25, 0.1), tier="flex"))
+    maker = CallMaker(model="m", endpoint=CompletionApi.COMPLETIONS, seed=0, ignore_eos=True)
+    call = maker.call(LoadRequest(0, "be", 0.0, 6, 9), TrafficClass("be", Slo(0.25, 0.1), tier="flex"))
     assert (call.body["max_tokens"], call.body["ignore_eos"], call.body["service_tier"]) == (9, True, "flex")
     assert len(call.body["prompt"].split()) == 6
     assert call.headers == {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "100"}
 
 
 def test_free_output_sends_no_limit() -> None:
-    maker = CallMaker(model="m", endpoint=Endpoint.CHAT, seed=0, limits_output=False)
-    body = maker.call(PlannedRequest(0, "a", 0.0, 6, 9), TrafficClass("a")).body
+    maker = CallMaker(model="m", endpoint=CompletionApi.CHAT, seed=0, limits_output=False)
+    body = maker.call(LoadRequest(0, "a", 0.0, 6, 9), TrafficClass("a")).body
     assert body.keys() == {"model", "temperature", "messages"}
 
 
 def test_prompts_differ_from_the_first_word_and_repeat_with_the_seed() -> None:
-    maker = CallMaker(model="m", endpoint=Endpoint.COMPLETIONS, seed=0)
-    prompts = [
-        maker.call(PlannedRequest(index, "a", 0.0, 50, 1), TrafficClass("a")).body["prompt"] for index in (0, 1, 0)
-    ]
+    maker = CallMaker(model="m", endpoint=CompletionApi.COMPLETIONS, seed=0)
+    prompts = [maker.call(LoadRequest(index, "a", 0.0, 50, 1), TrafficClass("a")).body["prompt"] for index in (0, 1, 0)]
     assert prompts[0] == prompts[2] != prompts[1]
 
 
 def test_prompts_of_closed_loops_are_about_as_long_as_planned() -> None:
-    maker = CallMaker(model="m", endpoint=Endpoint.COMPLETIONS, seed=3)
+    maker = CallMaker(model="m", endpoint=CompletionApi.COMPLETIONS, seed=3)
     maker.calibrate(lambda text: 6 * len(text.split()))
-    prompt = maker.call(PlannedRequest(0, "a", 0.0, 600, 1), TrafficClass("a")).body["prompt"]
+    prompt = maker.call(LoadRequest(0, "a", 0.0, 600, 1), TrafficClass("a")).body["prompt"]
     assert len(prompt.split()) == 100
 
 

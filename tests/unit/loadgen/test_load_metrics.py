@@ -5,9 +5,9 @@ import pytest
 
 from alignedserve.core import metrics
 from alignedserve.core.request import Slo
-from alignedserve.loadgen.client import Failure, FailureKind, Outcome
-from alignedserve.loadgen.load_generator import Run, Sent
-from alignedserve.loadgen.load_plan import PlannedRequest, TrafficClass
+from alignedserve.loadgen.client import ClientFailure, ClientFailureKind, CompletionOutcome
+from alignedserve.loadgen.load_generator import LoadRun, SentRequest
+from alignedserve.loadgen.load_plan import LoadRequest, TrafficClass
 from alignedserve.loadgen.summary import summarise
 
 
@@ -62,14 +62,18 @@ def test_slo_of_one_token_and_of_none() -> None:
     assert not metrics.meets_slo(Slo(ttft_s=0.1), ttft=None, tpot=None, end_to_end=1.0)
 
 
-def _sent(index: int, name: str, ttft: float, failure: Failure | None = None) -> Sent:
-    outcome = Outcome(sent_s=0.0, ended_s=ttft + 0.2, token_times_s=[ttft, ttft + 0.1, ttft + 0.2], failure=failure)
-    return Sent(PlannedRequest(index, name, 0.0, 10, 3), outcome, lateness_s=0.001)
+def _sent(index: int, name: str, ttft: float, failure: ClientFailure | None = None) -> SentRequest:
+    outcome = CompletionOutcome(
+        sent_s=0.0, ended_s=ttft + 0.2, token_times_s=[ttft, ttft + 0.1, ttft + 0.2], failure=failure
+    )
+    return SentRequest(LoadRequest(index, name, 0.0, 10, 3), outcome, lateness_s=0.001)
 
 
 def test_report_by_class() -> None:
-    refused = Failure(FailureKind.HTTP, "full", 503)
-    run = Run(0.0, 10.0, [_sent(0, "rt", 0.1), _sent(1, "rt", 9.0), _sent(2, "rt", 0.1, refused), _sent(3, "be", 5.0)])
+    refused = ClientFailure(ClientFailureKind.HTTP, "full", 503)
+    run = LoadRun(
+        0.0, 10.0, [_sent(0, "rt", 0.1), _sent(1, "rt", 9.0), _sent(2, "rt", 0.1, refused), _sent(3, "be", 5.0)]
+    )
     report = summarise(run, [TrafficClass("rt", Slo(ttft_s=1.0)), TrafficClass("be")])
     chat, documents = report.classes
     assert (chat.num_sent, chat.num_completed, chat.failures) == (3, 2, {"http 503": 1})
@@ -84,5 +88,5 @@ def test_report_by_class() -> None:
 
 
 def test_late_generator_says_so() -> None:
-    run = Run(0.0, 1.0, [Sent(PlannedRequest(0, "a", 0.0, 1, 1), Outcome(), lateness_s=0.5)])
+    run = LoadRun(0.0, 1.0, [SentRequest(LoadRequest(0, "a", 0.0, 1, 1), CompletionOutcome(), lateness_s=0.5)])
     assert summarise(run, [TrafficClass("a")]).generator.was_limit

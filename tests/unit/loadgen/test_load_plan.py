@@ -4,13 +4,13 @@ import pytest
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
-from alignedserve.loadgen.load_plan import Plan, TrafficClass, plan_synthetic, plan_trace
+from alignedserve.loadgen.load_plan import LoadPlan, TrafficClass, plan_synthetic, plan_trace
 from alignedserve.workload.build import DEFAULT_NUM_REQUESTS
 from alignedserve.workload.lengths import LengthLimits
 from alignedserve.workload.traces import Terms, TraceRow
 
 
-def synthetic(specification: str, *, num_requests: int | None = None, duration_s: float | None = None) -> Plan:
+def synthetic(specification: str, *, num_requests: int | None = None, duration_s: float | None = None) -> LoadPlan:
     return plan_synthetic(
         specification, seed=1, num_requests=num_requests, duration_s=duration_s, limits=LengthLimits()
     )

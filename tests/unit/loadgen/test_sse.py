@@ -1,7 +1,7 @@
 import pytest
 
 from alignedserve.core.errors import ProtocolError
-from alignedserve.loadgen.client import FailureKind, Outcome, take_events
+from alignedserve.loadgen.client import ClientFailureKind, CompletionOutcome, take_events
 from alignedserve.loadgen.sse import SseEvent, SseParser, error_message, read_chunk
 
 
@@ -38,8 +38,8 @@ def test_error_messages_of_several_servers(body: bytes, message: str) -> None:
     assert error_message(body) == message
 
 
-def _take(*payloads: bytes) -> Outcome:
-    outcome = Outcome()
+def _take(*payloads: bytes) -> CompletionOutcome:
+    outcome = CompletionOutcome()
     take_events([SseEvent(payload) for payload in payloads], outcome, 5.0)
     return outcome
 
@@ -67,4 +67,4 @@ def test_final_usage_overrules_the_sum_but_not_the_times() -> None:
 def test_error_object_without_an_event_name() -> None:
     outcome = _take(b'{"error": {"message": "worker lost"}}')
     assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.message) == (FailureKind.ERROR_EVENT, "worker lost")
+    assert (outcome.failure.kind, outcome.failure.message) == (ClientFailureKind.ERROR_EVENT, "worker lost")

@@ -1,4 +1,4 @@
-"""How a ledger's sums travel: from the decode worker to the router, added up there, to every gateway."""
+"""The way of an iteration log's sums: from the decode worker to the router, added up there, to every gateway."""
 
 import pytest
 

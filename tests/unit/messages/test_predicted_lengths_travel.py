@@ -44,7 +44,7 @@ def test_a_prediction_that_comes_later_replaces_it() -> None:
     assert left_for_the_pool(made).predicted_output_len == 3.5
 
 
-def test_a_prediction_of_another_life_or_request_changes_nothing() -> None:
+def test_a_prediction_of_another_epoch_or_request_changes_nothing() -> None:
     made = prefill_harness.PrefillHarness()
     made.begin(request(), attempt=2, predicted_output_len=6.5)
     assert made.hear(SetPredictedLength(R1, 1, 3.5)) == []

@@ -204,7 +204,7 @@ def test_the_pool_is_lost_while_the_copy_is_offered() -> None:
     made = taken()
     made.hear(reserved(2), POOL)
     made.copied(offload(2))
-    assert lose_pool(made) == []  # nobody waits for it
+    assert lose_pool(made) == []  # it is optional
     assert made.free_blocks() == 12
 
 

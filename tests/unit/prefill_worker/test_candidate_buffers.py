@@ -1,4 +1,4 @@
-"""What a prefill worker does for decode workers' buffers in its memory: one copy at a time, in order."""
+"""Decode workers' buffers in a prefill worker's memory: one copy at a time, in order."""
 
 from collections.abc import Callable
 

@@ -5,9 +5,9 @@ from alignedserve.core.request import RequestClass
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.iterations import RunIteration
 from alignedserve.messages.workers import SetPredictedLength
-from alignedserve.scheduling.iteration_scheduler import PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.scheduler_state import Scheduler
 from prefill_worker.logic import PrefillCommand
 from tests.harnesses.prefill import EOS, PrefillHarness, added, run, token
 from tests.harnesses.scheduling import EasyCosts, Script, Step
@@ -21,11 +21,13 @@ class Paced:
 
     def __init__(self, *steps: Step) -> None:
         self.script = Script()
-        self.worker = PrefillHarness(pacing=PolicyPacing(Scheduler(self.script, EasyCosts(), IterationLimits(3, 10))))
+        self.worker = PrefillHarness(
+            scheduler=PolicyIterationScheduler(Scheduler(self.script, EasyCosts(), IterationLimits(3, 10)))
+        )
         self.script.steps.extend(steps)
 
     def seen(self) -> list[tuple[RequestId, int]]:
-        """Tokens that everybody has left, as the policy saw it last."""
+        """Return the tokens that each request has left, as the policy saw them last."""
         assert self.script.view is not None, "it was never asked"
         table = self.script.view.table
         return [(name, int(table.num_remaining[table.row(name)])) for name in table.request_ids]
@@ -50,7 +52,7 @@ def test_where_the_policy_rests_nothing_runs_and_who_is_added_waits_with_its_blo
     assert runs(paced.worker.begin(SEVEN)) == [run(added(FOUR, 0), added(SEVEN, 1, 2), slices={"r1": 4})]
 
 
-def test_the_policy_sees_who_computes_and_nobody_else() -> None:
+def test_the_policy_sees_who_computes_and_no_other() -> None:
     paced = Paced(Step(r1=3))
     for of in (FOUR, SEVEN, request("r3"), request("r4")):  # the last one has no place
         paced.worker.begin(of)

@@ -14,7 +14,7 @@ from alignedserve.messages.iterations import (
     PromptScores,
 )
 from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, RequestFinished, WorkerLoad
-from alignedserve.scheduling.iteration_scheduler import InOrder
+from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler
 from prefill_worker.logic import PrefillLogic
 from tests.harnesses.prefill import (
     ARENA,
@@ -43,7 +43,12 @@ from tests.support.samples import POOL, R1, R2, REPLY_TO, ROUTER, request
 
 
 def test_the_router_is_told_what_this_worker_is_and_what_it_holds() -> None:
-    logic = PrefillLogic(registered=REGISTERED, max_running_requests=3, pacing=InOrder(10), eos_token_ids=frozenset())
+    logic = PrefillLogic(
+        registered=REGISTERED,
+        max_running_requests=3,
+        scheduler=FcfsIterationScheduler(10),
+        eos_token_ids=frozenset(),
+    )
     assert logic.on_event(PeerConnected(Role.ROUTER, ROUTER), 0.0) == [
         to_router(REGISTERED),
         to_router(WorkerLoad(num_free_blocks=12)),

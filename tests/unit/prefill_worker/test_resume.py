@@ -52,7 +52,7 @@ def test_others_do_not_wait_for_the_answer() -> None:
     assert asking().begin(request("r2")) == [run(added(request("r2"), 2), slices={"r2": 4})]
 
 
-def test_nobody_is_asked_before_there_are_blocks_for_it() -> None:
+def test_the_pool_is_not_asked_before_there_are_blocks_for_it() -> None:
     made = PrefillHarness(max_running_requests=1)
     made.begin(request("r2"))
     assert made.begin(request(), 2, *HAS, has_copy=True) == []  # a granted copy is not given up for room
@@ -103,7 +103,7 @@ def test_without_a_copy_everything_is_computed() -> None:
     assert asking().hear(CopyMissing(R1, 2), POOL) == COMPUTES_ALL
 
 
-def test_without_a_pool_nobody_is_asked() -> None:
+def test_without_a_pool_the_pool_is_not_asked() -> None:
     assert PrefillHarness(has_pool=False).begin(request(), 2, *HAS, has_copy=True) == COMPUTES_ALL
 
 

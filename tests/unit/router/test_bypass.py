@@ -1,4 +1,4 @@
-"""Who skips the pool, and where to."""
+"""Requests that bypass the pool, and their workers."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_who_has_no_token_slo_that_would_be_missed_waits(of: Request) -> None:
     assert chosen(of, decoder("decode-0")) is None
 
 
-def test_before_anybody_waited_nobody_skips() -> None:
+def test_before_any_request_waited_none_bypasses() -> None:
     assert UrgentBypass().target(chat(1e-9), 900, [decoder("decode-0")]) is None
 
 
@@ -136,7 +136,7 @@ def holding(name: str, count: int, **changes: Any) -> WorkerRecord:
     return made
 
 
-def test_everybody_is_handed_to_the_worker_with_the_fewest_requests() -> None:
+def test_every_request_goes_to_the_worker_with_the_fewest_requests() -> None:
     assert handed_to(holding("decode-0", 2), holding("decode-1", 1), holding("decode-2", 2)) == "decode-1"
 
 
@@ -144,7 +144,7 @@ def test_among_equals_by_name() -> None:
     assert handed_to(holding("decode-1", 1), holding("decode-0", 1)) == "decode-0"
 
 
-def test_nobody_is_handed_to_a_full_worker_or_to_one_that_does_not_only_decode() -> None:
+def test_no_request_goes_to_a_full_worker_or_to_one_that_does_not_only_decode() -> None:
     full, prefill = (
         holding("decode-0", 2, max_running_requests=2),
         holding("prefill-0", 0, can_decode=False, can_prefill=True),

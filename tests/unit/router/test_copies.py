@@ -28,8 +28,8 @@ from alignedserve.messages.workers import (
 from tests.harnesses.router import (
     ASKED,
     BATCH,
+    DISPATCHED,
     END,
-    GIVEN_OUT,
     GRANTED,
     INTERRUPTED,
     POOLED,
@@ -89,8 +89,8 @@ def test_a_copy_elsewhere_is_dropped_when_another_pool_has_the_request() -> None
     assert made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2)) == [dropped(), let_go]
 
 
-@pytest.mark.parametrize("message", [CopyKept(R1, GIVEN_OUT), RequestPooled(R1, POOLED, 4, 1)], ids=["kept", "pooled"])
-def test_late_word_of_a_pool_does_not_touch_what_another_has(message: CopyKept | RequestPooled) -> None:
+@pytest.mark.parametrize("message", [CopyKept(R1, DISPATCHED), RequestPooled(R1, POOLED, 4, 1)], ids=["kept", "pooled"])
+def test_a_late_message_of_a_pool_does_not_touch_what_another_has(message: CopyKept | RequestPooled) -> None:
     made = decoding()
     other_node(made)
     made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2))
@@ -102,13 +102,13 @@ def test_late_word_of_a_pool_does_not_touch_what_another_has(message: CopyKept |
 def test_the_copy_of_a_request_that_is_over_is_dropped() -> None:
     made = decoding()
     made.hear(DECODE, RequestFinished(R1, GRANTED, 8))
-    assert made.hear(POOL, CopyKept(R1, GIVEN_OUT)) == [dropped()]
+    assert made.hear(POOL, CopyKept(R1, DISPATCHED)) == [dropped()]
 
 
 def test_a_kept_copy_is_dropped_at_the_end() -> None:
     made = prefilling()
     made.hear(DECODE, BatchReceived(NO_BATCH, ((R1, POOLED),)))
-    assert made.hear(POOL, CopyKept(R1, GIVEN_OUT)) == []
+    assert made.hear(POOL, CopyKept(R1, DISPATCHED)) == []
     assert made.hear(DECODE, RequestFinished(R1, POOLED, 8)) == [dropped()]
 
 
@@ -142,7 +142,7 @@ def test_a_worker_of_another_pool_is_not_told_of_the_copy() -> None:
 
 def test_a_batch_may_be_received_before_the_pool_says_that_it_had_the_request() -> None:
     made = prefilling()
-    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
+    made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
     assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == []
     assert made.hear(POOL, RequestPooled(R1, POOLED, 4, 1)) == [Send(POOL, DropRequest(R1, POOLED))]
     assert made.status().num_decoding == 1
@@ -159,7 +159,7 @@ def test_a_returned_request_is_pooled_again() -> None:
     assert made.status().num_decoding == 1
 
 
-def test_word_of_an_earlier_hand_over_is_stale() -> None:
+def test_a_message_of_an_earlier_handoff_is_stale() -> None:
     made = decoding()
     made.hear(POOL, RequestPooled(R1, RETURNED, 6, 2))
     assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == []
@@ -221,7 +221,7 @@ def test_a_request_that_skipped_the_pool_is_the_workers_when_it_says_so() -> Non
     assert made.status().num_decoding == 2
 
 
-def test_a_request_that_found_no_room_there_is_pooled_as_any_other() -> None:
+def test_a_request_that_found_no_space_there_is_pooled_as_any_other() -> None:
     made = urgent_router()
     made.submit(urgent())
     made.hear(POOL, RequestPooled(R2, SKIPPING + 1, 4, 1))

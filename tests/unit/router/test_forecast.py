@@ -1,4 +1,4 @@
-"""What the router expects of output lengths and of its queue."""
+"""The router's forecasts of output lengths and of its queue."""
 
 import pytest
 

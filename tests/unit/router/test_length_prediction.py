@@ -166,7 +166,7 @@ def test_the_most_similar_come_first() -> None:
     assert found.similarities == pytest.approx([1.0, 0.8])
 
 
-def test_the_oldest_makes_room_for_the_newest() -> None:
+def test_the_newest_replaces_the_oldest() -> None:
     store = FinishedRequests(capacity=2)
     for entries, output_len in (((1, 0), 10), ((4, 3), 20), ((0, 1), 30)):
         store.add(key(*entries), output_len)

@@ -1,4 +1,4 @@
-"""The router, decision by decision. At time 0 lives are numbered 1, 2, 3 in the order of giving out."""
+"""The router, decision by decision. At time 0 epochs are numbered 1, 2, 3 in the order of dispatch."""
 
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.core.request import RequestClass
@@ -18,8 +18,8 @@ from router.policies.prefill_order import FcfsOrder
 from tests.harnesses.router import (
     ASKED,
     BATCH,
+    DISPATCHED,
     FORM_FIRST,
-    GIVEN_OUT,
     GRANTED,
     POOLED,
     RouterHarness,
@@ -37,7 +37,7 @@ from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch,
 # --- admission
 
 
-def test_a_request_waits_while_nobody_can_prefill() -> None:
+def test_a_request_waits_while_no_worker_can_prefill() -> None:
     made = RouterHarness()
     assert made.submit(request()) == []
     assert made.hear(PREFILL, worker(can_prefill=True, can_decode=False)) == []
@@ -109,13 +109,13 @@ def test_a_rejected_request_is_not_held() -> None:
 # --- prefills
 
 
-def test_prefills_are_handed_out_up_to_the_allowance_and_nobody_overtakes() -> None:
+def test_prefills_are_dispatched_up_to_the_allowance_without_overtaking() -> None:
     made = connected_router(max_prefill_tokens_per_worker=10)
     long, short = request("r2", prompt_len=7), request("r3", prompt_len=1)
     assert made.submit(request(prompt_len=6)) == [given(request(prompt_len=6), 1)]
     assert made.submit(long) == []
     assert made.submit(short) == []
-    assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 6)) == [given(long, 2), given(short, 3)]
+    assert made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 6)) == [given(long, 2), given(short, 3)]
 
 
 def test_best_effort_prompts_take_nothing_of_the_allowance_for_real_time_ones() -> None:
@@ -154,8 +154,8 @@ def test_a_colocated_worker_keeps_what_it_has_prefilled() -> None:
     made = colocated_router(max_running_requests=1)
     assert made.submit(request()) == [given(request(), 1, to=DECODE)]
     assert made.submit(request("r2")) == []
-    assert made.hear(DECODE, PrefillCompleted(R1, GIVEN_OUT, 4)) == []
-    assert made.hear(DECODE, RequestFinished(R1, GIVEN_OUT, 8)) == [given(request("r2"), 2, to=DECODE)]
+    assert made.hear(DECODE, PrefillCompleted(R1, DISPATCHED, 4)) == []
+    assert made.hear(DECODE, RequestFinished(R1, DISPATCHED, 8)) == [given(request("r2"), 2, to=DECODE)]
 
 
 # --- pool and decode
@@ -163,7 +163,7 @@ def test_a_colocated_worker_keeps_what_it_has_prefilled() -> None:
 
 def test_what_is_pooled_is_formed_into_a_batch() -> None:
     made = prefilling()
-    assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4)) == []
+    assert made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4)) == []
     assert made.hear(POOL, RequestPooled(R1, POOLED, 4, 1)) == [FORM_FIRST]
 
 
@@ -180,16 +180,16 @@ def test_an_empty_batch_is_asked_for_again_after_a_tick() -> None:
     assert made.tick() == [Send(POOL, FormBatch(BatchId(2), ASKED, 20, 1))]
 
 
-def test_the_word_of_the_worker_may_be_faster_than_that_of_the_pool() -> None:
+def test_the_message_of_the_worker_may_be_faster_than_that_of_the_pool() -> None:
     made = pooled()
     assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == []
     assert made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),))) == []
     assert made.status().num_decoding == 1
 
 
-def test_the_word_of_the_worker_may_be_faster_than_that_of_the_pool_having_it() -> None:
+def test_the_message_of_the_worker_may_be_faster_than_that_of_the_pool_having_it() -> None:
     made = prefilling()
-    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
+    made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
     assert made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),))) == []
     assert made.hear(POOL, RequestPooled(R1, POOLED, 4, 1)) == [Send(POOL, DropRequest(R1, POOLED))]
 
@@ -202,8 +202,8 @@ def test_a_finished_request_is_forgotten_and_its_copy_dropped() -> None:
 
 def test_a_finished_request_may_end_at_the_prefill_worker() -> None:
     made = prefilling()
-    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
-    assert made.hear(PREFILL, RequestFinished(R1, GIVEN_OUT, 1)) == []
+    made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
+    assert made.hear(PREFILL, RequestFinished(R1, DISPATCHED, 1)) == []
     assert made.status().num_prefilling == 0
 
 
@@ -231,7 +231,7 @@ def test_refused_again_and_again_it_fails() -> None:
     ]
 
 
-def test_preemption_for_want_of_room_is_no_strike_against_a_request() -> None:
+def test_preemption_for_lack_of_memory_is_no_retry() -> None:
     made = decoding(max_retries=0)
     assert made.hear(DECODE, RequestPreempted(R1, GRANTED, (7,))) == [given(request(), 2, 7, has_copy=True)]
 
@@ -244,7 +244,7 @@ def test_a_prefill_worker_that_gives_up_what_others_have_taken_is_not_heeded() -
 
 def test_a_failed_attempt_fails_its_request() -> None:
     made = prefilling()
-    failed = AttemptFailed(R1, GIVEN_OUT, FailureKind.UNSERVABLE, "the KV pool is too small for it")
+    failed = AttemptFailed(R1, DISPATCHED, FailureKind.UNSERVABLE, "the KV pool is too small for it")
     assert made.hear(PREFILL, failed) == [
         aborted(PREFILL),
         dropped(),

@@ -24,9 +24,9 @@ from alignedserve.messages.workers import AttemptFailed, PrefillCompleted, Reque
 from tests.harnesses.router import (
     ASKED,
     BATCH,
+    DISPATCHED,
     END,
     FORM_FIRST,
-    GIVEN_OUT,
     GRANTED,
     INTERRUPTED,
     POOLED,
@@ -42,7 +42,7 @@ from tests.harnesses.router import (
 )
 from tests.support.samples import DECODE, GATEWAY, POOL, PREFILL, R1, R2, epoch, request, worker
 
-# --- stale attempts: r1 was interrupted and given out again, so that its first life is over and the second goes on
+# --- stale attempts: r1 was interrupted and dispatched again, so that its first epoch has ended and the second goes on
 
 
 @pytest.fixture
@@ -57,11 +57,11 @@ def second() -> RouterHarness:
 @pytest.mark.parametrize(
     ("peer", "stale", "answer"),
     [
-        (PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4), []),
+        (PREFILL, PrefillCompleted(R1, DISPATCHED, 4), []),
         (POOL, RequestPooled(R1, POOLED, 4, 1), [dropped()]),
         (POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),)), []),
         (DECODE, BatchReceived(BATCH, ((R1, GRANTED),)), [aborted(DECODE)]),
-        (POOL, CopyKept(R1, GIVEN_OUT), [dropped()]),
+        (POOL, CopyKept(R1, DISPATCHED), [dropped()]),
         (POOL, CopyLost(R1, GRANTED), []),
         (DECODE, RequestFinished(R1, GRANTED, 3), []),
         (DECODE, RequestPreempted(R1, GRANTED, (7, 8)), []),
@@ -69,7 +69,7 @@ def second() -> RouterHarness:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_word_of_an_earlier_attempt_changes_nothing(
+def test_a_message_of_an_earlier_attempt_changes_nothing(
     second: RouterHarness, peer: str, stale: Message, answer: list[Send]
 ) -> None:
     assert second.hear(peer, stale) == answer
@@ -93,7 +93,7 @@ def test_a_completion_of_an_earlier_attempt_does_not_count_for_the_later_one() -
     [
         (POOL, RequestPooled(R2, POOLED, 4, 1), [dropped(R2)]),
         (DECODE, BatchReceived(BATCH, ((R2, GRANTED),)), [Send(DECODE, AbortRequest(R2, END))]),
-        (POOL, CopyKept(R2, GIVEN_OUT), [dropped(R2)]),
+        (POOL, CopyKept(R2, DISPATCHED), [dropped(R2)]),
         (POOL, CopyLost(R2, GRANTED), [dropped(R2)]),
         (POOL, BatchFormed(BATCH, ASKED, ((R2, GRANTED),)), []),
         (DECODE, RequestFinished(R2, GRANTED, 3), []),
@@ -101,7 +101,9 @@ def test_a_completion_of_an_earlier_attempt_does_not_count_for_the_later_one() -
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_word_of_an_unknown_request_is_answered_by_letting_go(peer: str, unknown: Message, answer: list[Send]) -> None:
+def test_a_message_of_an_unknown_request_is_answered_by_a_release(
+    peer: str, unknown: Message, answer: list[Send]
+) -> None:
     assert connected_router().hear(peer, unknown) == answer
 
 
@@ -135,7 +137,7 @@ def test_aborted_while_decoding() -> None:
     assert made.status().num_decoding == 0
 
 
-def test_an_abort_makes_room_for_the_next() -> None:
+def test_an_abort_frees_the_queue_for_the_next() -> None:
     made = connected_router(max_prefill_tokens_per_worker=4)
     made.submit(request())
     made.submit(request("r2"))
@@ -165,8 +167,8 @@ def test_the_prefill_worker_is_lost_while_pooled_or_later() -> None:
 def test_the_pool_is_lost_while_prefilling() -> None:
     made = prefilling()
     assert made.lose(POOL) == []
-    assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4)) == [
-        Send(PREFILL, AbortRequest(R1, GIVEN_OUT)),
+    assert made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4)) == [
+        Send(PREFILL, AbortRequest(R1, DISPATCHED)),
         INTERRUPTED,
     ]
 
@@ -175,15 +177,15 @@ def test_the_pool_is_lost_and_back_while_prefilling() -> None:
     made = prefilling()
     made.lose(POOL)
     made.hear(POOL, PoolRegistered(100))
-    assert made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4)) == [
-        Send(PREFILL, AbortRequest(R1, GIVEN_OUT)),
+    assert made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4)) == [
+        Send(PREFILL, AbortRequest(R1, DISPATCHED)),
         INTERRUPTED,
     ]
 
 
 def test_the_pool_is_lost_while_it_takes_the_blocks() -> None:
     made = prefilling()
-    made.hear(PREFILL, PrefillCompleted(R1, GIVEN_OUT, 4))
+    made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
     assert made.lose(POOL) == [INTERRUPTED]
 
 
@@ -252,7 +254,7 @@ def test_an_interrupted_request_may_be_aborted() -> None:
     assert made.status().num_queued == 0
 
 
-def test_resuming_twice_queues_it_once_and_the_last_word_counts() -> None:
+def test_resuming_twice_queues_it_once_and_the_last_message_counts() -> None:
     made = decoding()
     made.lose(PREFILL)
     made.lose(DECODE)
@@ -275,6 +277,10 @@ def test_a_request_of_an_earlier_router_is_taken_on_even_when_the_queue_is_full(
 @pytest.mark.parametrize("stage", [prefilling, pooled, granted, decoding])
 def test_resuming_what_goes_on_changes_nothing(stage: Any) -> None:
     assert stage().hear(GATEWAY, ResumeRequest(request(), (7,))) == []
+
+
+def test_a_first_token_that_the_client_never_got_is_made_again() -> None:
+    assert pooled().hear(GATEWAY, ResumeRequest(request(), ())) == [dropped(), given(request(), 2, has_copy=True)]
 
 
 def test_resuming_from_another_gateway_is_ignored() -> None:

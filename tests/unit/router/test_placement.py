@@ -46,7 +46,7 @@ def test_a_colocated_worker_takes_what_it_can_run_and_needs_no_pool() -> None:
     assert where.least_loaded_prefiller() is None
 
 
-def test_only_a_completion_of_the_same_life_is_counted_off() -> None:
+def test_only_a_completion_of_the_same_epoch_completes_a_prefill() -> None:
     record = placement(decode_0={}).workers[DECODE]
     record.prefilling[R1] = DispatchedPrefill(epoch(2), 5)
     assert not record.complete_prefill(R1, epoch(1))
@@ -91,7 +91,7 @@ def test_a_lost_pool_leaves_the_questions_to_another() -> None:
     assert where.workers[DECODE].pending_batch == BatchId(1)
 
 
-def test_a_pool_that_comes_back_has_another_life() -> None:
+def test_a_pool_that_comes_back_has_another_epoch() -> None:
     where = placement(decode_0={})
     before = where.pool_of(DECODE)
     where.remove(POOL)
@@ -103,7 +103,7 @@ def test_a_pool_that_comes_back_has_another_life() -> None:
     assert before.epoch != after.epoch
 
 
-def test_a_copy_is_where_it_was_noted_for_as_long_as_that_pool_lives() -> None:
+def test_a_copy_is_where_it_was_recorded_for_as_long_as_that_pool_lives() -> None:
     where = placement()
     (tracked,) = pool_requests(where, 1)
     assert where.copy_of(tracked) == POOL

@@ -1,7 +1,7 @@
-"""What a pool is asked for on behalf of which decode worker: batches that are worth a switch, and requests to join."""
+"""FormBatch on behalf of decode workers: batches that are worth a switch, and requests to join."""
 
 from alignedserve.messages.workers import WorkerLoad
-from router.state import BatchRequestKind
+from router.state import BatchKind
 from tests.harnesses.placement import OTHER_POOL, RUNNING, busy, decoding, form, placement, pool_requests, refuse
 from tests.support.samples import DECODE
 
@@ -136,14 +136,14 @@ def test_a_request_larger_than_any_batch_for_a_busy_worker_gets_one_when_it_has_
     assert where.batches_to_form(2.0) == form(2, 9, 3, 2)
 
 
-def test_one_that_no_longer_waits_is_not_made_room_for() -> None:
+def test_no_space_is_made_for_one_that_no_longer_waits() -> None:
     where = busy(2, now=1.0)
     [large] = pool_requests(where, 1, "large", num_blocks=9)
     where.set_decoding(large, where.workers[DECODE])
     assert where.batches_to_form(9.0) == form(1, 8, 2, 2)
 
 
-def test_one_that_no_worker_has_room_for_is_not_made_room_for() -> None:
+def test_no_space_is_made_for_one_that_fits_no_worker() -> None:
     where = busy(2, now=1.0)
     pool_requests(where, 1, "large", num_blocks=21)
     assert where.batches_to_form(9.0) == form(1, 8, 3, 2)
@@ -199,11 +199,11 @@ def test_candidates_that_are_to_join_already_are_counted() -> None:
     assert full.batches_to_form(0.0) == []
 
 
-def test_nobody_joins_what_is_not_of_one_length() -> None:
+def test_no_request_joins_an_unaligned_batch() -> None:
     assert busy(1, running=None).batches_to_form(0.0) == []
 
 
-def test_nobody_joins_while_another_batch_has_waited_too_long() -> None:
+def test_no_request_joins_while_another_batch_has_waited_too_long() -> None:
     where = busy(9, now=5.0, num_batch_candidates=3, running=RUNNING)
     assert where.batches_to_form(7.0) == []
     assert len(where.batches_to_form(6.9)) == 1
@@ -213,6 +213,6 @@ def test_a_join_is_no_batch_of_its_own() -> None:
     where = busy(1, running=RUNNING)
     where.batches_to_form(1.0)
     record = where.workers[DECODE]
-    assert record.requested_kind is BatchRequestKind.JOIN
+    assert record.requested_kind is BatchKind.JOIN
     where.close_batch_request(record, is_empty=False, now=1.5)
     assert (record.last_batch_s, record.is_load_stale) == (0.0, True)

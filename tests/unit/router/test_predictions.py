@@ -21,7 +21,7 @@ from router.prediction.encoders import HashedNgrams
 from router.prediction.predictor import LengthPredictor
 from router.state import LengthPredicted
 from tests.harnesses.router import (
-    GIVEN_OUT,
+    DISPATCHED,
     GRANTED,
     RouterHarness,
     colocated_router,
@@ -50,16 +50,16 @@ def test_a_prediction_that_is_in_time_travels_with_the_request() -> None:
     ]
 
 
-def test_nobody_waits_for_a_prediction_and_a_late_one_is_sent_after() -> None:
+def test_no_request_waits_for_a_prediction_and_a_late_one_is_sent_after() -> None:
     made = prefilling()  # with the limit, as nothing of its class has finished
-    assert predicted(made, 5.5) == [Send(PREFILL, SetPredictedLength(R1, GIVEN_OUT, 5.5))]
+    assert predicted(made, 5.5) == [Send(PREFILL, SetPredictedLength(R1, DISPATCHED, 5.5))]
 
 
 def test_a_colocated_worker_is_told_while_it_decodes() -> None:
     made = colocated_router()
     made.submit(request())
-    made.hear(DECODE, PrefillCompleted(R1, GIVEN_OUT, 4))
-    assert predicted(made, 5.5) == [Send(DECODE, SetPredictedLength(R1, GIVEN_OUT, 5.5))]
+    made.hear(DECODE, PrefillCompleted(R1, DISPATCHED, 4))
+    assert predicted(made, 5.5) == [Send(DECODE, SetPredictedLength(R1, DISPATCHED, 5.5))]
 
 
 def test_a_pool_and_a_worker_that_only_decodes_are_not_told() -> None:
@@ -68,7 +68,7 @@ def test_a_pool_and_a_worker_that_only_decodes_are_not_told() -> None:
 
 
 def test_no_more_is_expected_than_may_come() -> None:
-    assert predicted(prefilling(), 100.0) == [Send(PREFILL, SetPredictedLength(R1, GIVEN_OUT, 8.0))]
+    assert predicted(prefilling(), 100.0) == [Send(PREFILL, SetPredictedLength(R1, DISPATCHED, 8.0))]
 
 
 def test_a_prediction_for_a_request_that_is_over_is_ignored() -> None:
@@ -77,10 +77,10 @@ def test_a_prediction_for_a_request_that_is_over_is_ignored() -> None:
     assert predicted(made, 5.5) == []
 
 
-def test_what_was_overrun_is_doubled_when_the_request_is_given_out_again() -> None:
+def test_an_overrun_prediction_is_doubled_when_the_request_is_dispatched_again() -> None:
     made = prefilling()
     predicted(made, 2.5)
-    assert made.hear(PREFILL, RequestPreempted(R1, GIVEN_OUT, (7, 8, 9))) == [
+    assert made.hear(PREFILL, RequestPreempted(R1, DISPATCHED, (7, 8, 9))) == [
         given(request(), 2, 7, 8, 9, predicted_output_len=5.0)
     ]
 
@@ -121,7 +121,7 @@ async def test_the_runner_predicts_what_is_submitted_and_learns_from_what_finish
     loop = Loop()
     loop.hear(SubmitRequest(request(max_tokens=100)))
     assert await loop.prediction() == LengthPredicted(R1, 100.0)
-    loop.hear(RequestFinished(R1, GIVEN_OUT, 30))
+    loop.hear(RequestFinished(R1, DISPATCHED, 30))
     loop.hear(ResumeRequest(request("r2", max_tokens=100), (7,)))
     event = await loop.prediction()
     assert event.request_id == R2
@@ -133,7 +133,7 @@ async def test_the_runner_learns_nothing_of_what_it_does_not_know_or_was_aborted
     loop = Loop()
     loop.hear(SubmitRequest(request(max_tokens=100)))
     loop.hear(AbortRequest(R1))
-    loop.hear(RequestFinished(R1, GIVEN_OUT, 30))
+    loop.hear(RequestFinished(R1, DISPATCHED, 30))
     loop.hear(SubmitRequest(request("r2", max_tokens=100)))
     assert [await loop.prediction() for _ in range(2)][1].predicted_len == 100.0
     loop.runner.close()

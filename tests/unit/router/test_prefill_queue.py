@@ -80,7 +80,7 @@ def test_ties_are_broken_by_arrival_then_id() -> None:
     assert order_of(PrefillQueue(LeastSlackOrder()), *twins, early) == ["z", "a", "b"]
 
 
-def test_nobody_overtakes_the_first() -> None:
+def test_no_request_overtakes_the_first() -> None:
     queue = PrefillQueue(FcfsOrder())
     queue.push(request("r1", prompt_len=100), 100)
     queue.push(request("r2", prompt_len=1, arrival_s=1.0), 1)

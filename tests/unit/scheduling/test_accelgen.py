@@ -8,7 +8,7 @@ import pytest
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.accelgen_urgency import AccelgenConfig, Pivot, find_pivot, urgency_of
 from alignedserve.scheduling.policy import WorkerView
-from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, scheduled_of, view_of
 
 PIVOT = {"pivot_len": 100}  # 0.11 s with the easy costs: 909 tokens per second
 CHAT = {"prompt_len": 40, "num_generated": 10, "tpot_s": 0.1875, "ttft_s": 1.0}
@@ -24,7 +24,7 @@ QUEUE = {
 def planned(view: WorkerView, **settings: Any) -> dict[str, int]:
     plan = make_policy("accelgen", PIVOT | settings).plan(view)
     assert_sound(view, plan)
-    return shares_of(view, plan)
+    return scheduled_of(view, plan)
 
 
 def example() -> WorkerView:
@@ -73,7 +73,7 @@ def test_a_deadline_is_spread_evenly_and_the_difference_carried(now: float, rema
     assert urgency.remaining_s.tolist() == [pytest.approx(remaining_s)]
 
 
-def test_everybody_has_an_slo() -> None:
+def test_every_request_has_an_slo() -> None:
     rows = {"prompt": {}, "decode": {"num_generated": 1}, "batch": {"be": True, "max_tokens": 3600}}
     urgency = urgency_of(view_of(rows), AccelgenConfig(), chunk_len=100.0, longest_s=0.1)
     assert urgency.slo_s.tolist() == [1.0, 0.1875, 1.0]
@@ -104,12 +104,12 @@ def outcome(rows: dict[str, dict[str, Any]]) -> tuple[dict[str, int], list[tuple
     view = view_of(rows, num_blocks=8, history=[0.11])  # 6 held, 2 free, 4 wanted
     plan = make_policy("accelgen", PIVOT).plan(view)
     assert_sound(view, plan)
-    return shares_of(view, plan), evicted_of(view, plan)
+    return scheduled_of(view, plan), evicted_of(view, plan)
 
 
 def test_who_can_wait_longest_gives_way_to_the_urgent() -> None:
-    shares, evictions = outcome(HOLDERS | {"urgent": URGENT})
-    assert shares == {"pressing": 1, "urgent": 64, "loose": 1}
+    scheduled, evictions = outcome(HOLDERS | {"urgent": URGENT})
+    assert scheduled == {"pressing": 1, "urgent": 64, "loose": 1}
     assert evictions == [("looser", "drop")]
 
 
@@ -123,16 +123,16 @@ def test_who_is_late_preempts_only_when_it_starves(since_s: float, evictions: li
     assert outcome(HOLDERS | {"urgent": URGENT | {"waits_since_s": since_s}})[1] == evictions
 
 
-def test_nobody_gives_way_to_a_prompt_that_would_not_fit_anyhow() -> None:
-    shares, evictions = outcome(HOLDERS | {"urgent": URGENT | {"prompt_len": 500}})
-    assert (shares, evictions) == ({"pressing": 1, "loose": 1, "looser": 1}, [])
+def test_no_request_gives_way_to_a_prompt_that_would_not_fit_anyhow() -> None:
+    scheduled, evictions = outcome(HOLDERS | {"urgent": URGENT | {"prompt_len": 500}})
+    assert (scheduled, evictions) == ({"pressing": 1, "loose": 1, "looser": 1}, [])
 
 
 def test_among_equals_the_later_one_gives_way() -> None:
     full = {"prompt_len": 31, "num_generated": 2, "tpot_s": 9.0}  # each needs a third block
     view = view_of({"one": full, "two": full}, num_blocks=4, history=[0.11])
     plan = make_policy("accelgen").plan(view)
-    assert (shares_of(view, plan), evicted_of(view, plan)) == ({"one": 1}, [("two", "drop")])
+    assert (scheduled_of(view, plan), evicted_of(view, plan)) == ({"one": 1}, [("two", "drop")])
 
 
 def test_on_a_decode_worker_it_only_pauses() -> None:

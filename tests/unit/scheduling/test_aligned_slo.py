@@ -4,11 +4,11 @@ from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import WorkerView
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
 
 def example(tpot_s: float, **worker: Any) -> WorkerView:
-    """Somebody reads an answer, a question has just come, one document is being written and one has to be read."""
+    """An answer is being read, a question has just come, one document is being written and one has to be read."""
     answer = {"prompt_len": 90, "num_generated": 10, "ttft_s": 0.4, "tpot_s": tpot_s}
     return view_of(
         {
@@ -26,7 +26,7 @@ def example(tpot_s: float, **worker: Any) -> WorkerView:
 def planned(view: WorkerView) -> dict[str, int]:
     plan = make_policy("aligned_slo").plan(view)
     assert_sound(view, plan)
-    return shares_of(view, plan)
+    return scheduled_of(view, plan)
 
 
 def test_the_example_of_the_page() -> None:
@@ -53,7 +53,7 @@ def test_best_effort_gives_its_blocks_to_a_question_that_cannot_wait() -> None:
     }
     view = view_of(rows, now=1.0, num_blocks=11)
     plan = make_policy("aligned_slo").plan(view)
-    assert shares_of(view, plan) == {"question": 60}
+    assert scheduled_of(view, plan) == {"question": 60}
     assert evicted_of(view, plan) == [("document", "drop")]
 
 
@@ -64,11 +64,11 @@ def test_equals_do_not_take_each_others_blocks() -> None:
     }
     view = view_of(rows, now=1.0, num_blocks=11)
     plan = make_policy("aligned_slo").plan(view)
-    assert shares_of(view, plan) == {"first": 1}
+    assert scheduled_of(view, plan) == {"first": 1}
     assert not plan.evictions
 
 
-def test_who_has_waited_beyond_the_bound_has_a_tenth_of_the_iteration_before_anybody_else() -> None:
+def test_who_has_waited_beyond_the_bound_has_a_tenth_of_the_iteration_before_all_others() -> None:
     """An iteration may take a fifth of 1 s, and 10 ms of it whatever it does; the question by itself takes 160 ms."""
     rows: dict[str, dict[str, Any]] = {
         "forgotten": {"be": True, "prompt_len": 300, "arrival_s": -100.0},
@@ -79,7 +79,7 @@ def test_who_has_waited_beyond_the_bound_has_a_tenth_of_the_iteration_before_any
     assert planned(view_of(rows, now=1.0)) == {"question": 300}
 
 
-def test_who_has_waited_beyond_the_bound_fills_what_nobody_else_needs() -> None:
+def test_who_has_waited_beyond_the_bound_fills_what_no_other_needs() -> None:
     rows: dict[str, dict[str, Any]] = {
         "forgotten": {"be": True, "prompt_len": 300, "arrival_s": -100.0},
         "question": {"prompt_len": 50, "ttft_s": 1.0, "arrival_s": 0.9},
@@ -94,9 +94,9 @@ def test_decodes_of_who_has_waited_beyond_the_bound_take_no_more_than_their_shar
     }
     # An iteration may take 0.9 of its 200 ms: 18 ms are the share, 10 of them any iteration's, 1.15 for each decode.
     question = {"prompt_len": 175, "ttft_s": 1.0, "arrival_s": 0.2}
-    shares = planned(view_of(rows | {"question": question}, now=1.0))
-    assert shares.pop("question") == 175
-    assert len(shares) == 6
+    scheduled = planned(view_of(rows | {"question": question}, now=1.0))
+    assert scheduled.pop("question") == 175
+    assert len(scheduled) == 6
 
 
 def test_smaller_priority_goes_first_among_equals() -> None:

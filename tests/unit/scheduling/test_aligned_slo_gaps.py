@@ -3,7 +3,7 @@
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.scheduling import assert_sound, shares_of, view_of
+from tests.harnesses.scheduling import assert_sound, scheduled_of, view_of
 
 # Its next token is due in 90 ms, and by the mean of its gaps in 300 ms. It takes 12 ms.
 _AHEAD = {
@@ -17,12 +17,12 @@ _AHEAD = {
 
 
 def _tokens_of_question(answer: dict[str, Any], due_in_s: float) -> int:
-    """Of 120, which take 132 ms with the answer's next token."""
+    """Return tokens of 120, which take 132 ms with the answer's next token."""
     question = {"prompt_len": 120, "ttft_s": 0.4, "arrival_s": 0.6 + due_in_s}
     view = view_of({"answer": answer, "question": question}, now=1.0)
     plan = make_policy("aligned_slo").plan(view)
     assert_sound(view, plan)
-    return shares_of(view, plan)["question"]
+    return scheduled_of(view, plan)["question"]
 
 
 def test_a_prompt_is_cut_where_that_leaves_it_in_time() -> None:
@@ -33,7 +33,7 @@ def test_a_prompt_that_would_be_late_in_parts_is_computed_in_one() -> None:
     assert _tokens_of_question(_AHEAD, due_in_s=0.14) == 120
 
 
-def test_a_gap_is_lengthened_of_who_can_make_up_for_it_and_of_nobody_else() -> None:
+def test_a_gap_is_lengthened_of_who_can_make_up_for_it_and_of_no_other() -> None:
     """On its schedule to the token; a twentieth of 0.1 s comes back with each later token, half of which count."""
     on_schedule = _AHEAD | {"first_token_s": 0.09}
     assert _tokens_of_question(on_schedule | {"max_tokens": 30}, due_in_s=0.14) == 120
@@ -49,7 +49,7 @@ def test_no_prompt_makes_an_iteration_so_long_that_who_comes_meanwhile_would_be_
     """0.8 of the tightest objective: who comes as it begins has the longest usual iteration left, a fifth of it."""
     rows = {"answer": _AHEAD | {"ttft_s": 1.0}, "question": {"prompt_len": 120, "ttft_s": 0.16, "arrival_s": 0.98}}
     view = view_of(rows, now=1.0)
-    assert shares_of(view, make_policy("aligned_slo").plan(view))["question"] == 69
+    assert scheduled_of(view, make_policy("aligned_slo").plan(view))["question"] == 69
     rows["question"] |= {"ttft_s": 0.18, "arrival_s": 0.96}
     view = view_of(rows, now=1.0)
-    assert shares_of(view, make_policy("aligned_slo").plan(view))["question"] == 120
+    assert scheduled_of(view, make_policy("aligned_slo").plan(view))["question"] == 120

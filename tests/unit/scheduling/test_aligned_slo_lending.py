@@ -3,7 +3,7 @@
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.scheduling import evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import evicted_of, scheduled_of, view_of
 
 _AHEAD = {"prompt_len": 48, "num_generated": 32, "ttft_s": 1.0, "tpot_s": 1.0, "last_token_s": 9.9}
 _BEHIND = _AHEAD | {"num_generated": 16}
@@ -13,31 +13,31 @@ _URGENT = {"prompt_len": 64, "ttft_s": 1.0, "tpot_s": 1.0, "arrival_s": 9.4}
 def _decided(**rows: dict[str, Any]) -> tuple[dict[str, int], list[tuple[str, str]]]:
     view = view_of(rows, now=10.0, num_blocks=9)
     plan = make_policy("aligned_slo").plan(view)
-    return shares_of(view, plan), evicted_of(view, plan)
+    return scheduled_of(view, plan), evicted_of(view, plan)
 
 
 def test_the_one_furthest_ahead_gives_way_to_an_urgent_prompt() -> None:
     """32 tokens were due by 32 s, and 16 by 16 s: the former could be without its cache for longer."""
-    shares, evicted = _decided(far=_AHEAD, near=_BEHIND, new=_URGENT)
+    scheduled, evicted = _decided(far=_AHEAD, near=_BEHIND, new=_URGENT)
     assert evicted == [("far", "drop")]
-    assert shares == {"near": 1, "new": 64}
+    assert scheduled == {"near": 1, "new": 64}
 
 
-def test_nobody_gives_way_to_a_prompt_that_has_time() -> None:
-    shares, evicted = _decided(far=_AHEAD, near=_BEHIND, new=_URGENT | {"arrival_s": 9.99})
+def test_no_request_gives_way_to_a_prompt_that_has_time() -> None:
+    scheduled, evicted = _decided(far=_AHEAD, near=_BEHIND, new=_URGENT | {"arrival_s": 9.99})
     assert evicted == []
-    assert shares == {"near": 1, "far": 1}
+    assert scheduled == {"near": 1, "far": 1}
 
 
-def test_whoever_is_not_ahead_keeps_its_cache() -> None:
+def test_a_request_not_ahead_keeps_its_cache() -> None:
     """Ten seconds for its 32 tokens, as a third of a second for each allows."""
-    shares, evicted = _decided(late=_AHEAD | {"tpot_s": 1 / 3}, near=_BEHIND | {"tpot_s": 0.65}, new=_URGENT)
+    scheduled, evicted = _decided(late=_AHEAD | {"tpot_s": 1 / 3}, near=_BEHIND | {"tpot_s": 0.65}, new=_URGENT)
     assert evicted == []
-    assert "new" not in shares
+    assert "new" not in scheduled
 
 
-def test_who_has_lent_its_memory_does_not_take_it_back_from_anybody_before_it_is_due() -> None:
+def test_who_has_lent_its_memory_does_not_take_it_back_before_it_is_due() -> None:
     lent = _AHEAD | {"num_cached": 0, "num_blocks": 0}
-    shares, evicted = _decided(near=_BEHIND, other=_BEHIND, lent=lent)
+    scheduled, evicted = _decided(near=_BEHIND, other=_BEHIND, lent=lent)
     assert evicted == []
-    assert shares == {"near": 1, "other": 1}
+    assert scheduled == {"near": 1, "other": 1}

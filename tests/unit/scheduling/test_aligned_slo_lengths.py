@@ -3,7 +3,7 @@
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
 Rows = dict[str, dict[str, Any]]
 
@@ -12,7 +12,7 @@ def planned(rows: Rows, **worker: Any) -> tuple[dict[str, int], list[tuple[str, 
     view = view_of(rows, **worker)
     plan = make_policy("aligned_slo").plan(view)
     assert_sound(view, plan)
-    return shares_of(view, plan), evicted_of(view, plan)
+    return scheduled_of(view, plan), evicted_of(view, plan)
 
 
 def crowd(**short: Any) -> Rows:
@@ -31,7 +31,7 @@ def test_who_has_more_than_half_of_it_waits() -> None:
     assert planned(crowd(predicted_len=60), num_blocks=7, num_free_host=500) == ({"long": 1}, [])
 
 
-def test_nobody_leaves_where_that_is_not_enough() -> None:
+def test_no_request_leaves_where_that_is_not_enough() -> None:
     rows = crowd(prompt_len=60) | {"other": {"prompt_len": 20, "num_generated": 1, "predicted_len": 8}}
     # Nine blocks are held and one is free; four are wanted. The long one would do, but for one that may not leave.
     rows["long"] |= {"arrival_s": -2000.0}

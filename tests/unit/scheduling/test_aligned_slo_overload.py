@@ -3,7 +3,7 @@
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
 Rows = dict[str, dict[str, Any]]
 
@@ -12,10 +12,10 @@ def planned(rows: Rows, **worker: Any) -> tuple[dict[str, int], list[str]]:
     view = view_of(rows, **worker)
     plan = make_policy("aligned_slo").plan(view)
     assert_sound(view, plan)
-    return shares_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
+    return scheduled_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
 
 
-def test_an_objective_shorter_than_the_decodes_holds_nobody_back() -> None:
+def test_an_objective_shorter_than_the_decodes_holds_none_back() -> None:
     rows: Rows = {
         "chat": {"prompt_len": 40, "num_generated": 1},
         "hasty": {"prompt_len": 10, "ttft_s": 0.001},
@@ -39,7 +39,7 @@ def test_a_real_time_prompt_is_not_cut_for_prompts_to_come() -> None:
     assert planned(rows)[0] == {"chat": 1, "prompt": 100}
 
 
-def test_who_does_not_fit_lets_others_by_and_evicts_nobody_in_vain() -> None:
+def test_who_does_not_fit_lets_others_by_and_evicts_none_in_vain() -> None:
     rows: Rows = {
         "chat": {"prompt_len": 100, "num_generated": 1, "tpot_s": 1.0, "ttft_s": 1.0},
         "batch": {"prompt_len": 30, "num_generated": 1, "be": True},

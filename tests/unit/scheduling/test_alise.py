@@ -9,10 +9,10 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from alignedserve.scheduling.priority_packing import Preemption
-from alignedserve.scheduling.runtime_estimate import RuntimeModel
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
-_RUNTIME = RuntimeModel(prefill_token_s=0.001, decode_context_s=0.00001, decode_s=0.010)  # level 0: below 0.16 s
+_RUNTIME = RequestRuntimeModel(prefill_token_s=0.001, decode_context_s=0.00001, decode_s=0.010)  # level 0: below 0.16 s
 
 # The example of docs/policies/alise.md.
 _EXAMPLE = {
@@ -47,19 +47,19 @@ _FULL: dict[str, Any] = {"now": 100.0, "num_blocks": 16, "num_free_host": 1000}
 
 def test_the_example_of_its_page() -> None:
     view, plan = _decide(_EXAMPLE, _FULL)
-    assert shares_of(view, plan) == {"C": 50, "E": 1, "B": 1}
+    assert scheduled_of(view, plan) == {"C": 50, "E": 1, "B": 1}
     assert evicted_of(view, plan) == [("A", "swap")]
 
 
 def test_the_example_with_recomputing() -> None:
     view, plan = _decide(_EXAMPLE, _FULL, preemption=Preemption.RECOMPUTE)
-    assert shares_of(view, plan) == {"C": 50, "E": 1, "B": 1}
+    assert scheduled_of(view, plan) == {"C": 50, "E": 1, "B": 1}
     assert evicted_of(view, plan) == [("A", "drop")]
 
 
 def test_the_example_with_deferring() -> None:
     view, plan = _decide(_EXAMPLE, _FULL, preemption=Preemption.DEFER)
-    assert shares_of(view, plan) == {"B": 1, "A": 1}
+    assert scheduled_of(view, plan) == {"B": 1, "A": 1}
     assert evicted_of(view, plan) == []
 
 
@@ -75,7 +75,7 @@ def test_an_overrun_demotes() -> None:
         "as predicted": {"arrival_s": 1.0, "prompt_len": 20, "num_generated": 2, "predicted_len": 10},
     }
     view, plan = _decide(rows, {"now": 2.0, "max_running_requests": 1})
-    assert shares_of(view, plan) == {"as predicted": 1}
+    assert scheduled_of(view, plan) == {"as predicted": 1}
 
 
 def test_the_predicted_shortest_goes_first_and_the_earliest_within_a_level() -> None:
@@ -85,7 +85,7 @@ def test_the_predicted_shortest_goes_first_and_the_earliest_within_a_level() -> 
         "first": {"arrival_s": 1.0, "predicted_len": 10},
     }
     view, plan = _decide(rows, {"now": 3.0})
-    assert list(shares_of(view, plan)) == ["first", "second", "long"]
+    assert list(scheduled_of(view, plan)) == ["first", "second", "long"]
 
 
 @pytest.mark.parametrize(("waited_s", "first"), [(59.9, "short"), (60.0, "short"), (120.0, "long")])
@@ -96,7 +96,7 @@ def test_waiting_raises_a_request_by_a_level(waited_s: float, first: str) -> Non
         "short": {"arrival_s": waited_s - 0.01, "prompt_len": 20, "predicted_len": 5},
     }
     view, plan = _decide(rows, {"now": waited_s})
-    assert next(iter(shares_of(view, plan))) == first
+    assert next(iter(scheduled_of(view, plan))) == first
 
 
 def test_being_served_does_not_undo_ageing() -> None:
@@ -106,7 +106,7 @@ def test_being_served_does_not_undo_ageing() -> None:
     }
     rows["aged"] |= {"waits_since_s": 500.0}
     view, plan = _decide(rows, {"now": 500.0, "max_running_requests": 1})
-    assert shares_of(view, plan) == {"aged": 1}
+    assert scheduled_of(view, plan) == {"aged": 1}
 
 
 def test_equals_do_not_displace_each_other() -> None:
@@ -115,7 +115,7 @@ def test_equals_do_not_displace_each_other() -> None:
         "earlier": {"arrival_s": 0.0, "prompt_len": 60, "predicted_len": 30},
     }
     view, plan = _decide(rows, {"now": 6.0, "num_blocks": 4, "num_free_host": 1000})
-    assert shares_of(view, plan) == {"resident": 1}
+    assert scheduled_of(view, plan) == {"resident": 1}
     assert evicted_of(view, plan) == []
 
 
@@ -125,7 +125,7 @@ def test_who_outgrows_the_memory_displaces_a_later_equal() -> None:
         "second": {"arrival_s": 1.0, "prompt_len": 30, "num_generated": 3, "predicted_len": 30},
     }
     view, plan = _decide(rows, {"now": 2.0, "num_blocks": 4, "num_free_host": 1000})
-    assert shares_of(view, plan) == {"first": 1}
+    assert scheduled_of(view, plan) == {"first": 1}
     assert evicted_of(view, plan) == [("second", "swap")]
 
 
@@ -139,7 +139,7 @@ def test_of_a_level_the_longest_wait_ahead_leaves_first() -> None:
     }
     settings = {"now": 10.0, "num_blocks": 9, "num_free_host": 1000}
     view, plan = _decide(rows, settings, age_threshold_s=0.1)
-    assert shares_of(view, plan) == {"new": 50, "y": 1}
+    assert scheduled_of(view, plan) == {"new": 50, "y": 1}
     assert evicted_of(view, plan) == [("x", "swap")]
 
 
@@ -150,7 +150,7 @@ def test_what_the_pass_hides_comes_back_ahead_of_its_turn() -> None:
         "next": {"arrival_s": 0.0, "prompt_len": 30, "num_generated": 1, "num_swapped": 30, "predicted_len": 100},
     }
     view, plan = _decide(rows, {"now": 1.0, "max_running_requests": 1, "num_free_host": 1000})
-    assert (shares_of(view, plan), [view.table.request_ids[row] for row in plan.uploads]) == ({"new": 16}, ["next"])
+    assert (scheduled_of(view, plan), [view.table.request_ids[row] for row in plan.uploads]) == ({"new": 16}, ["next"])
 
 
 def test_a_copy_that_would_lengthen_the_pass_waits() -> None:
@@ -165,13 +165,13 @@ def test_a_copy_that_would_lengthen_the_pass_waits() -> None:
 
 def test_a_prompt_longer_than_an_iteration_begins_with_a_part() -> None:
     view, plan = _decide({"a": {"prompt_len": 700, "predicted_len": 5}}, {})
-    assert shares_of(view, plan) == {"a": 512}
+    assert scheduled_of(view, plan) == {"a": 512}
 
 
 def test_a_prompt_longer_than_memory_is_passed_over() -> None:
     rows = {"endless": {"prompt_len": 300, "predicted_len": 1}, "other": {"prompt_len": 20, "predicted_len": 90}}
     view, plan = _decide(rows, {"num_blocks": 10})
-    assert shares_of(view, plan) == {"other": 20}
+    assert scheduled_of(view, plan) == {"other": 20}
 
 
 def test_without_given_coefficients_the_cost_model_is_asked() -> None:
@@ -180,7 +180,7 @@ def test_without_given_coefficients_the_cost_model_is_asked() -> None:
     assert policy.plan(view) == policy.plan(replace(view))
 
 
-def test_nobody_takes_what_a_better_one_had_to_leave() -> None:
+def test_no_request_takes_what_a_better_one_had_to_leave() -> None:
     """`later` leaves two blocks to `first`, which needs one: the other is not for `worse`, which would fit."""
     equal = {"prompt_len": 30, "num_generated": 3, "predicted_len": 10}
     rows = {
@@ -189,7 +189,7 @@ def test_nobody_takes_what_a_better_one_had_to_leave() -> None:
         "worse": {"arrival_s": 2.0, "prompt_len": 10, "predicted_len": 100},
     }
     view, plan = _decide(rows, {"now": 3.0, "num_blocks": 4, "num_free_host": 1000})
-    assert shares_of(view, plan) == {"first": 1}
+    assert scheduled_of(view, plan) == {"first": 1}
     assert evicted_of(view, plan) == [("later", "swap")]
 
 

@@ -10,9 +10,9 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policies import make_policy, policy_config, policy_entry
 from alignedserve.scheduling.policies.apt_serve import hidden_token_s
-from alignedserve.scheduling.policies.apt_serve_selection import Candidates, Room, select
+from alignedserve.scheduling.policies.apt_serve_selection import KnapsackItems, SelectionBudget, select
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan, Mechanism, WorkerView
-from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import EasyCosts, assert_sound, evicted_of, scheduled_of, view_of
 
 _NOW = 10.0
 
@@ -24,7 +24,7 @@ def _plan(view: WorkerView, name: str = "apt_serve", **settings: Any) -> Iterati
 
 
 def _hidden_of(view: WorkerView, plan: IterationPlan) -> set[str]:
-    return {str(view.table.request_ids[share.row]) for share in plan.shares if share.is_hidden}
+    return {str(view.table.request_ids[share.row]) for share in plan.scheduled if share.is_hidden}
 
 
 def _waiting(prompt_len: int, pending_s: float, **more: Any) -> dict[str, Any]:
@@ -53,21 +53,21 @@ def _example(**more: Any) -> WorkerView:
 def test_the_pages_example() -> None:
     view = _example()
     plan = _plan(view, hidden_token_s=0.0008)
-    assert list(shares_of(view, plan).items()) == [("b", 64), ("c", 160), ("a", 96)]
+    assert list(scheduled_of(view, plan).items()) == [("b", 64), ("c", 160), ("a", 96)]
     assert _hidden_of(view, plan) == {"a", "c"}
 
 
 def test_the_pages_example_with_keys_and_values_only() -> None:
     view = _example()
     plan = _plan(view, hybrid_cache=False)
-    assert list(shares_of(view, plan).items()) == [("b", 64), ("a", 96), ("d", 16)]
+    assert list(scheduled_of(view, plan).items()) == [("b", 64), ("a", 96), ("d", 16)]
     assert not _hidden_of(view, plan)
 
 
 def test_the_pages_example_in_chunks() -> None:
     view = _example(max_tokens=256)
     plan = _plan(view, "apt_serve_chunked", hidden_token_s=0.0008)
-    assert list(shares_of(view, plan).items()) == [("r", 1), ("b", 64), ("c", 160), ("a", 31)]
+    assert list(scheduled_of(view, plan).items()) == [("r", 1), ("b", 64), ("c", 160), ("a", 31)]
     assert _hidden_of(view, plan) == {"a", "c"}
 
 
@@ -101,7 +101,7 @@ def test_blocks_for_each_is_blocks_for() -> None:
 def test_the_densest_get_what_the_limit_on_hidden_tokens_leaves() -> None:
     view = _example()  # b and c may, a may not; keys and values of a then find no room
     plan = _plan(view, hidden_token_s=0.0008, max_hidden_tokens=64 + 160)
-    assert shares_of(view, plan) == {"b": 64, "c": 160}
+    assert scheduled_of(view, plan) == {"b": 64, "c": 160}
     assert _hidden_of(view, plan) == {"b"}
 
 
@@ -115,8 +115,8 @@ def test_hidden_caches_that_are_held_count_for_the_limit() -> None:
 def test_new_caches_leave_the_watermark_free() -> None:
     rows = {"r": _running(17), "a": _waiting(16 * 8, 1.0)}
     view = view_of(rows, now=_NOW, num_blocks=10)
-    assert shares_of(view, _plan(view, watermark=0.0)) == {"a": 128}
-    assert shares_of(view, _plan(view, watermark=0.2)) == {"r": 1}
+    assert scheduled_of(view, _plan(view, watermark=0.0)) == {"a": 128}
+    assert scheduled_of(view, _plan(view, watermark=0.2)) == {"r": 1}
 
 
 # --- which iteration
@@ -124,31 +124,31 @@ def test_new_caches_leave_the_watermark_free() -> None:
 
 def test_prompts_go_when_they_have_been_pending_for_longer() -> None:
     view = view_of({"r": _running(40, 0.3), "a": _waiting(20, 0.3)}, now=_NOW)
-    assert shares_of(view, _plan(view)) == {"a": 20}
+    assert scheduled_of(view, _plan(view)) == {"a": 20}
 
 
 def test_decodes_go_when_they_have_been_pending_for_longer() -> None:
     view = view_of({"r": _running(40, 0.3), "q": _running(40, 0.3), "a": _waiting(20, 0.5)}, now=_NOW)
-    assert shares_of(view, _plan(view)) == {"r": 1, "q": 1}
+    assert scheduled_of(view, _plan(view)) == {"r": 1, "q": 1}
 
 
 def test_decodes_go_when_no_prompt_fits() -> None:
     view = view_of({"r": _running(40), "a": _waiting(200, 5.0)}, now=_NOW, num_blocks=10)
-    assert shares_of(view, _plan(view)) == {"r": 1}
+    assert scheduled_of(view, _plan(view)) == {"r": 1}
 
 
 def test_a_prompt_longer_than_an_iteration_goes_alone_and_goes_on() -> None:
     rows = {"a": _waiting(100, 1.0, num_cached=64), "b": _waiting(10, 5.0)}
     view = view_of(rows, now=_NOW, max_tokens=64)
-    assert shares_of(view, _plan(view)) == {"a": 36, "b": 10}
+    assert scheduled_of(view, _plan(view)) == {"a": 36, "b": 10}
     fresh = view_of({"a": _waiting(100, 1.0)}, now=_NOW, max_tokens=64)
-    assert shares_of(fresh, _plan(fresh)) == {"a": 64}
+    assert scheduled_of(fresh, _plan(fresh)) == {"a": 64}
 
 
-def test_the_blocks_that_a_begun_prompt_will_need_are_nobody_elses() -> None:
+def test_the_blocks_that_a_begun_prompt_will_need_are_kept_for_it() -> None:
     rows = {"a": _waiting(100, 0.01, num_cached=64), "r": _running(33, 3.0)}
     view = view_of(rows, now=_NOW, num_blocks=9, max_tokens=64)  # holds 4 and 2, needs 3 more and 1 more
-    assert shares_of(view, _plan(view)) == {"a": 36}
+    assert scheduled_of(view, _plan(view)) == {"a": 36}
 
 
 # --- values
@@ -157,14 +157,14 @@ def test_the_blocks_that_a_begun_prompt_will_need_are_nobody_elses() -> None:
 def test_who_is_past_the_slo_goes_last() -> None:
     rows = {"late": _waiting(16, 5.0, ttft_s=1.0), "new": _waiting(160, 0.1, ttft_s=1.0)}
     view = view_of(rows, now=_NOW, num_blocks=10)
-    assert shares_of(view, _plan(view)) == {"new": 160}
+    assert scheduled_of(view, _plan(view)) == {"new": 160}
 
 
 def test_who_is_past_the_slo_may_keep_a_part_of_the_value() -> None:
     rows = {"late": _waiting(160, 5.0, ttft_s=1.0), "new": _waiting(160, 0.9, ttft_s=1.0)}
     view = view_of(rows, now=_NOW, num_blocks=10)
-    assert shares_of(view, _plan(view)) == {"new": 160}
-    assert shares_of(view, _plan(view, expired_decay=0.4)) == {"late": 160}
+    assert scheduled_of(view, _plan(view)) == {"new": 160}
+    assert scheduled_of(view, _plan(view, expired_decay=0.4)) == {"late": 160}
 
 
 def test_a_preempted_request_counts_from_its_last_token() -> None:
@@ -173,13 +173,13 @@ def test_a_preempted_request_counts_from_its_last_token() -> None:
         "new": _waiting(32, 0.3, ttft_s=1.0),
     }
     view = view_of(rows, now=_NOW, num_blocks=3)
-    assert shares_of(view, _plan(view)) == {"new": 32}
+    assert scheduled_of(view, _plan(view)) == {"new": 32}
 
 
 def test_equals_go_in_the_order_of_arrival() -> None:
     rows = {name: _waiting(32, 0.3) for name in "abc"}
     view = view_of(rows, now=_NOW, num_blocks=4)
-    assert shares_of(view, _plan(view)) == {"a": 32, "b": 32}
+    assert scheduled_of(view, _plan(view)) == {"a": 32, "b": 32}
 
 
 def test_rho_is_what_the_cost_model_says() -> None:
@@ -201,7 +201,7 @@ def test_the_longest_gives_way_to_the_others() -> None:
     view = view_of(rows, now=_NOW, num_blocks=9)
     plan = _plan(view)
     assert evicted_of(view, plan) == [("a", "drop")]
-    assert shares_of(view, plan) == {"b": 1, "c": 1}
+    assert scheduled_of(view, plan) == {"b": 1, "c": 1}
 
 
 def test_of_equals_the_latest_gives_way() -> None:
@@ -209,7 +209,7 @@ def test_of_equals_the_latest_gives_way() -> None:
     view = view_of(rows, now=_NOW, num_blocks=7)
     plan = _plan(view)
     assert evicted_of(view, plan) == [("c", "drop")]
-    assert shares_of(view, plan) == {"a": 1, "b": 1}
+    assert scheduled_of(view, plan) == {"a": 1, "b": 1}
 
 
 def test_who_need_not_give_way_only_pauses() -> None:
@@ -217,15 +217,15 @@ def test_who_need_not_give_way_only_pauses() -> None:
     view = view_of(rows, now=_NOW, num_blocks=15)
     plan = _plan(view)
     assert evicted_of(view, plan) == [("c", "drop")]
-    assert shares_of(view, plan) == {"a": 1, "b": 1, "d": 1}
+    assert scheduled_of(view, plan) == {"a": 1, "b": 1, "d": 1}
 
 
-def test_the_chunked_form_takes_nobody_new_when_somebody_gave_way() -> None:
+def test_the_chunked_form_takes_no_new_request_when_one_gave_way() -> None:
     rows = {"a": _running(65), "b": _running(33), "new": _waiting(16, 1.0)}
     view = view_of(rows, now=_NOW, num_blocks=6)
     plan = _plan(view, "apt_serve_chunked")
     assert evicted_of(view, plan) == [("a", "drop")]
-    assert shares_of(view, plan) == {"b": 1}
+    assert scheduled_of(view, plan) == {"b": 1}
 
 
 # --- hidden caches of those who run
@@ -241,8 +241,8 @@ def test_a_hidden_cache_becomes_keys_and_values_when_there_are_blocks(waiting: d
     view = view_of(_one_hidden(**waiting), now=_NOW, num_blocks=7, hidden_ratio=0.5)
     plan = _plan(view, hidden_token_s=0.001)
     assert evicted_of(view, plan) == [("h", "drop")]
-    assert shares_of(view, plan) == {"h": 64}
-    assert shares_of(view, _plan(view, "apt_serve_chunked", hidden_token_s=0.001)) == {"h": 64, "r": 1}
+    assert scheduled_of(view, plan) == {"h": 64}
+    assert scheduled_of(view, _plan(view, "apt_serve_chunked", hidden_token_s=0.001)) == {"h": 64, "r": 1}
 
 
 def test_without_blocks_a_hidden_cache_pauses_while_it_costs_more_than_it_gains() -> None:
@@ -250,24 +250,24 @@ def test_without_blocks_a_hidden_cache_pauses_while_it_costs_more_than_it_gains(
     for pending_s, runs in ((0.255, False), (0.257, True)):
         view = view_of(_one_hidden(pending_s), now=_NOW, num_blocks=6, hidden_ratio=0.5)
         plan = _plan(view, hidden_token_s=0.001)
-        assert shares_of(view, plan) == ({"h": 1, "r": 1} if runs else {"r": 1})
+        assert scheduled_of(view, plan) == ({"h": 1, "r": 1} if runs else {"r": 1})
         assert not plan.evictions
 
 
 def test_a_hidden_cache_that_costs_nothing_stays() -> None:
     view = view_of(_one_hidden(), now=_NOW, num_blocks=20, hidden_ratio=0.5)
-    assert shares_of(view, _plan(view, hidden_token_s=0.0)) == {"h": 1, "r": 1}
+    assert scheduled_of(view, _plan(view, hidden_token_s=0.0)) == {"h": 1, "r": 1}
 
 
 def test_a_hidden_cache_does_not_pause_past_its_slo() -> None:
     for pending_s, runs in ((0.99, False), (1.01, True)):
         view = view_of(_one_hidden(pending_s), now=_NOW, num_blocks=6, hidden_ratio=0.5)
-        assert ("h" in shares_of(view, _plan(view, hidden_token_s=0.1))) is runs
+        assert ("h" in scheduled_of(view, _plan(view, hidden_token_s=0.1))) is runs
 
 
-def test_a_hidden_cache_does_not_pause_when_nobody_else_runs() -> None:
+def test_a_hidden_cache_does_not_pause_when_no_other_runs() -> None:
     view = view_of({"h": _one_hidden()["h"]}, now=_NOW, num_blocks=3, hidden_ratio=0.5)
-    assert shares_of(view, _plan(view, hidden_token_s=0.1)) == {"h": 1}
+    assert scheduled_of(view, _plan(view, hidden_token_s=0.1)) == {"h": 1}
 
 
 def test_a_hidden_cache_that_pauses_gives_way_first() -> None:
@@ -275,45 +275,45 @@ def test_a_hidden_cache_that_pauses_gives_way_first() -> None:
     view = view_of(rows, now=_NOW, num_blocks=4, hidden_ratio=0.5)
     plan = _plan(view, hidden_token_s=0.001)
     assert evicted_of(view, plan) == [("h", "drop")]
-    assert shares_of(view, plan) == {"r": 1}
+    assert scheduled_of(view, plan) == {"r": 1}
 
 
 # --- the selection
 
 
-def _candidates(values: list[float], num_blocks: list[int]) -> Candidates:
+def _candidates(values: list[float], num_blocks: list[int]) -> KnapsackItems:
     blocks = np.array(num_blocks)
-    return Candidates(np.array(values), blocks, blocks, np.zeros(len(values)), blocks)
+    return KnapsackItems(np.array(values), blocks, blocks, np.zeros(len(values)), blocks)
 
 
 def test_the_best_single_one_goes_first_where_it_alone_is_worth_more() -> None:
     candidates = _candidates([2.0, 9.0], [1, 10])
-    assert select(candidates, Room(10, 100, 10)).indices.tolist() == [1]
-    assert select(candidates, Room(11, 100, 10)).indices.tolist() == [0, 1]
+    assert select(candidates, SelectionBudget(10, 100, 10)).indices.tolist() == [1]
+    assert select(candidates, SelectionBudget(11, 100, 10)).indices.tolist() == [0, 1]
 
 
 def test_what_does_not_fit_is_passed_over() -> None:
     candidates = _candidates([8.0, 9.0, 2.0], [4, 5, 3])
-    assert select(candidates, Room(7, 100, 10)).indices.tolist() == [0, 2]
+    assert select(candidates, SelectionBudget(7, 100, 10)).indices.tolist() == [0, 2]
 
 
 def test_a_step_is_taken_only_after_its_hidden_cache() -> None:
     blocks = np.array([4, 8])
-    candidates = Candidates(np.array([8.0, 8.0]), blocks, blocks, np.array([0.0, 0.0]), blocks // 2)
-    selection = select(candidates, Room(5, 100, 10, 1000))
+    candidates = KnapsackItems(np.array([8.0, 8.0]), blocks, blocks, np.array([0.0, 0.0]), blocks // 2)
+    selection = select(candidates, SelectionBudget(5, 100, 10, 1000))
     assert selection.indices.tolist() == [0]
     assert selection.is_hidden.tolist() == [False]
 
 
 def test_places_and_tokens_bind() -> None:
     candidates = _candidates([4.0, 3.0, 2.0], [1, 1, 1])
-    assert select(candidates, Room(9, 9, 2)).indices.tolist() == [0, 1]
-    assert select(candidates, Room(9, 1, 9)).indices.tolist() == [0]
+    assert select(candidates, SelectionBudget(9, 9, 2)).indices.tolist() == [0, 1]
+    assert select(candidates, SelectionBudget(9, 1, 9)).indices.tolist() == [0]
 
 
-def test_no_room_and_nobody() -> None:
-    assert select(_candidates([1.0], [1]), Room(0, 9, 9)).indices.tolist() == []
-    assert select(_candidates([], []), Room(9, 9, 9)).indices.tolist() == []
+def test_no_budget_and_no_candidates() -> None:
+    assert select(_candidates([1.0], [1]), SelectionBudget(0, 9, 9)).indices.tolist() == []
+    assert select(_candidates([], []), SelectionBudget(9, 9, 9)).indices.tolist() == []
 
 
 # --- the entry

@@ -10,7 +10,7 @@ from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.bros import residual_s
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
 from tests.harnesses.policy_run import Arrival, PolicyRun
-from tests.harnesses.scheduling import assert_sound, evicted_of, request_of, shares_of, view_of
+from tests.harnesses.scheduling import assert_sound, evicted_of, request_of, scheduled_of, view_of
 
 
 def decode(context_len: int, last_token_s: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def planned(view: WorkerView, **settings: Any) -> IterationPlan:
 
 
 def packed(view: WorkerView, **settings: Any) -> list[str]:
-    return list(shares_of(view, planned(view, **settings)))
+    return list(scheduled_of(view, planned(view, **settings)))
 
 
 EXAMPLE = {
@@ -65,7 +65,7 @@ def test_a_prompt_that_needs_more_iterations_has_less_time_for_each() -> None:
 def test_the_example_of_the_page() -> None:
     view = view_of(EXAMPLE, now=10.0, history=[0.02])
     plan = planned(view, base_batch_size=4)
-    assert shares_of(view, plan) == {"A": 1, "B": 16, "d": 1, "e": 1}
+    assert scheduled_of(view, plan) == {"A": 1, "B": 16, "d": 1, "e": 1}
 
 
 def test_the_example_with_a_token_that_comes_too_late_anyway() -> None:
@@ -73,12 +73,12 @@ def test_the_example_with_a_token_that_comes_too_late_anyway() -> None:
     assert packed(view_of(rows, now=10.0, history=[0.02])) == ["B", "A", "d", "e", "f"]
 
 
-def test_nobody_more_joins_than_the_first_has_time_for() -> None:
+def test_no_more_join_than_the_first_has_time_for() -> None:
     rows = {"now": decode(100, 9.85), "prompt": prompt(40, 9.7), "after": decode(100, 9.95)}
     assert packed(view_of(rows, now=10.0)) == ["now"]  # 52 ms with the prompt; what comes after it is not tried
 
 
-def test_where_nobody_can_be_in_time_only_places_and_memory_count() -> None:
+def test_where_no_request_can_be_in_time_only_places_and_memory_count() -> None:
     rows = {"a": prompt(40, 9.0), "b": prompt(30, 8.0), "be": best_effort(prompt(50))}
     assert packed(view_of(rows, now=10.0)) == ["b", "a", "be"]
 
@@ -118,9 +118,9 @@ def test_a_real_time_request_without_slo_is_not_replaced() -> None:
 def test_prompts_are_not_cut_unless_longer_than_an_iteration() -> None:
     rows = {"a": prompt(40), "b": prompt(30), "c": prompt(100, ttft_s=0.39)}
     view = view_of(rows, max_tokens=64)
-    assert shares_of(view, planned(view)) == {"c": 64}
+    assert scheduled_of(view, planned(view)) == {"c": 64}
     view = view_of({"a": rows["a"], "b": rows["b"]}, max_tokens=64)
-    assert shares_of(view, planned(view)) == {"a": 40}
+    assert scheduled_of(view, planned(view)) == {"a": 40}
 
 
 def test_a_long_best_effort_prompt_waits_for_as_long_as_anyone_decodes() -> None:
@@ -145,7 +145,7 @@ def test_the_batch_size_doubles_and_falls_back_at_once() -> None:
     policy = make_policy("bros", {"base_batch_size": 1})
     calm = view_of({name: best_effort(decode(20)) for name in "abcdefgh"})
     busy = view_of({"now": decode(100, 9.85), "prompt": prompt(40, 9.7)}, now=10.0)
-    sizes = [len(policy.plan(view).shares) for view in (calm, calm, calm, busy, calm, calm)]
+    sizes = [len(policy.plan(view).scheduled) for view in (calm, calm, calm, busy, calm, calm)]
     assert sizes == [1, 2, 4, 1, 1, 2]
 
 
@@ -155,7 +155,7 @@ def test_the_batch_size_never_passes_what_the_engine_runs() -> None:
     busy = view_of({name: decode(20, 9.9) for name in "abcdef"}, now=10.0)
     for _ in range(5):
         policy.plan(calm)
-    assert len(policy.plan(busy).shares) == 3
+    assert len(policy.plan(busy).scheduled) == 3
 
 
 @pytest.mark.parametrize("name", ["base_batch_size", "batch_growth"])
@@ -182,7 +182,7 @@ def test_a_whole_best_effort_cache_leaves_where_blocks_are_not_shared() -> None:
     plan = planned(view)
     assert evicted_of(view, plan) == [("be2", "swap")]
     assert plan.evictions[0].num_tokens is None
-    assert list(shares_of(view, plan)) == ["rt", "be1"]
+    assert list(scheduled_of(view, plan)) == ["rt", "be1"]
 
 
 def test_where_blocks_are_shared_only_the_blocks_to_be_overwritten_leave() -> None:
@@ -207,21 +207,21 @@ def test_after_best_effort_the_real_time_request_with_most_time_gives_its_blocks
     view = view_of(rows, now=10.0, num_blocks=10, num_free_host=1000)
     plan = planned(view)
     assert evicted_of(view, plan) == [("most", "swap")]
-    assert list(shares_of(view, plan)) == ["old", "least"]
+    assert list(scheduled_of(view, plan)) == ["old", "least"]
 
 
-def test_nobody_takes_from_an_earlier_one_of_its_class() -> None:
+def test_no_request_takes_from_an_earlier_one_of_its_class() -> None:
     rows = {"old": decode(33, 9.95), "new": decode(33, 9.85, arrival_s=1.0)}
     view = view_of(rows, now=10.0, num_blocks=4, num_free_host=1000)
     plan = planned(view)
-    assert (list(shares_of(view, plan)), evicted_of(view, plan)) == (["old"], [("new", "swap")])
+    assert (list(scheduled_of(view, plan)), evicted_of(view, plan)) == (["old"], [("new", "swap")])
 
 
-def test_a_best_effort_prompt_takes_from_nobody() -> None:
+def test_a_best_effort_prompt_takes_from_none() -> None:
     rows = {"decode": best_effort(decode(60, arrival_s=5.0)), "prompt": best_effort(prompt(30, 1.0))}
     view = view_of(rows, num_blocks=5, num_free_host=1000, now=10.0)
     plan = planned(view)
-    assert (list(shares_of(view, plan)), plan.evictions) == (["decode"], ())
+    assert (list(scheduled_of(view, plan)), plan.evictions) == (["decode"], ())
 
 
 @pytest.mark.parametrize("be", [False, True], ids=["real-time", "best-effort"])

@@ -1,4 +1,4 @@
-"""Who takes a finished prompt when nothing waits in a pool: the example of docs/policies/distserve.md."""
+"""Placement of a finished prompt when nothing waits in a pool: the example of docs/policies/distserve.md."""
 
 from alignedserve.core.ids import RequestId
 from alignedserve.scheduling.policies import policy_entry

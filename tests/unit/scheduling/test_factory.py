@@ -1,4 +1,4 @@
-"""What decides on a worker, put together from the configuration."""
+"""Schedulers built from the configuration."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from alignedserve.scheduling.factory import (
     make_scheduler,
     resolve_policy,
 )
-from alignedserve.scheduling.iteration_scheduler import InOrder, PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, PolicyIterationScheduler
 from alignedserve.scheduling.policies.round_robin import RoundRobin
 from alignedserve.scheduling.policy import IterationLimits
 from tests.harnesses.scheduling import EasyCosts
@@ -54,13 +54,13 @@ def test_what_does_not_exist_is_named(scheduling: SchedulingConfig, message: str
 
 def test_a_policy_that_paces_decides_on_both_kinds_of_workers() -> None:
     paced = SchedulingConfig(policy="round_robin")
-    assert isinstance(make_iteration_scheduler(paced, LIMITS), PolicyPacing)
-    assert isinstance(make_decode_iteration_scheduler(paced, LIMITS), PolicyPacing)
+    assert isinstance(make_iteration_scheduler(paced, LIMITS), PolicyIterationScheduler)
+    assert isinstance(make_decode_iteration_scheduler(paced, LIMITS), PolicyIterationScheduler)
 
 
 def test_without_pacing_prompts_go_in_order_and_decodes_all_together() -> None:
     other = SchedulingConfig(policy="aligned")
-    assert isinstance(make_iteration_scheduler(other, LIMITS), InOrder)
+    assert isinstance(make_iteration_scheduler(other, LIMITS), FcfsIterationScheduler)
     assert make_decode_iteration_scheduler(other, LIMITS) is None
 
 
@@ -70,7 +70,7 @@ def test_what_a_policy_implies_is_set() -> None:
     assert resolved.batching.policy == "fcfs"
 
 
-def test_what_somebody_has_set_stays() -> None:
+def test_what_is_set_explicitly_stays() -> None:
     config = ClusterConfig(
         scheduling=SchedulingConfig(policy="distserve"),
         router=RouterConfig(prefill_order="least_slack", direct_handoff=False),

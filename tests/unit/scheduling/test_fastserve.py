@@ -8,10 +8,10 @@ import pytest
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policies.fastserve import queue_of
 from alignedserve.scheduling.policy import IterationPlan, WorkerView
-from alignedserve.scheduling.runtime_estimate import RuntimeModel
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from alignedserve.scheduling.runtime_estimate import RequestRuntimeModel
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
-_RUNTIME = RuntimeModel(prefill_token_s=0.001, decode_context_s=0.0, decode_s=0.010)  # quanta: 10, 20, 40, 80 ms
+_RUNTIME = RequestRuntimeModel(prefill_token_s=0.001, decode_context_s=0.0, decode_s=0.010)  # quanta: 10, 20, 40, 80 ms
 _Rows = dict[str, dict[str, Any]]
 
 # The example of docs/policies/fastserve.md.
@@ -40,7 +40,7 @@ def _queue(prefill: float, service: float, num_promotions: int = 0) -> int:
 
 def test_the_example_of_its_page() -> None:
     view, plan = _decide(_EXAMPLE, _FULL)
-    assert shares_of(view, plan) == {"C": 8, "E": 1, "B": 1}
+    assert scheduled_of(view, plan) == {"C": 8, "E": 1, "B": 1}
     assert evicted_of(view, plan) == [("A", "swap")]
 
 
@@ -76,7 +76,7 @@ def test_equals_do_not_displace_each_other() -> None:
         "earlier": {"arrival_s": 4.0, "prompt_len": 60},
     }
     view, plan = _decide(rows, {"now": 6.0, "num_blocks": 4, "num_free_host": 1000})
-    assert shares_of(view, plan) == {"resident": 1}
+    assert scheduled_of(view, plan) == {"resident": 1}
     assert evicted_of(view, plan) == []
 
 
@@ -88,7 +88,7 @@ def test_a_paused_cache_leaves_ahead_of_need_where_the_pass_hides_it() -> None:
     }
     settings = {"now": 5.0, "num_blocks": 8, "num_free_host": 1000, "max_running_requests": 1}
     view, plan = _decide(rows, settings, watermark=0.25)
-    assert shares_of(view, plan) == {"new": 10}
+    assert scheduled_of(view, plan) == {"new": 10}
     assert evicted_of(view, plan) == [("paused", "swap")]
     assert _decide(rows, settings, watermark=0.125)[1].evictions == ()
 
@@ -97,4 +97,4 @@ def test_without_a_quantum_the_shortest_decode_is_one() -> None:
     """EasyCosts: 11 ms and context; a prompt of 10 tokens is computed in fewer, one of 30 in more."""
     rows = {"longer": {"arrival_s": 0.0, "prompt_len": 30}, "short": {"arrival_s": 1.0, "prompt_len": 9}}
     view = view_of(rows, now=1.0)
-    assert list(shares_of(view, make_policy("fastserve").plan(view))) == ["short", "longer"]
+    assert list(scheduled_of(view, make_policy("fastserve").plan(view))) == ["short", "longer"]

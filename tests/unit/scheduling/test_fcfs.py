@@ -3,8 +3,8 @@
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
-from alignedserve.scheduling.policy import Eviction, IterationPlan, WorkerView
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from alignedserve.scheduling.policy import EvictionMode, IterationPlan, WorkerView
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
 _Rows = dict[str, dict[str, Any]]
 
@@ -27,109 +27,109 @@ def _decide(rows: _Rows, config: dict[str, Any] | None = None, **settings: Any) 
 
 def test_the_example_of_its_page_prompts_first() -> None:
     view, plan = _decide(_EXAMPLE, max_tokens=62, num_blocks=20)
-    assert shares_of(view, plan) == {"C": 20, "D": 40}
+    assert scheduled_of(view, plan) == {"C": 20, "D": 40}
 
 
 def test_the_example_of_its_page_without_room_for_a_prompt() -> None:
     view, plan = _decide(_EXAMPLE, num_blocks=6)
-    assert shares_of(view, plan) == {"A": 1}
+    assert scheduled_of(view, plan) == {"A": 1}
     assert evicted_of(view, plan) == [("B", "drop")]
 
 
 def test_the_example_of_its_page_after_that() -> None:
     rows = {**_EXAMPLE, "A": {**_EXAMPLE["A"], "num_generated": 4}, "B": {**_EXAMPLE["B"], "num_cached": 0}}
     view, plan = _decide(rows, num_blocks=6)
-    assert shares_of(view, plan) == {"A": 1}
+    assert scheduled_of(view, plan) == {"A": 1}
     assert evicted_of(view, plan) == []
 
 
 def test_decodes_go_together_and_no_prompt_beside_them() -> None:
     view, plan = _decide({"b": {"arrival_s": 2.0, "num_generated": 1}, "a": {"arrival_s": 1.0, "num_generated": 9}})
-    assert shares_of(view, plan) == {"a": 1, "b": 1}
+    assert scheduled_of(view, plan) == {"a": 1, "b": 1}
 
 
-def test_nobody_overtakes_the_prompt_that_does_not_fit() -> None:
+def test_none_overtakes_the_prompt_that_does_not_fit() -> None:
     rows = {"a": {"arrival_s": 1.0, "prompt_len": 40}, "b": {"prompt_len": 30, "arrival_s": 2.0},
             "c": {"arrival_s": 3.0, "prompt_len": 5}}  # fmt: skip
     view, plan = _decide(rows, max_tokens=60)
-    assert shares_of(view, plan) == {"a": 40}
+    assert scheduled_of(view, plan) == {"a": 40}
 
 
 def test_running_requests_take_places_from_prompts() -> None:
     view, plan = _decide(_EXAMPLE, max_running_requests=3)
-    assert shares_of(view, plan) == {"C": 20}
+    assert scheduled_of(view, plan) == {"C": 20}
 
 
 def test_a_new_prompt_leaves_the_watermark_free() -> None:
     """20 blocks, 5 held, 3 for the prompt: 12 are left, which is a watermark of 0.6 but not of 0.65."""
     rows = {name: _EXAMPLE[name] for name in ("A", "B", "D")}
-    assert shares_of(*_decide(rows, {"watermark": 0.6}, num_blocks=20)) == {"D": 40}
-    assert shares_of(*_decide(rows, {"watermark": 0.65}, num_blocks=20)) == {"A": 1, "B": 1}
+    assert scheduled_of(*_decide(rows, {"watermark": 0.6}, num_blocks=20)) == {"D": 40}
+    assert scheduled_of(*_decide(rows, {"watermark": 0.65}, num_blocks=20)) == {"A": 1, "B": 1}
 
 
 def test_alone_a_prompt_may_have_all() -> None:
-    assert shares_of(*_decide({"a": {"prompt_len": 320}}, {"watermark": 0.5}, num_blocks=20)) == {"a": 320}
+    assert scheduled_of(*_decide({"a": {"prompt_len": 320}}, {"watermark": 0.5}, num_blocks=20)) == {"a": 320}
 
 
 def test_a_prompt_longer_than_an_iteration_goes_in_parts() -> None:
     rows = {"a": {"arrival_s": 1.0, "prompt_len": 150}, "b": {"arrival_s": 0.0, "prompt_len": 20}}
-    assert shares_of(*_decide({"a": rows["a"]}, max_tokens=100)) == {"a": 100}
+    assert scheduled_of(*_decide({"a": rows["a"]}, max_tokens=100)) == {"a": 100}
     rows["a"]["num_cached"] = 100
-    assert shares_of(*_decide(rows, max_tokens=100)) == {"a": 50, "b": 20}
+    assert scheduled_of(*_decide(rows, max_tokens=100)) == {"a": 50, "b": 20}
 
 
 def test_a_prompt_begun_in_parts_is_not_held_up_by_the_watermark() -> None:
     rows = {"a": {"prompt_len": 318, "num_cached": 300}}
-    assert shares_of(*_decide(rows, {"watermark": 0.1}, num_blocks=20)) == {"a": 18}
+    assert scheduled_of(*_decide(rows, {"watermark": 0.1}, num_blocks=20)) == {"a": 18}
 
 
 def test_a_prompt_longer_than_memory_is_passed_over() -> None:
     rows = {"a": {"arrival_s": 1.0, "prompt_len": 161}, "b": {"arrival_s": 2.0, "prompt_len": 160}}
-    assert shares_of(*_decide(rows, num_blocks=10)) == {"b": 160}
+    assert scheduled_of(*_decide(rows, num_blocks=10)) == {"b": 160}
 
 
 def test_the_last_to_arrive_is_preempted_and_swapped_if_so_configured() -> None:
     view, plan = _decide(
-        {name: _EXAMPLE[name] for name in ("A", "B")}, {"preemption": Eviction.SWAP}, num_blocks=5, num_free_host=48
+        {name: _EXAMPLE[name] for name in ("A", "B")}, {"preemption": EvictionMode.SWAP}, num_blocks=5, num_free_host=48
     )
-    assert shares_of(view, plan) == {"A": 1}
+    assert scheduled_of(view, plan) == {"A": 1}
     assert evicted_of(view, plan) == [("B", "swap")]
 
 
 def test_a_full_host_drops() -> None:
     view, plan = _decide(
-        {name: _EXAMPLE[name] for name in ("A", "B")}, {"preemption": Eviction.SWAP}, num_blocks=5, num_free_host=47
+        {name: _EXAMPLE[name] for name in ("A", "B")}, {"preemption": EvictionMode.SWAP}, num_blocks=5, num_free_host=47
     )
     assert evicted_of(view, plan) == [("B", "drop")]
 
 
 def test_a_prompt_begun_in_parts_is_a_victim_too() -> None:
     rows = {"A": _EXAMPLE["A"], "late": {"arrival_s": 9.0, "prompt_len": 600, "num_cached": 512}}
-    view, plan = _decide(rows, {"preemption": Eviction.SWAP}, num_blocks=34, num_free_host=1000)
-    assert shares_of(view, plan) == {"A": 1}
+    view, plan = _decide(rows, {"preemption": EvictionMode.SWAP}, num_blocks=34, num_free_host=1000)
+    assert scheduled_of(view, plan) == {"A": 1}
     assert evicted_of(view, plan) == [("late", "drop")]
 
 
 def test_who_outgrows_the_memory_last_leaves_itself() -> None:
     rows = {"early": {"arrival_s": 0.0, "prompt_len": 30, "num_generated": 2}, "A": _EXAMPLE["A"]}
     view, plan = _decide(rows, num_blocks=4)
-    assert shares_of(view, plan) == {"early": 1}
+    assert scheduled_of(view, plan) == {"early": 1}
     assert evicted_of(view, plan) == [("A", "drop")]
 
 
 def test_who_is_swapped_out_comes_back_before_any_prompt_begins() -> None:
     swapped = {"arrival_s": 2.0, "prompt_len": 30, "num_generated": 3, "num_swapped": 32}
     rows = {"A": _EXAMPLE["A"], "swapped": swapped, "new": {"arrival_s": 0.0, "prompt_len": 5}}
-    assert shares_of(*_decide(rows, num_free_host=100)) == {"A": 1, "swapped": 1}
+    assert scheduled_of(*_decide(rows, num_free_host=100)) == {"A": 1, "swapped": 1}
 
 
-def test_nobody_comes_back_while_somebody_leaves_or_into_the_watermark() -> None:
+def test_no_request_comes_back_while_one_leaves_or_into_the_watermark() -> None:
     swapped = {"arrival_s": 9.0, "prompt_len": 10, "num_generated": 3, "num_swapped": 12}
     rows = {"A": _EXAMPLE["A"], "B": _EXAMPLE["B"], "swapped": swapped}
-    assert shares_of(*_decide(rows, num_blocks=5, num_free_host=100)) == {"A": 1}
+    assert scheduled_of(*_decide(rows, num_blocks=5, num_free_host=100)) == {"A": 1}
     rows = {"A": _EXAMPLE["A"], "swapped": swapped}
-    assert shares_of(*_decide(rows, {"watermark": 0.25}, num_blocks=4, num_free_host=100)) == {"A": 1}
-    assert shares_of(*_decide(rows, {"watermark": 0.2}, num_blocks=4, num_free_host=100)) == {"A": 1, "swapped": 1}
+    assert scheduled_of(*_decide(rows, {"watermark": 0.25}, num_blocks=4, num_free_host=100)) == {"A": 1}
+    assert scheduled_of(*_decide(rows, {"watermark": 0.2}, num_blocks=4, num_free_host=100)) == {"A": 1, "swapped": 1}
 
 
 def test_on_a_prefill_worker_prompts_hold_their_blocks() -> None:
@@ -137,9 +137,9 @@ def test_on_a_prefill_worker_prompts_hold_their_blocks() -> None:
         "a": {"arrival_s": 1.0, "prompt_len": 160, "num_blocks": 10},
         "b": {"arrival_s": 2.0, "prompt_len": 160, "num_blocks": 10},
     }
-    assert shares_of(*_decide(rows, num_blocks=20, can_evict=False)) == {"a": 160, "b": 160}
+    assert scheduled_of(*_decide(rows, num_blocks=20, can_evict=False)) == {"a": 160, "b": 160}
 
 
-def test_on_a_decode_worker_nobody_leaves() -> None:
+def test_on_a_decode_worker_no_request_leaves() -> None:
     rows = {"A": _EXAMPLE["A"], "B": {"arrival_s": 2.0, "prompt_len": 40, "num_generated": 3}}
-    assert shares_of(*_decide(rows, num_blocks=5, can_evict=False)) == {"B": 1}
+    assert scheduled_of(*_decide(rows, num_blocks=5, can_evict=False)) == {"B": 1}

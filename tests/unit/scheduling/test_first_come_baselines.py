@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
 # Two decodes, a prompt of 300 tokens with 100 computed, and two that wait: in blocks of 16, 4 + 2 + 7 are held.
 WORKER: dict[str, dict[str, Any]] = {
@@ -23,23 +23,23 @@ def planned(
     view = view_of(rows, **worker)
     plan = make_policy(name, settings).plan(view)
     assert_sound(view, plan)
-    return shares_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
+    return scheduled_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "shares"),
+    ("name", "settings", "scheduled"),
     [
         ("sarathi", {"token_budget": 256}, {"one": 1, "two": 1, "begun": 200, "long": 54}),
         ("fastgen", {"token_budget": 256}, {"one": 1, "two": 1, "begun": 200, "long": 54}),
-        ("orca", {}, {"one": 1, "two": 1, "begun": 200}),  # the long one is not cut, and nobody overtakes it
+        ("orca", {}, {"one": 1, "two": 1, "begun": 200}),  # the long one is not cut, and none overtakes it
     ],
 )
-def test_with_plenty_of_memory(name: str, settings: dict[str, Any], shares: dict[str, int]) -> None:
-    assert planned(name, WORKER, settings, max_tokens=512) == (shares, [])
+def test_with_plenty_of_memory(name: str, settings: dict[str, Any], scheduled: dict[str, int]) -> None:
+    assert planned(name, WORKER, settings, max_tokens=512) == (scheduled, [])
 
 
 @pytest.mark.parametrize("name", ["sarathi", "fastgen"])
-def test_nobody_overtakes_a_prompt_that_waits_for_memory(name: str) -> None:
+def test_none_overtakes_a_prompt_that_waits_for_memory(name: str) -> None:
     # Of 40 blocks 13 are held and 12 more are wanted for the begun prompt; the long one would need 25.
     assert planned(name, WORKER, {"token_budget": 256}, num_blocks=40)[0] == {"one": 1, "two": 1, "begun": 200}
 
@@ -64,7 +64,7 @@ def test_fastgen_lets_a_decode_without_a_block_pause() -> None:
     assert planned("fastgen", FULL, {}, num_blocks=5) == ({"early": 1}, [])
 
 
-def test_fastgen_drops_all_but_the_earliest_when_nobody_can_go_on() -> None:
+def test_fastgen_drops_all_but_the_earliest_when_no_request_can_go_on() -> None:
     rows = FULL | {"latest": {"prompt_len": 30, "num_generated": 3, "arrival_s": 2.0}}
     assert planned("fastgen", rows, {}, num_blocks=6) == ({"early": 1}, ["late", "latest"])
 
@@ -81,8 +81,8 @@ def test_what_a_begun_prompt_will_need_is_not_given_away() -> None:
         "decode": {"prompt_len": 16, "num_generated": 1},
         "new": {"prompt_len": 10},
     }
-    shares, _ = planned("sarathi", rows, {"token_budget": 64, "watermark": 0.0}, num_blocks=15)
-    assert shares == {"decode": 1, "begun": 63}
+    scheduled, _ = planned("sarathi", rows, {"token_budget": 64, "watermark": 0.0}, num_blocks=15)
+    assert scheduled == {"decode": 1, "begun": 63}
 
 
 def test_orca_reserves_memory_for_all_that_a_request_may_generate() -> None:

@@ -1,4 +1,4 @@
-"""How long iterations took: the moving average and the maximum of a sliding window; and chunks within a budget."""
+"""Durations of past iterations: the moving average and the maximum of a sliding window; and chunks within a budget."""
 
 import pytest
 

@@ -1,14 +1,18 @@
-"""Who computes how much where nobody can be evicted: in order of coming, or as a policy says."""
+"""Scheduling without evictions: in order of arrival, or by a policy."""
 
 import math
 
 import pytest
 
 from alignedserve.core.ids import RequestId
-from alignedserve.scheduling.iteration_scheduler import InOrder, Pacing, PolicyPacing
+from alignedserve.scheduling.iteration_scheduler import (
+    FcfsIterationScheduler,
+    IterationScheduler,
+    PolicyIterationScheduler,
+)
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import IterationLimits
-from alignedserve.scheduling.worker_state import Scheduler
+from alignedserve.scheduling.scheduler_state import Scheduler
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import request
 
@@ -16,50 +20,52 @@ R1, R2 = RequestId("r1"), RequestId("r2")
 LIMITS = IterationLimits(max_running_requests=4, max_tokens=10)
 
 
-def enter(pacing: Pacing, name: str, prompt_len: int, num_cached: int = 0, num_generated: int = 0) -> None:
+def enter(
+    scheduler: IterationScheduler, name: str, prompt_len: int, num_cached: int = 0, num_generated: int = 0
+) -> None:
     of = request(name, prompt_len=prompt_len)
-    pacing.enter(of, 0.0, num_cached=num_cached, num_generated=num_generated, predicted_len=None)
+    scheduler.enter(of, 0.0, num_cached=num_cached, num_generated=num_generated, predicted_len=None)
 
 
-def scripted(*steps: Step) -> tuple[PolicyPacing, Script]:
+def scripted(*steps: Step) -> tuple[PolicyIterationScheduler, Script]:
     script = Script()
     script.steps.extend(steps)
-    return PolicyPacing(Scheduler(script, EasyCosts(), LIMITS)), script
+    return PolicyIterationScheduler(Scheduler(script, EasyCosts(), LIMITS)), script
 
 
 # --- in order
 
 
 def test_in_order_shares_the_budget_and_goes_on_where_it_was() -> None:
-    pacing = InOrder(10)
-    enter(pacing, "r1", 12)
-    enter(pacing, "r2", 12, num_cached=3)
-    assert [pacing.choose(0.0) for _ in range(4)] == [((R1, 10),), ((R1, 2), (R2, 8)), ((R2, 1),), ()]
+    scheduler = FcfsIterationScheduler(10)
+    enter(scheduler, "r1", 12)
+    enter(scheduler, "r2", 12, num_cached=3)
+    assert [scheduler.choose(0.0) for _ in range(4)] == [((R1, 10),), ((R1, 2), (R2, 8)), ((R2, 1),), ()]
 
 
 def test_in_order_counts_what_was_generated_elsewhere() -> None:
-    pacing = InOrder(10)
-    enter(pacing, "r1", 4, num_generated=2)
-    assert pacing.choose(0.0) == ((R1, 6),)
+    scheduler = FcfsIterationScheduler(10)
+    enter(scheduler, "r1", 4, num_generated=2)
+    assert scheduler.choose(0.0) == ((R1, 6),)
 
 
 def test_in_order_passes_over_who_is_stalled_or_has_left() -> None:
-    pacing = InOrder(10)
+    scheduler = FcfsIterationScheduler(10)
     for name in ("r1", "r2", "r3"):
-        enter(pacing, name, 4)
-    pacing.leave(R2)
-    pacing.leave(R2)  # it may be gone already
-    assert pacing.choose(0.0, stalled=[R1]) == ((RequestId("r3"), 4),)
+        enter(scheduler, name, 4)
+    scheduler.leave(R2)
+    scheduler.leave(R2)  # it may be gone already
+    assert scheduler.choose(0.0, stalled=[R1]) == ((RequestId("r3"), 4),)
 
 
 # --- as a policy says
 
 
-def test_a_policy_chooses_and_sees_that_nobody_can_be_evicted() -> None:
-    pacing, script = scripted(Step(r2=3))
-    enter(pacing, "r1", 4)
-    enter(pacing, "r2", 9, num_cached=2)
-    assert pacing.choose(1.5) == ((R2, 3),)
+def test_a_policy_chooses_and_sees_that_no_request_can_be_evicted() -> None:
+    scheduler, script = scripted(Step(r2=3))
+    enter(scheduler, "r1", 4)
+    enter(scheduler, "r2", 9, num_cached=2)
+    assert scheduler.choose(1.5) == ((R2, 3),)
     assert script.view is not None
     assert (script.view.can_evict, script.view.now) == (False, 1.5)
     assert script.view.table.num_remaining.tolist() == [4, 7]
@@ -67,12 +73,12 @@ def test_a_policy_chooses_and_sees_that_nobody_can_be_evicted() -> None:
 
 
 def test_what_was_computed_shows_in_the_next_choice() -> None:
-    pacing, script = scripted(Step(r1=4, r2=3))
-    enter(pacing, "r1", 4)
-    enter(pacing, "r2", 9)
-    pacing.choose(0.0)
-    pacing.completed(0.5, 0.25)
-    pacing.choose(0.5)
+    scheduler, script = scripted(Step(r1=4, r2=3))
+    enter(scheduler, "r1", 4)
+    enter(scheduler, "r2", 9)
+    scheduler.choose(0.0)
+    scheduler.completed(0.5, 0.25)
+    scheduler.choose(0.5)
     assert script.view is not None
     table = script.view.table
     assert (table.num_cached.tolist(), table.num_generated.tolist()) == ([4, 3], [1, 0])
@@ -82,46 +88,46 @@ def test_what_was_computed_shows_in_the_next_choice() -> None:
 
 
 def test_who_is_stalled_is_not_in_the_iteration_and_gets_no_token_for_it() -> None:
-    pacing, script = scripted(Step(r1=1, r2=1))
-    enter(pacing, "r1", 4, num_cached=4, num_generated=1)
-    enter(pacing, "r2", 4, num_cached=4, num_generated=1)
-    assert pacing.choose(0.0, stalled=[R1]) == ((R2, 1),)
-    pacing.completed(0.5, 0.5)
-    pacing.choose(0.5)
+    scheduler, script = scripted(Step(r1=1, r2=1))
+    enter(scheduler, "r1", 4, num_cached=4, num_generated=1)
+    enter(scheduler, "r2", 4, num_cached=4, num_generated=1)
+    assert scheduler.choose(0.0, stalled=[R1]) == ((R2, 1),)
+    scheduler.completed(0.5, 0.5)
+    scheduler.choose(0.5)
     assert script.view is not None
     assert script.view.table.num_generated.tolist() == [1, 2]
 
 
 def test_who_has_left_or_never_came_is_nothing_to_it() -> None:
-    pacing, script = scripted()
-    enter(pacing, "r1", 4)
+    scheduler, script = scripted()
+    enter(scheduler, "r1", 4)
     for name in (R1, R1, R2):
-        pacing.leave(name)
-        pacing.set_predicted_length(name, 5.0)
-    assert pacing.choose(0.0) == ()
+        scheduler.leave(name)
+        scheduler.set_predicted_length(name, 5.0)
+    assert scheduler.choose(0.0) == ()
     assert script.view is not None
     assert len(script.view.table) == 0
 
 
 def test_a_late_prediction_is_seen() -> None:
-    pacing, script = scripted()
-    enter(pacing, "r1", 4)
-    pacing.set_predicted_length(R1, 5.0)
-    pacing.choose(0.0)
+    scheduler, script = scripted()
+    enter(scheduler, "r1", 4)
+    scheduler.set_predicted_length(R1, 5.0)
+    scheduler.choose(0.0)
     assert script.view is not None
     assert script.view.table.predicted_len.tolist() == [5.0]
 
 
 def test_a_policy_that_evicts_here_breaks_an_invariant() -> None:
-    pacing, _ = scripted(Step(r1=1, drop=["r2"]))
-    enter(pacing, "r1", 4)
-    enter(pacing, "r2", 4)
-    with pytest.raises(AssertionError, match="evicts where nobody can be"):
-        pacing.choose(0.0)
+    scheduler, _ = scripted(Step(r1=1, drop=["r2"]))
+    enter(scheduler, "r1", 4)
+    enter(scheduler, "r2", 4)
+    with pytest.raises(AssertionError, match="evictions on a worker that cannot evict"):
+        scheduler.choose(0.0)
 
 
 def test_everyone_takes_decodes_first_and_prompts_in_order() -> None:
-    pacing = PolicyPacing(Scheduler(make_policy("aligned"), EasyCosts(), LIMITS))
-    enter(pacing, "r1", 12)
-    enter(pacing, "r2", 4, num_cached=4, num_generated=1)
-    assert pacing.choose(0.0) == ((R2, 1), (R1, 9))
+    scheduler = PolicyIterationScheduler(Scheduler(make_policy("aligned"), EasyCosts(), LIMITS))
+    enter(scheduler, "r1", 12)
+    enter(scheduler, "r2", 4, num_cached=4, num_generated=1)
+    assert scheduler.choose(0.0) == ((R2, 1), (R1, 9))

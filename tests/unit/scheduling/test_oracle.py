@@ -3,14 +3,14 @@
 from typing import Any
 
 from alignedserve.scheduling.policies import make_policy
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
 
 def planned(rows: dict[str, dict[str, Any]], **worker: Any) -> tuple[dict[str, int], list[str]]:
     view = view_of(rows, **worker)
     plan = make_policy("oracle").plan(view)
     assert_sound(view, plan)
-    return shares_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
+    return scheduled_of(view, plan), [request_id for request_id, _ in evicted_of(view, plan)]
 
 
 def test_the_longest_prompt_is_given_up_for_the_others() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.packer import Packer, by_arrival
-from alignedserve.scheduling.policy import Evict, Eviction, Share, WorkerView
-from alignedserve.scheduling.worker_state import work_of
+from alignedserve.scheduling.policy import EvictionMode, PlannedEviction, ScheduledRequest, WorkerView
+from alignedserve.scheduling.scheduler_state import work_of
 from tests.harnesses.scheduling import assert_sound, view_of
 
 _DECODE = {"prompt_len": 30, "num_generated": 2}  # 31 tokens cached in two blocks, the 32nd fits into them
@@ -36,7 +36,7 @@ def test_what_is_packed_is_taken_off_every_account() -> None:
         num_sampled=2,
     )
     assert packer.predicted_s() == pytest.approx(0.010 + 0.041 + 0.00033)
-    assert packer.plan().shares == (Share(0, 40), Share(1, 1))
+    assert packer.plan().scheduled == (ScheduledRequest(0, 40), ScheduledRequest(1, 1))
     assert_sound(view, packer.plan())
 
 
@@ -125,44 +125,44 @@ def test_a_prompt_longer_than_memory_gets_no_more_than_memory() -> None:
 def test_a_dropped_cache_frees_all_its_blocks() -> None:
     view, packer = _packer({"a": _FULL, "b": {"prompt_len": 33}}, num_blocks=3)
     assert not packer.add(1, 33)
-    packer.evict(0, Eviction.DROP)
+    packer.evict(0, EvictionMode.DROP)
     assert packer.num_free == 3
     assert packer.remaining(0) == 33
     assert packer.add(1, 33)
-    assert packer.plan().evictions == (Evict(0, Eviction.DROP),)
+    assert packer.plan().evictions == (PlannedEviction(0, EvictionMode.DROP),)
     assert_sound(view, packer.plan())
 
 
 def test_a_swap_counts_what_is_copied_and_takes_host_room() -> None:
     view, packer = _packer({"a": _FULL, "b": _FULL}, num_free_host=40)
-    packer.evict(0, Eviction.SWAP)
+    packer.evict(0, EvictionMode.SWAP)
     assert packer.work.swap_out_tokens == 32
-    packer.evict(1, Eviction.SWAP)  # 8 tokens of room are left: not for 32
-    assert packer.plan().evictions == (Evict(0, Eviction.SWAP), Evict(1, Eviction.DROP))
+    packer.evict(1, EvictionMode.SWAP)  # 8 tokens of room are left: not for 32
+    assert packer.plan().evictions == (PlannedEviction(0, EvictionMode.SWAP), PlannedEviction(1, EvictionMode.DROP))
     assert packer.work.swap_out_tokens == 32
     assert_sound(view, packer.plan(), is_finished=False)
 
 
 def test_the_end_of_a_cache_leaves_and_the_blocks_behind_it() -> None:
     view, packer = _packer({"a": {"prompt_len": 60, "num_generated": 3}}, num_blocks=4, num_free_host=100)
-    packer.evict(0, Eviction.SWAP, 20)  # 42 of 62 tokens stay, in 3 of 4 blocks
+    packer.evict(0, EvictionMode.SWAP, 20)  # 42 of 62 tokens stay, in 3 of 4 blocks
     assert (packer.num_free, packer.work.swap_out_tokens) == (1, 20)
-    assert packer.plan().evictions == (Evict(0, Eviction.SWAP, 20),)
+    assert packer.plan().evictions == (PlannedEviction(0, EvictionMode.SWAP, 20),)
     assert_sound(view, packer.plan(), is_finished=False)
 
 
 def test_without_room_for_its_end_a_cache_is_dropped_as_a_whole() -> None:
     view, packer = _packer({"a": {"prompt_len": 60, "num_generated": 3}}, num_blocks=4, num_free_host=19)
-    packer.evict(0, Eviction.SWAP, 20)
+    packer.evict(0, EvictionMode.SWAP, 20)
     assert (packer.num_free, packer.work.swap_out_tokens) == (4, 0)
-    assert packer.plan().evictions == (Evict(0, Eviction.DROP),)
+    assert packer.plan().evictions == (PlannedEviction(0, EvictionMode.DROP),)
     assert_sound(view, packer.plan(), is_finished=False)
 
 
 def test_who_is_evicted_loses_the_share_it_had() -> None:
     _, packer = _packer({"a": _FULL}, num_blocks=4)
     packer.add(0, 1)
-    packer.evict(0, Eviction.DROP)
+    packer.evict(0, EvictionMode.DROP)
     assert (packer.rows, packer.num_free, packer.work.is_empty) == ([], 4, True)
 
 
@@ -179,7 +179,7 @@ def test_nothing_comes_back_of_what_is_dropped() -> None:
     """A hidden cache, half of it on the host, becomes one of keys and values: all of it is computed anew."""
     rows = {"a": {"prompt_len": 30, "num_generated": 3, "num_swapped": 16, "is_hidden": True, "num_blocks": 1}}
     view, packer = _packer(rows, hidden_ratio=0.5, num_free_host=100)
-    packer.evict(0, Eviction.DROP)
+    packer.evict(0, EvictionMode.DROP)
     assert packer.chunk(0) == 33
     assert packer.add(0, 33)
     assert packer.work == IterationWork(num_prompt_tokens=33, num_chunks=1, prompt_pairs=561, num_sampled=1)
@@ -225,7 +225,7 @@ def test_an_upload_without_blocks_is_refused() -> None:
 def test_a_narrow_copy_counts_by_its_bytes(is_hidden: bool, copied: float) -> None:
     rows = {"a": {**_FULL, "is_hidden": is_hidden}, "b": {**_FULL, "is_hidden": is_hidden, "num_swapped": 32}}
     view, packer = _packer(rows, num_free_host=100, swap_width=0.625, hidden_ratio=0.5)
-    packer.evict(0, Eviction.SWAP)
+    packer.evict(0, EvictionMode.SWAP)
     packer.add(1, 1)
     assert (packer.work.swap_out_tokens, packer.work.swap_in_tokens) == (copied, copied)
     assert work_of(view.table, packer.plan(), view.memory) == packer.work
@@ -237,21 +237,21 @@ def test_our_own_mistakes_are_caught() -> None:
     packer.add(2, 5)
     with pytest.raises(AssertionError, match="packed twice"):
         packer.add(2, 5)
-    with pytest.raises(AssertionError, match="that nobody knows"):
+    with pytest.raises(AssertionError, match="that are not known yet"):
         packer.add(0, 2)
     with pytest.raises(AssertionError, match="nothing of it is on the device"):
-        packer.evict(1, Eviction.SWAP)
-    packer.evict(0, Eviction.SWAP)
+        packer.evict(1, EvictionMode.SWAP)
+    packer.evict(0, EvictionMode.SWAP)
     with pytest.raises(AssertionError, match="evicted twice"):
-        packer.evict(0, Eviction.SWAP)
+        packer.evict(0, EvictionMode.SWAP)
     with pytest.raises(AssertionError, match="swapped out does not compute"):
         packer.add(0, 1)
 
 
-def test_nobody_is_evicted_where_nobody_can_be() -> None:
+def test_none_is_evicted_where_none_can_be() -> None:
     _, packer = _packer({"a": _FULL}, can_evict=False)
-    with pytest.raises(AssertionError, match="nobody can be evicted"):
-        packer.evict(0, Eviction.DROP)
+    with pytest.raises(AssertionError, match="on a worker that cannot evict"):
+        packer.evict(0, EvictionMode.DROP)
 
 
 def test_the_order_of_arrival_breaks_ties_by_who_came_first_to_the_worker() -> None:

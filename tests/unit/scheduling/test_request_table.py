@@ -50,7 +50,7 @@ def test_the_last_row_moves_into_the_place_of_one_that_leaves() -> None:
     assert RequestId("a") not in table
 
 
-def test_the_last_row_leaves_and_nobody_moves() -> None:
+def test_the_last_row_leaves_and_no_row_moves() -> None:
     table = table_of({"a": {"prompt_len": 1}, "b": {"prompt_len": 2}})
     table.remove(RequestId("b"))
     assert (len(table), table.prompt_len.tolist()) == (1, [1])
@@ -102,7 +102,7 @@ def test_when_the_next_token_is_due() -> None:
     rows = {
         "first": {"arrival_s": 1.0, "ttft_s": 0.5, "tpot_s": 0.1},
         "fourth": {"num_generated": 3, "first_token_s": 2.0, "tpot_s": 0.1},
-        "first, nobody counts": {"arrival_s": 1.0},
-        "second, nobody counts": {"num_generated": 1, "ttft_s": 0.5},
+        "first, no objective": {"arrival_s": 1.0},
+        "second, no objective": {"num_generated": 1, "ttft_s": 0.5},
     }
     assert table_of(rows).next_token_due_s.tolist() == [1.5, pytest.approx(2.3), np.inf, np.inf]

@@ -7,7 +7,7 @@ import pytest
 from alignedserve.core.errors import ConfigError
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import IterationPolicy, WorkerView
-from tests.harnesses.scheduling import assert_sound, evicted_of, shares_of, view_of
+from tests.harnesses.scheduling import assert_sound, evicted_of, scheduled_of, view_of
 
 
 def decode(context_len: int, **fields: Any) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def turns(policy: IterationPolicy, view: WorkerView, count: int) -> list[dict[st
     for _ in range(count):
         plan = policy.plan(view)
         assert_sound(view, plan)
-        found.append(shares_of(view, plan))
+        found.append(scheduled_of(view, plan))
     return found
 
 
@@ -43,7 +43,7 @@ def test_a_class_that_can_go_on_is_in_every_second_iteration() -> None:
     assert [sorted(turn) == ["rt", "waits"] for turn in served] == [True, False] * 3
 
 
-def test_a_class_with_nobody_passes_its_turn() -> None:
+def test_an_empty_class_passes_its_turn() -> None:
     policy = make_policy("round_robin")
     alone = view_of({"be": decode(20, be=True)})
     both = view_of({"be": decode(20, be=True), "rt": decode(20)})
@@ -60,7 +60,7 @@ def test_running_requests_keep_their_places_and_the_rest_goes_by_arrival() -> No
     assert turns(make_policy("round_robin", {"batch_size": 2}), view_of(rows), 1) == [{"runs": 1, "early": 8}]
 
 
-def test_nobody_overtakes_a_prompt_that_does_not_fit() -> None:
+def test_none_overtakes_a_prompt_that_does_not_fit() -> None:
     rows: dict[str, dict[str, Any]] = {
         "long": {"prompt_len": 100},
         "short": {"prompt_len": 8, "arrival_s": 1.0},
@@ -83,7 +83,7 @@ def test_who_lacks_a_block_takes_it_from_the_latest_of_its_class() -> None:
     view = view_of(rows, num_blocks=6, num_free_host=100)
     plan = make_policy("round_robin").plan(view)
     assert_sound(view, plan)
-    assert (shares_of(view, plan), evicted_of(view, plan)) == ({"early": 1}, [("late", "drop")])
+    assert (scheduled_of(view, plan), evicted_of(view, plan)) == ({"early": 1}, [("late", "drop")])
 
 
 def test_a_class_that_lacks_blocks_passes_its_turn() -> None:
@@ -91,11 +91,11 @@ def test_a_class_that_lacks_blocks_passes_its_turn() -> None:
     assert turns(make_policy("round_robin"), view_of(rows, num_blocks=4), 2) == [{"be": 1}, {"be": 1}]
 
 
-def test_where_nobody_can_go_on_the_earliest_takes_from_the_latest() -> None:
+def test_where_no_request_can_go_on_the_earliest_takes_from_the_latest() -> None:
     rows = {"rt": decode(33, arrival_s=2.0), "be": decode(33, arrival_s=1.0, be=True)}
     view = view_of(rows, num_blocks=4)
     plan = make_policy("round_robin").plan(view)
-    assert (shares_of(view, plan), evicted_of(view, plan)) == ({"be": 1}, [("rt", "drop")])
+    assert (scheduled_of(view, plan), evicted_of(view, plan)) == ({"be": 1}, [("rt", "drop")])
 
 
 def test_the_batch_size_is_positive() -> None:

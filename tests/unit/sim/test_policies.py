@@ -1,4 +1,4 @@
-"""What is simulated when a policy is named."""
+"""The simulated cluster of a named policy."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import WorkerSpec
 from alignedserve.scheduling.policies import POLICIES
 from alignedserve.scheduling.policy import Mechanism
+from alignedserve.sim.cluster_hardware import ClusterHardware
 from alignedserve.sim.config import SimMechanisms
-from alignedserve.sim.machines import ClusterHardware
 from alignedserve.sim.policies import as_predicted_for, mechanisms_for, simulated_policy, with_policy
 from alignedserve.workload.requests import ClosedLoop
 from tests.harnesses.simulation import timed, workload_of
@@ -72,7 +72,7 @@ def test_host_memory_is_for_those_that_swap() -> None:
     assert by_policy == {name: Mechanism.SWAP in entry.uses for name, entry in POLICIES.items()}
 
 
-def test_who_must_know_lengths_is_told_them() -> None:
+def test_policies_that_must_know_lengths_get_them() -> None:
     loop = ClosedLoop("loop", 1, False, [timed(output_len=9)])
     workload = workload_of(timed(output_len=7, max_tokens=50), closed_loops=(loop,), max_closed=1)
     assert as_predicted_for(SchedulingConfig(policy="fcfs"), workload) is workload

@@ -67,7 +67,7 @@ def test_a_process_that_dies_takes_only_its_own_case_along() -> None:
 def test_progress_ends_with_every_case(processes: int) -> None:
     seen: list[CaseProgress] = []
     run_cases([*CASES, NEVER_FITS], processes=processes, progress=seen.append)
-    over = [one for one in seen if one.is_over]
+    over = [one for one in seen if one.is_done]
     assert sorted(one.name for one in over) == ["fcfs", "never", "sarathi", "separate"]
     assert {one.name: one.num_ended for one in over} == {"fcfs": 30, "never": 0, "separate": 20, "sarathi": 30}
     assert all(one.simulated_s > 0 for one in over if one.name != "never")

@@ -11,10 +11,9 @@ from alignedserve.core.request import RequestClass, Slo
 from alignedserve.workload.build import DEFAULT_NUM_REQUESTS, build_workload
 from alignedserve.workload.catalogue import Library
 from alignedserve.workload.distributions import parse_distribution
-from alignedserve.workload.feasibility import Capacity, check_fit, require_fit, service_at
+from alignedserve.workload.feasibility import require_feasible
 from alignedserve.workload.objectives import with_ttft_from_prefill
 from alignedserve.workload.requests import ClosedLoopRun, TimedRequest, Workload
-from alignedserve.workload.summary import summarise_workload
 
 LIBRARY = Library()
 
@@ -239,42 +238,21 @@ def test_requests_of_a_loop_are_the_same_in_every_run() -> None:
     assert len({stream[number].prompt_len for number in range(1500)}) > 1200
 
 
-# --- whether it fits, and what it looks like
+# --- feasibility
 
 
 def test_a_request_that_no_worker_can_hold() -> None:
     workload = build("chat: prompt=1000, output=100, rate=1; be: outstanding=1, prompt=10, output=2000", num_requests=2)
-    assert check_fit(workload, Capacity(max_context_len=2010, memory_tokens=2010)).problems == ()
+    require_feasible(workload, max_context_len=2010, memory_tokens=2010)
     with pytest.raises(ConfigError, match=r"be comes to hold 2010 tokens \(10 of .* one worker holds 2009"):
-        require_fit(workload, Capacity(memory_tokens=2009))
+        require_feasible(workload, memory_tokens=2009)
     with pytest.raises(ConfigError, match="the model's context is 100 "):
-        require_fit(workload, Capacity(max_context_len=100))
+        require_feasible(workload, max_context_len=100)
 
 
-def test_offered_load_against_capacity() -> None:
-    workload = build("prompt=100, output=100, rate=2, cv=0", duration_s=10.25)  # 20 requests
-    fit = check_fit(workload, Capacity(service_s=lambda request: request.final_context_len / 200, num_workers=4))
-    assert fit.offered_load == pytest.approx(20 / 41)
-    assert fit.overload is None
-    assert check_fit(workload, Capacity(service_s=service_at(200, 50))).offered_load == pytest.approx(50 / 10.25)
-    over = check_fit(workload, Capacity(service_s=lambda request: 2.05))
-    assert over.offered_load == pytest.approx(4.0)
-    assert over.overload is not None
-    assert "4.00 times" in over.overload
-
-
-def test_summary_of_two_classes() -> None:
-    workload = build("a: rate=1, cv=0, prompt=10, output=1; be: rate=1, cv=0, prompt=30, output=3", duration_s=10.5)
-    first, second, together = summarise_workload(workload)
-    assert (first.name, first.num_requests, first.duration_s, first.rate, first.cv) == ("a", 10, 9.0, 1.0, 0.0)
-    assert (second.prompt_len.p99, second.best_effort_share) == (30, 1.0)
-    assert (together.name, together.prompt_len.mean, together.best_effort_share) == ("all", 20.0, 0.5)
-    assert summarise_workload(build("be: wave=1, prompt=1, output=1", duration_s=1.0)) == []
-
-
-@pytest.mark.parametrize(("cv", "law"), [(1, "gamma"), (3, "gamma"), (2, "weibull")])
-def test_rate_and_burstiness_are_what_was_asked_for(cv: int, law: str) -> None:
-    workload = build(f"sharegpt, rate=10, cv={cv}, arrivals={law}", duration_s=3600.0)
-    (summary,) = summarise_workload(workload)
-    assert summary.rate == pytest.approx(10.0, rel=0.05)
-    assert summary.cv == pytest.approx(cv, rel=0.05)
+@pytest.mark.parametrize(("cv", "distribution"), [(1, "gamma"), (3, "gamma"), (2, "weibull")])
+def test_rate_and_burstiness_are_what_was_asked_for(cv: int, distribution: str) -> None:
+    workload = build(f"sharegpt, rate=10, cv={cv}, arrivals={distribution}", duration_s=3600.0)
+    gaps = np.diff([request.arrival_s for request in workload.requests])
+    assert len(gaps) / gaps.sum() == pytest.approx(10.0, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)

@@ -28,8 +28,10 @@ _SERVER_INBOUND, _CLIENT_INBOUND = Codec(BlockServerInbound), Codec(BlockClientI
 
 
 class ControlSocket:
-    """A connected socket, owned. Every method raises PeerLost when the other end is gone or too slow, and
-    ProtocolError when it violates the protocol."""
+    """A connected socket, owned.
+
+    Methods raise PeerLost when the other end is gone or too slow, and ProtocolError when it violates the protocol.
+    """
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._socket = connection
@@ -70,10 +72,10 @@ class ControlSocket:
             raise PeerLost("the connection was closed") from error
 
     def disconnect(self) -> None:
-        """Shut the connection down from another thread; the thread that uses it gets PeerLost and closes. May be
-        repeated.
+        """Shut the connection down from another thread. May be repeated.
 
-        If it were closed here, its descriptor could belong to a newer connection by the time that thread waits on it.
+        The thread that uses it gets PeerLost and closes it. If it were closed here, its descriptor could belong to a
+        newer connection by the time that thread waits on it.
         """
         with contextlib.suppress(OSError):  # it may not be connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -167,7 +169,10 @@ def _connected(address: str, timeout_s: float) -> socket.socket:
 
 
 def listen_at(address: str) -> socket.socket:
-    """Return a listening socket at `unix:/path` or `tcp:host:port` (0: any free port). Raises OSError when it is taken."""
+    """Return a listening socket at `unix:/path` or `tcp:host:port` (0: any free port).
+
+    Raises OSError when the address is taken.
+    """
     kind, _, rest = address.partition(":")
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -66,8 +66,7 @@ class DeviceBlocks:
 
 
 class DeviceBuffer:
-    """A ServedBuffer with blocks on a device and their generations on the host; outlives the block server that serves
-    it.
+    """A ServedBuffer with blocks on a device and their generations on the host; outlives its block server.
 
     Raises NotEnoughMemory saying how many bytes are needed.
     """
@@ -107,7 +106,7 @@ class DeviceBuffer:
     def relay_from(
         self, source: Arena, copy: BlockCopy, block_ids: Sequence[BlockId], generation: int
     ) -> tuple[BlockRun, ...]:
-        """Copy from an arena into this buffer as `relay` does. Raises HandoffRejected; no lease holds the blocks then."""
+        """Copy from an arena into this buffer as `relay` does; after HandoffRejected no lease holds the blocks."""
         num_sent = copy.num_blocks
         check_target(block_ids, num_sent, generation, self.num_blocks)
         try:

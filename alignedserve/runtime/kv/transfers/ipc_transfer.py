@@ -5,7 +5,6 @@ The control socket agrees on what may be copied; this end copies on its own stre
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,15 @@ from torch import Tensor
 
 from alignedserve.core.errors import PeerError
 from alignedserve.messages.blocks import BlocksCopied, DeviceMemoryHandle, ReadBlocks, WriteBlocks
-from alignedserve.messages.caches import BlockRun
-from alignedserve.runtime.kv.block_checksums import expand_runs, runs_with_checksums
+from alignedserve.runtime.kv.block_checksums import expand_runs
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.control_socket import dial
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, map_device_memory
-from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.requests import (
     PlannedRequest,
+    ServedTransfer,
     blocks_in_order,
-    closing_on_error,
-    is_verified,
     negotiate,
-    plan_fetch,
-    plan_offload,
-    receive_answers,
     runs_in_order,
 )
 from alignedserve.runtime.process.links import Identity
@@ -39,7 +32,7 @@ _PIECE_BYTES = 64 * 1024 * 1024
 MapBlocks = Callable[[DeviceMemoryHandle | None, int, int], Tensor]
 
 
-class IpcTransfer:
+class IpcTransfer(ServedTransfer):
     """KVTransfer to a block server of this host whose buffer is mapped here. Connects on construction.
 
     Raises PeerLost or HandoffRejected as GroupTransfer does, and HandoffRejected when the memory cannot be mapped.
@@ -62,59 +55,24 @@ class IpcTransfer:
             self._control.close()
             raise
 
-    def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:
-        """See KVTransfer."""
-        planned = plan_offload(requests, self._num_blocks)
-        done: list[tuple[BlockRun, ...] | None] = [None] * len(requests)
-        if not planned:
-            return done
+    def _offload(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
         self._wait_for_copies(planned)
-        with closing_on_error(self._control):
-            self._control.send(WriteBlocks(tuple(one.named for one in planned)))
-            granted = self._granted(planned)
-            checksums = self._copy(
-                self._own, blocks_in_order(granted), self._theirs, self._their_blocks(granted), granted
-            )
-            is_still_held = self._copied(planned)
-        for one in granted:
-            runs = runs_with_checksums(one.named.runs, list(islice(checksums, len(one.named.runs))))
-            done[one.index] = runs if is_still_held[one.index] else None
-        return done
+        self._control.send(WriteBlocks(tuple(one.named for one in planned)))
+        granted = self._granted(planned)
+        checksums = self._copy(self._own, blocks_in_order(granted), self._theirs, self._their_blocks(granted), granted)
+        self._control.send(BlocksCopied())
+        return self._settled(planned, granted, checksums)
 
-    def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
-        """See KVTransfer."""
-        planned = plan_fetch(requests, self._layout.block_size, self._num_blocks)
-        done = [False] * len(requests)
-        if not planned:
-            return done
+    def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
         self._wait_for_copies(planned)
-        with closing_on_error(self._control):
-            self._control.send(ReadBlocks(tuple(one.named for one in planned)))
-            granted = self._granted(planned)
-            checksums = self._copy(
-                self._theirs, self._their_blocks(granted), self._own, blocks_in_order(granted), granted
-            )
-            is_still_held = self._copied(planned)
-        arrived = {one.index: list(islice(checksums, len(one.named.runs))) for one in granted}
-        for one in planned:
-            found = arrived.get(one.index) if is_still_held[one.index] else None
-            done[one.index] = is_verified(requests[one.index].copy, found)
-        return done
-
-    def close(self) -> None:
-        """See KVTransfer."""
-        self._control.close()
+        self._control.send(ReadBlocks(tuple(one.named for one in planned)))
+        granted = self._granted(planned)
+        checksums = self._copy(self._theirs, self._their_blocks(granted), self._own, blocks_in_order(granted), granted)
+        self._control.send(BlocksCopied())
+        return self._settled(planned, granted, checksums)
 
     def _wait_for_copies(self, planned: Sequence[PlannedRequest]) -> None:
         self._storage.pending_copies.synchronize(np.array(blocks_in_order(planned), np.int64))
-
-    def _granted(self, planned: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-        return [one for one, held in zip(planned, receive_answers(self._control, planned), strict=True) if held]
-
-    def _copied(self, planned: Sequence[PlannedRequest]) -> dict[int, bool]:
-        """Report that the bytes are copied; return whether each request, by its index, was still held then."""
-        self._control.send(BlocksCopied())
-        return {one.index: held for one, held in zip(planned, receive_answers(self._control, planned), strict=True)}
 
     def _their_blocks(self, planned: Sequence[PlannedRequest]) -> list[Any]:
         return [block_id for one in planned for block_id in expand_runs(one.named.runs, self._num_blocks)]
@@ -126,7 +84,7 @@ class IpcTransfer:
         target: DeviceBlocks,
         target_ids: Sequence[Any],
         planned: Sequence[PlannedRequest],
-    ) -> Iterator[int]:
+    ) -> list[int]:
         """Copy, wait until it is done and return the checksums of all runs, computed in this end's own memory."""
         checksums = self._own.checksums(runs_in_order(planned))
         block_bytes = self._layout.block_bytes
@@ -138,12 +96,14 @@ class IpcTransfer:
                 own_rows = rows.to(self._own.device)
                 checksums.update(own_rows)
                 target.scatter(target_ids[first : first + len(part)], own_rows.to(target.device))
-        return iter(checksums.values)
+        return checksums.values
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[None]:
-        """Run the body on this transfer's stream and synchronize at its end. The engine's work needs no wait: results
-        are announced only once computed."""
+        """Run the body on this transfer's stream and synchronize at its end.
+
+        The engine's work needs no wait: results are announced only once computed.
+        """
         if self._stream is None:
             yield
             return

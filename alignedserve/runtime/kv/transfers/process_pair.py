@@ -96,8 +96,10 @@ class ProcessPair:
 
     @contextlib.contextmanager
     def _exchange(self, problem: str) -> Iterator[None]:
-        """Run the body, on a device on the pair's own stream and synchronized at its end. The engine's work needs no
-        wait: results are announced only once computed."""
+        """Run the body, on a device on the pair's own stream and synchronized at its end.
+
+        The engine's work needs no wait: results are announced only once computed.
+        """
         try:
             if self._stream is None:
                 yield

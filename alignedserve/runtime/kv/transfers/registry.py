@@ -28,8 +28,7 @@ _Opener = Callable[[ArenaOffered, BlockStorage, Identity, bool], KVTransfer]
 def open_transfer(
     offered: ArenaOffered, storage: BlockStorage, *, identity: Identity, stamps: bool, transport: str = AUTO
 ) -> KVTransfer:
-    """Open a transfer to the offered blocks. `stamps`: they are a candidate buffer, stamped by its writer (see
-    ShmTransfer).
+    """Open a transfer to the offered blocks; `stamps` as in ShmTransfer, for a candidate buffer.
 
     Raises TransportUnavailable naming the reason for each transport that was tried.
     """

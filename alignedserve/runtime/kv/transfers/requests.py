@@ -1,17 +1,27 @@
 """The client's requests to a block server: planning those that can succeed, and receiving the owner's answers."""
 
+import abc
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from alignedserve.core.block_allocator import contiguous_runs
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, PeerError, PeerLost, ProtocolError
 from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import BlocksAnswered, NamedBlocks, OpenTransfer, TransferOpened, TransferRefused
-from alignedserve.messages.caches import BlockCopy
-from alignedserve.runtime.kv.block_checksums import PlacedRun, check_target, place_runs, source_blocks, verify_checksums
+from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.runtime.kv.block_checksums import (
+    PlacedRun,
+    check_target,
+    place_runs,
+    runs_with_checksums,
+    source_blocks,
+    verify_checksums,
+)
+from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 
@@ -30,6 +40,64 @@ class PlannedRequest:
     def runs(self) -> list[PlacedRun]:
         """The runs of the owner's blocks, for their checksums."""
         return place_runs(count for _, count in self.named.runs)
+
+
+class ServedTransfer(abc.ABC):
+    """KVTransfer to a block server, whose connection is opened by a subclass, which also moves the bytes.
+
+    After PeerLost the object is unusable: make a new one.
+    """
+
+    _storage: BlockStorage
+    _control: ControlSocket
+    _num_blocks: int  # of the server
+
+    def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:
+        """See KVTransfer."""
+        planned = plan_offload(requests, self._num_blocks)
+        done: list[tuple[BlockRun, ...] | None] = [None] * len(requests)
+        if planned:
+            with closing_on_error(self._control):
+                sent = self._offload(planned)
+            for one, checksums in zip(planned, sent, strict=True):
+                done[one.index] = None if checksums is None else runs_with_checksums(one.named.runs, checksums)
+        return done
+
+    def fetch(self, requests: Sequence[FetchRequest]) -> list[bool]:
+        """See KVTransfer."""
+        planned = plan_fetch(requests, self._storage.layout.block_size, self._num_blocks)
+        done = [False] * len(requests)
+        if planned:
+            with closing_on_error(self._control):
+                received = self._fetch(planned)
+            for one, checksums in zip(planned, received, strict=True):
+                done[one.index] = is_verified(requests[one.index].copy, checksums)
+        return done
+
+    def close(self) -> None:
+        """See KVTransfer."""
+        self._control.close()
+
+    @abc.abstractmethod
+    def _offload(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
+        """Return the checksums of each request's sent runs; None: the server refused it."""
+
+    @abc.abstractmethod
+    def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
+        """Return the checksums of each request's received runs; None: the server no longer holds the blocks."""
+
+    def _granted(self, planned: Sequence[PlannedRequest]) -> list[PlannedRequest]:
+        """Receive which of the requests the server accepts."""
+        return [one for one, held in zip(planned, receive_answers(self._control, planned), strict=True) if held]
+
+    def _settled(
+        self, planned: Sequence[PlannedRequest], granted: Sequence[PlannedRequest], checksums: Sequence[int]
+    ) -> list[list[int] | None]:
+        """Receive which requests are still held; return the checksums of their runs, given those of `granted`."""
+        in_order = iter(checksums)
+        by_index = {one.index: list(islice(in_order, len(one.named.runs))) for one in granted}
+        is_held = receive_answers(self._control, planned)
+        return [by_index.get(one.index) if held else None for one, held in zip(planned, is_held, strict=True)]
 
 
 def negotiate(control: ControlSocket, transport: str, layout: BlockLayout) -> TransferOpened:

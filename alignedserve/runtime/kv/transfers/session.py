@@ -118,7 +118,7 @@ class TransferSession:
         self._answer()
 
     def _check_sizes(self, requests: Sequence[NamedBlocks]) -> None:
-        """Refuse oversized messages as a whole: no correct peer sends them, and they would occupy this thread for long."""
+        """Refuse oversized messages, which no correct peer sends and which would occupy this thread for long."""
         counts = [sum(count for _, count in named.runs) for named in requests]
         if any(count > self._buffer.num_blocks for count in counts):
             raise ProtocolError("a request of more blocks than the buffer has")

@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and what is said where it cannot be had."""
+"""The choice of a worker's device, and the errors where it is unavailable."""
 
 import dataclasses
 import warnings

@@ -122,7 +122,7 @@ def test_copies_go_out_and_in() -> None:
 
 
 def staging_that_the_host_writes_again(*, waits: bool) -> tuple[list[int], list[int]]:
-    """What the host took from staging after an offload, and what it put there next, as a prefetch finds it."""
+    """Return the bytes that the host read from staging after an offload, and those that a prefetch found there next."""
     streams = CheckedStreams(0)
     offload, prefetch = streams.stream("offload"), streams.stream("prefetch")
     staging, back = numbers(0, 0), numbers(0, 0)

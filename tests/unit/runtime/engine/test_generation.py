@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import NewSequence
+from tests.support.stored_blocks import read_blocks, write_blocks
 from tests.support.tiny_engines import (
     BLOCK_SIZE,
     GREEDY,
@@ -65,7 +65,7 @@ def test_sequences_that_join_and_leave_change_nothing(decoder: Decoder, referenc
     tiny.step(a=21)
     for round_ in range(13):
         name = f"other-{round_}"
-        tiny.add(name, random_tokens(round_, 3 + 5 * round_ % 17), room=20)
+        tiny.add(name, random_tokens(round_, 3 + 5 * round_ % 17), spare_tokens=20)
         tiny.step(**{"a": 1, name: 3 + 5 * round_ % 17})
         tiny.step(a=1, **{name: 1})
         tiny.step(**{name: 1, "a": 1})
@@ -91,16 +91,15 @@ def test_recompute_after_preemption_continues_alike(decoder: Decoder) -> None:
 @pytest.mark.parametrize("num_generated", [1, 2, 3, 4, 5])
 def test_blocks_copied_to_another_engine_continue_alike(decoder: Decoder, num_generated: int) -> None:
     source, target = TinyEngine(decoder), TinyEngine(decoder, seed=3)
-    source.add("a", random_tokens(2, 10), SEEDED, room=0)
+    source.add("a", random_tokens(2, 10), SEEDED, spare_tokens=0)
     later_blocks = source.take_blocks(50)
     source.engine.append_blocks(A, later_blocks)
     source.generate("a", num_generated)
-    num_cached = source.num_computed("a")
+    num_cached = source.engine.num_computed(A)
     assert num_cached == 10 + num_generated - 1
-    copied = np.zeros((blocks_for(num_cached, BLOCK_SIZE), source.storage.layout.block_bytes), np.uint8)
-    source.storage.read_blocks((source.blocks["a"] + later_blocks)[: len(copied)], copied)
+    copied = read_blocks(source.storage, (source.blocks["a"] + later_blocks)[: blocks_for(num_cached, BLOCK_SIZE)])
     blocks = target.take_blocks(60)
-    target.storage.write_blocks(blocks[: len(copied)], copied)
+    write_blocks(target.storage, blocks[: len(copied)], copied)
     target.engine.add_sequence(NewSequence(A, source.engine.token_ids(A), 10, num_cached, blocks, SEEDED))
     source.generate("a", 20)
     target.generate("a", 20)
@@ -112,12 +111,11 @@ def test_garbage_after_the_cached_tokens_is_cleared(decoder: Decoder) -> None:
     source.add("a", random_tokens(2, 10))
     source.step(a=10)
     blocks = target.take_blocks(40)
-    copied = np.zeros((3, source.storage.layout.block_bytes), np.uint8)
-    source.storage.read_blocks(source.blocks["a"][:3], copied)
-    target.storage.write_blocks(blocks[:3], copied)
+    copied = read_blocks(source.storage, source.blocks["a"][:3])
+    write_blocks(target.storage, blocks[:3], copied)
     for layer in range(decoder.config.num_layers):
-        target.storage.layer_keys(layer)[blocks[2], 2:] = float("nan")
-        target.storage.layer_values(layer)[blocks[2], 2:] = float("nan")
+        target.storage.blocks[:, layer, 0][blocks[2], 2:] = float("nan")
+        target.storage.blocks[:, layer, 1][blocks[2], 2:] = float("nan")
     target.engine.add_sequence(NewSequence(A, source.engine.token_ids(A), 10, 10, blocks, GREEDY))
     assert [token.token_id for token in target.generate("a", 5)] == [t.token_id for t in source.generate("a", 5)]
 
@@ -172,7 +170,7 @@ def test_rows_that_are_not_numbers_fail_alone(folder: Path, reference: Any) -> N
 
 def test_a_prompt_fills_the_context_to_its_end(decoder: Decoder) -> None:
     tiny = TinyEngine(decoder)
-    tiny.add("a", random_tokens(1, MAX_CONTEXT_LEN - 1), room=1)
+    tiny.add("a", random_tokens(1, MAX_CONTEXT_LEN - 1), spare_tokens=1)
     tiny.generate("a", 2)
     assert len(tiny.tokens("a")) == MAX_CONTEXT_LEN + 1
 
@@ -182,7 +180,7 @@ def test_accessors(decoder: Decoder) -> None:
     tiny.add("a", [5, 6, 7], prompt_len=2)
     output = tiny.step(a=2)
     assert output.sampled == []
-    assert (tiny.num_computed("a"), tiny.num_known("a")) == (2, 3)
+    assert (tiny.engine.num_computed(A), tiny.engine.num_tokens(A)) == (2, 3)
     new = tiny.step(a=1).sampled[0].token_id
     assert tiny.tokens("a") == [5, 6, 7, new]
     assert len(tiny.engine._table) == 1
@@ -196,7 +194,7 @@ def test_bad_calls_are_broken_invariants(decoder: Decoder) -> None:
     tiny = TinyEngine(decoder, max_sequences=1)
     with pytest.raises(AssertionError, match="unknown request"):
         tiny.step(a=1)
-    tiny.add("a", [4, 5], room=0)
+    tiny.add("a", [4, 5], spare_tokens=0)
     with pytest.raises(AssertionError, match="more sequences"):
         tiny.add("b", [4, 5])
     with pytest.raises(AssertionError, match="twice"):

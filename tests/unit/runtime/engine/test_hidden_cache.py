@@ -44,13 +44,13 @@ def test_they_are_offered_where_they_are_smaller(family: str, tmp_path: Path) ->
 def generated(
     decoder: Decoder, attention: str, hidden: str, block_tokens: int | None
 ) -> tuple[dict[str, list[int]], list[float]]:
-    """Of four sequences, those named in `hidden` with a hidden cache, prompts in chunks beside decodes: their tokens,
+    """Return the tokens of four sequences, those in `hidden` with a hidden cache, prompts in chunks beside decodes,
     and the log-probabilities of a prompt."""
     engine = TinyEngine(decoder, attention=attention, has_hidden_cache=bool(hidden))
     for seed, (name, length) in enumerate(LENGTHS.items()):
         sampling = SEEDED if name == "d" else GREEDY
         own = block_tokens if name in hidden else None
-        engine.add(name, random_tokens(seed, length), sampling, room=12, block_tokens=own)
+        engine.add(name, random_tokens(seed, length), sampling, spare_tokens=12, block_tokens=own)
     scores = [engine.step(a=7, b=3, c=1).prompt_logprobs, engine.step(b=1, a=13, d=5).prompt_logprobs]
     for _ in range(3):
         engine.step(c=1, b=1)
@@ -81,7 +81,7 @@ def test_a_cache_of_layer_inputs_can_be_resumed_and_shares_memory_with_others(tm
     expected = [token.token_id for token in engine.generate("whole", 12)]
     engine.engine.remove_sequence(RequestId("whole"))
     engine.free_blocks += engine.blocks.pop("whole")  # which the next one takes
-    engine.add("a", prompt, block_tokens=8, room=12)
+    engine.add("a", prompt, block_tokens=8, spare_tokens=12)
     tokens = [token.token_id for token in engine.generate("a", 5)]
     known, blocks = tuple(engine.tokens("a")), engine.blocks["a"]
     assert len(blocks) == 5  # 33 tokens: with keys and values nine
@@ -132,6 +132,6 @@ def test_recomputed_keys_and_values_are_the_same_bits(tmp_path: Path) -> None:
     layer = decoder.config.num_layers - 1
     hidden = both[1].engine._builder._hidden
     assert hidden is not None
-    own = both[0].storage.layer_keys(layer)[list(both[0].blocks["a"][:10])].flatten(0, 1)
-    again = hidden.recomputed.layer_keys(0)[:10].flatten(0, 1)
+    own = both[0].storage.blocks[:, layer, 0][list(both[0].blocks["a"][:10])].flatten(0, 1)
+    again = hidden.recomputed.blocks[:, 0, 0][:10].flatten(0, 1)
     assert torch.equal(own, again)

@@ -1,4 +1,4 @@
-"""What a step says of its own time, and of the slots that attention reads only because another sequence is longer."""
+"""Times of a step, and the share of slots that attention reads only because another sequence is longer."""
 
 import pytest
 import torch

@@ -14,6 +14,7 @@ from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_codecs import int8_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from tests.support.samples import R1, R2, blocks
+from tests.support.stored_blocks import read_blocks, write_blocks
 
 LAYOUT = BlockLayout(block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 
@@ -24,16 +25,14 @@ class SwapSpaceHarness:
     def __init__(self, *, is_int8: bool = False) -> None:
         self.storage = BlockStorage(LAYOUT, 6)
         self.before = np.random.default_rng(0).integers(0, 256, (6, LAYOUT.block_bytes), dtype=np.uint8)
-        self.storage.write_blocks(blocks(*range(6)), self.before)
+        write_blocks(self.storage, blocks(*range(6)), self.before)
         self.cache = SwapSpace(self.storage, HostStreams(), is_int8=is_int8)
 
     def read(self, *numbers: int) -> npt.NDArray[np.uint8]:
-        rows = np.zeros((len(numbers), LAYOUT.block_bytes), np.uint8)
-        self.storage.read_blocks(blocks(*numbers), rows)
-        return rows
+        return read_blocks(self.storage, blocks(*numbers))
 
     def overwrite(self, *numbers: int) -> None:
-        self.storage.write_blocks(blocks(*numbers), np.zeros((len(numbers), LAYOUT.block_bytes), np.uint8))
+        write_blocks(self.storage, blocks(*numbers), np.zeros((len(numbers), LAYOUT.block_bytes), np.uint8))
 
     def perform(self, *, outs: Sequence[Swap] = (), ins: Sequence[Swap] = ()) -> None:
         self.cache.perform(Swaps((), tuple(outs), tuple(ins)))
@@ -75,7 +74,7 @@ def test_copies_of_8_bits_are_close_whatever_lies_behind_the_last_token() -> Non
     harness = SwapSpaceHarness(is_int8=True)
     shape = (6, LAYOUT.runs_per_block, LAYOUT.block_size, LAYOUT.kv_width)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    values[1, :, 3:] = float("nan")  # slots of nobody
+    values[1, :, 3:] = float("nan")  # unused slots
     harness.storage.blocks.copy_(values.view(harness.storage.blocks.shape))
     harness.perform(outs=[Swap(R1, 7, blocks(4, 1))])
     harness.overwrite(4, 1)

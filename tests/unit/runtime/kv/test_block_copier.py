@@ -21,7 +21,7 @@ from alignedserve.messages.iterations import (
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena
 from alignedserve.runtime.process.worker_threads import WorkerThreads
-from tests.harnesses.transfer import ASKING, content, filled, layout_of
+from tests.harnesses.transfer import CLIENT, content, filled, layout_of
 from tests.support.samples import DECODE, POOL, R1, blocks
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class BlockCopierHarness:
     def __init__(self, folder: Path) -> None:
         self.storage = filled(LAYOUT, 1)
         self.threads = WorkerThreads()
-        self.copier = BlockCopier(self.storage, self.threads, ASKING)
+        self.copier = BlockCopier(self.storage, self.threads, CLIENT)
         self.pool = Arena.create(folder / "pool.arena", LAYOUT, NUM_BLOCKS)
         self.buffer = Arena.create(folder / "buffer.arena", LAYOUT, NUM_BLOCKS)
 
@@ -142,10 +142,10 @@ async def test_what_does_not_verify_is_nobodys_in_the_buffer(harness: BlockCopie
 
 async def test_a_peer_that_was_never_mapped_refuses_everything(harness: BlockCopierHarness) -> None:
     copy = await harness.in_pool()
-    assert (await harness.load("nobody", copy, 9, 5)).refused == {R1}
-    assert (await harness.offload("nobody")).runs is None
-    assert (await harness.relay(POOL, copy, "nobody", (0, 1), 2)).runs is None
-    assert (await harness.relay("nobody", copy, DECODE, (0, 1), 2)).runs is None
+    assert (await harness.load("stranger", copy, 9, 5)).refused == {R1}
+    assert (await harness.offload("stranger")).runs is None
+    assert (await harness.relay(POOL, copy, "stranger", (0, 1), 2)).runs is None
+    assert (await harness.relay("stranger", copy, DECODE, (0, 1), 2)).runs is None
 
 
 async def test_a_peer_that_is_gone_refuses_everything(harness: BlockCopierHarness) -> None:

@@ -8,6 +8,7 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from tests.support.stored_blocks import read_blocks, write_blocks
 
 LAYOUT = BlockLayout(block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 
@@ -31,10 +32,10 @@ def test_views_lie_in_the_documented_order() -> None:
     one_block = np.arange(LAYOUT.block_elements, dtype=np.float32) % 251
     shape = (3, 2, 4, 2, 8)
     content = torch.from_numpy(one_block).to(torch.bfloat16)
-    storage.write_blocks([BlockId(3)], content.view(torch.uint8).numpy())
+    write_blocks(storage, [BlockId(3)], content.view(torch.uint8).numpy()[None])
     for layer in range(3):
-        assert torch.equal(storage.layer_keys(layer)[3], content.view(shape)[layer, 0])
-        assert torch.equal(storage.layer_values(layer)[3], content.view(shape)[layer, 1])
+        assert torch.equal(storage.blocks[:, layer, 0][3], content.view(shape)[layer, 0])
+        assert torch.equal(storage.blocks[:, layer, 1][3], content.view(shape)[layer, 1])
         key_run = storage.key_runs(layer)[3 * storage.run_stride]
         assert torch.equal(key_run, content.view(shape)[layer, 0].flatten())
         value_slot = storage.value_slots(layer)[3 * storage.slot_stride + 2]
@@ -45,33 +46,28 @@ def test_blocks_round_trip_in_any_order() -> None:
     storage = BlockStorage(LAYOUT, 9)
     content = np.random.default_rng(0).integers(0, 256, (4, LAYOUT.block_bytes), dtype=np.uint8)
     blocks = [BlockId(block) for block in (7, 0, 3, 8)]
-    storage.write_blocks(blocks, memoryview(content.tobytes()))
-    read = np.zeros_like(content)
-    storage.read_blocks(list(reversed(blocks)), read)
-    assert np.array_equal(read, content[::-1])
-    storage.read_blocks([], np.zeros((0, LAYOUT.block_bytes), np.uint8))
+    write_blocks(storage, blocks, content)
+    assert np.array_equal(read_blocks(storage, list(reversed(blocks))), content[::-1])
+    assert not list(storage.rows_to_read([]))
 
 
-def test_blocks_outside_the_storage_and_wrong_buffers_are_broken_invariants() -> None:
+def test_blocks_outside_the_storage_are_broken_invariants() -> None:
     storage = BlockStorage(LAYOUT, 2)
-    row = np.zeros((1, LAYOUT.block_bytes), np.uint8)
     for block in (-1, 2):
         with pytest.raises(AssertionError, match="outside"):
-            storage.read_blocks([BlockId(block)], row)
-    with pytest.raises(AssertionError, match="fit"):
-        storage.write_blocks([BlockId(0), BlockId(1)], row)
-    with pytest.raises(AssertionError, match="read-only"):
-        storage.read_blocks([BlockId(0)], memoryview(row.tobytes()))
+            storage.rows_to_read([BlockId(block)])
+        with pytest.raises(AssertionError, match="outside"):
+            storage.rows_to_write([BlockId(block)])
 
 
 def test_zeroing() -> None:
     storage = BlockStorage(LAYOUT, 3)
-    storage.layer_keys(1).fill_(5.0)
+    storage.blocks[:, 1, 0].fill_(5.0)
     storage.zero_blocks(np.array([2]))
     storage.zero_tail(BlockId(0), 3)
-    assert storage.layer_keys(1)[2].abs().max() == 0.0
-    assert storage.layer_keys(1)[0, 3].abs().max() == 0.0
-    assert storage.layer_keys(1)[0, :3].min() == 5.0
+    assert storage.blocks[:, 1, 0][2].abs().max() == 0.0
+    assert storage.blocks[:, 1, 0][0, 3].abs().max() == 0.0
+    assert storage.blocks[:, 1, 0][0, :3].min() == 5.0
 
 
 def test_too_much_memory_says_how_much_is_needed() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
-from alignedserve.runtime.kv.shm_arena import Arena, remove_stale_arenas
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, remove_stale_arenas
 from tests.support.samples import blocks
 
 LAYOUT = BlockLayout(block_size=8, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def open_files(path: Path) -> int:
-    """How often this process holds the file, whether or not it is still there."""
+    """Return how often this process holds the file, whether or not it still exists."""
     names = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     return sum(name.startswith(str(path)) for name in names)
 
@@ -48,6 +48,14 @@ def test_both_ends_see_the_same_bytes_and_generations(path: Path) -> None:
     worker.close()
     pool.close(unlink=True)
     assert not path.exists()
+
+
+def test_free_blocks_belong_to_no_lease(path: Path) -> None:
+    pool = Arena.create(path, LAYOUT, 2)
+    assert not pool.is_stamped(blocks(0, 1), NO_LEASE)
+    pool.stamp(blocks(0), 7)
+    assert not pool.is_stamped(blocks(0, 1), 7)
+    pool.close(unlink=True)
 
 
 def test_the_file_is_its_owners_alone(path: Path) -> None:
@@ -214,7 +222,7 @@ def test_files_of_killed_processes_go_and_files_in_use_stay(tmp_path: Path) -> N
     dead, alive, foreign = (tmp_path / f"{name}.arena" for name in ("ours-dead", "ours-alive", "theirs-dead"))
     owner = start_owner(alive)
     killed = start_owner(dead)
-    worker = Arena.attach(dead, LAYOUT)  # whoever still maps it does not keep its file
+    worker = Arena.attach(dead, LAYOUT)  # a mapping does not keep the file
     kill(killed)
     foreign.write_bytes(b"")
     assert remove_stale_arenas(tmp_path, "ours-") == [dead]

@@ -1,4 +1,4 @@
-"""Which way blocks go: the fastest that both ends have, or the one that was asked for, or says why not."""
+"""The choice of a transport: the fastest that both ends have, or the requested one, or the reasons against each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from alignedserve.runtime.kv.transfers.registry import open_transfer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
-from tests.harnesses.transfer import ASKING, OWNER, filled, layout_of
+from tests.harnesses.transfer import CLIENT, OWNER, filled, layout_of
 
 LAYOUT = layout_of("float32")
 
@@ -31,7 +31,7 @@ class Offer:
     def open(self, transport: str = "auto", **changes: Any) -> KVTransfer:
         offered = msgspec.structs.replace(self.offered, **changes)
         storage = filled(LAYOUT, 1)
-        return open_transfer(offered, storage, identity=ASKING, stamps=True, transport=transport)
+        return open_transfer(offered, storage, identity=CLIENT, stamps=True, transport=transport)
 
 
 @pytest.fixture

@@ -39,7 +39,6 @@ def test_parameters_are_counted_like_transformers(family: str, tmp_path: Path) -
 def test_bytes_per_token() -> None:
     config = SHAPES["llama-0.5b"]
     assert config.kv_token_bytes("bfloat16") == 2 * 24 * 2 * 64 * 2
-    assert config.hidden_token_bytes("bfloat16") == 24 * 896 * 2
     assert config.weight_bytes("bfloat16") == 2 * config.num_parameters
     assert config.block_layout(16, "bfloat16").token_bytes == config.kv_token_bytes("bfloat16")
     assert SHAPES["opt-125m"].num_parameters == 125_239_296

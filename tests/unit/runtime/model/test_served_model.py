@@ -1,4 +1,4 @@
-"""Which model is served, worked out from its folder and its section of the configuration."""
+"""The served model, resolved from its folder and its section of the configuration."""
 
 import json
 from pathlib import Path

@@ -82,7 +82,6 @@ def test_templates_that_refuse(template: str) -> None:
 def test_a_model_without_template_has_no_chat(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=None)
     loaded = Tokenizer.load(tmp_path)
-    assert not loaded.has_chat_template
     assert loaded.encode("hello")
     with pytest.raises(InvalidRequest, match="no chat template"):
         loaded.encode_chat(MESSAGES, now=NOW)

@@ -1,4 +1,4 @@
-"""A room in a process of its own: known errors are kept for whoever asks, anything else ends the process."""
+"""A service in its own process: known errors are kept for its creator, any other error ends the process."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from alignedserve.runtime.process.logic_driver import LogicDriver
 from alignedserve.runtime.process.link_manager import LinkManager
 
 folder = Path(sys.argv[1])
-membership = ProcessSpec(Role.ROUTER, "router", "c", b"s" * 32, 5.0, AddressBook(folder), folder / "logs")
+spec = ProcessSpec(Role.ROUTER, "router", "c", b"s" * 32, 5.0, AddressBook(folder), folder / "logs")
 CODEC = Codec(AbortRequest | Ping)
 
 
@@ -42,22 +42,22 @@ class Fragile:
         return []
 
 
-async def fragile_room(event):
-    room = LogicDriver(Fragile(event), membership.identity(), CODEC, print)
-    await room.switchboard.listen(membership.own_address())
-    return room
+async def fragile_driver(event):
+    driver = LogicDriver(Fragile(event), spec.identity(), CODEC, print)
+    await driver.links.listen(spec.own_address())
+    return driver
 
 
 class Silent:
-    def on_linked(self, peer): board.send("router", AbortRequest("r1"))
+    def on_linked(self, peer): links.send("router", AbortRequest("r1"))
     def on_message(self, peer, message): pass
     def on_lost(self, peer): pass
 
 
 async def send_it_something():
-    global board
-    board = LinkManager(Identity(Role.GATEWAY, "gateway-0", b"s" * 32), CODEC, Silent())
-    board.dial(membership.own_address())
+    global links
+    links = LinkManager(Identity(Role.GATEWAY, "gateway-0", b"s" * 32), CODEC, Silent())
+    links.dial(spec.own_address())
     await asyncio.sleep(20)
 """
 
@@ -76,7 +76,7 @@ def log_of(folder: Path) -> str:
 def test_a_room_that_is_up_has_no_failure_and_may_be_stopped_twice(tmp_path: Path) -> None:
     script = """
     async def build(): return Nothing()
-    host = ActorHost(membership, build)
+    host = ActorHost(spec, build)
     assert host.failure() is None
     host.stop()
     host.stop()
@@ -88,7 +88,7 @@ def test_a_room_that_is_up_has_no_failure_and_may_be_stopped_twice(tmp_path: Pat
 def test_an_error_of_the_tree_is_kept(tmp_path: Path) -> None:
     script = """
     async def build(): raise NotEnoughMemory("set pool.memory_bytes lower")
-    host = ActorHost(membership, build)
+    host = ActorHost(spec, build)
     print(repr(host.failure()))
     host.stop()
     """
@@ -100,7 +100,7 @@ def test_an_error_of_the_tree_is_kept(tmp_path: Path) -> None:
 def test_any_other_error_while_building_ends_the_process(tmp_path: Path) -> None:
     script = """
     async def build(): raise ValueError("not one of ours")
-    ActorHost(membership, build)
+    ActorHost(spec, build)
     print("still here")
     """
     over = run(tmp_path, script)
@@ -122,15 +122,15 @@ STILL_HERE = """
     async def build():
         asyncio.get_running_loop().call_later(0.05, lambda: 1 / 0)
         return Nothing()
-    host = ActorHost(membership, build)
+    host = ActorHost(spec, build)
     """,
         """
-    async def build(): return await fragile_room(Ticked)
-    host = ActorHost(membership, build)
+    async def build(): return await fragile_driver(Ticked)
+    host = ActorHost(spec, build)
     """,
         """
-    async def build(): return await fragile_room(Received)
-    host = ActorHost(membership, build)
+    async def build(): return await fragile_driver(Received)
+    host = ActorHost(spec, build)
     asyncio.run(send_it_something())
     """,
     ],
@@ -149,7 +149,7 @@ def test_a_peer_that_goes_away_while_we_write_is_no_reason_to_end(tmp_path: Path
         def fail(): raise ConnectionResetError("gone")
         asyncio.get_running_loop().call_later(0.01, fail)
         return Nothing()
-    host = ActorHost(membership, build)
+    host = ActorHost(spec, build)
     time.sleep(0.2)
     host.stop()
     """

@@ -1,4 +1,4 @@
-"""Reading what has lengths but no arrival times: length tables, texts, LongBench's table of tasks, rate profiles."""
+"""Readers of lengths without arrival times: length tables, texts, LongBench's table of tasks; and of rate profiles."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.workload.arrivals import RateProfile
 from alignedserve.workload.distributions import ValueDistribution, parse_number
 from alignedserve.workload.lengths import IntArray, Lengths, whole
-from alignedserve.workload.reading import Columns, parse_length, parsed_lines, read_lines
+from alignedserve.workload.text_lines import Columns, parse_length, parsed_lines, read_lines
 
 # Texts have no tokenizer with them: their pieces (words and signs) are counted. On Alpaca outputs there are 0.82 of
 # them per token of the LLaMA tokenizer.
@@ -26,7 +26,7 @@ NO_FILTER: Mapping[str, str] = MappingProxyType({})
 def read_lengths(
     path: Path, *, prompt: str | None, output: str | None, where: Mapping[str, str] = NO_FILTER
 ) -> Lengths:
-    """Columns of a CSV file by their names, of the rows whose other columns are as `where` says. Raises ConfigError."""
+    """Read columns of a CSV file by their names, of the rows whose other columns match `where`. Raises ConfigError."""
     lines = read_lines(path)
     columns = Columns(lines[0])
     needed = [name for name in (prompt, output, *where) if name is not None]
@@ -54,12 +54,12 @@ def read_lengths(
 
 
 def count_pieces(text: str) -> int:
-    """About how many tokens a text has; at least 1."""
+    """Estimate the tokens of a text; at least 1."""
     return max(1, round(len(_PIECE.findall(text)) / PIECES_PER_TOKEN))
 
 
 def read_texts(path: Path, *, prompt: Sequence[str], output: str, where: Mapping[str, str] = NO_FILTER) -> Lengths:
-    """Prompts (the fields of a JSON object per line, joined by newlines) and the lengths of their answers.
+    """Read the lengths of prompts (fields of a JSON object per line, joined by newlines) and of their answers.
 
     Only the rows whose other fields are as `where` says. Raises ConfigError.
     """
@@ -80,7 +80,6 @@ def read_texts(path: Path, *, prompt: Sequence[str], output: str, where: Mapping
     return Lengths(
         prompt_len=np.array([count_pieces(text) for text, _ in rows], dtype=np.int64),
         output_len=np.array([count_pieces(answer) for _, answer in rows], dtype=np.int64),
-        texts=tuple(text for text, _ in rows),
     )
 
 
@@ -112,7 +111,7 @@ class TaskTable:
     tasks: tuple[Task, ...]
 
     def draw(self, rng: Generator, count: int) -> Lengths:
-        """So many requests of all tasks."""
+        """Draw `count` requests of all tasks."""
         samples = np.array([task.num_samples for task in self.tasks], dtype=np.float64)
         chosen = rng.choice(len(self.tasks), size=count, p=samples / samples.sum())
         prompts = np.stack([whole(task.prompt.draw(rng, count)) for task in self.tasks])
@@ -122,7 +121,7 @@ class TaskTable:
 
 
 def read_tasks(path: Path, *, only: Sequence[str] = ()) -> TaskTable:
-    """LongBench's table of tasks, or some of them. Raises ConfigError."""
+    """Read LongBench's table of tasks, or some of them. Raises ConfigError."""
     lines = read_lines(path)
     columns = Columns(lines[0])
 
@@ -149,7 +148,7 @@ def read_tasks(path: Path, *, only: Sequence[str] = ()) -> TaskTable:
 
 
 def read_profile(path: Path) -> RateProfile:
-    """BurstGPT's tokens per second by minute, as weights of a rate; a minute that is missing had no request."""
+    """Read BurstGPT's tokens per second by minute, as weights of a rate; a minute that is missing had no request."""
 
     def parse(line: str) -> tuple[int, float]:
         minute, _, tokens = line.partition(",")

@@ -1,4 +1,4 @@
-"""What each kind of room is made from and is told: the one table by which recordings are read."""
+"""The table for reading recordings: each component's factory, messages and events."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,11 +22,11 @@ from router.state import LengthPredicted
 
 @dataclass(frozen=True, slots=True)
 class ComponentSchema:
-    """How one kind of room is made again, and which events it knows beside those that all know."""
+    """Factory and events of one kind of component."""
 
     make: Callable[..., Logic[Any, Any]]
-    inbound: Any  # union of the messages that it takes
-    events: tuple[type, ...] = ()
+    inbound: Any  # union of its messages
+    events: tuple[type, ...] = ()  # beside those of every component
     _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class ComponentSchema:
         self._decoders[Received.__name__] = msgspec.msgpack.Decoder(GenericAlias(tuple, (str, self.inbound)))
 
     def arguments(self, recorded: msgspec.Raw) -> dict[str, Any]:
-        """What `make` is to be called with. Raises msgspec.ValidationError when they are not the function's."""
+        """Decode the arguments of `make`. Raises msgspec.ValidationError if they are not the function's."""
         hints = get_type_hints(self.make)
         fields = [
             (name, hints[name]) if one.default is one.empty else (name, hints[name], one.default)
@@ -46,12 +46,12 @@ class ComponentSchema:
         return {name: getattr(given, name) for name, *_ in fields}
 
     def event(self, decision: Decision) -> Any:
-        """What it was told. Raises msgspec.ValidationError for what it is never told."""
+        """Decode the event of a decision. Raises msgspec.ValidationError for one of another component."""
         decoder = self._decoders.get(decision.kind)
         if decoder is None:
-            raise msgspec.ValidationError(f"no event of this room is called {decision.kind[:64]!r}")
-        told = decoder.decode(decision.event)
-        return Received(*told) if decision.kind == Received.__name__ else told
+            raise msgspec.ValidationError(f"no event of this component is called {decision.kind[:64]!r}")
+        event = decoder.decode(decision.event)
+        return Received(*event) if decision.kind == Received.__name__ else event
 
 
 _SCHEMAS: dict[str, ComponentSchema] = {
@@ -73,8 +73,8 @@ _SCHEMAS: dict[str, ComponentSchema] = {
 
 
 def schema_of(reader: RecordReader) -> ComponentSchema:
-    """Which of them this recording is of. Raises RecordingError."""
+    """Return the schema of a recording. Raises RecordingError."""
     kind = _SCHEMAS.get(reader.header.made_by)
     if kind is None:
-        raise reader.damaged(0, f"no room is made by {reader.header.made_by[:80]!r}")
+        raise reader.damaged(0, f"no component is made by {reader.header.made_by[:80]!r}")
     return kind

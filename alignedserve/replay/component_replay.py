@@ -1,4 +1,4 @@
-"""One room's recording, decided again."""
+"""Replay of one component's recording."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import msgspec
 from alignedserve.core.errors import RecordingError
 from alignedserve.messages.recording import ENDED, SUFFIX, Decision, Digester, RecordReader
 from alignedserve.messages.workers import WorkerRegistered
-from alignedserve.replay.component_kinds import schema_of
+from alignedserve.replay.component_schemas import schema_of
 
 CUT, ENDS_BETWEEN = "cut", "unfinished"
 _BROKEN = (AssertionError, LookupError, ArithmeticError, AttributeError, TypeError, ValueError)  # of a logic
@@ -18,18 +18,18 @@ _BROKEN = (AssertionError, LookupError, ArithmeticError, AttributeError, TypeErr
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first decision that is another one now. Commands are (class, fields) without tokens, in order."""
+    """The first decision that differs. Commands are (class, fields) without tokens, in order."""
 
     number: int  # of the event, from 0
     offset: int  # in the file
     now: float
     event: Any
-    expected: Any  # None where the recording has only its digest
-    got: Any  # or the error that the logic raised
+    expected: Any  # None if the recording has only its digest
+    got: Any  # or the logic's error
 
 
 class Decided(NamedTuple):
-    """One event of a recording, and what the logic answers now."""
+    """One event of a recording, and the logic's commands now."""
 
     event: Any
     now: float
@@ -37,30 +37,30 @@ class Decided(NamedTuple):
 
 
 class ComponentReplay:
-    """One file. Iterate over `decided` to its end, then ask what came of it."""
+    """Replay of one file: iterate over `decided` to the end, then read the results from the attributes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises RecordingError when the file is no recording, or is of a room that this program does not have."""
+        """Raise RecordingError if the file is no recording, or of a component unknown to this program."""
         self._reader = reader = RecordReader(path)
         self._kind = schema_of(reader)
         try:
             arguments = self._kind.arguments(reader.header.arguments)
             self._logic = self._kind.make(**arguments)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise reader.damaged(0, f"its logic cannot be made again: {str(error)[:200]}") from error
+            raise reader.damaged(0, f"its logic cannot be built: {str(error)[:200]}") from error
         self._digester = Digester()
-        self.name = reader.header.room
+        self.name = reader.header.component
         registered: WorkerRegistered | None = arguments.get("registered")
-        self.pool = registered.pool_name if registered is not None else None  # of a worker: the pool of its node
+        self.pool = registered.pool_name if registered is not None else None  # the pool of a worker's node
         self.path = path
         self.num_equal = 0
         self.difference: Difference | None = None
-        self.ending = ENDS_BETWEEN  # or CUT, or what the recording itself gives as its reason
+        self.ending = ENDS_BETWEEN  # or CUT, or the reason that the recording gives
 
     def decided(self) -> Iterator[Decided]:
-        """Every event with today's commands, up to and with the first that differ from the recorded ones.
+        """Yield every event with its commands now, up to the first that differ from the recorded ones.
 
-        Later ones would follow from another state. Raises RecordingError where the file is damaged.
+        Later ones would follow from another state. Raises RecordingError if the file is damaged.
         """
         for offset, decision in self._reader.decisions():
             if decision.kind == ENDED:
@@ -96,16 +96,16 @@ class ComponentReplay:
 
 
 def recordings_in(folder: Path) -> list[Path]:
-    """Every room's files, by room and by its lives. Raises RecordingError when there is none."""
+    """Return the recordings in a folder, by component and restart. Raises RecordingError if there are none."""
     try:
         paths = [path for path in folder.iterdir() if path.suffix == SUFFIX]
     except OSError as error:
         raise RecordingError(f"{folder} cannot be read: {error.strerror}") from error
     if not paths:
-        raise RecordingError(f"{folder} holds no recording of a room (*{SUFFIX})")
+        raise RecordingError(f"{folder} holds no recording of a component (*{SUFFIX})")
     return sorted(paths, key=_name_and_epoch)
 
 
 def _name_and_epoch(path: Path) -> tuple[str, int]:
-    room, _, life = path.stem.rpartition(".")
-    return room, int(life) if life.isdecimal() else 0
+    name, _, epoch = path.stem.rpartition(".")
+    return name, int(epoch) if epoch.isdecimal() else 0

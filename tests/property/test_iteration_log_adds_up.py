@@ -20,7 +20,7 @@ SPANS = st.one_of(st.just(0.0), st.floats(1e-6, 100.0))
 
 @st.composite
 def iterations(draw: st.DrawFn) -> list[tuple[float, ...]]:
-    """Of each: idle, arrival and grant before its start, way there, prepare, forward, sampling, way back."""
+    """Durations of each: idle, arrival and grant before its start, way there, prepare, forward, sampling, way back."""
     spans = [SPANS, st.floats(-50, 50), st.floats(-50, 50), SPANS, SPANS, SPANS, SPANS, SPANS]
     return draw(st.lists(st.tuples(*spans), min_size=1, max_size=20))
 
@@ -57,7 +57,7 @@ class Inspected(LogicCluster):
         if isinstance(command, RunIteration) and isinstance(logic, DecodeLogic | ColocatedLogic):
             if isinstance(logic, ColocatedLogic):
                 lengths = [one.context_len for one in logic._members]
-            elif logic._pacing is not None:
+            elif logic._scheduler is not None:
                 lengths = [logic._batch[request_id].context_len for request_id, _ in command.slices]
             else:
                 following = logic._batch._additions  # who enters with the next iteration

@@ -1,4 +1,4 @@
-"""A simulated cluster from names: which model on which accelerators, and what that leaves for caches."""
+"""The hardware of a simulated cluster: a model on named accelerators, and the memory left for caches."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from alignedserve.sim.config import SimConfig, SimLinks
 
 @dataclass(frozen=True, slots=True)
 class ClusterHardware:
-    """What the workers are made of. Both kinds serve one model."""
+    """Hardware of the workers. Both kinds serve one model."""
 
     decode: WorkerSpec  # colocated workers too
     prefill: WorkerSpec | None = None  # None: as `decode`
@@ -26,38 +26,36 @@ class ClusterHardware:
     buffer_share: float = 0.5  # of a prefill worker's memory for caches, for the decode workers' candidate buffers
 
 
-def simulated_on(machines: ClusterHardware, cluster: ClusterConfig) -> SimConfig:
-    """This cluster on these machines: `kv_cache_bytes` of its workers are replaced by what the model leaves there.
+def simulated_on(cluster_hardware: ClusterHardware, cluster: ClusterConfig) -> SimConfig:
+    """Configure this cluster on this hardware: workers' `kv_cache_bytes` become what the model leaves free.
 
     Each accelerator of a worker has links of its own. Raises ConfigError for unknown names, for a model that does not
     fit, and where prefill and decode workers differ in their model.
     """
-    decode, prefill = machines.decode, machines.prefill or machines.decode
+    decode, prefill = cluster_hardware.decode, cluster_hardware.prefill or cluster_hardware.decode
     if decode.shape != prefill.shape:
         raise ConfigError(f"prefill workers serve {prefill.shape.name!r}, decode workers {decode.shape.name!r}")
     layout = _layout(decode.shape, cluster)
     on_prefill = _cache_bytes(prefill, layout)
     replace = msgspec.structs.replace
-    candidate_buffer_bytes = int(on_prefill * machines.buffer_share)
+    buffer_bytes = int(on_prefill * cluster_hardware.buffer_share)
     sections = {
         "decode": replace(cluster.decode, kv_cache_bytes=_cache_bytes(decode, layout)),
         "prefill": replace(
-            cluster.prefill,
-            kv_cache_bytes=on_prefill - candidate_buffer_bytes,
-            candidate_buffer_bytes=candidate_buffer_bytes,
+            cluster.prefill, kv_cache_bytes=on_prefill - buffer_bytes, candidate_buffer_bytes=buffer_bytes
         ),
     }
     return SimConfig(
         cluster=replace(cluster, **sections),
         layout=layout,
         links=_links(decode),
-        decode_costs=make_cost_model(machines.source, decode),
-        prefill_costs=make_cost_model(machines.source, prefill),
+        decode_costs=make_cost_model(cluster_hardware.source, decode),
+        prefill_costs=make_cost_model(cluster_hardware.source, prefill),
     )
 
 
 def simulated_as_profiled(profile: MachineProfile, cluster: ClusterConfig) -> SimConfig:
-    """This cluster on the machine of a profile (`alignedserve profile`), where all caches lie in host memory.
+    """Configure this cluster on a profiled machine (`alignedserve profile`), with all caches in host memory.
 
     Workers have the `kv_cache_bytes` of the configuration. They share no cores: each is as fast as the one profiled.
     """

@@ -1,4 +1,4 @@
-"""What the benchmark of the kernels measures: pieces of work by whatever computes them here."""
+"""Cases of the kernel benchmark: one kernel over one batch, by every implementation that runs here."""
 
 import importlib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from kernels.rotary import rotary_angles
 TORCH, TRITON = "torch", "triton"
 
 
-class KernelWork(NamedTuple):
+class KernelCase(NamedTuple):
     """One kernel over one batch, by one implementation."""
 
     kernel: str
@@ -31,8 +31,8 @@ class KernelWork(NamedTuple):
 
 
 @dataclass(slots=True)
-class KernelBench:
-    """Where and for which model; which work does not run."""
+class KernelSetup:
+    """Device and model of a run, and the cases that do not run there."""
 
     device: torch.device
     dtype: torch.dtype
@@ -42,56 +42,60 @@ class KernelBench:
 
     @property
     def runs_triton(self) -> bool:
-        """Its interpreter takes seconds for what is not a toy."""
+        """Return whether Triton's kernels are measured; its interpreter takes seconds for all but toys."""
         return gpu_kernels_available(self.device) and (self.device.type == "cuda" or self.is_toy)
 
-    def that_runs(self, works_of_group: list[KernelWork]) -> list[KernelWork]:
-        """Those whose first call, which also compiles and warms up, goes through."""
-        return [work for work in works_of_group if self._runs(work)]
+    def that_runs(self, cases_of_group: list[KernelCase]) -> list[KernelCase]:
+        """Return the cases whose first call, which also compiles and warms up, succeeds."""
+        return [kernel_case for kernel_case in cases_of_group if self._runs(kernel_case)]
 
     def randn(self, *shape: int) -> Tensor:
-        """Normally distributed numbers in the dtype and on the device of the benchmark."""
+        """Draw normally distributed numbers in the dtype and on the device of the benchmark."""
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def kernels(self, name: str) -> Any | None:
-        """A module of kernels.gpu where its kernels run."""
+        """Return a module of kernels.gpu where its kernels run."""
         return importlib.import_module(f"kernels.gpu.{name}") if self.runs_triton else None
 
     def angles(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [tokens, 1, head_dim / 2] float32."""
+        """Return cos, sin [tokens, 1, head_dim / 2] float32."""
         half = self.config.head_dim // 2
         frequencies = 10000.0 ** (-torch.arange(half, device=self.device) / half)
         return rotary_angles(torch.arange(num_tokens, device=self.device), frequencies, torch.float32)
 
-    def _runs(self, work: KernelWork) -> bool:
+    def _runs(self, kernel_case: KernelCase) -> bool:
         def trial() -> None:
-            work.run()
+            kernel_case.run()
             synchronize(self.device)
 
-        if work.by == TORCH or self.device.type == "cpu":
+        if kernel_case.by == TORCH or self.device.type == "cpu":
             trial()
             return True
-        runs = can_launch(f"{work.kernel}, {work.case}, {dtype_name(self.dtype)}, {work.by}", trial)
+        runs = can_launch(
+            f"{kernel_case.kernel}, {kernel_case.case}, {dtype_name(self.dtype)}, {kernel_case.by}", trial
+        )
         if not runs:
-            self.left_out.append(f"{work.kernel}, {work.case}, by {work.by}: its launch fails, the log says why")
+            self.left_out.append(
+                f"{kernel_case.kernel}, {kernel_case.case}, by {kernel_case.by}: its launch fails, the log says why"
+            )
         return runs
 
 
 def rows_of(
-    works_of_group: list[KernelWork], seconds: list[float], bound_of: Callable[[KernelWork], tuple[str, float]]
+    cases_of_group: list[KernelCase], seconds: list[float], bound_of: Callable[[KernelCase], tuple[str, float]]
 ) -> list[KernelRow]:
-    """Figures of works and their times; `bound_of` gives the name and seconds of what a work cannot be faster than."""
+    """Return the figures of cases and their times; `bound_of` gives the name and seconds of a case's lower bound."""
     rows = []
-    for work, taken in zip(works_of_group, seconds, strict=True):
-        bound, bound_s = bound_of(work)
+    for kernel_case, taken in zip(cases_of_group, seconds, strict=True):
+        bound, bound_s = bound_of(kernel_case)
         rows.append(
             KernelRow(
-                kernel=work.kernel,
-                case=work.case,
-                by=work.by,
+                kernel=kernel_case.kernel,
+                case=kernel_case.case,
+                by=kernel_case.by,
                 microseconds=taken * 1e6,
-                gb_per_s=work.num_bytes / taken / 1e9,
-                tflop_per_s=work.num_operations / taken / 1e12,
+                gb_per_s=kernel_case.num_bytes / taken / 1e9,
+                tflop_per_s=kernel_case.num_operations / taken / 1e12,
                 bound=bound,
                 share=bound_s / taken,
             )

@@ -1,5 +1,5 @@
-"""ALISE and FastServe over random histories: every variant is sound, nobody starves past the bound, and who displaced
-somebody is not displaced by them in turn."""
+"""ALISE and FastServe over random histories: every variant is sound, none starves past the bound, and requests
+do not displace each other in turn."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -69,14 +69,14 @@ def _waited_s(name: str, config: Mapping[str, Any], arrivals: list[Arrival]) -> 
     return waited_s
 
 
-def test_alise_starves_nobody_past_its_bound() -> None:
+def test_alise_starves_no_request_past_its_bound() -> None:
     """With seven levels to climb and 0.5 s for each, it waits 3.5 s in all, and then goes before all who came later."""
     arrivals = _flood(300, 300.0, 15)
     assert _waited_s("alise", {"age_threshold_s": 0.5}, arrivals) <= 7 * 0.5 + 0.3
     assert _waited_s("alise", {"age_threshold_s": 1000.0}, arrivals) > 10.0
 
 
-def test_fastserve_starves_nobody_past_its_bound() -> None:
+def test_fastserve_starves_no_request_past_its_bound() -> None:
     """About 300 iterations of up to 0.1 s; a promotion, every second of waiting, pays for 15 quanta of 0.1 s."""
     arrivals = _flood(100, 100.0, 15)
     config = {"first_quantum_s": 0.1, "starvation_s": 1.0}
@@ -86,7 +86,7 @@ def test_fastserve_starves_nobody_past_its_bound() -> None:
 
 
 class _NoRevenge:
-    """Watches a policy: nobody enters at the cost of one who displaced them an iteration ago."""
+    """A policy under watch: no request enters by displacing one that displaced it an iteration ago."""
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
         self._policy = make_policy(name, config)
@@ -97,7 +97,7 @@ class _NoRevenge:
     def plan(self, view: WorkerView) -> IterationPlan:
         plan = self._policy.plan(view)
         ids = view.table.request_ids
-        entered = {ids[share.row] for share in plan.shares if not view.table.num_blocks[share.row]}
+        entered = {ids[share.row] for share in plan.scheduled if not view.table.num_blocks[share.row]}
         displaced = {ids[part.row] for part in plan.evictions}
         assert not (displaced & self._entered and entered & self._displaced)
         self._entered, self._displaced = entered, displaced

@@ -1,4 +1,4 @@
-"""The decode worker's ledger: what it costs per iteration, and whether its parts add up to the time that passed.
+"""The decode worker's iteration log: its cost per iteration, and whether its parts add up to the time that passed.
 
 The cost is that of one iteration's two calls and its share of a report, with 64 and 128 running: while a batch goes on,
 and when it changes in every iteration. What it is compared with, and where the parts must add up, is a real run: a
@@ -6,7 +6,7 @@ model of the pocket model's shape in a colocated worker, 64 requests of a peer p
 
 Then what is claimed as lost to padding, beside what attention really loses to it.
 
-    python -m benchmarks.ledger            # fails above 1 % of the median iteration, or off the wall time by 2 %
+    python -m benchmarks.iteration_log            # fails above 1 % of the median iteration, or off the wall time by 2 %
 """
 
 import math
@@ -36,31 +36,31 @@ MAX_COST, MAX_GAP = 0.01, 0.02
 
 
 def measure_cost(num_running: int, *, is_changing: bool) -> float:
-    """Seconds per iteration."""
+    """Return the seconds per iteration."""
     sampling = SamplingParams(max_tokens=NUM_ITERATIONS)
     running = {}
     for number in range(num_running):
         asked = Request(RequestId(f"r{number}"), (1,) * (PROMPT_LEN + number), sampling, "unix:nowhere", 0.0)
         running[asked.request_id] = RunningRequest(asked, 1, [], [], PROMPT_LEN)
     sampled = tuple(SampledToken(request_id, 5) for request_id in running)
-    ledger = IterationLog()
+    iteration_log = IterationLog()
     began = time.perf_counter()
     for iteration in range(NUM_ITERATIONS):
         now = 0.01 * iteration
-        ledger.iteration_started(now, running.values(), has_changed=is_changing)
+        iteration_log.iteration_started(now, running.values(), has_changed=is_changing)
         for _ in range(2 * NUM_LAYERS):
             time.perf_counter()  # as the decoder does around attention
         times = IterationTimes(now + 1e-4, now + 9e-3, 1e-3, 6e-3, 1e-3, 1e-3, 0.1)
-        ledger.iteration_completed(now + 0.01, IterationCompleted(sampled, times=times))
+        iteration_log.iteration_completed(now + 0.01, IterationCompleted(sampled, times=times))
         if iteration % ITERATIONS_PER_REPORT == 0:
-            ledger.take_totals(now + 0.01)
+            iteration_log.take_totals(now + 0.01)
     return (time.perf_counter() - began) / NUM_ITERATIONS
 
 
 def measure_run() -> dict[str, Any]:
-    """One real run: medians of the iterations with everybody decoding, and the parts beside two kinds of wall time."""
-    stamps, ledger = serve_peer(PROMPT_LEN)
-    records = ledger.records()
+    """Measure one real run: medians of iterations in which all decode, and the parts beside two kinds of wall time."""
+    stamps, iteration_log = serve_peer(PROMPT_LEN)
+    records = iteration_log.records()
     assert len(stamps) == len(records), "an iteration without a forward pass, or more of them than records"
     full = [
         record
@@ -87,8 +87,10 @@ def measure_run() -> dict[str, Any]:
 
 
 def measure_padding(count: int, num_blocks: int) -> dict[str, Any]:
-    """One call of decode attention for `count` sequences, half of them a fifth shorter than the others: what the ledger
-    claims as lost to padding, and what is lost beside the mean of two calls, one all long and one all short."""
+    """Measure one call of decode attention for `count` sequences, half of them a fifth shorter than the others: what
+    the log claims as lost to padding, and what is lost beside the mean of two calls, one all long and one all
+    short.
+    """
     num_short = num_blocks * 4 // 5
     padded_s, short_s = attention_s(count, (num_blocks, num_short))
     num_read, block_bytes = count * num_blocks, 2 * 4 * BLOCK_SIZE * KV_HEADS * HEAD_DIM
@@ -104,7 +106,7 @@ def measure_padding(count: int, num_blocks: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def attention_s(count: int, widths: tuple[int, ...]) -> list[float]:
-    """Seconds of one call by its number of blocks: lower quartiles of calls in turns, as other work disturbs many."""
+    """Return seconds of one call by its number of blocks: lower quartiles of calls in turns, as many are disturbed."""
     runs = torch.randn(NUM_STORED, BLOCK_SIZE * KV_HEADS * HEAD_DIM)
     queries = torch.randn(count, KV_HEADS, 2, HEAD_DIM)
     buffers = GatherBuffers(torch.device("cpu"))
@@ -121,7 +123,7 @@ def attention_s(count: int, widths: tuple[int, ...]) -> list[float]:
 
 
 def main() -> None:
-    """Measure, print, record, and fail where the ledger is dear or does not add up."""
+    """Measure, print, record, and fail where the log is dear or does not add up."""
     run = measure_run()
     costs = [
         {
@@ -136,8 +138,8 @@ def main() -> None:
     padding = [measure_padding(count, num_blocks) for count, num_blocks in PADDED]
     for row in (run, *costs, *padding):
         print(row)
-    write_result("ledger", {"run": run, "costs": costs, "padding": padding})
-    assert all(row["share_of_iteration"] < MAX_COST for row in costs), "the ledger is too dear"
+    write_result("iteration_log", {"run": run, "costs": costs, "padding": padding})
+    assert all(row["share_of_iteration"] < MAX_COST for row in costs), "the iteration log costs too much"
     for name in ("parts_over_wall", "parts_over_time_passed"):
         assert abs(1.0 - run[name]) < MAX_GAP, f"{name}: the parts do not add up"
 

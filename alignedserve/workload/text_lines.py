@@ -1,4 +1,4 @@
-"""What all readers share: lines of a file, plain or gzipped, and complaints that name the line."""
+"""Lines of a file, plain or gzipped, and complaints that name the line."""
 
 import gzip
 import zlib
@@ -16,7 +16,7 @@ Row = TypeVar("Row")
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file. Raises ConfigError."""
+    """Return the lines of a text file. Raises ConfigError."""
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):
@@ -27,7 +27,10 @@ def read_lines(path: Path) -> list[str]:
 
 
 def parsed_lines(lines: Iterable[str], first_number: int, parse: Callable[[str], Row], name: str) -> Iterator[Row]:
-    """Every line that is not empty. Raises ConfigError naming file and line where `parse` raises ValueError."""
+    """Yield every parsed line that is not empty.
+
+    Raises ConfigError naming file and line where `parse` raises ValueError.
+    """
     for number, line in enumerate(lines, start=first_number):
         if not line.strip():
             continue
@@ -38,7 +41,7 @@ def parsed_lines(lines: Iterable[str], first_number: int, parse: Callable[[str],
 
 
 def parse_length(text: str, *, least: int = 0) -> int:
-    """A number of tokens. Raises ValueError."""
+    """Parse a number of tokens. Raises ValueError."""
     length = int(text)
     if not least <= length <= MAX_LENGTH:
         raise ValueError(f"length {length} is out of range")
@@ -46,13 +49,13 @@ def parse_length(text: str, *, least: int = 0) -> int:
 
 
 class Columns:
-    """Which field of a line belongs to which column of a CSV header."""
+    """Columns of a CSV header, and the fields of a line by column."""
 
     def __init__(self, header: str) -> None:
         self.names = tuple(name.strip() for name in header.split(","))
 
     def fields(self, line: str) -> dict[str, str]:
-        """The fields of a line by column. Raises ValueError when there are too few or too many."""
+        """Return the fields of a line by column. Raises ValueError when there are too few or too many."""
         fields = line.rstrip("\r").split(",")
         if len(fields) != len(self.names):
             raise ValueError(f"{len(fields)} fields where {len(self.names)} are expected")

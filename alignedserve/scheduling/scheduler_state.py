@@ -1,6 +1,6 @@
-"""What plans do to a worker's requests and memory: the one place that writes the table's progress.
+"""Effects of plans on a worker's requests and memory: the one place that writes the table's progress.
 
-The worker's logic, which holds block ids and tokens, and every test that runs a policy without a worker share it.
+Shared by the worker's logic, which holds block ids and tokens, and tests that run a policy without a worker.
 """
 
 from dataclasses import dataclass, replace
@@ -14,37 +14,37 @@ from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.scheduling.policy import (
     DeviceMemory,
-    Evict,
-    Eviction,
+    EvictionMode,
     IterationHistory,
     IterationLimits,
     IterationPlan,
     IterationPolicy,
-    Share,
+    PlannedEviction,
+    ScheduledRequest,
     WorkerView,
 )
 from alignedserve.scheduling.table import Bools, Ints, RequestTable
 
 
-class Left(NamedTuple):
-    """What an eviction came to."""
+class EvictionResult(NamedTuple):
+    """Blocks and tokens that an eviction moved."""
 
     num_blocks: int  # freed, the last ones of the request
     num_swapped: int  # tokens copied to the host
 
 
-class Entered(NamedTuple):
-    """What a share or an upload took."""
+class AllocationResult(NamedTuple):
+    """Blocks and tokens for a scheduled or uploaded request."""
 
-    num_blocks: int  # taken, after those the request has
-    num_swapped: int  # tokens that come back from the host
+    num_blocks: int  # allocated, after those that the request has
+    num_swapped: int  # tokens swapped in from the host
 
 
-class WorkerState:
-    """The table of one worker, and its free blocks and host room as numbers."""
+class SchedulerState:
+    """The table of one worker, and its free blocks and free host memory as numbers."""
 
     def __init__(self, memory: DeviceMemory) -> None:
-        """`memory`: with nothing in it."""
+        """`memory`: empty."""
         self.table = RequestTable()
         self.history = IterationHistory()
         self._memory = memory
@@ -55,20 +55,20 @@ class WorkerState:
         self._num_tokens: Ints = np.zeros(0, np.int64)
 
     def view(self, *, limits: IterationLimits, costs: CostModel, now: float) -> WorkerView:
-        """What the policy is to see."""
+        """Build the policy's view."""
         memory = replace(self._memory, num_free=self.num_free, num_free_host=self.num_free_host)
         return WorkerView(self.table, memory, limits, self.history, costs, now)
 
     def add(self, request: Request, now: float, *, predicted_len: float | None = None, num_generated: int = 0) -> None:
-        """A request without any cache."""
+        """Add a request without any cache."""
         self.table.add(request, now, predicted_len=predicted_len, num_generated=num_generated)
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
-        """A later prediction of its output tokens in all."""
+        """Set a later prediction of all its output tokens."""
         self.table.predicted_len[self.table.row(request_id)] = max(predicted_len, 1.0)
 
     def remove(self, request_id: RequestId) -> int:
-        """The request is over; the blocks that are free with it."""
+        """Remove a request that has ended; return the blocks that it held."""
         row = self.table.row(request_id)
         num_blocks = int(self.table.num_blocks[row])
         self.num_free += num_blocks
@@ -77,29 +77,29 @@ class WorkerState:
         return num_blocks
 
     def begin(self, plan: IterationPlan) -> None:
-        """Note the iteration that begins; to be called before any part of its plan is applied."""
-        self._rows = np.array([share.row for share in plan.shares], np.int64)
-        self._num_tokens = np.array([share.num_tokens for share in plan.shares], np.int64)
+        """Note the iteration that begins; call it before any part of its plan is applied."""
+        self._rows = np.array([part.row for part in plan.scheduled], np.int64)
+        self._num_tokens = np.array([part.num_tokens for part in plan.scheduled], np.int64)
         self.work = work_of(self.table, plan, self._memory)
 
     # --- a plan, part by part, evictions first
 
-    def evict(self, part: Evict, now: float) -> Left:
-        """The cache of this request leaves the device, or its last tokens do."""
+    def evict(self, part: PlannedEviction, now: float) -> EvictionResult:
+        """Evict the cache of this request, or its last tokens, from the device."""
         table, row = self.table, part.row
         on_device = int(table.num_cached[row] - table.num_swapped[row])
-        if part.how is Eviction.DROP:
+        if part.how is EvictionMode.DROP:
             assert part.num_tokens is None, "a part of a cache is dropped"
             self.num_free_host += int(table.num_swapped[row])
             table.num_cached[row] = table.num_swapped[row] = 0
-            left = Left(int(table.num_blocks[row]), 0)
+            left = EvictionResult(int(table.num_blocks[row]), 0)
             table.is_hidden[row] = False
         else:
             leaving = on_device if part.num_tokens is None else part.num_tokens
             assert 0 < leaving <= on_device, "swaps out what is not on the device"
-            assert leaving <= self.num_free_host, "no room on the host"
+            assert leaving <= self.num_free_host, "no free host memory"
             kept = self._blocks_for(row, on_device - leaving) if leaving < on_device else 0
-            left = Left(int(table.num_blocks[row]) - kept, leaving)
+            left = EvictionResult(int(table.num_blocks[row]) - kept, leaving)
             table.num_swapped[row] += leaving
             self.num_free_host -= leaving
         self.num_free += left.num_blocks
@@ -108,23 +108,23 @@ class WorkerState:
         table.waits_since_s[row] = now
         return left
 
-    def enter(self, share: Share) -> Entered:
-        """The request gets blocks for what it computes and for what comes back."""
-        table, row = self.table, share.row
-        assert 0 < share.num_tokens <= table.num_remaining[row], "computes tokens that nobody knows"
-        assert not share.is_hidden or not table.num_cached[row], "a cache changes its kind without being dropped"
-        table.is_hidden[row] |= share.is_hidden
-        wanted = self._blocks_for(row, int(table.num_cached[row]) + share.num_tokens)
+    def enter(self, part: ScheduledRequest) -> AllocationResult:
+        """Allocate blocks for the tokens that the request computes and for its cache on the host."""
+        table, row = self.table, part.row
+        assert 0 < part.num_tokens <= table.num_remaining[row], "computes tokens that are not known yet"
+        assert not part.is_hidden or not table.num_cached[row], "a cache changes its kind without being dropped"
+        table.is_hidden[row] |= part.is_hidden
+        wanted = self._blocks_for(row, int(table.num_cached[row]) + part.num_tokens)
         num_blocks = max(wanted - int(table.num_blocks[row]), 0)
         return self._bring_in(row, num_blocks)
 
-    def upload(self, row: int) -> Entered:
-        """What the request has on the host comes back, though it computes nothing yet."""
+    def upload(self, row: int) -> AllocationResult:
+        """Allocate blocks for the request's cache on the host, though it computes nothing yet."""
         wanted = self._blocks_for(row, int(self.table.num_cached[row]))
         return self._bring_in(row, max(wanted - int(self.table.num_blocks[row]), 0))
 
     def completed(self, *, now: float, duration_s: float) -> Bools:
-        """Note its end; return which of its shares computed all that was left, and so sampled a token."""
+        """Note its end; return which of its requests computed all that was left, and so sampled a token."""
         table, rows = self.table, self._rows
         table.num_cached[rows] += self._num_tokens
         table.service_s[rows] += duration_s
@@ -139,9 +139,9 @@ class WorkerState:
         table.waits_since_s[sampled] = now
         return has_sampled
 
-    def _bring_in(self, row: int, num_blocks: int) -> Entered:
+    def _bring_in(self, row: int, num_blocks: int) -> AllocationResult:
         assert num_blocks <= self.num_free, "a plan that does not fit"
-        table, entered = self.table, Entered(num_blocks, int(self.table.num_swapped[row]))
+        table, entered = self.table, AllocationResult(num_blocks, int(self.table.num_swapped[row]))
         self.num_free -= num_blocks
         self.num_free_host += entered.num_swapped
         table.num_blocks[row] += num_blocks
@@ -157,18 +157,18 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class Scheduler:
-    """What decides on one worker."""
+    """A policy with the costs and limits of its worker."""
 
     policy: IterationPolicy
     costs: CostModel
     limits: IterationLimits
     learner: LearningCostModel | None = None  # `costs` again, where it is one that learns
 
-    def plan(self, state: WorkerState, now: float) -> IterationPlan:
-        """The next iteration."""
+    def plan(self, state: SchedulerState, now: float) -> IterationPlan:
+        """Plan the next iteration."""
         return self.policy.plan(state.view(limits=self.limits, costs=self.costs, now=now))
 
-    def completed(self, state: WorkerState, *, now: float, duration_s: float) -> None:
+    def completed(self, state: SchedulerState, *, now: float, duration_s: float) -> None:
         """Note the end of an iteration and learn from its duration; 0 where it was not measured."""
         state.completed(now=now, duration_s=duration_s)
         if self.learner is not None and duration_s > 0.0:
@@ -176,22 +176,22 @@ class Scheduler:
 
 
 def work_of(table: RequestTable, plan: IterationPlan, memory: DeviceMemory) -> IterationWork:
-    """What a plan computes and copies; asked before any part of it is applied."""
+    """Return the tokens that a plan computes and copies; call it before any part of the plan is applied."""
     work = IterationWork()
-    dropped = {part.row for part in plan.evictions if part.how is Eviction.DROP}
+    dropped = {part.row for part in plan.evictions if part.how is EvictionMode.DROP}
     for part in plan.evictions:
-        if part.how is Eviction.SWAP:
+        if part.how is EvictionMode.SWAP:
             on_device = int(table.num_cached[part.row] - table.num_swapped[part.row])
             leaving = on_device if part.num_tokens is None else part.num_tokens
             work.swap_out_tokens += memory.copy_tokens(leaving, is_hidden=bool(table.is_hidden[part.row]))
-    for row, num_tokens, _ in plan.shares:
+    for row, num_tokens, _ in plan.scheduled:
         context_len = int(table.prompt_len[row] + table.num_generated[row])
         num_cached = 0 if row in dropped else int(table.num_cached[row])
         if num_tokens == 1 and num_cached + 1 == context_len:
             work.add_decode(context_len, is_hidden=bool(table.is_hidden[row]))
         else:
             work.add_chunk(num_tokens, num_cached, is_last=num_cached + num_tokens == context_len)
-    for row in (*(share.row for share in plan.shares), *plan.uploads):
+    for row in (*(part.row for part in plan.scheduled), *plan.uploads):
         if row not in dropped and table.num_swapped[row]:
             num_swapped, is_hidden = int(table.num_swapped[row]), bool(table.is_hidden[row])
             work.swap_in_tokens += memory.copy_tokens(num_swapped, is_hidden=is_hidden)

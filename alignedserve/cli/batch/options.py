@@ -1,0 +1,39 @@
+"""Options of `alignedserve batch submit`, and what its other commands share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from alignedserve.cli.console import DEFAULT_URL
+from alignedserve.cli.options import JsonFlag, UrlOption
+
+BatchIdArgument = Annotated[str, typer.Argument(metavar="ID", help="The batch's id.", show_default=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOptions:
+    """Options of `alignedserve batch submit`."""
+
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="One JSON object per line.", exists=True, dir_okay=False, readable=True),
+    ]
+    url: UrlOption = DEFAULT_URL
+    window: Annotated[str, typer.Option(help="How long it may take: 90s, 45m, 2h, 7d.")] = "24h"
+    endpoint: Annotated[
+        str | None, typer.Option(help="chat or completions.", show_default="where the first line goes")
+    ] = None
+    metadata: Annotated[
+        tuple[str, ...], typer.Option("--metadata", metavar="NAME=VALUE", help="Kept with the batch (repeatable).")
+    ] = ()
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option("--idempotency-key", metavar="KEY", help="The same key and file never make two batches."),
+    ] = None
+    is_watched: Annotated[bool, typer.Option("--watch", help="Stay until it is over.")] = False
+    is_checked: Annotated[
+        bool, typer.Option("--check/--no-check", help="Look for mistakes in the file before sending it.")
+    ] = True
+    json_output: JsonFlag = False
