@@ -38,7 +38,7 @@ class Sides(NamedTuple):
 
 
 def sides(type_name: str, in_width: int, columns: int) -> Sides:
-    """Of a random weight. Its bits do not matter to the time, as long as no number is NaN."""
+    """Make a random weight and its products. Its bits do not matter to the time, as long as no number is NaN."""
     row_bytes = BLOCK_FORMATS[type_name].row_bytes(in_width)
     raw = torch.randint(0, 64, (columns, row_bytes), dtype=torch.uint8)
     blocks = BlockQuantizedLinear(raw, type_name, in_width)
@@ -49,7 +49,7 @@ def sides(type_name: str, in_width: int, columns: int) -> Sides:
 
 
 def measure(type_name: str, in_width: int, columns: int, seconds: float) -> list[dict[str, Any]]:
-    """One row of figures per number of rows."""
+    """Return one row of figures per number of rows."""
     weight_bytes = columns * BLOCK_FORMATS[type_name].row_bytes(in_width)
     weights = [sides(type_name, in_width, columns) for _ in range(max(1, CACHE_BYTES // weight_bytes))]
     return [_measure_rows(weights, rows, type_name, seconds) for rows in ROWS]

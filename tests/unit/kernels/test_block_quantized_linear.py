@@ -42,7 +42,7 @@ def made(
     activation: str | None = None,
     is_gated: bool = False,
 ) -> BlockQuantizedLinear:
-    """By the name of a level, or unpacked."""
+    """Make a linear layer on a level, or unpacked."""
     layout = BLOCK_FORMATS[type_name]
     return BlockQuantizedLinear(
         raw,
@@ -58,7 +58,7 @@ def made(
 
 
 def rounded_inputs(x: Tensor) -> Tensor:
-    """What the kernels make of their inputs, as numbers: 8 bits and a scale for each 32 of a row."""
+    """Round as the kernels do: 8 bits and a scale for each 32 inputs of a row."""
     blocks = x.float().reshape(len(x), -1, 32)
     scales = (blocks.abs().amax(dim=2, keepdim=True) / 127.0).clamp(min=1e-12)
     quants = (blocks * (1.0 / scales)).round()
@@ -67,7 +67,7 @@ def rounded_inputs(x: Tensor) -> Tensor:
 
 
 def product(x: Tensor, raw: Tensor, type_name: str) -> tuple[Tensor, Tensor]:
-    """In float64, and the sum of the sizes of what is summed, of weights and their minima apart."""
+    """Return the product in float64, and the sum of the sizes of its terms, weights and minima apart."""
     weight = dequantize(raw, type_name).double()
     sizes = x.double().abs() @ weight.abs().T + 15.0 * x.double().abs().sum(1, keepdim=True) * weight.abs().amax(1)
     return x.double() @ weight.T, sizes
@@ -80,7 +80,7 @@ def product(x: Tensor, raw: Tensor, type_name: str) -> tuple[Tensor, Tensor]:
 def test_exact_products_of_rounded_inputs(
     rows: int, columns: int, width: int, dtype: torch.dtype, type_name: str, level: str
 ) -> None:
-    """No other error than that of float32 sums over blocks."""
+    """The only error is that of float32 sums over blocks."""
     raw, x = random_blocks(type_name, columns, width), randoms(1, rows, width, dtype=dtype)
     result = BlockQuantizedLinear(raw, type_name, width, dtype=dtype, level=level)(x)
     expected, sizes = product(rounded_inputs(x), raw, type_name)
@@ -139,7 +139,7 @@ def test_the_largest_quants_and_inputs(type_name: str, level: str) -> None:
 @types
 @dtypes
 def test_a_row_is_the_same_in_any_batch(threads: int, dtype: torch.dtype, type_name: str, level: str) -> None:
-    """Bit by bit: what else is in the batch decides neither the order of a sum nor its rounding."""
+    """Rows are equal bit by bit: the batch decides neither the order of a sum nor its rounding."""
     raw = random_blocks(type_name, 100, 256)
     linear = BlockQuantizedLinear(raw, type_name, 256, randoms(2, 100), dtype=dtype, level=level)
     x = randoms(1, 261, 256, dtype=dtype)
@@ -150,7 +150,7 @@ def test_a_row_is_the_same_in_any_batch(threads: int, dtype: torch.dtype, type_n
 
 @types
 def test_all_levels_form_the_same_sums(type_name: str) -> None:
-    """To the last bits, which a fused multiply-add rounds otherwise."""
+    """Levels differ in the last bits, which a fused multiply-add rounds otherwise."""
     raw, x = random_blocks(type_name, 50, 512), randoms(1, 20, 512)
     results = [BlockQuantizedLinear(raw, type_name, 512, level=level)(x) for level in block_levels()]
     for result in results[1:]:
