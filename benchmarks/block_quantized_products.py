@@ -3,7 +3,8 @@
     python -m benchmarks.block_quantized_products [seconds]
 
 Weights come from memory, as in a pass over many layers: there are more of them than the caches hold. All take turns.
-The tenth percentile counts: other work on the machine delays some rounds, and a median says more about that work. A plain read is PyTorch's sum over float32 numbers.
+The tenth percentile counts: other work on the machine delays some rounds, and a median says more about that work. A
+plain read is PyTorch's sum over float32 numbers.
 """
 
 import sys
