@@ -23,6 +23,24 @@ _SIZES: dict[str, Any] = {
 }
 _LLAMA_SIZES: dict[str, Any] = {**_SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "attention_dropout": 0.0}
 _OPT_SIZES: dict[str, Any] = {**_SIZES, "ffn_dim": 128, "dropout": 0.0, "attention_dropout": 0.0}
+_GEMMA3: dict[str, Any] = {
+    **_LLAMA_SIZES,
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -42,6 +60,15 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {**_LLAMA_SIZES, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
     ),
+    "llama_yarn_rope": ("LlamaConfig", {**_LLAMA_SIZES, "rope_parameters": _YARN_ROPE}),
+    "qwen2_yarn_rope": (
+        "Qwen2Config",
+        {
+            **_LLAMA_SIZES,
+            "rope_parameters": {**_YARN_ROPE, "beta_fast": 20.0, "beta_slow": 0.5, "truncate": False, "mscale": 1.2}
+            | {"mscale_all_dim": 0.7},
+        },
+    ),
     "mistral": ("MistralConfig", {**_LLAMA_SIZES, "sliding_window": None, "head_dim": 24}),
     "mistral_window": ("MistralConfig", {**_LLAMA_SIZES, "sliding_window": 7}),
     "qwen2": ("Qwen2Config", {**_LLAMA_SIZES, "tie_word_embeddings": True}),
@@ -50,6 +77,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA_SIZES, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {**_LLAMA_SIZES, "head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2}),
+    "gemma3_text": ("Gemma3TextConfig", _GEMMA3),
     "opt": ("OPTConfig", {**_OPT_SIZES}),
     "opt_post_norm": (
         "OPTConfig",

@@ -19,6 +19,8 @@ class Family(enum.Enum):
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     GPT_NEOX = "gpt_neox"
+    GEMMA3_TEXT = "gemma3_text"
+    GEMMA3 = "gemma3"  # with images, which are not read
 
 
 class NormKind(enum.Enum):
@@ -26,6 +28,7 @@ class NormKind(enum.Enum):
 
     LAYER = "layer"  # subtract the mean, divide by the deviation, scale and shift
     RMS = "rms"  # divide by the root mean square, scale
+    RMS_PLUS_ONE = "rms_plus_one"  # the same, scaled by 1 + weight
 
 
 class Activation(enum.Enum):
@@ -43,6 +46,8 @@ class RopeScaling(enum.Enum):
     NONE = "default"
     LINEAR = "linear"
     LLAMA3 = "llama3"
+    YARN = "yarn"
+    LONG = "longrope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +58,16 @@ class RopeConfig:
     rotary_dim: int = 0  # leading dimensions of each head that are rotated
     scaling: RopeScaling = RopeScaling.NONE
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # this and the two below: LLAMA3 only
+    low_freq_factor: float = 1.0  # this and the next: LLAMA3 only
     high_freq_factor: float = 4.0
-    original_context_len: int = 8192
+    original_context_len: int = 8192  # the context of training: all but LINEAR
+    beta_fast: float = 32.0  # this and the two below: YARN only
+    beta_slow: float = 1.0
+    has_whole_bounds: bool = True  # the first and last interpolated pair are rounded outwards
+    short_divisors: tuple[float, ...] = ()  # this and the next, one per rotated pair: LONG only
+    long_divisors: tuple[float, ...] = ()  # for contexts beyond the original one
+    is_long: bool = False  # the context that is served is beyond the original one
+    angle_factor: float = 1.0  # multiplies cosines and sines
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,7 @@ class ModelConfig:
     dtype: str  # the dtype of the files, a key of DTYPE_BYTES
     rope: RopeConfig | None = None  # None: learned positions
     position_offset: int = 0  # learned positions start at this row of their table
+    windowed_rope: RopeConfig | None = None  # of windowed layers; None: the same as of the others
     sliding_window: int | None = None  # a windowed layer reads this many last tokens, its own included
     windowed_layers: tuple[int, ...] = ()
     is_gated: bool = True  # activation(gate) * up rather than activation(up)
@@ -86,10 +99,19 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     is_norm_first: bool = True
+    has_post_norms: bool = False  # what a part of a layer adds to the residual stream is normalised as well
     has_final_norm: bool = True
     has_parallel_residual: bool = False
     ties_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    query_multiplier: float = 1.0  # beside the 1 / sqrt(head_dim) of every model
+    residual_multiplier: float = 1.0  # of what a part of a layer adds to the residual stream
+    logits_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """Return the rotary position embedding of a layer; None: it has none."""
+        return self.windowed_rope if self.windowed_rope and layer in self.windowed_layers else self.rope
 
     @property
     def query_width(self) -> int:
@@ -182,7 +204,7 @@ class ModelConfig:
         num_up = 2 if self.is_gated else 1
         mlp = (num_up + 1) * self.hidden_size * self.intermediate_size
         mlp += (num_up * self.intermediate_size + self.hidden_size) * self.has_mlp_bias
-        return attention + mlp + 2 * self._norm_parameters
+        return attention + mlp + (4 if self.has_post_norms else 2) * self._norm_parameters
 
     @property
     def _outer_parameters(self) -> int:

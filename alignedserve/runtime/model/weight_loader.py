@@ -28,6 +28,8 @@ class LayerWeights:
     mlp_norm: Norm
     gate_up: Projection  # [intermediate_size, hidden_size], the nonlinearity and, in some families, gates applied
     down: Projection
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,12 @@ class _WeightAssembler:
         self._is_int8 = quantization == "int8"
         self._names = PARAMETER_NAMES[config.family]
         self._prefix = _find_prefix(self._names, source)
+        self._dtype = torch.float32  # of the weights; known when the first is read
 
     def weights(self) -> DecoderWeights:
         config, names = self._config, self._names
         embedding = self._tensor(f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size)
+        self._dtype = embedding.dtype
         positions = None
         if config.rope is None:
             num_positions = config.position_offset + config.max_position_embeddings
@@ -120,6 +124,8 @@ class _WeightAssembler:
                 gate_up, up_rows, hidden, config.has_mlp_bias, _Nonlinearity(config.activation.value, config.is_gated)
             ),
             down=self._linear([prefix + names.down], [hidden], inner, config.has_mlp_bias),
+            attention_post_norm=self._norm(prefix + names.attention_post_norm) if config.has_post_norms else None,
+            mlp_post_norm=self._norm(prefix + names.mlp_post_norm) if config.has_post_norms else None,
         )
 
     def _qkv(self, prefix: str) -> Projection:
@@ -171,16 +177,21 @@ class _WeightAssembler:
     def _head_norms(self, prefix: str) -> HeadNorms:
         config, names = self._config, self._names
         queries, keys = (
-            self._tensor(f"{prefix}{module}.weight", config.head_dim) for module in (names.query_norm, names.key_norm)
+            self._norm_weight(prefix + module, config.head_dim) for module in (names.query_norm, names.key_norm)
         )
         return HeadNorms(queries, keys, config.norm_eps)
 
     def _norm(self, module: str) -> Norm:
         width = self._config.hidden_size
-        weight = self._tensor(f"{module}.weight", width)
-        if self._config.norm is NormKind.RMS:
-            return RmsNorm(weight, self._config.norm_eps)
+        weight = self._norm_weight(module, width)
+        if self._config.norm is not NormKind.LAYER:
+            return RmsNorm(weight, self._config.norm_eps, self._dtype)
         return LayerNorm(weight, self._tensor(f"{module}.bias", width), self._config.norm_eps)
+
+    def _norm_weight(self, module: str, width: int) -> Tensor:
+        weight = self._tensor(f"{module}.weight", width)
+        # Near 1, a bfloat16 keeps 8 bits of the small number that is added.
+        return weight.float() + 1.0 if self._config.norm is NormKind.RMS_PLUS_ONE else weight
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return self._source.tensor(name, shape)

@@ -1,6 +1,6 @@
 """Tensor names of each model family. A new family is one entry here and one parser of its config."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.runtime.model.model_config import Family
 
@@ -25,6 +25,8 @@ class ParameterNames:
     project_out: str = ""
     query_norm: str = ""
     key_norm: str = ""
+    attention_post_norm: str = ""
+    mlp_post_norm: str = ""
 
 
 _LLAMA = ParameterNames(
@@ -41,6 +43,14 @@ _LLAMA = ParameterNames(
     down="mlp.down_proj",
     query_norm="self_attn.q_norm",
     key_norm="self_attn.k_norm",
+)
+
+_GEMMA3 = replace(
+    _LLAMA,
+    prefixes=("model.", "language_model.model.", "model.language_model.", ""),
+    mlp_norm="pre_feedforward_layernorm",
+    attention_post_norm="post_attention_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
 )
 
 _OPT = ParameterNames(
@@ -81,4 +91,6 @@ PARAMETER_NAMES: dict[Family, ParameterNames] = {
     Family.QWEN2: _LLAMA,
     Family.QWEN3: _LLAMA,
     Family.GPT_NEOX: _GPT_NEOX,
+    Family.GEMMA3_TEXT: _GEMMA3,
+    Family.GEMMA3: _GEMMA3,
 }

@@ -1,6 +1,7 @@
 """config.json: both generations of it, every family's sizes, and whatever a hostile file may hold."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,86 @@ def test_sliding_windows() -> None:
     assert parse_model_config({**qwen, "use_sliding_window": True}).windowed_layers == (1,)
 
 
+def test_yarn() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = parse_model_config({**LLAMA, "rope_scaling": yarn}).rope
+    assert rope is not None
+    assert (rope.scaling, rope.factor, rope.original_context_len) == (RopeScaling.YARN, 4.0, 64)
+    assert rope.angle_factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    assert (rope.beta_fast, rope.beta_slow, rope.has_whole_bounds) == (32.0, 1.0, True)
+    without = parse_model_config({**LLAMA, "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32}})
+    assert without.rope is not None
+    assert without.rope.factor == 8.0  # 256 / 32
+    fixed = parse_model_config({**LLAMA, "rope_scaling": {**yarn, "attention_factor": 1.5}})
+    assert fixed.rope is not None
+    assert fixed.rope.angle_factor == 1.5
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"type": "yarn", "factor": 0.5}, "factor"),
+        ({"type": "yarn", "factor": 1e300}, "factor"),
+        ({"type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
+        ({"type": "yarn", "factor": 4, "beta_slow": 0}, "beta_slow"),
+        ({"type": "yarn", "factor": 4, "rope_theta": 1.0}, "rope_theta"),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+        ({"type": "yarn", "factor": 4, "truncate": "no"}, "truncate"),
+        ({"type": "longrope", "factor": 4}, "short_factor"),
+        ({"type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7}, "long_factor"),
+        ({"type": "longrope", "short_factor": [0] * 8, "long_factor": [1] * 8}, "short_factor"),
+        ({"type": "su", "short_factor": [None] * 8, "long_factor": [1] * 8}, "short_factor"),
+    ],
+)
+def test_bad_scalings_are_named(section: dict[str, object], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        parse_model_config({**LLAMA, "rope_scaling": section})
+
+
+GEMMA3: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "head_dim": 32,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 128,
+}
+
+
+def test_gemma3() -> None:
+    """The spelling of published configs and that of transformers today."""
+    old = {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    types = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    sections = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    config = parse_model_config({**GEMMA3, **old})
+    assert config == parse_model_config({**GEMMA3, "layer_types": types, "rope_parameters": sections})
+    assert (config.sliding_window, config.windowed_layers) == (16, (0, 1, 2, 3, 4, 6))
+    full, windowed = config.rope_of(5), config.rope_of(0)
+    assert full is not None
+    assert windowed is not None
+    assert (full.theta, full.factor, windowed.theta, windowed.scaling) == (2e6, 8.0, 2e4, RopeScaling.NONE)
+    assert (config.embedding_multiplier, config.query_multiplier) == (8.0, 0.5)
+    assert config.ties_embeddings
+    assert parse_model_config({**GEMMA3, "sliding_window_pattern": 2}).windowed_layers == (0, 2, 4, 6)
+
+
+def test_gemma3_with_images() -> None:
+    """The text part alone is read; published configs leave out what is common to all sizes."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = parse_model_config(
+        {"model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16", "eos_token_id": [1, 106]}
+    )
+    assert (config.dtype, config.eos_token_ids, config.head_dim, config.num_kv_heads) == ("bfloat16", (1, 106), 256, 4)
+    assert config.num_parameters == 3_880_263_168
+    with pytest.raises(ModelError, match="text_config"):
+        parse_model_config({"model_type": "gemma3"})
+    with pytest.raises(ModelError, match="rope_parameters"):
+        parse_model_config({**GEMMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+
+
 def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 5}))
     assert read_model_config(tmp_path).eos_token_ids == (5,)
@@ -121,9 +202,11 @@ def test_bad_fields_are_named(field: str, value: object) -> None:
     [
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "__import__('os')"}, "model_type"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "dynamic"),
         ({"hidden_act": "mish"}, "mish"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"torch_dtype": "int8"}, "int8"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"model_type": "opt", "ffn_dim": 8, "layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
