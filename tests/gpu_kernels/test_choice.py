@@ -24,7 +24,8 @@ tl = pytest.importorskip("triton.language")
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled take no tensors of a CPU")
-# Norms of heads (Gemma: weights more precise than the rows); learned positions, layer norms and no gates; Llama; rotated in part, layers side by side.
+# Norms of heads; learned positions, layer norms and no gates; Llama; rotated in part, layers side by side.
+# Gemma 3: norms whose weights are more precise than the rows.
 FAMILIES = (
     "qwen3",
     *slow("opt", "opt_post_norm", "llama", "gpt_neox", "gemma3_text"),

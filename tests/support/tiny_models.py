@@ -77,6 +77,19 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA_SIZES, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {**_LLAMA_SIZES, "head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2}),
+    "mixtral": ("MixtralConfig", {**_LLAMA_SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **_LLAMA_SIZES,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
     "gemma3_text": ("Gemma3TextConfig", _GEMMA3),
     "opt": ("OPTConfig", {**_OPT_SIZES}),
     "opt_post_norm": (

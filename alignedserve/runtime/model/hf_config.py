@@ -13,13 +13,14 @@ from typing import Any, TypedDict
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import ModelNotFound, UnsupportedModel
 from alignedserve.runtime.model.json_fields import JsonFields, read_json_object
-from alignedserve.runtime.model.model_config import Activation, Family, ModelConfig, NormKind
+from alignedserve.runtime.model.model_config import Activation, ExpertConfig, Family, ModelConfig, NormKind
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT, read_rope, read_rope_pair
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WIDTH = 1 << 18
 MAX_LAYERS = 1 << 10
 MAX_HEADS = 1 << 12
+MAX_EXPERTS = 1 << 12
 MAX_VOCABULARY = 1 << 22
 
 ACTIVATIONS = {
@@ -138,7 +139,8 @@ def _parse_gpt_neox(fields: JsonFields, family: Family) -> ModelConfig:
 
 
 # Where a key is absent, the value that transformers assumes for the family.
-_DEFAULT_KV_HEADS = {Family.MISTRAL: 8, Family.QWEN2: 32, Family.QWEN3: 32}
+_DEFAULT_KV_HEADS = {Family.MISTRAL: 8, Family.QWEN2: 32, Family.QWEN3: 32, Family.MIXTRAL: 8, Family.QWEN3_MOE: 4}
+_DEFAULT_THETA = {Family.MIXTRAL: 1e6}
 _DEFAULT_WINDOW = 4096
 
 
@@ -150,6 +152,7 @@ def _parse_llama_like(fields: JsonFields, family: Family) -> ModelConfig:
     else:
         head_dim = _head_dim(fields, sizes)
     has_attention_bias = fields.flag("attention_bias", False)
+    has_experts = family in _EXPERT_READERS
     window, windowed_layers = _window(fields, family, sizes["num_layers"])
     return ModelConfig(
         **sizes,
@@ -160,15 +163,47 @@ def _parse_llama_like(fields: JsonFields, family: Family) -> ModelConfig:
         norm=NormKind.RMS,
         norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, 1e-6),
         embedding_size=sizes["hidden_size"],
-        rope=read_rope(fields, head_dim, default_fraction=1.0),
+        rope=read_rope(fields, head_dim, default_theta=_DEFAULT_THETA.get(family, 1e4)),
         sliding_window=window,
         windowed_layers=windowed_layers,
         has_qkv_bias=has_attention_bias or family is Family.QWEN2,
         has_output_bias=has_attention_bias,
-        has_mlp_bias=fields.flag("mlp_bias", False),
-        has_qk_norm=family is Family.QWEN3,
+        has_mlp_bias=not has_experts and fields.flag("mlp_bias", False),
+        has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE),
         ties_embeddings=fields.flag("tie_word_embeddings", False),
+        experts=_EXPERT_READERS[family](fields, sizes["num_layers"]) if has_experts else None,
     )
+
+
+def _mixtral_experts(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 8)
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 1, num_experts, 2),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        normalises=True,
+    )
+
+
+def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertConfig:
+    name = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    num_experts = fields.integer(name, 1, MAX_EXPERTS, 128)
+    step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
+    dense_layers = set(fields.integers("mlp_only_layers", 0, num_layers - 1))
+    dense_layers |= {layer for layer in range(num_layers) if (layer + 1) % step}
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 1, num_experts, 8),
+        intermediate_size=fields.integer("moe_intermediate_size", 1, MAX_WIDTH, 768),
+        normalises=fields.flag("norm_topk_prob", False),
+        dense_layers=tuple(sorted(dense_layers)),
+    )
+
+
+_EXPERT_READERS: dict[Family, Callable[[JsonFields, int], ExpertConfig]] = {
+    Family.MIXTRAL: _mixtral_experts,
+    Family.QWEN3_MOE: _qwen3_experts,
+}
 
 
 def _parse_gemma3_with_images(fields: JsonFields, family: Family) -> ModelConfig:
@@ -251,6 +286,8 @@ _PARSERS: dict[Family, Callable[[JsonFields, Family], ModelConfig]] = {
     Family.QWEN2: _parse_llama_like,
     Family.QWEN3: _parse_llama_like,
     Family.GPT_NEOX: _parse_gpt_neox,
+    Family.MIXTRAL: _parse_llama_like,
+    Family.QWEN3_MOE: _parse_llama_like,
     Family.GEMMA3_TEXT: _parse_gemma3,
     Family.GEMMA3: _parse_gemma3_with_images,
 }
@@ -291,14 +328,15 @@ def _dtype(fields: JsonFields, default: str = "float32") -> str:
 
 def _window(fields: JsonFields, family: Family, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
     """Return the size of the sliding window and the layers that have it."""
-    if family is Family.LLAMA or not fields.flag("use_sliding_window", family is Family.MISTRAL):
+    if family is Family.LLAMA or not fields.flag("use_sliding_window", family in (Family.MISTRAL, Family.MIXTRAL)):
         return None, ()
-    if fields.is_present("sliding_window") and not fields.has("sliding_window"):
+    if (fields.is_present("sliding_window") or family is Family.MIXTRAL) and not fields.has("sliding_window"):
         return None, ()
     window = fields.integer("sliding_window", 1, MAX_CONTEXT, _DEFAULT_WINDOW)
     layers = _windowed_layers(fields, num_layers)
     if layers is None:
-        first = 0 if family is Family.MISTRAL else fields.integer("max_window_layers", 0, MAX_LAYERS, 28)
+        is_whole = family in (Family.MISTRAL, Family.MIXTRAL, Family.QWEN3_MOE)
+        first = 0 if is_whole else fields.integer("max_window_layers", 0, MAX_LAYERS, 28)
         layers = tuple(range(first, num_layers))
     return (window, layers) if layers else (None, ())
 

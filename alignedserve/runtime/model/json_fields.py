@@ -103,6 +103,15 @@ class JsonFields:
             raise self.error(name, f"must be a list of {count} numbers")
         return tuple(JsonFields({name: value}, self._where).number(name, low, high) for value in values)
 
+    def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
+        """Return a list of whole numbers in low..high, at most as many; empty when the field is absent."""
+        values = self._fields.get(name)
+        if values is None:
+            return ()
+        if not isinstance(values, list) or len(values) > high - low + 1:
+            raise self.error(name, f"must be a list of at most {high - low + 1} whole numbers")
+        return tuple(JsonFields({name: value}, self._where).integer(name, low, high) for value in values)
+
     def texts(self, name: str, max_entries: int) -> tuple[str, ...]:
         """Return a list of strings; empty when the field is absent."""
         value = self._fields.get(name)

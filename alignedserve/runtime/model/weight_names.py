@@ -25,6 +25,9 @@ class ParameterNames:
     project_out: str = ""
     query_norm: str = ""
     key_norm: str = ""
+    router: str = ""  # of a mixture of experts
+    expert_gate_up: tuple[str, ...] = ()  # with {expert}
+    expert_down: str = ""
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
 
@@ -43,6 +46,20 @@ _LLAMA = ParameterNames(
     down="mlp.down_proj",
     query_norm="self_attn.q_norm",
     key_norm="self_attn.k_norm",
+)
+
+_MIXTRAL = replace(
+    _LLAMA,
+    router="block_sparse_moe.gate",
+    expert_gate_up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+    expert_down="block_sparse_moe.experts.{expert}.w2",
+)
+
+_QWEN3_MOE = replace(
+    _LLAMA,
+    router="mlp.gate",
+    expert_gate_up=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+    expert_down="mlp.experts.{expert}.down_proj",
 )
 
 _GEMMA3 = replace(
@@ -91,6 +108,8 @@ PARAMETER_NAMES: dict[Family, ParameterNames] = {
     Family.QWEN2: _LLAMA,
     Family.QWEN3: _LLAMA,
     Family.GPT_NEOX: _GPT_NEOX,
+    Family.MIXTRAL: _MIXTRAL,
+    Family.QWEN3_MOE: _QWEN3_MOE,
     Family.GEMMA3_TEXT: _GEMMA3,
     Family.GEMMA3: _GEMMA3,
 }

@@ -19,6 +19,7 @@ BLOCK_TOKENS = {
     "mistral_window": None,
     "qwen3": 8,
     "gemma3_text": 6,
+    "qwen3_moe": None,
     "opt": 8,
     "opt_post_norm": 8,
     "gpt_neox": 8,

@@ -12,7 +12,7 @@ import pytest
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.model.hf_config import parse_model_config, read_model_config
-from alignedserve.runtime.model.model_config import RopeScaling
+from alignedserve.runtime.model.model_config import RopeConfig, RopeScaling
 from tests.support.tiny_models import TINY_MODELS, make_tiny_model
 
 LLAMA: dict[str, Any] = {
@@ -151,6 +151,81 @@ def test_gemma3_with_images() -> None:
         parse_model_config({"model_type": "gemma3"})
     with pytest.raises(ModelError, match="rope_parameters"):
         parse_model_config({**GEMMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_experts() -> None:
+    config = parse_model_config(QWEN3_30B_A3B)
+    assert config.experts is not None
+    assert config.num_parameters == 30_532_122_624
+    assert config.num_multiplied == config.num_projected - 48 * 120 * 3 * 2048 * 768
+    shape = config.shape("qwen3-30b-a3b", "bfloat16")
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    assert shape.num_parameters + norms == config.num_parameters
+    assert shape.token_parameters + shape.head_parameters + norms == config.num_multiplied
+    assert shape.read_parameters(1) == pytest.approx(shape.token_parameters, rel=1e-9)
+    assert shape.token_parameters < shape.read_parameters(16) < 0.66 * shape.layer_parameters
+    assert shape.read_parameters(10_000) == pytest.approx(shape.layer_parameters)
+    routers = 48 * 2048 * 128  # float32
+    assert config.loaded_weight_bytes("bfloat16") == 2 * config.num_parameters + 2 * routers
+    embedding = 151936 * 2048
+    rest = config.num_parameters - embedding - routers
+    assert config.loaded_weight_bytes("bfloat16", "int8") == 2 * embedding + rest + 4 * routers
+
+
+def test_layers_without_experts() -> None:
+    changes = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    config = parse_model_config({**QWEN3_30B_A3B, **changes})
+    assert [layer for layer in range(6) if config.experts_of(layer)] == [1, 5]
+    assert config.shape("x", "bfloat16").num_expert_layers == 2
+
+
+def test_mixtral() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    config = parse_model_config(
+        {**LLAMA, **sizes, "model_type": "mixtral", "num_key_value_heads": 8, "vocab_size": 32000}
+    )
+    assert config.num_parameters == 46_702_792_704
+    assert config.rope_of(0) == RopeConfig(theta=1e6, rotary_dim=128)
+    assert config.sliding_window is None
+    assert parse_model_config({**LLAMA, "model_type": "mixtral", "sliding_window": 9}).windowed_layers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_experts": 0}, "num_experts"),
+        ({"num_experts": 10**9}, "num_experts"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob"),
+        ({"mlp_only_layers": [48]}, "mlp_only_layers"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers"),
+        ({"mlp_only_layers": [0] * 1000}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ],
+)
+def test_bad_experts_are_named(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        parse_model_config({**QWEN3_30B_A3B, **changes})
 
 
 def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
