@@ -21,7 +21,7 @@ _TILE_ROWS = 512
 _DENSE_ROWS = 256
 
 
-class FeedForward:
+class FeedForwardPart:
     """x [rows, hidden_size] -> down(gate_up(x)), the nonlinearity and gates applied by the first product."""
 
     __slots__ = ("down", "gate_up", "in_width", "out_width")
@@ -51,7 +51,7 @@ class Routing(NamedTuple):
     shares: Tensor  # [rows, chosen] float32
 
 
-class Router:
+class ExpertRouter:
     """Chooses the experts of each row by the softmax of a product, in float32."""
 
     __slots__ = ("_normalises", "_num_chosen", "_product", "num_experts")
@@ -88,11 +88,11 @@ def grouped_products(x: Tensor, experts: Tensor, products: Sequence[Callable[[Te
 
 
 class Experts:
-    """x [rows, hidden_size] -> the sum of the chosen experts' results, each times its share; see `Router`."""
+    """x [rows, hidden_size] -> the sum of the chosen experts' results, each times its share; see `ExpertRouter`."""
 
     __slots__ = ("_experts", "_router", "in_width", "out_width")
 
-    def __init__(self, router: Router, experts: Sequence[Projection]) -> None:
+    def __init__(self, router: ExpertRouter, experts: Sequence[Projection]) -> None:
         """`experts`: one for each row of the router's weight, all of the same widths."""
         self._router = router
         self._experts = experts
@@ -109,7 +109,7 @@ class StackedExperts:
 
     __slots__ = ("_down", "_gate_up", "_gated", "_router", "in_width", "out_width")
 
-    def __init__(self, router: Router, gate_up: Tensor, down: Tensor, activation: str) -> None:
+    def __init__(self, router: ExpertRouter, gate_up: Tensor, down: Tensor, activation: str) -> None:
         """`gate_up` [experts, 2 * width, hidden_size], gates first; `down` [experts, hidden_size, width]: both kept."""
         self._router = router
         self._gate_up = gate_up

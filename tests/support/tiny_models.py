@@ -90,6 +90,31 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "phi3": ("Phi3Config", {**_LLAMA_SIZES, "sliding_window": 8}),
+    "phi3_long_rope": (
+        "Phi3Config",
+        {
+            **_LLAMA_SIZES,
+            "original_max_position_embeddings": 5,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.0, 1.2, 1.3, 1.5, 2.0],
+                "long_factor": [1.0, 1.1, 1.5, 2.0, 4.0, 9.0],
+            },
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            **_LLAMA_SIZES,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 6.0,
+        },
+    ),
     "gemma3_text": ("Gemma3TextConfig", _GEMMA3),
     "opt": ("OPTConfig", {**_OPT_SIZES}),
     "opt_post_norm": (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
-from kernels.feed_forward import FeedForward
+from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
 
 # Numbers of rows that are timed; the others are interpolated.
@@ -47,10 +47,10 @@ class ProductClock:
             mlp=self._watch_mlp(layer.mlp),
         )
 
-    def _watch_mlp(self, mlp: FeedForward | Projection) -> FeedForward | Projection:
-        if not isinstance(mlp, FeedForward):
+    def _watch_mlp(self, mlp: FeedForwardPart | Projection) -> FeedForwardPart | Projection:
+        if not isinstance(mlp, FeedForwardPart):
             return _TimedProjection(mlp, self)
-        return FeedForward(_TimedProjection(mlp.gate_up, self), _TimedProjection(mlp.down, self))
+        return FeedForwardPart(_TimedProjection(mlp.gate_up, self), _TimedProjection(mlp.down, self))
 
 
 class _TimedProjection:

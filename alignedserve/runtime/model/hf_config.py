@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import ModelNotFound, UnsupportedModel
 from alignedserve.runtime.model.json_fields import JsonFields, read_json_object
-from alignedserve.runtime.model.model_config import Activation, ExpertConfig, Family, ModelConfig, NormKind
+from alignedserve.runtime.model.model_config import Activation, ExpertConfig, Family, ModelConfig, NormKind, RopeScaling
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT, read_rope, read_rope_pair
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -154,6 +154,10 @@ def _parse_llama_like(fields: JsonFields, family: Family) -> ModelConfig:
     has_attention_bias = fields.flag("attention_bias", False)
     has_experts = family in _EXPERT_READERS
     window, windowed_layers = _window(fields, family, sizes["num_layers"])
+    rope = read_rope(fields, head_dim, default_theta=_DEFAULT_THETA.get(family, 1e4))
+    if rope.scaling is RopeScaling.YARN:  # what it is for; published configs leave the length as it was
+        stretched = min(int(rope.factor * rope.original_context_len), MAX_CONTEXT)
+        sizes["max_position_embeddings"] = max(sizes["max_position_embeddings"], stretched)
     return ModelConfig(
         **sizes,
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
@@ -163,7 +167,7 @@ def _parse_llama_like(fields: JsonFields, family: Family) -> ModelConfig:
         norm=NormKind.RMS,
         norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, 1e-6),
         embedding_size=sizes["hidden_size"],
-        rope=read_rope(fields, head_dim, default_theta=_DEFAULT_THETA.get(family, 1e4)),
+        rope=rope,
         sliding_window=window,
         windowed_layers=windowed_layers,
         has_qkv_bias=has_attention_bias or family is Family.QWEN2,
@@ -197,6 +201,18 @@ def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertConfig:
         intermediate_size=fields.integer("moe_intermediate_size", 1, MAX_WIDTH, 768),
         normalises=fields.flag("norm_topk_prob", False),
         dense_layers=tuple(sorted(dense_layers)),
+    )
+
+
+def _parse_granite(fields: JsonFields, family: Family) -> ModelConfig:
+    config = _parse_llama_like(fields, family)
+    multiplier = fields.number("attention_multiplier", 1e-6, 1e6, 1.0)
+    return replace(
+        config,
+        embedding_multiplier=fields.number("embedding_multiplier", 1e-6, 1e6, 1.0),
+        query_multiplier=multiplier * math.sqrt(config.head_dim),
+        residual_multiplier=fields.number("residual_multiplier", 1e-6, 1e6, 1.0),
+        logits_divisor=fields.number("logits_scaling", 1e-6, 1e6, 1.0),
     )
 
 
@@ -288,6 +304,8 @@ _PARSERS: dict[Family, Callable[[JsonFields, Family], ModelConfig]] = {
     Family.GPT_NEOX: _parse_gpt_neox,
     Family.MIXTRAL: _parse_llama_like,
     Family.QWEN3_MOE: _parse_llama_like,
+    Family.PHI3: _parse_llama_like,
+    Family.GRANITE: _parse_granite,
     Family.GEMMA3_TEXT: _parse_gemma3,
     Family.GEMMA3: _parse_gemma3_with_images,
 }
@@ -328,15 +346,18 @@ def _dtype(fields: JsonFields, default: str = "float32") -> str:
 
 def _window(fields: JsonFields, family: Family, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
     """Return the size of the sliding window and the layers that have it."""
-    if family is Family.LLAMA or not fields.flag("use_sliding_window", family in (Family.MISTRAL, Family.MIXTRAL)):
+    is_optional = family in (Family.MIXTRAL, Family.PHI3)
+    if family in (Family.LLAMA, Family.GRANITE):
         return None, ()
-    if (fields.is_present("sliding_window") or family is Family.MIXTRAL) and not fields.has("sliding_window"):
+    if not fields.flag("use_sliding_window", is_optional or family is Family.MISTRAL):
+        return None, ()
+    if (fields.is_present("sliding_window") or is_optional) and not fields.has("sliding_window"):
         return None, ()
     window = fields.integer("sliding_window", 1, MAX_CONTEXT, _DEFAULT_WINDOW)
     layers = _windowed_layers(fields, num_layers)
     if layers is None:
-        is_whole = family in (Family.MISTRAL, Family.MIXTRAL, Family.QWEN3_MOE)
-        first = 0 if is_whole else fields.integer("max_window_layers", 0, MAX_LAYERS, 28)
+        has_some = family in (Family.QWEN2, Family.QWEN3)
+        first = fields.integer("max_window_layers", 0, MAX_LAYERS, 28) if has_some else 0
         layers = tuple(range(first, num_layers))
     return (window, layers) if layers else (None, ())
 

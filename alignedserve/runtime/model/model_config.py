@@ -4,7 +4,7 @@
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout
 from alignedserve.costmodel.model_shapes import ModelShape
@@ -21,6 +21,8 @@ class Family(enum.Enum):
     GPT_NEOX = "gpt_neox"
     MIXTRAL = "mixtral"
     QWEN3_MOE = "qwen3_moe"
+    PHI3 = "phi3"
+    GRANITE = "granite"
     GEMMA3_TEXT = "gemma3_text"
     GEMMA3 = "gemma3"  # with images, which are not read
 
@@ -122,6 +124,13 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what a part of a layer adds to the residual stream
     logits_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
+
+    def for_context(self, max_context_len: int) -> "ModelConfig":
+        """Return the config for contexts up to this length, on which LongRoPE's choice of divisors depends."""
+        if self.rope is None or self.rope.scaling is not RopeScaling.LONG:
+            return self
+        is_long = max_context_len > self.rope.original_context_len
+        return replace(self, rope=replace(self.rope, is_long=is_long))
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Return the rotary position embedding of a layer; None: it has none."""

@@ -54,7 +54,8 @@ def read_rope_pair(fields: JsonFields, head_dim: int, *, thetas: tuple[float, fl
 def scaled_rope(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
     """Return `rope` with the scaling that `section` describes; `fields` is the whole of config.json."""
     kind = section.text("rope_type", section.text("type", "default"))
-    kind = _ALIASES.get(kind, kind)
+    if kind in _OLD_NAMES_OF_LONG and section.has("long_factor"):
+        kind = RopeScaling.LONG.value
     if kind not in [scaling.value for scaling in RopeScaling]:
         names = ", ".join(scaling.value for scaling in _READERS)
         raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported (only {names} are).")
@@ -136,7 +137,7 @@ def _original_context_len(fields: JsonFields, section: JsonFields) -> int:
     return fields.integer(name, 1, MAX_CONTEXT, inner)
 
 
-_ALIASES = {"su": RopeScaling.LONG.value}
+_OLD_NAMES_OF_LONG = ("su", "yarn")
 _READERS: dict[RopeScaling, Callable[[JsonFields, JsonFields, RopeConfig], RopeConfig]] = {
     RopeScaling.LINEAR: _linear,
     RopeScaling.LLAMA3: _llama3,

@@ -12,7 +12,7 @@ from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, NormKind
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
-from kernels.feed_forward import Experts, FeedForward, Router, StackedExperts
+from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, StackedExperts
 from kernels.linear import Linear, Projection
 from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
@@ -27,7 +27,7 @@ class LayerWeights:
     head_norms: HeadNorms | None
     output: Projection
     mlp_norm: Norm
-    mlp: FeedForward | Projection  # a mixture of experts is one product from outside
+    mlp: FeedForwardPart | Projection  # a mixture of experts is one product from outside
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
 
@@ -50,8 +50,8 @@ class DecoderWeights:
         return tuple(product for layer in self.layers for product in (layer.qkv, layer.output, *_products(layer.mlp)))
 
 
-def _products(mlp: FeedForward | Projection) -> tuple[Projection, ...]:
-    return mlp.products if isinstance(mlp, FeedForward) else (mlp,)
+def _products(mlp: FeedForwardPart | Projection) -> tuple[Projection, ...]:
+    return mlp.products if isinstance(mlp, FeedForwardPart) else (mlp,)
 
 
 class TensorSource(Protocol):
@@ -127,16 +127,17 @@ class _WeightAssembler:
             mlp_post_norm=self._norm(prefix + names.mlp_post_norm) if config.has_post_norms else None,
         )
 
-    def _mlp(self, prefix: str) -> FeedForward:
+    def _mlp(self, prefix: str) -> FeedForwardPart:
         names = self._names
         modules = [prefix + name for name in names.gate_up]
         return self._feed_forward(modules, prefix + names.down, self._config.intermediate_size)
 
-    def _feed_forward(self, gate_up: Sequence[str], down: str, inner: int) -> FeedForward:
+    def _feed_forward(self, gate_up: Sequence[str], down: str, inner: int) -> FeedForwardPart:
         config = self._config
         then = _Nonlinearity(config.activation.value, config.is_gated)
-        rows, has_bias = [inner] * (2 if config.is_gated else 1), config.has_mlp_bias
-        return FeedForward(
+        num_rows, has_bias = inner * (2 if config.is_gated else 1), config.has_mlp_bias
+        rows = [num_rows // len(gate_up)] * len(gate_up)
+        return FeedForwardPart(
             self._linear(gate_up, rows, config.hidden_size, has_bias, then),
             self._linear([down], [config.hidden_size], inner, has_bias),
         )
@@ -144,7 +145,7 @@ class _WeightAssembler:
     def _experts(self, prefix: str, experts: ExpertConfig) -> Projection:
         config, names = self._config, self._names
         weight = self._tensor(f"{prefix}{names.router}.weight", experts.num_experts, config.hidden_size)
-        router = Router(weight, experts.num_chosen, normalises=experts.normalises)
+        router = ExpertRouter(weight, experts.num_chosen, normalises=experts.normalises)
         inner, modules = experts.intermediate_size, []
         for index in range(experts.num_experts):
             gate_up = [prefix + name.format(expert=index) for name in names.expert_gate_up]
@@ -159,8 +160,9 @@ class _WeightAssembler:
     def _qkv(self, prefix: str) -> Projection:
         config = self._config
         modules = [prefix + name for name in self._names.qkv]
-        if len(modules) == 3:
-            rows = [config.query_width, config.kv_width, config.kv_width]
+        rows = [config.query_width, config.kv_width, config.kv_width]
+        if not self._names.interleaves_heads:
+            rows = rows if len(modules) == 3 else [sum(rows)]
             return self._linear(modules, rows, config.hidden_size, config.has_qkv_bias)
         rows_in_all = 3 * config.query_width
         weight = self._tensor(f"{modules[0]}.weight", rows_in_all, config.hidden_size)

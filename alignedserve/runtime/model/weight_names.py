@@ -16,10 +16,11 @@ class ParameterNames:
     layer: str  # with {layer}
     attention_norm: str
     mlp_norm: str
-    qkv: tuple[str, ...]  # three modules, or one whose rows lie [num_heads, 3, head_dim]
+    qkv: tuple[str, ...]  # three modules, or one of all rows
     output: str
-    gate_up: tuple[str, ...]  # gate and up, or up alone
+    gate_up: tuple[str, ...]  # gate and up, one module of both, or up alone
     down: str
+    interleaves_heads: bool = False  # the rows of the one module lie [num_heads, 3, head_dim]
     positions: str = ""  # learned positions
     project_in: str = ""
     project_out: str = ""
@@ -62,6 +63,8 @@ _QWEN3_MOE = replace(
     expert_down="mlp.experts.{expert}.down_proj",
 )
 
+_PHI3 = replace(_LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
 _GEMMA3 = replace(
     _LLAMA,
     prefixes=("model.", "language_model.model.", "model.language_model.", ""),
@@ -96,6 +99,7 @@ _GPT_NEOX = ParameterNames(
     attention_norm="input_layernorm",
     mlp_norm="post_attention_layernorm",
     qkv=("attention.query_key_value",),
+    interleaves_heads=True,
     output="attention.dense",
     gate_up=("mlp.dense_h_to_4h",),
     down="mlp.dense_4h_to_h",
@@ -110,6 +114,8 @@ PARAMETER_NAMES: dict[Family, ParameterNames] = {
     Family.GPT_NEOX: _GPT_NEOX,
     Family.MIXTRAL: _MIXTRAL,
     Family.QWEN3_MOE: _QWEN3_MOE,
+    Family.PHI3: _PHI3,
+    Family.GRANITE: _LLAMA,
     Family.GEMMA3_TEXT: _GEMMA3,
     Family.GEMMA3: _GEMMA3,
 }

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.feed_forward import Experts, FeedForward, Router, StackedExperts, grouped_products
+from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, StackedExperts, grouped_products
 from kernels.linear import Linear
 
 HIDDEN, INNER = 24, 16
@@ -71,10 +71,10 @@ def weights_of(num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def packed(weights: tuple[Tensor, Tensor, Tensor], chosen: int, *, normalises: bool) -> Experts:
     parts = [
-        FeedForward(Linear(gate_up, activation="silu", is_gated=True), Linear(down))
+        FeedForwardPart(Linear(gate_up, activation="silu", is_gated=True), Linear(down))
         for gate_up, down in zip(*weights[1:], strict=True)
     ]
-    return Experts(Router(weights[0], chosen, normalises=normalises), parts)
+    return Experts(ExpertRouter(weights[0], chosen, normalises=normalises), parts)
 
 
 @pytest.mark.parametrize("normalises", [True, False])
@@ -84,7 +84,7 @@ def test_mixtures(num_rows: int, num_experts: int, chosen: int, normalises: bool
     """300 rows: more than a GPU takes through all experts."""
     weights, x = weights_of(num_experts), randoms(num_rows, HIDDEN)
     expected = expected_mixture(x, weights, chosen, normalises=normalises)
-    stacked = StackedExperts(Router(weights[0], chosen, normalises=normalises), *weights[1:], "silu")
+    stacked = StackedExperts(ExpertRouter(weights[0], chosen, normalises=normalises), *weights[1:], "silu")
     for mixture in (packed(weights, chosen, normalises=normalises), stacked):
         before = x.clone()
         assert (mixture.in_width, mixture.out_width) == (HIDDEN, HIDDEN)

@@ -228,6 +228,24 @@ def test_bad_experts_are_named(changes: dict[str, object], problem: str) -> None
         parse_model_config({**QWEN3_30B_A3B, **changes})
 
 
+def test_granite() -> None:
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0}
+    config = parse_model_config({**LLAMA, **multipliers, "model_type": "granite", "attention_multiplier": 0.125})
+    assert (config.embedding_multiplier, config.residual_multiplier, config.logits_divisor) == (12.0, 0.22, 16.0)
+    assert config.query_multiplier == 0.125 * math.sqrt(16)
+    with pytest.raises(ModelError, match="logits_scaling"):
+        parse_model_config({**LLAMA, "model_type": "granite", "logits_scaling": 0})
+    with pytest.raises(ModelError, match="attention_multiplier"):
+        parse_model_config({**LLAMA, "model_type": "granite", "attention_multiplier": "1"})
+
+
+def test_phi3() -> None:
+    phi3 = {**LLAMA, "model_type": "phi3", "num_key_value_heads": None}
+    config = parse_model_config(phi3)
+    assert (config.num_kv_heads, config.sliding_window) == (4, None)
+    assert parse_model_config({**phi3, "sliding_window": 2047}).windowed_layers == (0, 1)
+
+
 def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 5}))
     assert read_model_config(tmp_path).eos_token_ids == (5,)
