@@ -21,6 +21,13 @@ class Topology(enum.Enum):
     COLOCATED = "colocated"
 
 
+class DefaultSize(int):
+    """A size that is worked out at the start from model and machine, unless it is set.
+
+    Its own value is for where there is no machine to ask, as in the simulator.
+    """
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections."""
 
@@ -43,9 +50,9 @@ class ModelSectionConfig(Section, frozen=True):
 
     path: str = "pocket"  # a Hugging Face folder, or "pocket" for the model that ships with the package
     served_model_name: str | None = None  # the name clients use; the folder's name when unset
-    dtype: str = "auto"  # float32 on CPU unless named: float32, bfloat16, float16
+    dtype: str = "auto"  # float32, bfloat16, float16; auto: bfloat16 where it is multiplied natively, else float32
     quantization: str | None = None  # int8: linear layers with weights of 8 bits, less exact
-    max_context_len: int | None = None  # tokens; the model's own limit when unset
+    max_context_len: int | None = None  # tokens; when unset the model's own limit, or less where memory is short
     random_weights: bool = False  # serve a config.json without weights, for benchmarks
 
     @classmethod
@@ -108,7 +115,7 @@ class RouterConfig(Section, frozen=True):
 class PoolConfig(Section, frozen=True):
     """KV pool in CPU memory, one per node."""
 
-    memory_bytes: int = 256 * MIB
+    memory_bytes: int = DefaultSize(256 * MIB)
     lease_s: float = 30.0  # a lease not used within this time is taken back
 
     def __post_init__(self) -> None:
@@ -153,10 +160,11 @@ class PrefillWorkerConfig(Section, frozen=True):
     """Workers that compute prompts."""
 
     count: int = 1
-    kv_cache_bytes: int = 128 * MIB  # block storage
-    candidate_buffer_bytes: int = 64 * MIB  # candidate buffers of the decode workers, shared out evenly; 0: none
-    max_running_requests: int = 16  # requests in work at a time
-    max_num_batched_tokens: int = 512  # chunk budget
+    kv_cache_bytes: int = DefaultSize(128 * MIB)  # block storage
+    # Candidate buffers of the decode workers, shared out evenly; 0: none.
+    candidate_buffer_bytes: int = DefaultSize(64 * MIB)
+    max_running_requests: int = DefaultSize(16)  # requests in work at a time
+    max_num_batched_tokens: int = DefaultSize(512)  # chunk budget
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")
@@ -168,13 +176,15 @@ class DecodeWorkerConfig(Section, frozen=True):
     """Workers that generate; under the colocated topology they compute prompts as well."""
 
     count: int = 1
-    kv_cache_bytes: int = 256 * MIB  # block storage
-    max_running_requests: int = 64  # largest batch
-    max_num_batched_tokens: int = 512  # colocated only: decodes and prefill chunks of one iteration
+    kv_cache_bytes: int = DefaultSize(256 * MIB)  # block storage
+    max_running_requests: int = DefaultSize(64)  # largest batch
+    # Colocated only: decodes and prefill chunks of one iteration.
+    max_num_batched_tokens: int = DefaultSize(512)
     max_waiting_requests: int = (
         1024  # colocated only: requests beyond those in an iteration, for the policy to choose from
     )
-    swap_space_bytes: int = 128 * MIB  # colocated only: host memory for caches that a policy swaps out; 0: none
+    # Colocated only: host memory for caches that a policy swaps out; 0: none.
+    swap_space_bytes: int = DefaultSize(128 * MIB)
     swap_format: str = "exact"  # colocated only: those caches as they are, or int8: keys and values rounded per channel
 
     def __post_init__(self) -> None:
@@ -275,7 +285,7 @@ class BatchesConfig(Section, frozen=True):
 class ClusterConfig(Section, frozen=True):
     """The whole file. Only the CLI and the cluster builder see it whole."""
 
-    topology: Topology = Topology.DISAGGREGATED
+    topology: Topology | None = None  # when unset disaggregated, or colocated where memory holds the weights but once
     model: ModelSectionConfig = msgspec.field(default_factory=ModelSectionConfig)
     gateway: GatewayConfig = msgspec.field(default_factory=GatewayConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
@@ -289,6 +299,11 @@ class ClusterConfig(Section, frozen=True):
     recording: RecordingConfig = msgspec.field(default_factory=RecordingConfig)
     batches: BatchesConfig = msgspec.field(default_factory=BatchesConfig)
 
+    @property
+    def chosen_topology(self) -> Topology:
+        """Return the topology; disaggregated while it is unset."""
+        return self.topology or Topology.DISAGGREGATED
+
 
 def from_mapping(values: dict[str, Any]) -> ClusterConfig:
     """Build the config from plain values. Raises ConfigError naming the field."""
@@ -296,3 +311,19 @@ def from_mapping(values: dict[str, Any]) -> ClusterConfig:
         return msgspec.convert(values, ClusterConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
+
+
+def with_fixed_sizes(config: ClusterConfig) -> ClusterConfig:
+    """Return the configuration with unset sizes and topology at their defaults, for where no machine is to be asked."""
+    replace = msgspec.structs.replace
+    sections = {name: getattr(config, name) for name in ("pool", "prefill", "decode")}
+    return replace(
+        config,
+        topology=config.chosen_topology,
+        **{name: replace(section, **_fixed(section)) for name, section in sections.items()},
+    )
+
+
+def _fixed(section: Section) -> dict[str, int]:
+    values = {name: getattr(section, name) for name in section.__struct_fields__}
+    return {name: int(value) for name, value in values.items() if isinstance(value, DefaultSize)}
