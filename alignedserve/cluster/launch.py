@@ -152,8 +152,8 @@ class RunningCluster:
             self._state_lock.release()
         _end_survivors(started)
         remove_stale_arenas(arena_folder(), f"{ARENA_PREFIX}{self._cluster_id}-")
-        for socket_path in self.folder.glob("*.sock"):
-            socket_path.unlink(missing_ok=True)
+        for path in (*self.folder.glob("*.sock"), *self.folder.glob("*.progress")):
+            path.unlink(missing_ok=True)
 
     def _wait_for_actors(self) -> None:
         """Wait until every actor is up, as long as models load. Raises the error of the first failing one."""

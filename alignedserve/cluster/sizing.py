@@ -134,11 +134,11 @@ def _chunk(served: ServedModel, num_threads: int, has_bfloat16: bool) -> int:
 
 def _colocated_remark(planner: MemoryPlanner, separate: Plan) -> str:
     weights, machine = planner.served.weight_bytes, planner.machine
-    found = "none" if separate.context_len is None else f"one of {separate.context_len} tokens"
+    found = "no context" if separate.context_len is None else f"a context of {separate.context_len} tokens"
     return (
         f"topology=colocated was chosen: separate prefill and decode workers hold the weights ({_spelt(weights)}) once "
-        f"each and need a KV pool, which leaves room for no longer context than {found} "
-        f"in {_spelt(machine.available_bytes)} of memory ({_spelt(machine.shared_bytes)} shared)"
+        f"each and need a KV pool, which leaves room for {found} in {_spelt(machine.available_bytes)} of memory, "
+        f"{_spelt(machine.shared_bytes)} of it shared"
     )
 
 
@@ -195,4 +195,6 @@ def _remedies(planner: MemoryPlanner, plan: Plan) -> Iterator[tuple[str, MemoryP
 
 
 def _spelt(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size // MIB} MiB"
+    if size < _GIB:
+        return f"{size // MIB} MiB"
+    return f"{size / _GIB:.{2 if size < 10 * _GIB else 1}f} GiB"
