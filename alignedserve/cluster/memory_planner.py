@@ -193,7 +193,7 @@ class MemoryPlanner:
     def _wanted(self, worker: PrefillWorkerConfig | DecodeWorkerConfig) -> int:
         """Return the bytes of a full batch of ordinary requests."""
         tokens = worker.max_running_requests * _TOKENS_PER_REQUEST
-        return tokens * self.served.config.kv_token_bytes(self.served.dtype)
+        return tokens * self.served.block_layout(self.config.engine.block_size).token_bytes
 
     def _memory(self, section: str, field: str, least: int, wanted: int, counts: Mapping[Place, int]) -> Memory:
         """Describe a memory; one that is set has just that size."""

@@ -48,7 +48,7 @@ class SizeChoice:
         """Return the choice in one line, with what would change it."""
         config, served = self.config, self.served
         cache = config.decode.kv_cache_bytes
-        tokens = cache // served.config.kv_token_bytes(served.dtype)
+        tokens = cache // served.block_layout(config.engine.block_size).token_bytes
         parts = [served.dtype if served.quantization is None else f"{served.quantization} and {served.dtype}"]
         parts += [f"context {served.max_context_len}", f"{_spelt(cache)} of cache per decode worker ({tokens} tokens)"]
         chunk = config.decode.max_num_batched_tokens
@@ -110,7 +110,7 @@ def _with_limits(config: ClusterConfig, sized: ClusterConfig, served: ServedMode
     num_workers = sized.decode.count + (sized.prefill.count if is_separate else 0)
     threads = sized.engine.threads_per_worker or max(machine.num_cores // num_workers, 1)
     chunk = _GPU_CHUNK if machine.gpu_bytes else _chunk(served, threads, machine.has_bfloat16)
-    token_bytes = served.config.kv_token_bytes(served.dtype)
+    token_bytes = served.block_layout(sized.engine.block_size).token_bytes
     sections = {}
     for name in ("prefill", "decode"):
         given, section = getattr(config, name), getattr(sized, name)
@@ -144,7 +144,7 @@ def _colocated_remark(planner: MemoryPlanner, separate: Plan) -> str:
 
 def _shortened_remark(planner: MemoryPlanner, plan: Plan, context_len: int) -> str:
     full = planner.served.max_context_len
-    cache = planner.served.config.kv_token_bytes(planner.served.dtype) * full
+    cache = planner.served.block_layout(planner.config.engine.block_size).token_bytes * full
     needed = planner.needed_bytes(plan.topology, full)
     return (
         f"the context is shortened from {full} to {context_len} tokens: {full} need {_spelt(cache)} of cache in each "
