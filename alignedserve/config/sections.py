@@ -22,10 +22,18 @@ class Topology(enum.Enum):
 
 
 class DefaultSize(int):
-    """A size that is worked out at the start from model and machine, unless it is set.
+    """A size that a loaded configuration leaves unset: at the start it is worked out from model and machine.
 
     Its own value is for where there is no machine to ask, as in the simulator.
     """
+
+
+# Sections and their fields that are worked out when unset.
+_SIZES = {
+    "pool": ("memory_bytes",),
+    "prefill": ("kv_cache_bytes", "candidate_buffer_bytes", "max_running_requests", "max_num_batched_tokens"),
+    "decode": ("kv_cache_bytes", "swap_space_bytes", "max_running_requests", "max_num_batched_tokens"),
+}
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,7 +123,7 @@ class RouterConfig(Section, frozen=True):
 class PoolConfig(Section, frozen=True):
     """KV pool in CPU memory, one per node."""
 
-    memory_bytes: int = DefaultSize(256 * MIB)
+    memory_bytes: int = 256 * MIB
     lease_s: float = 30.0  # a lease not used within this time is taken back
 
     def __post_init__(self) -> None:
@@ -160,11 +168,11 @@ class PrefillWorkerConfig(Section, frozen=True):
     """Workers that compute prompts."""
 
     count: int = 1
-    kv_cache_bytes: int = DefaultSize(128 * MIB)  # block storage
+    kv_cache_bytes: int = 128 * MIB  # block storage
     # Candidate buffers of the decode workers, shared out evenly; 0: none.
-    candidate_buffer_bytes: int = DefaultSize(64 * MIB)
-    max_running_requests: int = DefaultSize(16)  # requests in work at a time
-    max_num_batched_tokens: int = DefaultSize(512)  # chunk budget
+    candidate_buffer_bytes: int = 64 * MIB
+    max_running_requests: int = 16  # requests in work at a time
+    max_num_batched_tokens: int = 512  # chunk budget
 
     def __post_init__(self) -> None:
         self._require(1 <= self.count <= 1024, "count", "must be between 1 and 1024")
@@ -176,15 +184,15 @@ class DecodeWorkerConfig(Section, frozen=True):
     """Workers that generate; under the colocated topology they compute prompts as well."""
 
     count: int = 1
-    kv_cache_bytes: int = DefaultSize(256 * MIB)  # block storage
-    max_running_requests: int = DefaultSize(64)  # largest batch
+    kv_cache_bytes: int = 256 * MIB  # block storage
+    max_running_requests: int = 64  # largest batch
     # Colocated only: decodes and prefill chunks of one iteration.
-    max_num_batched_tokens: int = DefaultSize(512)
+    max_num_batched_tokens: int = 512
     max_waiting_requests: int = (
         1024  # colocated only: requests beyond those in an iteration, for the policy to choose from
     )
     # Colocated only: host memory for caches that a policy swaps out; 0: none.
-    swap_space_bytes: int = DefaultSize(128 * MIB)
+    swap_space_bytes: int = 128 * MIB
     swap_format: str = "exact"  # colocated only: those caches as they are, or int8: keys and values rounded per channel
 
     def __post_init__(self) -> None:
@@ -306,24 +314,36 @@ class ClusterConfig(Section, frozen=True):
 
 
 def from_mapping(values: dict[str, Any]) -> ClusterConfig:
-    """Build the config from plain values. Raises ConfigError naming the field."""
+    """Build the config from plain values, with the sizes that are absent or null marked as unset.
+
+    Raises ConfigError naming the field.
+    """
+    given = {name: _without_unset(name, section) for name, section in values.items()}
     try:
-        return msgspec.convert(values, ClusterConfig)
+        config = msgspec.convert(given, ClusterConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
+    replace = msgspec.structs.replace
+    marked: dict[str, Section] = {}
+    for name, fields in _SIZES.items():
+        section = getattr(config, name)
+        unset = [field for field in fields if field not in given.get(name, {})]
+        marked[name] = replace(section, **{field: DefaultSize(getattr(section, field)) for field in unset})
+    return replace(config, **marked)
+
+
+def _without_unset(name: str, section: Any) -> Any:
+    """Return a section without sizes that are null."""
+    if name not in _SIZES or not isinstance(section, dict):
+        return section
+    return {field: value for field, value in section.items() if value is not None or field not in _SIZES[name]}
 
 
 def with_fixed_sizes(config: ClusterConfig) -> ClusterConfig:
     """Return the configuration with unset sizes and topology at their defaults, for where no machine is to be asked."""
     replace = msgspec.structs.replace
-    sections = {name: getattr(config, name) for name in ("pool", "prefill", "decode")}
-    return replace(
-        config,
-        topology=config.chosen_topology,
-        **{name: replace(section, **_fixed(section)) for name, section in sections.items()},
-    )
-
-
-def _fixed(section: Section) -> dict[str, int]:
-    values = {name: getattr(section, name) for name in section.__struct_fields__}
-    return {name: int(value) for name, value in values.items() if isinstance(value, DefaultSize)}
+    fixed: dict[str, Section] = {}
+    for name, fields in _SIZES.items():
+        section = getattr(config, name)
+        fixed[name] = replace(section, **{field: int(getattr(section, field)) for field in fields})
+    return replace(config, topology=config.chosen_topology, **fixed)

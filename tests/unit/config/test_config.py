@@ -27,8 +27,9 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path, text: str) -> None:
     assert load_config(written(tmp_path, text)) == ClusterConfig()
 
 
-def test_sizes_that_are_unset_say_so_and_can_be_fixed() -> None:
-    config = load_config(None, ["decode.kv_cache_bytes=256MiB"])
+@pytest.mark.parametrize("more", [(), ("pool.memory_bytes=null",)])
+def test_sizes_that_are_unset_say_so_and_can_be_fixed(more: tuple[str, ...]) -> None:
+    config = load_config(None, ["decode.kv_cache_bytes=256MiB", *more])
     assert isinstance(config.pool.memory_bytes, DefaultSize)
     assert not isinstance(config.decode.kv_cache_bytes, DefaultSize)
     assert config.topology is None
