@@ -22,6 +22,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import PrefillRequest, WorkerRegistered
 from alignedserve.runtime.device.devices import worker_devices
+from alignedserve.runtime.device.dtypes import has_native_bfloat16
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
@@ -60,7 +61,11 @@ class LLM:
     ) -> None:
         """Load the model onto `device`, given like engine.device."""
         (worker_device,) = worker_devices(EngineConfig(device=device).device, 1)
-        served = resolve_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization), worker_device)
+        served = resolve_model(
+            ModelSectionConfig(path=model, dtype=dtype, quantization=quantization),
+            worker_device,
+            has_bfloat16=has_native_bfloat16(),
+        )
         self._tokenizer = Tokenizer.load(served.folder)
         self._max_context_len = served.max_context_len
         self._executor = ModelExecutor(

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from alignedserve.cli.commands.options import ServeOptions
+from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.launch import RunningCluster
@@ -60,8 +61,8 @@ class _StopSignals:
 
 
 def _start(config: ClusterConfig, ending: _StopSignals) -> RunningCluster:
-    with notes().status("Starting the cluster …"):
-        cluster = start_cluster(config)
+    with StartScreen() as screen:
+        cluster = start_cluster(config, screen)
     if ending.is_asked_for:
         cluster.stop()
         raise KeyboardInterrupt
@@ -85,7 +86,7 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
 
 def _shape(cluster: RunningCluster) -> str:
     config = cluster.config
-    if config.topology is Topology.COLOCATED:
+    if config.chosen_topology is Topology.COLOCATED:
         return f"{config.gateway.count} gateway, 1 router, {config.decode.count} colocated workers"
     return (
         f"{config.gateway.count} gateway, 1 router, 1 KV pool, "
