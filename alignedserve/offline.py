@@ -23,6 +23,7 @@ from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import PrefillRequest, WorkerRegistered
 from alignedserve.runtime.device.devices import worker_devices
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from decode_worker.colocated.logic import ColocatedCommand
@@ -60,7 +61,8 @@ class LLM:
     ) -> None:
         """Load the model onto `device`, given like engine.device."""
         (worker_device,) = worker_devices(EngineConfig(device=device).device, 1)
-        served = resolve_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization), worker_device)
+        section = with_local_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization))
+        served = resolve_model(section, worker_device)
         self._tokenizer = Tokenizer.load(served.folder)
         self._max_context_len = served.max_context_len
         self._executor = ModelExecutor(

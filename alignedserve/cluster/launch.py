@@ -33,6 +33,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.runtime.device.cores import threads_per_worker
 from alignedserve.runtime.device.devices import worker_devices
 from alignedserve.runtime.kv.shm_arena import ARENA_PREFIX, arena_folder, remove_stale_arenas
+from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
@@ -199,6 +200,7 @@ def launch_cluster(config: ClusterConfig, actor_classes: ActorClasses) -> Runnin
     Raises an error of the tree, with nothing left running, when it cannot.
     """
     config = resolve_policy(config)
+    config = msgspec.structs.replace(config, model=with_local_model(config.model))
     served = resolve_model(config.model, config.engine.device)
     preflight.check(config, served)
     config = prepare_recording(config, served)
