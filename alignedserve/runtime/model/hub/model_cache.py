@@ -2,18 +2,19 @@
 
 import contextlib
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from huggingface_hub import constants, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from huggingface_hub.file_download import repo_folder_name
 
-from alignedserve.core.errors import ModelNotFound, StorageError
+from alignedserve.core.errors import ModelError, ModelNotFound, StorageError
 from alignedserve.runtime.model.hub.hub_name import HubName
 from alignedserve.runtime.model.weight_index import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME, listed_shards
 
 _FOLDER_PREFIX = "models--"
+_INCOMPLETE = "incomplete"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +34,7 @@ def list_models(cache: Path | None = None) -> list[CachedModel]:
     cache = cache or Path(constants.HF_HUB_CACHE)
     with contextlib.suppress(CacheNotFound):
         repos = [repo for repo in scan_cache_dir(cache).repos if repo.repo_type == "model"]
-        found = [
-            CachedModel(
-                repo_id=repo.repo_id,
-                commit=revision.commit_hash,
-                revisions=tuple(sorted(revision.refs)),
-                num_bytes=revision.size_on_disk + _num_bytes_of_halves(repo.repo_path),
-                weights=_describe_weights(revision.snapshot_path),
-                path=revision.snapshot_path,
-            )
-            for repo in repos
-            for revision in repo.revisions
-        ]
+        found = [_describe(repo, revision) for repo in repos for revision in repo.revisions]
         found += _halves_alone(cache, {repo.repo_path.name for repo in repos if repo.revisions})
         return sorted(found, key=lambda model: (model.repo_id, model.revisions, model.commit or ""))
     return []
@@ -65,12 +55,32 @@ def remove_model(name: HubName, cache: Path | None = None) -> int:
     try:
         commits = [model.commit for model in removed if model.commit is not None]
         if commits:
-            scan_cache_dir(cache).delete_revisions(*commits).execute()
+            _only(scan_cache_dir(cache), name.repo_id).delete_revisions(*commits).execute()
         if len(removed) == len(models) and folder.exists():
             shutil.rmtree(folder)
     except OSError as error:
         raise StorageError(f"{name} cannot be removed from {folder}: {error.strerror}.") from error
     return before - _num_bytes_in(folder)
+
+
+def _only(found: HFCacheInfo, repo_id: str) -> HFCacheInfo:
+    """Return the cache as if it had this model alone: a copy of a repository has the same commits."""
+    return replace(
+        found, repos=frozenset(repo for repo in found.repos if (repo.repo_type, repo.repo_id) == ("model", repo_id))
+    )
+
+
+def _describe(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> CachedModel:
+    weights = _describe_weights(revision.snapshot_path)
+    halves = _num_bytes_of_halves(repo.repo_path) if weights == _INCOMPLETE else 0
+    return CachedModel(
+        repo_id=repo.repo_id,
+        commit=revision.commit_hash,
+        revisions=tuple(sorted(revision.refs)),
+        num_bytes=revision.size_on_disk + halves,
+        weights=weights,
+        path=revision.snapshot_path,
+    )
 
 
 def _halves_alone(cache: Path, whole: set[str]) -> list[CachedModel]:
@@ -79,13 +89,9 @@ def _halves_alone(cache: Path, whole: set[str]) -> list[CachedModel]:
         CachedModel(
             repo_id=folder.name.removeprefix(_FOLDER_PREFIX).replace("--", "/"),
             commit=None,
-            revisions=tuple(
-                sorted(
-                    str(path.relative_to(folder / "refs")) for path in (folder / "refs").rglob("*") if path.is_file()
-                )
-            ),
+            revisions=_refs_in(folder / "refs"),
             num_bytes=_num_bytes_in(folder),
-            weights="incomplete",
+            weights=_INCOMPLETE,
             path=folder,
         )
         for folder in cache.glob(f"{_FOLDER_PREFIX}*")
@@ -93,15 +99,22 @@ def _halves_alone(cache: Path, whole: set[str]) -> list[CachedModel]:
     ]
 
 
+def _refs_in(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
+
+
 def _describe_weights(snapshot: Path) -> str:
     gguf = sorted(path.name for path in snapshot.glob("*.gguf"))
     if gguf:
         return ", ".join(gguf)
     if any((snapshot / name).exists() for name in (INDEX_NAME, SINGLE_NAME)):
-        return "safetensors" if all(path.exists() for path in listed_shards(snapshot)) else "incomplete"
+        try:
+            return "safetensors" if all(path.exists() for path in listed_shards(snapshot)) else _INCOMPLETE
+        except ModelError:
+            return "damaged"
     if any(path.suffix in PICKLE_SUFFIXES for path in snapshot.iterdir()):
         return "pickle, not served"
-    return "incomplete" if (snapshot / "config.json").exists() else "none"
+    return _INCOMPLETE if (snapshot / "config.json").exists() else "none"
 
 
 def _num_bytes_of_halves(folder: Path) -> int:

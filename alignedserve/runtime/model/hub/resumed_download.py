@@ -23,7 +23,6 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type:
 
 from alignedserve.core.errors import ModelError
 
-_CHUNK_BYTES = 1 << 20
 _TIMEOUT_S = 20.0  # of silence
 _MAX_FAILURES = 6  # in a row, without a byte between them
 _FIRST_PAUSE_S = 0.5  # after a failure; twice as long after each further one
@@ -152,7 +151,7 @@ class Download:
             hf_raise_for_status(response)
             if offset and not response.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
                 self._start_over(part)  # not the rest, but all of it
-            for chunk in response.iter_bytes(_CHUNK_BYTES):
+            for chunk in response.iter_bytes():  # as they come: what is gathered first would be lost with a cut
                 self._pause(0.0)
                 self._append(part, chunk)
         if _size_of(part) < self._file.num_bytes:
