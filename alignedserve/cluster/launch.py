@@ -199,8 +199,8 @@ def launch_cluster(config: ClusterConfig, actor_classes: ActorClasses) -> Runnin
 
     Raises an error of the tree, with nothing left running, when it cannot.
     """
-    config = resolve_policy(config)
     config = msgspec.structs.replace(config, model=with_local_model(config.model))
+    config = resolve_policy(config)
     served = resolve_model(config.model, config.engine.device)
     preflight.check(config, served)
     config = prepare_recording(config, served)
