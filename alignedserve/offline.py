@@ -24,6 +24,7 @@ from alignedserve.messages.workers import PrefillRequest, WorkerRegistered
 from alignedserve.runtime.device.devices import worker_devices
 from alignedserve.runtime.device.dtypes import has_native_bfloat16
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from decode_worker.colocated.logic import ColocatedCommand
@@ -61,8 +62,9 @@ class LLM:
     ) -> None:
         """Load the model onto `device`, given like engine.device."""
         (worker_device,) = worker_devices(EngineConfig(device=device).device, 1)
-        served = resolve_model(
-            ModelSectionConfig(path=model, dtype=dtype, quantization=quantization),
+        section = with_local_model(
+            ModelSectionConfig(path=model, dtype=dtype, quantization=quantization))
+        served = resolve_model(section,
             worker_device,
             has_bfloat16=has_native_bfloat16(),
         )

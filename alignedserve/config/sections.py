@@ -56,7 +56,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ModelSectionConfig(Section, frozen=True):
     """Model to serve, and its form."""
 
-    path: str = "pocket"  # a Hugging Face folder, or "pocket" for the model that ships with the package
+    path: str = "pocket"  # a Hugging Face folder, ORG/NAME on a hub, or "pocket" for the model that ships
     served_model_name: str | None = None  # the name clients use; the folder's name when unset
     dtype: str = "auto"  # float32, bfloat16, float16; auto: bfloat16 where it is multiplied natively, else float32
     quantization: str | None = None  # int8: linear layers with weights of 8 bits, less exact

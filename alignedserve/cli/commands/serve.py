@@ -5,6 +5,7 @@ import sys
 import time
 from types import FrameType
 
+import msgspec
 import typer
 from rich.panel import Panel
 from rich.table import Table
@@ -12,6 +13,7 @@ from rich.table import Table
 from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
+from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.launch import RunningCluster
 from alignedserve.config.environment import api_keys
@@ -28,6 +30,7 @@ def serve(options: ServeOptions) -> None:
     config = load_config(options.config, options.all_overrides)
     ending = _StopSignals()
     try:
+        config = msgspec.structs.replace(config, model=fetch_model(config.model))
         cluster = _start(config, ending)
     except KeyboardInterrupt:
         notes().print("Interrupted before it was up; nothing is left running.")
