@@ -28,6 +28,7 @@ SOURCES = (
 )
 HEADERS = (
     "attention",
+    "attention_int8",
     "attention_level",
     "attention_tiles",
     "rows",
