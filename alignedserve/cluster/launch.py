@@ -199,7 +199,7 @@ def launch_cluster(config: ClusterConfig, actor_classes: ActorClasses) -> Runnin
     Raises an error of the tree, with nothing left running, when it cannot.
     """
     config = resolve_policy(config)
-    served = resolve_model(config.model, config.engine.device)
+    served = resolve_model(config.model, config.engine.device, config.engine.kv_cache_dtype)
     preflight.check(config, served)
     config = prepare_recording(config, served)
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
