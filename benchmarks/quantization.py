@@ -73,7 +73,7 @@ def logits_of(decoder: Decoder, token_ids: list[int]) -> Tensor:
     num_blocks = blocks_for(len(token_ids), BLOCK_SIZE)
     storage = BlockStorage(decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name), num_blocks)
     table = SequenceTable(max_sequences=1, max_context_len=len(token_ids), block_size=BLOCK_SIZE)
-    builder = BatchBuilder(table, storage, attention_planner(AUTO, table, storage, decoder.config))
+    builder = BatchBuilder(table, storage, attention_planner(AUTO, table, storage, decoder.config, decoder.dtype))
     blocks = tuple(BlockId(block) for block in range(num_blocks))
     greedy = SamplingParams(temperature=0.0, max_tokens=1)
     table.add(NewSequence(RequestId("text"), tuple(token_ids), len(token_ids), 0, blocks, greedy))

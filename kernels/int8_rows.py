@@ -35,7 +35,7 @@ def dequantise_rows(rows: Tensor, kv_heads: int, out: Tensor) -> Tensor:
     """Write the values of rows [tokens, row_width] int8, contiguous, to `out` [tokens, kv_heads * head_dim]; return
     it."""
     width = rows.shape[1] - SCALE_BYTES * kv_heads
-    scales = rows[:, width:].contiguous().view(torch.float32)
+    scales = rows[:, width:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     elements = rows[:, :width].reshape(rows.shape[0], kv_heads, width // kv_heads)
     out.view(elements.shape).copy_(elements * scales[..., None])
     return out

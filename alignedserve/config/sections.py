@@ -201,7 +201,9 @@ class EngineConfig(Section, frozen=True):
     )
     calibration_s: float = 2.0  # of measuring what iterations cost, at a worker's start; 0: it learns while it serves
     kv_transport: str = "auto"  # how blocks travel between prefill and decode workers: auto, shm or gloo
-    kv_cache_dtype: str = "auto"  # of keys and values: auto (the model's dtype), or int8 with a scale per token and head
+    kv_cache_dtype: str = (
+        "auto"  # of keys and values: auto (the model's dtype), or int8 with a scale per token and head
+    )
 
     def __post_init__(self) -> None:
         self._require(self.block_size in (8, 16, 32, 64, 128), "block_size", "must be 8, 16, 32, 64 or 128")

@@ -94,7 +94,7 @@ class BlockStorage:
         return self._blocks.view(self.num_blocks, layout.num_layers, 2, layout.block_size, *slot)
 
     def key_runs(self, layer: int) -> Tensor:
-        """Return contiguous rows [.., block_size * slot_width], first block 0's keys of this layer; see `run_stride`."""
+        """Return contiguous rows [.., run_elements], first block 0's keys of this layer; see `run_stride`."""
         return self._key_runs[layer]
 
     def value_runs(self, layer: int) -> Tensor:
@@ -112,7 +112,8 @@ class BlockStorage:
     def input_slots(self, layer: int, hidden_size: int) -> Tensor:
         """Return contiguous rows [.., hidden_size] from block 0's first layer input of this layer on.
 
-        Blocks, which are not int8, hold layer inputs [num_layers, tokens, hidden_size]; the next block is num_layers * tokens rows further.
+        Blocks, which are not int8, hold layer inputs [num_layers, tokens, hidden_size]; the next block is num_layers *
+        tokens rows further.
         """
         start = layer * (self.layout.block_elements // self.layout.num_layers)
         return self._blocks.view(-1)[start:].view(-1, hidden_size)
