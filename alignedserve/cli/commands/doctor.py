@@ -117,9 +117,7 @@ def _attention() -> str:
 
 def _kv_cache() -> str:
     is_native = "in native attention" if supported_levels() else "in plain PyTorch"
-    return (
-        f"the model's dtype; engine.kv_cache_dtype=int8 rounds to 8 bits, with a scale per token and head, {is_native}"
-    )
+    return f"the model's dtype; engine.kv_cache_dtype=int8: 8 bits, with a scale per token and head, {is_native}"
 
 
 def _threads() -> str:

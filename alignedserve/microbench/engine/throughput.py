@@ -83,7 +83,7 @@ class EngineBenchmarkSpec:
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
     """Load a named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
-    return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, None, device, seed=seed)))
+    return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, device=device, seed=seed)))
 
 
 def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
