@@ -29,6 +29,7 @@ SOURCES = (
 HEADERS = (
     "attention",
     "attention_int8",
+    "attention_int8_words",
     "attention_level",
     "attention_tiles",
     "rows",

@@ -26,7 +26,7 @@ inline float exponential_of(float x) { return exponential(same(x))[0]; }
 struct Float32 {
     typedef Float32 Rows;
     static constexpr int kElements = WIDTH, kVectors = 1, kBytes = 4;
-    static constexpr bool kHasScales = false;
+    static constexpr bool kHasScales = false, kHasWords = false;
 
     static inline void unit(const char* from, int64_t valid, Floats* out) {
         if (valid >= kElements) {
@@ -44,7 +44,7 @@ struct Float32 {
 struct BFloat16 {
     typedef BFloat16 Rows;
     static constexpr int kElements = 2 * WIDTH, kVectors = 2, kBytes = 2;
-    static constexpr bool kHasScales = false;
+    static constexpr bool kHasScales = false, kHasWords = false;
 
     static inline Words raw(const char* from, int64_t valid) {
         Words x;
@@ -148,10 +148,23 @@ class Ahead {
     int left_;
 };
 
+#if HAS_BF16_DOT
+#include "attention_int8_words.h"
+#endif
+
 // One query head against the key at `key`, in `kUnits` units (0: as many as it takes).
 template <typename Type, int kUnits>
 inline __attribute__((always_inline)) Floats dot(const Shape& shape, const float* query, const char* key) {
     const int units = kUnits ? kUnits : (shape.head_dim + Type::kElements - 1) / Type::kElements;
+#if HAS_BF16_DOT
+    if constexpr (Type::kHasWords) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int u = 0; u < units; ++u)
+            sum = _mm512_dpwssd_epi32(sum, widened_words(key + 32 * u, kUnits ? 32 : shape.head_dim - 32 * u),
+                                      loaded(query + WIDTH * u));
+        return (Floats)_mm512_cvtepi32_ps(sum);
+    }
+#endif
     Floats dot{};
     for (int u = 0; u < units; ++u) {
         const int64_t valid = kUnits || u + 1 < units ? Type::kElements : shape.head_dim - int64_t(u) * Type::kElements;
@@ -193,7 +206,9 @@ void score_units(const Shape& shape, const Scratch& scratch, const char* keys, c
     for (int h = 0; h < num_heads; ++h) {
         Floats dots[WIDTH];
         std::memcpy(dots, scratch.dots + size_t(h) * WIDTH * WIDTH, sizeof dots);
-        store(scores + size_t(h) * kTile, sums(dots) * shape.scale);
+        float scale = shape.scale;
+        if constexpr (Type::kHasWords) scale *= scratch.queries[size_t(h) * padded + padded / 2];
+        store(scores + size_t(h) * kTile, sums(dots) * scale);
     }
 }
 
@@ -360,6 +375,10 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = shape.head_bytes();
     begin_rows<typename Type::Rows>(shape, scratch, 0, num_heads, call.queries + piece.row * call.query_row_bytes);
+#if HAS_BF16_DOT
+    if constexpr (Type::kHasWords)
+        for (int h = 0; h < num_heads; ++h) round_query(scratch.queries + size_t(h) * padded, padded);
+#endif
 
     int64_t tiles[2][kTile];
     int64_t *offsets = tiles[0], *following = tiles[1];
@@ -376,7 +395,16 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
         const bool has_more = following_count || (next && slot_offsets<kTile>(shape, call, next->blocks, next->first,
                                                                               next->last, following));
         Ahead keys(shape, call.keys, has_more ? following : offsets);
-        for (int t = 0; t < count; t += kTogether)
+#if HAS_BF16_DOT
+        if constexpr (Type::kHasWords)
+            for (int h = 0; h < num_heads; ++h) {
+                for (int t = 0; has_more && t < count; ++t) keys.fetch();
+                add_tile(shape, scratch.scores + size_t(h) * kTile, call.values + h / shape.group * head_bytes,
+                         call.values + shape.scale_offset(h / shape.group), offsets, count,
+                         scratch.accumulators + size_t(h) * padded);
+            }
+#endif
+        for (int t = 0; !Type::kHasWords && t < count; t += kTogether)
             for (int h = 0; h < num_heads; ++h) {
                 for (int i = 0; has_more && i < kTogether; ++i) keys.fetch();
                 add_all_values<Type>(shape, scratch.scores + size_t(h) * kTile + t,

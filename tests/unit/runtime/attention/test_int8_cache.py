@@ -22,8 +22,10 @@ from kernels.int8_rows import dequantise_rows, quantise_rows
 from kernels.reference import attention, attention_of_chunk
 from tests.support.marks import slow
 
-# What the values lose between cache and result: products in float32 lose as little as without rounding.
+# What the values lose between cache and result: products in float32 lose as little as without rounding. Decoding by words
+# of 16 bits loses more, some hundredth of what rounding to the cache has lost.
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+WORDS, WORDS_TOLERANCE = "avx512bf16", 1e-4
 LENGTHS = [1, 3, 33, 100, 1501, 31, 32, 64, 129]
 LAYER = 1
 
@@ -119,11 +121,12 @@ def check_decode(
 ) -> None:
     queries = queries_of(batch, len(batch.contexts), group, dtype)
     attended = attend(batch, None, queries, backend, window, num_threads)
+    tolerance = max(TOLERANCES[dtype], WORDS_TOLERANCE) if backend == WORDS else TOLERANCES[dtype]
     for index, (keys, values) in enumerate(batch.contexts):
         first = max(0, len(keys) - window) if window is not None else 0
         expected = attention(queries[index].flatten(0, 1), keys[first:], values[first:])
         difference = attended[index].flatten(0, 1).double() - expected
-        assert float(difference.abs().max()) < TOLERANCES[dtype], f"length {len(keys)}"
+        assert float(difference.abs().max()) < tolerance, f"length {len(keys)}"
 
 
 def check_chunks(
