@@ -43,47 +43,95 @@ inline void round_query(float* query, int padded_dim) {
     query[padded_dim / 2] = scale;
 }
 
-// accumulator[32 * kUnits] += scale * sum over `count` tokens of word * value.
-template <int kUnits>
-inline void add_words(const int16_t* words, float scale, const char* values, int64_t valid, const int64_t* offsets,
-                      int count, float* accumulator) {
-    __m512i low[kUnits], high[kUnits];
-    for (int u = 0; u < kUnits; ++u) low[u] = high[u] = _mm512_setzero_si512();
-    for (int t = 0; t < count; t += 2) {
-        int32_t pair;
-        std::memcpy(&pair, words + t, sizeof pair);
-        const __m512i both = _mm512_set1_epi32(pair);
+// Weights of one head over a tile, times the scales of its values, rounded.
+struct TileWords {
+    alignas(64) int16_t words[kTile];
+    float scale;
+
+    inline void round(const float* weights, const float* scales) {
+        const Floats low = load(weights) * load(scales), high = load(weights + WIDTH) * load(scales + WIDTH);
+        float factor;
+        scale = word_scale(larger(low, high), (low - low) + (high - high), &factor);
+        store_words(low, high, factor, words);
+    }
+};
+
+// accumulators[kHeads, 32 * kUnits] += scale * sum over `count` tokens of word * value; of heads that share the values.
+template <int kUnits, int kHeads>
+inline void add_words(const TileWords* heads, const char* values, int64_t valid, const int64_t* offsets, int count,
+                      float* accumulators, size_t padded) {
+    __m512i low[kHeads][kUnits], high[kHeads][kUnits];
+    for (int h = 0; h < kHeads; ++h)
+        for (int u = 0; u < kUnits; ++u) low[h][u] = high[h][u] = _mm512_setzero_si512();
+    for (int t = 0; t < count; t += 2)
         for (int u = 0; u < kUnits; ++u) {
             const int64_t left = u + 1 < kUnits ? 32 : valid - 32 * u;
             const __m512i a = widened_words(values + offsets[t] + 32 * u, left);
             const __m512i b = widened_words(values + offsets[t + 1] + 32 * u, left);
-            low[u] = _mm512_dpwssd_epi32(low[u], _mm512_unpacklo_epi16(a, b), both);
-            high[u] = _mm512_dpwssd_epi32(high[u], _mm512_unpackhi_epi16(a, b), both);
+            const __m512i first = _mm512_unpacklo_epi16(a, b), last = _mm512_unpackhi_epi16(a, b);
+            for (int h = 0; h < kHeads; ++h) {
+                int32_t pair;
+                std::memcpy(&pair, heads[h].words + t, sizeof pair);
+                low[h][u] = _mm512_dpwssd_epi32(low[h][u], first, _mm512_set1_epi32(pair));
+                high[h][u] = _mm512_dpwssd_epi32(high[h][u], last, _mm512_set1_epi32(pair));
+            }
         }
+    for (int h = 0; h < kHeads; ++h)
+        for (int u = 0; u < kUnits; ++u) {
+            const Floats a = (Floats)_mm512_cvtepi32_ps(low[h][u]), b = (Floats)_mm512_cvtepi32_ps(high[h][u]);
+            const Floats first = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+            const Floats last =
+                __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+            float* own = accumulators + h * padded + 2 * WIDTH * u;
+            store(own, load(own) + first * heads[h].scale);
+            store(own + WIDTH, load(own + WIDTH) + last * heads[h].scale);
+        }
+}
+
+template <int kHeads>
+inline void add_heads(const Shape& shape, const float* weights, const float* tile_scales, const char* values,
+                      const int64_t* offsets, int count, float* accumulators) {
+    const size_t padded = shape.padded_dim();
+    TileWords heads[kHeads];
+    for (int h = 0; h < kHeads; ++h) heads[h].round(weights + h * kTile, tile_scales);
+    int d = 0;
+    for (; d + 32 < shape.head_dim; d += 64)
+        add_words<2, kHeads>(heads, values + d, shape.head_dim - d, offsets, count, accumulators + d, padded);
+    if (d < shape.head_dim)
+        add_words<1, kHeads>(heads, values + d, shape.head_dim - d, offsets, count, accumulators + d, padded);
+}
+
+// accumulators[group, head_dim] += sum over the tile's tokens of weight * scale * value, of the query heads of one key
+// head. `offsets`: of all kTile slots, those past the last token repeated, with weights of 0.
+inline void add_tile(const Shape& shape, const float* weights, const char* values, const char* scales,
+                     const int64_t* offsets, int count, float* accumulators) {
+    alignas(64) float tile_scales[kTile];
+    for (int t = 0; t < kTile; ++t) tile_scales[t] = scale_at(scales + offsets[t]);
+    int left = shape.group;
+    for (; left >= 4; left -= 4) {
+        add_heads<4>(shape, weights, tile_scales, values, offsets, count, accumulators);
+        weights += 4 * kTile;
+        accumulators += size_t(4) * shape.padded_dim();
     }
-    for (int u = 0; u < kUnits; ++u) {
-        const Floats a = (Floats)_mm512_cvtepi32_ps(low[u]), b = (Floats)_mm512_cvtepi32_ps(high[u]);
-        const Floats first = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-        const Floats last = __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-        float* own = accumulator + 2 * WIDTH * u;
-        store(own, load(own) + first * scale);
-        store(own + WIDTH, load(own + WIDTH) + last * scale);
+    switch (left) {
+        case 3: return add_heads<3>(shape, weights, tile_scales, values, offsets, count, accumulators);
+        case 2: return add_heads<2>(shape, weights, tile_scales, values, offsets, count, accumulators);
+        case 1: return add_heads<1>(shape, weights, tile_scales, values, offsets, count, accumulators);
+        default: return;
     }
 }
 
-// accumulator[head_dim] += sum over the tile's tokens of weight * scale * value. `offsets`: of all kTile slots, those past
-// the last token repeated, with weights of 0.
-inline void add_tile(const Shape& shape, const float* weights, const char* values, const char* scales,
-                     const int64_t* offsets, int count, float* accumulator) {
-    alignas(64) float scaled[kTile];
-    alignas(64) int16_t words[kTile];
-    for (int t = 0; t < kTile; ++t) scaled[t] = weights[t] * scale_at(scales + offsets[t]);
-    const Floats low = load(scaled), high = load(scaled + WIDTH);
-    float factor;
-    const float scale = word_scale(larger(low, high), (low - low) + (high - high), &factor);
-    store_words(low, high, factor, words);
-    int d = 0;
-    for (; d + 32 < shape.head_dim; d += 64)
-        add_words<2>(words, scale, values + d, shape.head_dim - d, offsets, count, accumulator + d);
-    if (d < shape.head_dim) add_words<1>(words, scale, values + d, shape.head_dim - d, offsets, count, accumulator + d);
+// Query heads of one key head against one key: `dots` of each, `stride` floats apart, still to be summed.
+template <int kUnits>
+inline void dot_words(const Shape& shape, const float* queries, const char* key, float scale, float* dots,
+                      size_t stride) {
+    __m512i words[kUnits];
+    for (int u = 0; u < kUnits; ++u) words[u] = widened_words(key + 32 * u, 32);
+    const size_t padded = shape.padded_dim();
+    for (int h = 0; h < shape.group; ++h) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int u = 0; u < kUnits; ++u)
+            sum = _mm512_dpwssd_epi32(sum, words[u], loaded(queries + h * padded + WIDTH * u));
+        store(dots + h * stride, (Floats)_mm512_cvtepi32_ps(sum) * scale);
+    }
 }

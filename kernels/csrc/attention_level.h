@@ -190,7 +190,18 @@ void score_units(const Shape& shape, const Scratch& scratch, const char* keys, c
                  Ahead& ahead, float* scores) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = kUnits ? int64_t(kUnits) * Type::kElements * Type::kBytes : shape.head_bytes();
-    for (int t = 0; t < count; t += kTogether)
+#if HAS_BF16_DOT
+    if constexpr (Type::kHasWords && kUnits > 0)
+        for (int t = 0; t < count; ++t)
+            for (int kv_head = 0, h = 0; kv_head < shape.kv_heads; ++kv_head, h += shape.group) {
+                for (int i = 0; i < shape.group; ++i) ahead.fetch();
+                dot_words<kUnits>(shape, scratch.queries + size_t(h) * padded, keys + kv_head * head_bytes + offsets[t],
+                                  scale_at(keys + shape.scale_offset(kv_head) + offsets[t]),
+                                  scratch.dots + (size_t(h) * WIDTH + t) * WIDTH, size_t(WIDTH) * WIDTH);
+            }
+#endif
+    constexpr bool kIsDone = Type::kHasWords && kUnits > 0;
+    for (int t = 0; !kIsDone && t < count; t += kTogether)
         for (int h = 0; h < num_heads; ++h) {
             const float* query = scratch.queries + size_t(h) * padded;
             const char* head_keys = keys + h / shape.group * head_bytes;
@@ -397,10 +408,10 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
         Ahead keys(shape, call.keys, has_more ? following : offsets);
 #if HAS_BF16_DOT
         if constexpr (Type::kHasWords)
-            for (int h = 0; h < num_heads; ++h) {
-                for (int t = 0; has_more && t < count; ++t) keys.fetch();
-                add_tile(shape, scratch.scores + size_t(h) * kTile, call.values + h / shape.group * head_bytes,
-                         call.values + shape.scale_offset(h / shape.group), offsets, count,
+            for (int kv_head = 0, h = 0; kv_head < shape.kv_heads; ++kv_head, h += shape.group) {
+                for (int t = 0; has_more && t < count * shape.group; ++t) keys.fetch();
+                add_tile(shape, scratch.scores + size_t(h) * kTile, call.values + kv_head * head_bytes,
+                         call.values + shape.scale_offset(kv_head), offsets, count,
                          scratch.accumulators + size_t(h) * padded);
             }
 #endif

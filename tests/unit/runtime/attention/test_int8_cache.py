@@ -22,8 +22,8 @@ from kernels.int8_rows import dequantise_rows, quantise_rows
 from kernels.reference import attention, attention_of_chunk
 from tests.support.marks import slow
 
-# What the values lose between cache and result: products in float32 lose as little as without rounding. Decoding by words
-# of 16 bits loses more, some hundredth of what rounding to the cache has lost.
+# What the values lose between cache and result: products in float32 lose as little as without rounding. Decoding by
+# words of 16 bits loses more, some hundredth of what rounding to the cache has lost.
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 WORDS, WORDS_TOLERANCE = "avx512bf16", 1e-4
 LENGTHS = [1, 3, 33, 100, 1501, 31, 32, 64, 129]
