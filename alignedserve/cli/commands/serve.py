@@ -82,6 +82,8 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")
     table.add_row("Try", f"curl {cluster.url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'")
     table.add_row("Running", _shape(cluster))
+    if cluster.served.cache_dtype is not None:
+        table.add_row("KV cache", f"{cluster.served.cache_dtype}, with a scale per token and head")
     table.add_row("Logs", str(cluster.folder / "logs"))
     table.add_row("Stop", "Ctrl-C")
     return Panel(table, title=f"AlignedServe serves [bold]{cluster.served.name}[/] (ready in {seconds:.1f} s)")
