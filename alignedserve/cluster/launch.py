@@ -253,7 +253,9 @@ def launch_cluster(
 
 def _choose(config: ClusterConfig) -> SizeChoice:
     machine = this_machine(config.engine.device)
-    served = resolve_model(config.model, config.engine.device, config.engine.kv_cache_dtype, has_bfloat16=machine.has_bfloat16)
+    served = resolve_model(
+        config.model, config.engine.device, config.engine.kv_cache_dtype, has_bfloat16=machine.has_bfloat16
+    )
     block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
     beside = recomputing_bytes(served.block_layout(config.engine.block_size), block_tokens)
     return choose_sizes(config, served, machine, recomputing_bytes=beside)
