@@ -27,6 +27,11 @@ _POLL_S = 0.05
 _QUICK = ("--set", "engine.calibration_s=0.2")  # of two seconds, at every start of a worker
 _SHARED_MEMORY = Path("/dev/shm")
 
+# In float32 a token is the same whichever requests share its batch, and whether its context was decoded or computed
+# again; in bfloat16, the default on some processors, it need not be.
+FLOAT32 = ("--set", "model.dtype=float32")
+EXACT = ("--set", "model.random_weights=true", *FLOAT32)
+
 
 def free_port() -> int:
     """A port that was free a moment ago."""
