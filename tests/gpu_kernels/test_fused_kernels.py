@@ -12,7 +12,7 @@ from tests.support.marks import slow
 pytest.importorskip("triton")
 
 from kernels.gpu.gating import NAMES, Gates
-from kernels.gpu.head_placement import HeadRows
+from kernels.gpu.head_placement import HeadRowsKernel
 from kernels.gpu.row_norm import RowNorm
 
 # Of one rounding, relative; Triton's interpreter cuts bfloat16 off where a GPU rounds.
@@ -45,20 +45,20 @@ def expected_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_rms: boo
 
 @dtypes
 @pytest.mark.parametrize(("num_rows", "width"), [(5, 64), (1, 1), (3, 100), (2, 1000), (0, 8)])
-@pytest.mark.parametrize("kind", ["rms", "layer", "layer without bias"])
+@pytest.mark.parametrize("kind", ["rms", "rms, precise weight", "layer", "layer without bias"])
 def test_norms(kind: str, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    weight = randoms(width, dtype=dtype, device=device)
+    weight = randoms(width, dtype=torch.float32 if "precise" in kind else dtype, device=device)
     bias = randoms(width, dtype=dtype, device=device, seed=1) if kind == "layer" else None
-    norm = RowNorm(weight, bias, 1e-5, is_rms=kind == "rms")
+    norm = RowNorm(weight, bias, 1e-5, is_rms="rms" in kind)
     x = strided(randoms(num_rows, width, dtype=dtype, device=device) * 3 + 1)
     residual = strided(randoms(num_rows, width, dtype=dtype, device=device, seed=2))
-    roundings = 3 if kind == "rms" else 1
-    check_close(norm(x), expected_norm(x, weight, bias, is_rms=kind == "rms"), dtype, roundings)
+    roundings = 3 if "rms" in kind else 1
+    check_close(norm(x), expected_norm(x, weight, bias, is_rms="rms" in kind), dtype, roundings)
     summed, before = residual.double() + x.double(), x.clone()
     normed = norm(x, residual)
     check_close(residual, summed, dtype)
     assert torch.equal(x, before)
-    check_close(normed, expected_norm(residual, weight, bias, is_rms=kind == "rms"), dtype, roundings)
+    check_close(normed, expected_norm(residual, weight, bias, is_rms="rms" in kind), dtype, roundings)
 
 
 @dtypes
@@ -121,7 +121,7 @@ def test_heads_are_placed(
     slots = torch.randperm(20)[:count].to(device)
     nowhere = torch.full((20, kv_heads * head_dim), float("nan"), dtype=dtype, device=device)
     keys, values = nowhere.clone(), nowhere.clone()
-    HeadRows(num_heads, kv_heads, head_dim)(fused, norm, rotation, slots, keys, values)
+    HeadRowsKernel(num_heads, kv_heads, head_dim)(fused, norm, rotation, slots, keys, values)
     first_key, first_value = num_heads * head_dim, (num_heads + kv_heads) * head_dim
     check_close(fused, expected.flatten(1), dtype, 4 if has_norm else 1)
     assert torch.equal(keys[slots], fused[:, first_key:first_value])

@@ -222,7 +222,8 @@ def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes
 
 
 def _load_decoder(served: ServedModel, device: torch.device, progress_path: Path | None) -> Decoder:
-    config, dtype, quantization = served.config, torch_dtype(served.dtype), served.quantization
+    config = served.config.for_context(served.max_context_len)
+    dtype, quantization = torch_dtype(served.dtype), served.quantization
     progress = LoadingProgress(progress_path, config.weight_bytes(served.dtype), config.num_layers)
     if served.has_random_weights:
         weights = random_weights(config, 0, dtype, device, quantization, observer=progress)
