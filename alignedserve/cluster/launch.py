@@ -37,6 +37,7 @@ from alignedserve.runtime.device.cores import threads_per_worker
 from alignedserve.runtime.device.devices import worker_devices
 from alignedserve.runtime.engine.model_executor import hidden_block_tokens, recomputing_bytes
 from alignedserve.runtime.kv.shm_arena import ARENA_PREFIX, arena_folder, remove_stale_arenas
+from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
@@ -234,6 +235,7 @@ def launch_cluster(
     nothing left running, when it cannot.
     """
     observer = observer or LoggingObserver()
+    config = msgspec.structs.replace(config, model=with_local_model(config.model))
     choice = _choose(resolve_policy(config))
     config, served = choice.config, choice.served
     preflight.check(config, served)
@@ -251,7 +253,9 @@ def launch_cluster(
 
 def _choose(config: ClusterConfig) -> SizeChoice:
     machine = this_machine(config.engine.device)
-    served = resolve_model(config.model, config.engine.device, has_bfloat16=machine.has_bfloat16)
+    served = resolve_model(
+        config.model, config.engine.device, config.engine.kv_cache_dtype, has_bfloat16=machine.has_bfloat16
+    )
     block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
     beside = recomputing_bytes(served.block_layout(config.engine.block_size), block_tokens)
     return choose_sizes(config, served, machine, recomputing_bytes=beside)

@@ -56,7 +56,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ModelSectionConfig(Section, frozen=True):
     """Model to serve, and its form."""
 
-    path: str = "pocket"  # a Hugging Face folder, or "pocket" for the model that ships with the package
+    path: str = "pocket"  # a Hugging Face folder, ORG/NAME on a hub, or "pocket" for the model that ships
     served_model_name: str | None = None  # the name clients use; the folder's name when unset
     dtype: str = "auto"  # float32, bfloat16, float16; auto: bfloat16 where it is multiplied natively, else float32
     quantization: str | None = None  # int8: linear layers with weights of 8 bits, less exact
@@ -219,6 +219,9 @@ class EngineConfig(Section, frozen=True):
     )
     calibration_s: float = 2.0  # of measuring what iterations cost, at a worker's start; 0: it learns while it serves
     kv_transport: str = "auto"  # how blocks travel between prefill and decode workers: auto, shm or gloo
+    kv_cache_dtype: str = (
+        "auto"  # of keys and values: auto (the model's dtype), or int8 with a scale per token and head
+    )
 
     def __post_init__(self) -> None:
         self._require(self.block_size in (8, 16, 32, 64, 128), "block_size", "must be 8, 16, 32, 64 or 128")
@@ -234,6 +237,10 @@ class EngineConfig(Section, frozen=True):
             f"must be auto, shm or gloo ({self.kv_transport} is not served yet: candidate buffers lie in host memory)",
         )
         self._require(self.kv_transport in ("auto", "shm", "gloo"), "kv_transport", "must be auto, shm or gloo")
+        kv_cache_dtypes = ("auto", "int8")
+        self._require(
+            self.kv_cache_dtype in kv_cache_dtypes, "kv_cache_dtype", f"must be one of {', '.join(kv_cache_dtypes)}"
+        )
         is_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None
         self._require(is_device, "device", "must be auto, cpu, cuda or cuda:N")
 

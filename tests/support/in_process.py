@@ -104,7 +104,7 @@ class RoomCluster:
 
     def __init__(self, config: ClusterConfig, folder: Path) -> None:
         self.config = config
-        self.served: ServedModel = resolve_model(config.model)
+        self.served: ServedModel = resolve_model(config.model, kv_cache_dtype=config.engine.kv_cache_dtype)
         self.addresses = AddressBook(folder)
         self.folder = folder
         self.cluster_id = f"test-{os.getpid()}-{next(_CLUSTERS)}"

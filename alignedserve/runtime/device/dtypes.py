@@ -2,6 +2,7 @@
 
 import torch
 
+from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import UnsupportedModel
 from kernels.cpu.paged_attention import supported_levels
 
@@ -13,6 +14,11 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise UnsupportedModel(f"dtype {name!r} is not one of {', '.join(_DTYPES)}.")
     return _DTYPES[name]
+
+
+def cache_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of the elements of blocks, as their layout names it."""
+    return torch.int8 if name == INT8 else torch_dtype(name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -20,10 +20,11 @@ class ServedModel:
     name: str  # what clients call it
     folder: Path
     config: ModelConfig
-    dtype: str  # of weights and cache
+    dtype: str  # of weights, and of the cache unless cache_dtype is set
     max_context_len: int
     has_random_weights: bool
     quantization: str | None = None  # of the linear layers: None or int8
+    cache_dtype: str | None = None  # of keys and values: int8, or None: as `dtype`
 
     @property
     def weight_bytes(self) -> int:
@@ -32,11 +33,14 @@ class ServedModel:
 
     def block_layout(self, block_size: int) -> BlockLayout:
         """Return the layout of this model's KV blocks."""
-        return self.config.block_layout(block_size, self.dtype)
+        return self.config.block_layout(block_size, self.cache_dtype or self.dtype)
 
 
-def resolve_model(section: ModelSectionConfig, device: str = "cpu", *, has_bfloat16: bool = False) -> ServedModel:
-    """Read the model's config; `device` as engine.device; `has_bfloat16`: the processor multiplies it natively.
+def resolve_model(
+    section: ModelSectionConfig, device: str = "cpu", kv_cache_dtype: str = "auto", *, has_bfloat16: bool = False
+) -> ServedModel:
+    """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
+    multiplies it natively.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
@@ -57,6 +61,7 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu", *, has_bfloa
         max_context_len=section.max_context_len or longest,
         has_random_weights=section.random_weights,
         quantization=section.quantization,
+        cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
     )
 
 
