@@ -61,7 +61,7 @@ def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
     mechanisms = engine_mechanisms(
         has_int8_swaps=config.decode.has_int8_swaps, has_hidden_cache=block_tokens is not None
     )
-    require_policy(config.scheduling, config.topology, mechanisms)
+    require_policy(config.scheduling, config.chosen_topology, mechanisms)
 
 
 def _check_int8_cache(config: ClusterConfig) -> None:
@@ -104,7 +104,7 @@ def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int 
     if block_tokens is not None:
         decode_bytes = layout.block_bytes * storage_blocks(layout, decode_bytes, block_tokens)
     sizes = {"decode.kv_cache_bytes": decode_bytes}
-    if config.topology is Topology.DISAGGREGATED:
+    if config.chosen_topology is Topology.DISAGGREGATED:
         sizes |= {
             "pool.memory_bytes": config.pool.memory_bytes,
             "prefill.kv_cache_bytes": config.prefill.kv_cache_bytes,
@@ -118,7 +118,7 @@ def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int 
 
 
 def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
-    is_disaggregated = config.topology is Topology.DISAGGREGATED
+    is_disaggregated = config.chosen_topology is Topology.DISAGGREGATED
     weights = served.weight_bytes
     pool = config.pool.memory_bytes if is_disaggregated else 0
     workers = 0

@@ -36,8 +36,11 @@ class ServedModel:
         return self.config.block_layout(block_size, self.cache_dtype or self.dtype)
 
 
-def resolve_model(section: ModelSectionConfig, device: str = "cpu", kv_cache_dtype: str = "auto") -> ServedModel:
-    """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section.
+def resolve_model(
+    section: ModelSectionConfig, device: str = "cpu", kv_cache_dtype: str = "auto", *, has_bfloat16: bool = False
+) -> ServedModel:
+    """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
+    multiplies it natively.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
@@ -52,7 +55,9 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu", kv_cache_dty
         else section.served_model_name or POCKET,
         folder=folder,
         config=config,
-        dtype=_default_dtype(device) if section.dtype == "auto" else section.dtype,
+        dtype=_default_dtype(device, has_bfloat16=has_bfloat16 and section.path != POCKET)
+        if section.dtype == "auto"
+        else section.dtype,
         max_context_len=section.max_context_len or longest,
         has_random_weights=section.random_weights,
         quantization=section.quantization,
@@ -60,9 +65,12 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu", kv_cache_dty
     )
 
 
-def _default_dtype(device: str) -> str:
-    """Return bfloat16 for a GPU; for a CPU float32, which is exact and, without native bfloat16, also faster."""
-    return "bfloat16" if device.startswith("cuda") else "float32"
+def _default_dtype(device: str, *, has_bfloat16: bool) -> str:
+    """Return bfloat16 for a GPU and for a CPU that multiplies it natively; for others float32, which is faster there.
+
+    The pocket model stays in float32, in which its answers are the same on every machine.
+    """
+    return "bfloat16" if has_bfloat16 or device.startswith("cuda") else "float32"
 
 
 def pocket_folder() -> Path:

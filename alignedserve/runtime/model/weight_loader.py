@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.model_config import ModelConfig, NormKind
+from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, NormKind
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
+from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, StackedExperts
 from kernels.linear import Linear, Projection
 from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
@@ -26,8 +27,9 @@ class LayerWeights:
     head_norms: HeadNorms | None
     output: Projection
     mlp_norm: Norm
-    gate_up: Projection  # [intermediate_size, hidden_size], the nonlinearity and, in some families, gates applied
-    down: Projection
+    mlp: FeedForwardPart | Projection  # a mixture of experts is one product from outside
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,11 @@ class DecoderWeights:
     @property
     def layer_projections(self) -> tuple[Projection, ...]:
         """Return the products that every token passes, in order."""
-        return tuple(
-            product for layer in self.layers for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        )
+        return tuple(product for layer in self.layers for product in (layer.qkv, layer.output, *_products(layer.mlp)))
+
+
+def _products(mlp: FeedForwardPart | Projection) -> tuple[Projection, ...]:
+    return mlp.products if isinstance(mlp, FeedForwardPart) else (mlp,)
 
 
 class TensorSource(Protocol):
@@ -60,12 +64,28 @@ class TensorSource(Protocol):
         """Return the tensor in its final dtype and on its device. Raises ModelError naming it."""
 
 
-def assemble_weights(config: ModelConfig, source: TensorSource, quantization: str | None = None) -> DecoderWeights:
+class LoadingObserver(Protocol):
+    """A receiver of how far the loading has come."""
+
+    def tensor_read(self, num_bytes: int) -> None:
+        """Count a tensor."""
+
+    def layer_packed(self) -> None:
+        """Count a layer."""
+
+
+def assemble_weights(
+    config: ModelConfig,
+    source: TensorSource,
+    quantization: str | None = None,
+    *,
+    observer: LoadingObserver | None = None,
+) -> DecoderWeights:
     """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
 
     `quantization`: None, or "int8" for the linear layers. Raises ModelError naming a layer that cannot be quantized.
     """
-    return _WeightAssembler(config, source, quantization).weights()
+    return _WeightAssembler(config, source, quantization, observer).weights()
 
 
 class _Nonlinearity(NamedTuple):
@@ -79,16 +99,21 @@ _NONE = _Nonlinearity()
 
 
 class _WeightAssembler:
-    def __init__(self, config: ModelConfig, source: TensorSource, quantization: str | None) -> None:
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, quantization: str | None, observer: LoadingObserver | None
+    ) -> None:
+        self._observer = observer
         self._config = config
         self._source = source
         self._is_int8 = quantization == "int8"
         self._names = PARAMETER_NAMES[config.family]
         self._prefix = _find_prefix(self._names, source)
+        self._dtype = torch.float32  # of the weights; known when the first is read
 
     def weights(self) -> DecoderWeights:
         config, names = self._config, self._names
         embedding = self._tensor(f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size)
+        self._dtype = embedding.dtype
         positions = None
         if config.rope is None:
             num_positions = config.position_offset + config.max_position_embeddings
@@ -98,35 +123,71 @@ class _WeightAssembler:
             embedding=embedding,
             positions=positions,
             project_in=self._projection(names.project_in, config.hidden_size) if is_projected else None,
-            layers=tuple(self._layer(layer) for layer in range(config.num_layers)),
+            layers=tuple(self._packed_layer(layer) for layer in range(config.num_layers)),
             final_norm=self._norm(f"{self._prefix}{names.final_norm}") if config.has_final_norm else None,
             project_out=self._projection(names.project_out, config.embedding_size) if is_projected else None,
             lm_head=self._projected("lm_head", embedding if config.ties_embeddings else self._lm_head()),
         )
 
+    def _packed_layer(self, layer: int) -> LayerWeights:
+        weights = self._layer(layer)
+        if self._observer is not None:
+            self._observer.layer_packed()
+        return weights
+
     def _layer(self, layer: int) -> LayerWeights:
         config, names = self._config, self._names
         prefix = self._prefix + names.layer.format(layer=layer)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        up_rows = [inner] * (2 if config.is_gated else 1)
-        gate_up = [prefix + name for name in names.gate_up]
+        experts = config.experts_of(layer)
         return LayerWeights(
             attention_norm=self._norm(prefix + names.attention_norm),
             qkv=self._qkv(prefix),
             head_norms=self._head_norms(prefix) if config.has_qk_norm else None,
-            output=self._linear([prefix + names.output], [hidden], config.query_width, config.has_output_bias),
-            mlp_norm=self._norm(prefix + names.mlp_norm),
-            gate_up=self._linear(
-                gate_up, up_rows, hidden, config.has_mlp_bias, _Nonlinearity(config.activation.value, config.is_gated)
+            output=self._linear(
+                [prefix + names.output], [config.hidden_size], config.query_width, config.has_output_bias
             ),
-            down=self._linear([prefix + names.down], [hidden], inner, config.has_mlp_bias),
+            mlp_norm=self._norm(prefix + names.mlp_norm),
+            mlp=self._mlp(prefix) if experts is None else self._experts(prefix, experts),
+            attention_post_norm=self._norm(prefix + names.attention_post_norm) if config.has_post_norms else None,
+            mlp_post_norm=self._norm(prefix + names.mlp_post_norm) if config.has_post_norms else None,
         )
+
+    def _mlp(self, prefix: str) -> FeedForwardPart:
+        names = self._names
+        modules = [prefix + name for name in names.gate_up]
+        return self._feed_forward(modules, prefix + names.down, self._config.intermediate_size)
+
+    def _feed_forward(self, gate_up: Sequence[str], down: str, inner: int) -> FeedForwardPart:
+        config = self._config
+        then = _Nonlinearity(config.activation.value, config.is_gated)
+        num_rows, has_bias = inner * (2 if config.is_gated else 1), config.has_mlp_bias
+        rows = [num_rows // len(gate_up)] * len(gate_up)
+        return FeedForwardPart(
+            self._linear(gate_up, rows, config.hidden_size, has_bias, then),
+            self._linear([down], [config.hidden_size], inner, has_bias),
+        )
+
+    def _experts(self, prefix: str, experts: ExpertConfig) -> Projection:
+        config, names = self._config, self._names
+        weight = self._tensor(f"{prefix}{names.router}.weight", experts.num_experts, config.hidden_size)
+        router = ExpertRouter(weight, experts.num_chosen, normalises=experts.normalises)
+        inner, modules = experts.intermediate_size, []
+        for index in range(experts.num_experts):
+            gate_up = [prefix + name.format(expert=index) for name in names.expert_gate_up]
+            modules.append((gate_up, prefix + names.expert_down.format(expert=index)))
+        if weight.device.type == "cpu":
+            return Experts(router, [self._feed_forward(gate_up, down, inner) for gate_up, down in modules])
+        shapes = ((inner, config.hidden_size), (config.hidden_size, inner))
+        gate_ups = [torch.cat([self._tensor(f"{name}.weight", *shapes[0]) for name in pair]) for pair, _ in modules]
+        downs = [self._tensor(f"{down}.weight", *shapes[1]) for _, down in modules]
+        return StackedExperts(router, torch.stack(gate_ups), torch.stack(downs), config.activation.value)
 
     def _qkv(self, prefix: str) -> Projection:
         config = self._config
         modules = [prefix + name for name in self._names.qkv]
-        if len(modules) == 3:
-            rows = [config.query_width, config.kv_width, config.kv_width]
+        rows = [config.query_width, config.kv_width, config.kv_width]
+        if not self._names.interleaves_heads:
+            rows = rows if len(modules) == 3 else [sum(rows)]
             return self._linear(modules, rows, config.hidden_size, config.has_qkv_bias)
         rows_in_all = 3 * config.query_width
         weight = self._tensor(f"{modules[0]}.weight", rows_in_all, config.hidden_size)
@@ -171,19 +232,27 @@ class _WeightAssembler:
     def _head_norms(self, prefix: str) -> HeadNorms:
         config, names = self._config, self._names
         queries, keys = (
-            self._tensor(f"{prefix}{module}.weight", config.head_dim) for module in (names.query_norm, names.key_norm)
+            self._norm_weight(prefix + module, config.head_dim) for module in (names.query_norm, names.key_norm)
         )
         return HeadNorms(queries, keys, config.norm_eps)
 
     def _norm(self, module: str) -> Norm:
         width = self._config.hidden_size
-        weight = self._tensor(f"{module}.weight", width)
-        if self._config.norm is NormKind.RMS:
-            return RmsNorm(weight, self._config.norm_eps)
+        weight = self._norm_weight(module, width)
+        if self._config.norm is not NormKind.LAYER:
+            return RmsNorm(weight, self._config.norm_eps, self._dtype)
         return LayerNorm(weight, self._tensor(f"{module}.bias", width), self._config.norm_eps)
 
+    def _norm_weight(self, module: str, width: int) -> Tensor:
+        weight = self._tensor(f"{module}.weight", width)
+        # Near 1, a bfloat16 keeps 8 bits of the small number that is added.
+        return weight.float() + 1.0 if self._config.norm is NormKind.RMS_PLUS_ONE else weight
+
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        return self._source.tensor(name, shape)
+        tensor = self._source.tensor(name, shape)
+        if self._observer is not None:
+            self._observer.tensor_read(tensor.nbytes)
+        return tensor
 
 
 def _find_prefix(names: ParameterNames, source: TensorSource) -> str:
@@ -224,6 +293,8 @@ def random_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     quantization: str | None = None,
+    *,
+    observer: LoadingObserver | None = None,
 ) -> DecoderWeights:
     """Make random weights of the model's shapes, the same for the same seed. No files needed."""
-    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization)
+    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization, observer=observer)
