@@ -136,18 +136,3 @@ inline Floats score_words(const float* query, const char* keys, const char* scal
     }
     return sums(dots);
 }
-
-// Query heads of one key head against one key: `dots` of each, `stride` floats apart, still to be summed.
-template <int kUnits>
-inline void dot_words(const Shape& shape, const float* queries, const char* key, float scale, float* dots,
-                      size_t stride) {
-    __m512i words[kUnits];
-    for (int u = 0; u < kUnits; ++u) words[u] = widened_words(key + 32 * u, 32);
-    const size_t padded = shape.padded_dim();
-    for (int h = 0; h < shape.group; ++h) {
-        __m512i sum = _mm512_setzero_si512();
-        for (int u = 0; u < kUnits; ++u)
-            sum = _mm512_dpwssd_epi32(sum, words[u], loaded(queries + h * padded + WIDTH * u));
-        store(dots + h * stride, (Floats)_mm512_cvtepi32_ps(sum) * scale);
-    }
-}
