@@ -20,10 +20,11 @@ class ServedModel:
     name: str  # what clients call it
     folder: Path
     config: ModelConfig
-    dtype: str  # of weights and cache
+    dtype: str  # of weights, and of the cache unless cache_dtype is set
     max_context_len: int
     has_random_weights: bool
     quantization: str | None = None  # of the linear layers: None or int8
+    cache_dtype: str | None = None  # of keys and values: int8, or None: as `dtype`
 
     @property
     def weight_bytes(self) -> int:
@@ -32,11 +33,14 @@ class ServedModel:
 
     def block_layout(self, block_size: int) -> BlockLayout:
         """Return the layout of this model's KV blocks."""
-        return self.config.block_layout(block_size, self.dtype)
+        return self.config.block_layout(block_size, self.cache_dtype or self.dtype)
 
 
-def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedModel:
-    """Read the model's config; `device` as engine.device.
+def resolve_model(
+    section: ModelSectionConfig, device: str = "cpu", kv_cache_dtype: str = "auto", *, has_bfloat16: bool = False
+) -> ServedModel:
+    """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
+    multiplies it natively.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
@@ -51,16 +55,22 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedMod
         else section.served_model_name or POCKET,
         folder=folder,
         config=config,
-        dtype=_default_dtype(device) if section.dtype == "auto" else section.dtype,
+        dtype=_default_dtype(device, has_bfloat16=has_bfloat16 and section.path != POCKET)
+        if section.dtype == "auto"
+        else section.dtype,
         max_context_len=section.max_context_len or longest,
         has_random_weights=section.random_weights,
         quantization=section.quantization,
+        cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
     )
 
 
-def _default_dtype(device: str) -> str:
-    """Return bfloat16 for a GPU; for a CPU float32, which is exact and, without native bfloat16, also faster."""
-    return "bfloat16" if device.startswith("cuda") else "float32"
+def _default_dtype(device: str, *, has_bfloat16: bool) -> str:
+    """Return bfloat16 for a GPU and for a CPU that multiplies it natively; for others float32, which is faster there.
+
+    The pocket model stays in float32, in which its answers are the same on every machine.
+    """
+    return "bfloat16" if has_bfloat16 or device.startswith("cuda") else "float32"
 
 
 def pocket_folder() -> Path:
