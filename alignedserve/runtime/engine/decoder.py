@@ -161,6 +161,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Return radians per position of each rotated pair: [rotary_dim / 2] float32."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     frequencies = 1.0 / (rope.theta**exponents)
+    if rope.frequency_factors:
+        frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32)
     if rope.scaling is RopeScaling.LINEAR:
         return frequencies / rope.factor
     if rope.scaling is RopeScaling.LLAMA3:

@@ -56,6 +56,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0  # this and the two below: LLAMA3 only
     high_freq_factor: float = 4.0
     original_context_len: int = 8192
+    frequency_factors: tuple[float, ...] = ()  # divisors of the frequencies, one each, where a file has its own
 
 
 @dataclass(frozen=True, slots=True)

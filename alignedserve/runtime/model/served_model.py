@@ -7,8 +7,10 @@ from pathlib import Path
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.gguf.file import is_gguf
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.smollm2 import SMOLLM2, smollm2_file
 
 POCKET = "pocket"
 
@@ -18,7 +20,7 @@ class ServedModel:
     """The served model's facts, fixed when the cluster starts. Plain values, so that every actor can receive it."""
 
     name: str  # what clients call it
-    folder: Path
+    folder: Path  # or GGUF file
     config: ModelConfig
     dtype: str  # of weights and cache
     max_context_len: int
@@ -40,15 +42,13 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedMod
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
-    folder = pocket_folder() if section.path == POCKET else Path(section.path)
-    config = read_model_config(folder)
+    folder = _model_path(section.path)
+    config = read_config(folder)
     longest = config.max_position_embeddings
     if section.max_context_len is not None and section.max_context_len > longest:
         raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
     return ServedModel(
-        name=section.served_model_name or folder.resolve().name
-        if section.path != POCKET
-        else section.served_model_name or POCKET,
+        name=section.served_model_name or _default_name(section.path, folder),
         folder=folder,
         config=config,
         dtype=_default_dtype(device) if section.dtype == "auto" else section.dtype,
@@ -56,6 +56,21 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedMod
         has_random_weights=section.random_weights,
         quantization=section.quantization,
     )
+
+
+def _model_path(name: str) -> Path:
+    """Return the folder or GGUF file of a built-in model's name, or of a path."""
+    if name == POCKET:
+        return pocket_folder()
+    if name == SMOLLM2 and not Path(name).exists():
+        return smollm2_file()
+    return Path(name)
+
+
+def _default_name(name: str, path: Path) -> str:
+    if name in (POCKET, SMOLLM2):
+        return name
+    return path.stem if is_gguf(path) else path.resolve().name
 
 
 def _default_dtype(device: str) -> str:

@@ -60,12 +60,15 @@ class TensorSource(Protocol):
         """Return the tensor in its final dtype and on its device. Raises ModelError naming it."""
 
 
-def assemble_weights(config: ModelConfig, source: TensorSource, quantization: str | None = None) -> DecoderWeights:
+def assemble_weights(
+    config: ModelConfig, source: TensorSource, quantization: str | None = None, names: ParameterNames | None = None
+) -> DecoderWeights:
     """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
 
-    `quantization`: None, or "int8" for the linear layers. Raises ModelError naming a layer that cannot be quantized.
+    `quantization`: None, or "int8" for the linear layers. `names`: those of the source, where they are not those of the
+    family. Raises ModelError naming a layer that cannot be quantized.
     """
-    return _WeightAssembler(config, source, quantization).weights()
+    return _WeightAssembler(config, source, quantization, names or PARAMETER_NAMES[config.family]).weights()
 
 
 class _Nonlinearity(NamedTuple):
@@ -79,11 +82,13 @@ _NONE = _Nonlinearity()
 
 
 class _WeightAssembler:
-    def __init__(self, config: ModelConfig, source: TensorSource, quantization: str | None) -> None:
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, quantization: str | None, names: ParameterNames
+    ) -> None:
         self._config = config
         self._source = source
         self._is_int8 = quantization == "int8"
-        self._names = PARAMETER_NAMES[config.family]
+        self._names = names
         self._prefix = _find_prefix(self._names, source)
 
     def weights(self) -> DecoderWeights:

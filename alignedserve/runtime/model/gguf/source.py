@@ -1,0 +1,67 @@
+"""The tensors of a GGUF file as a source of weights: unpacked, or as the blocks that lie in the file."""
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.gguf.block_values import unpack_rows
+from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
+from alignedserve.runtime.model.model_config import Family, ModelConfig
+from alignedserve.runtime.model.weight_names import ParameterNames
+
+GGUF_NAMES = ParameterNames(
+    prefixes=("",),
+    embedding="token_embd",
+    final_norm="output_norm",
+    lm_heads=("output",),
+    layer="blk.{layer}.",
+    attention_norm="attn_norm",
+    mlp_norm="ffn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    output="attn_output",
+    gate_up=("ffn_gate", "ffn_up"),
+    down="ffn_down",
+    query_norm="attn_q_norm",
+    key_norm="attn_k_norm",
+)
+
+
+class GgufSource:
+    """The tensors of one file, in `dtype` on `device`."""
+
+    def __init__(self, file: GgufFile, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._file = file
+        self._dtype = dtype
+        self._device = device
+        # llama.cpp rotates neighbouring elements of a llama's heads and puts their rows side by side for that.
+        self._interleaved_heads = (
+            {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if config.family is Family.LLAMA else {}
+        )
+
+    def has(self, name: str) -> bool:
+        """Return whether the file holds a tensor of this name."""
+        return name in self._file.tensors
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor, unpacked, converted and moved. Raises ModelError naming tensor and file."""
+        stored = self._stored(name, shape)
+        values = torch.from_numpy(unpack_rows(self._file.raw_rows(stored), stored.type.name))
+        values = self._in_order(name, values if len(shape) == 2 else values[0])
+        return values.to(device=self._device, dtype=self._dtype)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        stored = self._file.tensors.get(name)
+        if stored is None:
+            raise ModelError(f"{self._file.path} holds no tensor {name}.")
+        if stored.shape != shape:
+            found, expected = list(stored.shape), list(shape)
+            raise ModelError(f"{self._file.path}: tensor {name} has shape {found}, expected {expected}.")
+        return stored
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        """Return the rows in the order that the engine rotates: the halves of a head, not its neighbours."""
+        num_heads = next((heads for part, heads in self._interleaved_heads.items() if part in name), None)
+        if num_heads is None:
+            return rows
+        pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)
