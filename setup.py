@@ -24,6 +24,11 @@ SOURCES = (
     "products_module",
     "products_avx2",
     "products_avx512",
+    "block_products/module",
+    "block_products/packing",
+    "block_products/plain",
+    "block_products/avx2",
+    "block_products/avx512vnni",
     "nanobind",
 )
 HEADERS = (
@@ -34,7 +39,12 @@ HEADERS = (
     "rows_level",
     "products",
     "products_level",
+    "results_level",
     "vectors",
+    "work",
+    "block_products/block_products",
+    "block_products/level",
+    "block_products/packing",
 )
 
 
@@ -46,6 +56,7 @@ def native() -> Extension:
         sources=[f"kernels/csrc/{name}.cpp" for name in SOURCES],
         depends=[f"kernels/csrc/{name}.h" for name in HEADERS],
         include_dirs=[
+            "kernels/csrc",
             nanobind.include_dir(),
             str(nanobind_dir / "src"),
             str(nanobind_dir / "ext" / "robin_map" / "include"),

@@ -24,6 +24,7 @@ void bind(nb::module_& module);  // operations on rows, see rows_module.cpp
 namespace products {
 
 void bind(nb::module_& module);  // products with packed weights, see products_module.cpp
+void bind_blocks(nb::module_& module);  // products with weights in blocks, see block_products/module.cpp
 
 }  // namespace products
 
@@ -335,6 +336,7 @@ NB_MODULE(_native, module) {
     module.def("supported_levels", supported_levels);
     rows::bind(module);
     products::bind(module);
+    products::bind_blocks(module);
     nb::class_<Cache>(module, "Cache")
         .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool>());
     nb::class_<DecodePlan>(module, "DecodePlan")

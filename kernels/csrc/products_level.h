@@ -10,6 +10,7 @@ namespace LEVEL {
 namespace {
 
 #include "vectors.h"
+#include "results_level.h"
 
 constexpr int64_t kStepBytes = kVectors * WIDTH * 4;
 // Up to so many rows there is time to fetch both lines of a step of the next panel.
@@ -52,41 +53,6 @@ struct Int8 {
 };
 #endif
 
-// (1 + erf(x / sqrt(2))) / 2, to 1e-7. Abramowitz and Stegun 7.1.26.
-inline Floats normal_share(Floats x) {
-    const Floats z = (x < 0.0f ? -x : x) * 0.70710678f;
-    const Floats t = same(1.0f) / (z * 0.3275911f + 1.0f);
-    const Floats tail =
-        ((((t * 1.061405429f - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
-    const Floats outside = tail * exponential(-z * z) * 0.5f;
-    return x < 0.0f ? outside : 1.0f - outside;
-}
-
-inline Floats activated(Floats x, Activation activation) {
-    switch (activation) {
-        case Activation::none: return x;
-        case Activation::relu: return x < 0.0f ? Floats{} : x;  // NaN stays NaN
-        case Activation::silu: return x * sigmoid(x);
-        case Activation::gelu: return x * normal_share(x);
-        // (1 + tanh(z)) / 2 is the sigmoid of 2 z.
-        case Activation::gelu_tanh: return x * sigmoid((x + x * x * x * 0.044715f) * 1.5957691216f);
-    }
-    return x;
-}
-
-// `valid` results, WIDTH at most.
-inline void put(char* to, Floats x, int64_t valid, bool is_bfloat16) {
-#if HAS_BF16_DOT
-    const __mmask16 mask = valid >= WIDTH ? 0xffff : __mmask16((1u << valid) - 1);
-    if (is_bfloat16) return _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-    _mm512_mask_storeu_ps(to, mask, (__m512)x);
-#else
-    (void)is_bfloat16;
-    if (valid >= WIDTH) return store((float*)to, x);
-    std::memcpy(to, &x, valid * sizeof(float));
-#endif
-}
-
 // Vector `j` of a panel's results.
 inline void put_all(char* to, int j, Floats x, bool is_bfloat16) {
 #if HAS_BF16_DOT
@@ -120,22 +86,6 @@ inline Floats completed(const Weights& weights, Ints sums, int64_t at, const flo
 }
 #endif
 
-// One row by one panel, whatever is to be done with it.
-inline void finish(const Weights& weights, const Call& call, char* out, int64_t panel, const Floats* sums) {
-    const int64_t element_bytes = call.is_out_bfloat16 ? 2 : 4;
-    if (weights.is_gated) {
-        const int64_t column = panel * WIDTH;
-        return put(out + column * element_bytes, activated(sums[0], weights.activation) * sums[1],
-                   weights.out_width - column, call.is_out_bfloat16);
-    }
-    for (int j = 0; j < kVectors; ++j) {
-        const int64_t column = (panel * kVectors + j) * WIDTH;
-        if (column < weights.out_width)
-            put(out + column * element_bytes, activated(sums[j], weights.activation), weights.out_width - column,
-                call.is_out_bfloat16);
-    }
-}
-
 template <int kRows, typename Sums>
 inline void finish(const Weights& weights, const Call& call, int64_t row, int64_t panel, const Sums (&sums)[kRows][kVectors]) {
     const int64_t at = panel * kVectors * WIDTH;
@@ -147,7 +97,8 @@ inline void finish(const Weights& weights, const Call& call, int64_t row, int64_
         Floats numbers[kRows][kVectors];
         for (int r = 0; r < kRows; ++r)
             for (int j = 0; j < kVectors; ++j) numbers[r][j] = completed(weights, sums[r][j], at + j * WIDTH, scales + r);
-        for (int r = 0; r < kRows; ++r) finish(weights, call, out + r * call.out_row_bytes, panel, numbers[r]);
+        for (int r = 0; r < kRows; ++r)
+            finish(weights, call.is_out_bfloat16, out + r * call.out_row_bytes, panel, numbers[r]);
         return;
     }
     // Most columns of most products: nothing leaves the registers before it is done.

@@ -4,20 +4,17 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "products.h"
+#include "work.h"
 
 namespace nb = nanobind;
 
@@ -31,7 +28,6 @@ namespace {
 
 // Inputs that are multiplied by all panels before the next rows are: they stay in the core's second cache.
 constexpr int64_t kInputBytes = 512 << 10;
-constexpr size_t kHugePage = 2 << 20;
 
 const std::vector<Level>& levels() {
     static const std::vector<Level> all = {
@@ -50,15 +46,6 @@ Element element_named(const std::string& name) {
     throw std::invalid_argument("no products of " + name);
 }
 
-Activation activation_named(const std::string& name) {
-    if (name == "none") return Activation::none;
-    if (name == "relu") return Activation::relu;
-    if (name == "silu") return Activation::silu;
-    if (name == "gelu") return Activation::gelu;
-    if (name == "gelu_tanh") return Activation::gelu_tanh;
-    throw std::invalid_argument("no activation " + name);
-}
-
 const Level& level_named(const std::string& name, Element element) {
     for (const Level& level : levels())
         if (name == level.name && level.is_supported(element)) return level;
@@ -72,28 +59,6 @@ std::vector<std::string> product_levels(const std::string& element) {
         if (level.is_supported(element_named(element))) names.emplace_back(level.name);
     return names;
 }
-
-// Memory on huge pages where they fill: reading a weight from its first to its last byte then needs few of them.
-class Memory {
-   public:
-    explicit Memory(size_t bytes) : bytes_(bytes) {
-        const bool is_large = bytes >= kHugePage;
-        if (posix_memalign(&at_, is_large ? kHugePage : 64, std::max<size_t>(bytes, 64))) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-        if (is_large) madvise(at_, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);  // a wish: without it, it is slower
-#endif
-    }
-    ~Memory() { std::free(at_); }
-    Memory(const Memory&) = delete;
-    Memory& operator=(const Memory&) = delete;
-
-    char* data() const { return static_cast<char*>(at_); }
-    size_t bytes() const { return bytes_; }
-
-   private:
-    void* at_ = nullptr;
-    size_t bytes_;
-};
 
 // A weight as it comes: [columns, in_width], float32 or bfloat16.
 struct Source {
@@ -118,48 +83,6 @@ struct Source {
         if (count > 0) std::memcpy(word, at + (column * in_width + k) * sizeof(T), count * sizeof(T));
         std::memcpy(to, word, 4);
     }
-};
-
-// Parts of a product, handed out to threads. Each begins with a run of its own, so that it reads panels one after
-// another; whoever is done takes from the end of what others have left, so that a core that is held up holds up nobody.
-class Shares {
-   public:
-    Shares(int64_t num_parts, int num_threads) : shares_(num_threads) {
-        for (int i = 0; i < num_threads; ++i)
-            shares_[i].left.store(joined(num_parts * i / num_threads, num_parts * (i + 1) / num_threads));
-    }
-
-    // The next part for this thread; -1: there is none.
-    int64_t take(int thread) {
-        int64_t part = take_first(shares_[thread]);
-        for (size_t i = 1; part < 0 && i < shares_.size(); ++i) part = take_last(shares_[(thread + i) % shares_.size()]);
-        return part;
-    }
-
-   private:
-    struct alignas(64) Share {
-        std::atomic<uint64_t> left;
-    };
-
-    static uint64_t joined(int64_t first, int64_t last) { return uint64_t(first) << 32 | uint64_t(last); }
-
-    static int64_t take_first(Share& share) {
-        uint64_t left = share.left.load(std::memory_order_relaxed);
-        while (int64_t(left >> 32) < int64_t(left & 0xffffffffu))
-            if (share.left.compare_exchange_weak(left, left + (uint64_t(1) << 32), std::memory_order_relaxed))
-                return int64_t(left >> 32);
-        return -1;
-    }
-
-    static int64_t take_last(Share& share) {
-        uint64_t left = share.left.load(std::memory_order_relaxed);
-        while (int64_t(left >> 32) < int64_t(left & 0xffffffffu))
-            if (share.left.compare_exchange_weak(left, left - 1, std::memory_order_relaxed))
-                return int64_t(left & 0xffffffffu) - 1;
-        return -1;
-    }
-
-    std::vector<Share> shares_;
 };
 
 class PackedWeight {

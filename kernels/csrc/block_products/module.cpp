@@ -1,0 +1,182 @@
+// The Python side of products with weights in blocks: packs them once, divides the work over cores, runs a level.
+//
+// Addresses are checked by the caller (kernels/cpu/block_quantized_linear.py), which holds the tensors.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "block_products.h"
+#include "packing.h"
+#include "work.h"
+
+namespace nb = nanobind;
+
+namespace products {
+
+extern const BlockLevel block_plain_level;
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+extern const BlockLevel block_avx512vnni_level, block_avx2_level;
+#endif
+
+namespace {
+
+// With fewer inputs than this, waking another thread takes longer than rounding them.
+constexpr int64_t kSerialInputs = 1 << 15;
+// Rounded inputs that are multiplied by all panels before the next rows are: they stay in the core's second cache.
+constexpr int64_t kInputBytes = 512 << 10;
+constexpr int64_t kFewestRows = 28;  // that a block is unpacked for
+
+const std::vector<BlockLevel>& levels() {
+    static const std::vector<BlockLevel> all = {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+        block_avx512vnni_level, block_avx2_level,
+#endif
+        block_plain_level,
+    };
+    return all;
+}
+
+const BlockLevel& level_named(const std::string& name) {
+    for (const BlockLevel& level : levels())
+        if (name == level.name) {
+            if (!level.is_supported()) throw std::invalid_argument("this processor has no " + name);
+            return level;
+        }
+    throw std::invalid_argument("no level " + name);
+}
+
+Format format_named(const std::string& name) {
+    if (name == "Q8_0") return Format::q8_0;
+    if (name == "Q4_0") return Format::q4_0;
+    if (name == "Q4_1") return Format::q4_1;
+    if (name == "Q4_K") return Format::q4_k;
+    if (name == "Q6_K") return Format::q6_k;
+    throw std::invalid_argument("no products of blocks " + name);
+}
+
+std::vector<std::string> block_levels() {
+    std::vector<std::string> names;
+    for (const BlockLevel& level : levels())
+        if (level.is_supported()) names.emplace_back(level.name);
+    return names;
+}
+
+class BlockWeight {
+   public:
+    // `rows`: `columns` rows of the file, one after another; `bias`: 0, or [columns] float32. Read here and not kept.
+    BlockWeight(const std::string& level, const std::string& format, uintptr_t rows, int64_t columns, int64_t in_width,
+                uintptr_t bias, const std::string& activation, bool is_gated)
+        : format_(format_named(format)),
+          level_(level_named(level)),
+          in_width_(checked_width(format_, columns, in_width, is_gated)),
+          out_width_(is_gated ? columns / 2 : columns),
+          panel_columns_(kVectors * level_.width),
+          num_panels_(divided_up(out_width_, is_gated ? level_.width : panel_columns_)),
+          panel_bytes_(in_width / (kBlock * blocks_together(format_)) * superblock_bytes(format_) * panel_columns_),
+          panels_(size_t(num_panels_ * panel_bytes_)),
+          bias_(size_t(num_panels_ * panel_columns_)) {
+        weights_ = {panels_.data(), bias_.data(), in_width / kBlock,          panel_bytes_,
+                    out_width_,     format_,      activation_named(activation), is_gated};
+        nb::gil_scoped_release released;
+#pragma omp parallel for schedule(dynamic, 1)
+        for (int64_t panel = 0; panel < num_panels_; ++panel)
+            pack(reinterpret_cast<const uint8_t*>(rows), reinterpret_cast<const float*>(bias), panel);
+    }
+
+    // x [num_rows, in_width], out [num_rows, out_width], both float32 or both bfloat16; strides in elements.
+    void run(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t out_stride, int64_t num_rows, bool is_bfloat16,
+             int num_threads) {
+        const int64_t size = is_bfloat16 ? 2 : 4;
+        nb::gil_scoped_release released;
+        const Memory rounded(size_t(num_rows * weights_.num_blocks) * sizeof(InputBlock));
+        InputBlock* inputs = reinterpret_cast<InputBlock*>(rounded.data());
+        round_inputs({reinterpret_cast<const char*>(x), x_stride * size, num_rows, weights_.num_blocks, is_bfloat16,
+                      format_, inputs},
+                     num_threads);
+        multiply({inputs, num_rows, reinterpret_cast<char*>(out), out_stride * size, is_bfloat16}, num_threads);
+    }
+
+    size_t num_bytes() const { return panels_.bytes(); }
+
+   private:
+    static int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+    static int64_t checked_width(Format format, int64_t columns, int64_t in_width, bool is_gated) {
+        if (columns < 1 || in_width < 1 || in_width % source_inputs(format) || (is_gated && columns % 2))
+            throw std::invalid_argument("no such weight");
+        return in_width;
+    }
+
+    // The row of the weight that packed column `at` holds; -1: none.
+    int64_t row_of(int64_t at) const {
+        if (!weights_.is_gated) return at < out_width_ ? at : -1;
+        const int64_t vector = at / level_.width, column = vector / kVectors * level_.width + at % level_.width;
+        return column < out_width_ ? column + vector % kVectors * out_width_ : -1;
+    }
+
+    void pack(const uint8_t* rows, const float* bias, int64_t panel) {
+        const int64_t num_sources = in_width_ / source_inputs(format_), from_bytes = source_bytes(format_);
+        const int64_t to_bytes = superblock_bytes(format_) * panel_columns_;
+        for (int64_t i = 0; i < panel_columns_; ++i) {
+            const int64_t at = panel * panel_columns_ + i, row = row_of(at);
+            bias_[at] = bias && row >= 0 ? bias[row] : 0.0f;
+            SourceBlock block{};
+            for (int64_t index = 0; index < num_sources; ++index) {
+                if (row >= 0) take_apart(format_, rows + (row * num_sources + index) * from_bytes, block);
+                place(format_, block, int(i), int(panel_columns_), panels_.data() + panel * panel_bytes_ + index * to_bytes);
+            }
+        }
+    }
+
+    void round_inputs(const BlockRounding& rounding, int num_threads) const {
+        const int threads = rounding.num_rows * in_width_ < kSerialInputs ? 1 : num_threads;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int part = 0; part < threads; ++part)
+            level_.round(rounding, rounding.num_rows * part / threads, rounding.num_rows * (part + 1) / threads);
+    }
+
+    void multiply(const BlockCall& call, int num_threads) const {
+        const int64_t num_groups = divided_up(call.num_rows, rows_at_once()), num_parts = num_groups * num_panels_;
+        const int threads = int(std::min<int64_t>(num_threads, num_parts));
+        Shares shares(num_parts, threads);
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+        for (int thread = 0; thread < threads; ++thread)
+            for (int64_t index = shares.take(thread); index >= 0; index = shares.take(thread)) {
+                const int64_t group = index / num_panels_;
+                level_.multiply(weights_, call,
+                                {call.num_rows * group / num_groups, call.num_rows * (group + 1) / num_groups,
+                                 index % num_panels_});
+            }
+    }
+
+    int64_t rows_at_once() const {
+        const int64_t fitting = kInputBytes / (weights_.num_blocks * int64_t(sizeof(InputBlock)));
+        return std::min<int64_t>(std::max(fitting, kFewestRows), kMaxBlockRows);
+    }
+
+    const Format format_;
+    const BlockLevel& level_;
+    const int64_t in_width_, out_width_, panel_columns_, num_panels_, panel_bytes_;
+    const Memory panels_;
+    std::vector<float> bias_;
+    BlockWeights weights_{};
+};
+
+}  // namespace
+
+void bind_blocks(nb::module_& module) {
+    module.def("block_levels", block_levels);
+    nb::class_<BlockWeight>(module, "BlockWeight")
+        .def(nb::init<const std::string&, const std::string&, uintptr_t, int64_t, int64_t, uintptr_t,
+                      const std::string&, bool>())
+        .def_prop_ro("num_bytes", &BlockWeight::num_bytes)
+        .def("run", &BlockWeight::run);
+}
+
+}  // namespace products

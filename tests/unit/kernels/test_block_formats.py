@@ -1,0 +1,62 @@
+"""Block formats in plain PyTorch, beside the `gguf` package's."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+
+from kernels.block_formats import BLOCK_FORMATS, dequantize, has_finite_scales
+from tests.support.block_weights import random_blocks
+
+types = pytest.mark.parametrize("type_name", list(BLOCK_FORMATS))
+
+
+@types
+def test_the_same_numbers_as_gguf(type_name: str) -> None:
+    raw = random_blocks(type_name, 7, 1024)
+    expected = quants.dequantize(raw.numpy(), GGMLQuantizationType[type_name])
+    assert np.array_equal(dequantize(raw, type_name).numpy(), expected)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1"])
+def test_what_gguf_rounds_is_unpacked_close_to_what_it_was(type_name: str) -> None:
+    values = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    raw = torch.from_numpy(quants.quantize(values.numpy(), GGMLQuantizationType[type_name]))
+    assert float((dequantize(raw, type_name) - values).norm() / values.norm()) < (0.01 if type_name == "Q8_0" else 0.12)
+
+
+def test_the_worked_example() -> None:
+    raw = torch.zeros(1, 18, dtype=torch.uint8)
+    raw[0, :2] = torch.tensor([0.5], dtype=torch.float16).view(torch.uint8)
+    raw[0, 2] = 0x3F
+    unpacked = dequantize(raw, "Q4_0")
+    assert (float(unpacked[0, 0]), float(unpacked[0, 16]), float(unpacked[0, 1])) == (3.5, -2.5, -4.0)
+
+
+@types
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_scales_that_are_not_finite_are_found(wrong: float, type_name: str) -> None:
+    layout = BLOCK_FORMATS[type_name]
+    raw = random_blocks(type_name, 3, 512)
+    assert has_finite_scales(raw, type_name)
+    for place in layout.half_places:
+        broken = raw.clone()
+        broken[1, layout.num_bytes + place :][:2] = torch.tensor([wrong], dtype=torch.float16).view(torch.uint8)
+        assert not has_finite_scales(broken, type_name)
+        assert not dequantize(broken, type_name).isfinite().all()
+
+
+@types
+def test_no_rows(type_name: str) -> None:
+    assert dequantize(random_blocks(type_name, 1, 256)[:0], type_name).numel() == 0
+
+
+def test_what_is_no_format_or_not_whole_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="Q3_K"):
+        dequantize(torch.zeros(1, 110, dtype=torch.uint8), "Q3_K")
+    with pytest.raises(ValueError, match="34 bytes"):
+        dequantize(torch.zeros(1, 35, dtype=torch.uint8), "Q8_0")
+    with pytest.raises(ValueError, match="int8"):
+        dequantize(torch.zeros(1, 34, dtype=torch.int8), "Q8_0")
+    with pytest.raises(ValueError, match="filled"):
+        BLOCK_FORMATS["Q4_K"].row_bytes(288)

@@ -1,0 +1,250 @@
+"""Products with weights in the blocks of GGUF files: every level that runs here, against exact sums and float64."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.activation import ACTIVATIONS
+from kernels.block_formats import BLOCK_FORMATS, dequantize
+from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels, block_obstacle
+from tests.support.block_weights import random_blocks
+
+ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
+skipped = pytest.param("", marks=pytest.mark.skip("not built"))
+levels = pytest.mark.parametrize("level", block_levels() or [skipped])
+types = pytest.mark.parametrize("type_name", list(BLOCK_FORMATS))
+dtypes = pytest.mark.parametrize("dtype", list(ROUNDING))
+ways = pytest.mark.parametrize("way", [*block_levels(), "unpacked"])
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Threads that divide the work; five are more than the cores of many machines."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def randoms(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def made(way: str, *args: object, **options: object) -> BlockQuantizedLinear:
+    """By the name of a level, or unpacked."""
+    chosen = {"allow_native": False} if way == "unpacked" else {"level": way}
+    return BlockQuantizedLinear(*args, **chosen, **options)  # type: ignore[arg-type]
+
+
+def rounded_inputs(x: Tensor) -> Tensor:
+    """What the kernels make of their inputs, as numbers: 8 bits and a scale for each 32 of a row."""
+    blocks = x.float().reshape(len(x), -1, 32)
+    scales = (blocks.abs().amax(dim=2, keepdim=True) / 127.0).clamp(min=1e-12)
+    quants = (blocks * (1.0 / scales)).round()
+    assert int(quants.abs().max()) <= 127
+    return (quants.double() * scales.double()).reshape(x.shape)
+
+
+def product(x: Tensor, raw: Tensor, type_name: str) -> tuple[Tensor, Tensor]:
+    """In float64, and the sum of the sizes of what is summed, of weights and their minima apart."""
+    weight = dequantize(raw, type_name).double()
+    sizes = x.double().abs() @ weight.abs().T + 15.0 * x.double().abs().sum(1, keepdim=True) * weight.abs().amax(1)
+    return x.double() @ weight.T, sizes
+
+
+@levels
+@types
+@dtypes
+@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 256), (2, 33, 512), (13, 100, 256), (70, 47, 1024)])
+def test_exact_products_of_rounded_inputs(
+    rows: int, columns: int, width: int, dtype: torch.dtype, type_name: str, level: str
+) -> None:
+    """No other error than that of float32 sums over blocks."""
+    raw, x = random_blocks(type_name, columns, width), randoms(1, rows, width, dtype=dtype)
+    result = BlockQuantizedLinear(raw, type_name, width, dtype=dtype, level=level)(x)
+    expected, sizes = product(rounded_inputs(x), raw, type_name)
+    assert (result.dtype, result.shape) == (dtype, (rows, columns))
+    assert ((result.double() - expected).abs() <= ROUNDING[dtype] * expected.abs() + 2.0**-21 * sizes).all()
+
+
+@levels
+@types
+def test_every_number_of_rows(type_name: str, level: str) -> None:
+    raw = random_blocks(type_name, 40, 256)
+    linear = BlockQuantizedLinear(raw, type_name, 256, level=level)
+    x = randoms(1, 230, 256)
+    expected, sizes = product(rounded_inputs(x), raw, type_name)
+    for rows in (*range(1, 71), 112, 113, 230):
+        assert ((linear(x[:rows]).double() - expected[:rows]).abs() <= 2.0**-20 * sizes[:rows]).all(), rows
+
+
+@levels
+@types
+@dtypes
+def test_close_to_the_product_of_unrounded_inputs(dtype: torch.dtype, type_name: str, level: str) -> None:
+    raw, x = random_blocks(type_name, 64, 2048), randoms(1, 9, 2048, dtype=dtype)
+    result = BlockQuantizedLinear(raw, type_name, 2048, dtype=dtype, level=level)(x).double()
+    expected, _ = product(x, raw, type_name)
+    assert float((result - expected).norm() / expected.norm()) < (0.008 if dtype == torch.float32 else 0.009)
+
+
+@levels
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("width", [32, 96, 160])
+def test_rows_of_a_few_blocks(width: int, type_name: str, level: str) -> None:
+    raw, x = random_blocks(type_name, 35, width), randoms(1, 6, width)
+    expected, sizes = product(rounded_inputs(x), raw, type_name)
+    result = BlockQuantizedLinear(raw, type_name, width, level=level)(x)
+    assert ((result.double() - expected).abs() <= 2.0**-20 * sizes).all()
+
+
+@levels
+@types
+def test_the_largest_quants_and_inputs(type_name: str, level: str) -> None:
+    """Sums of two products fit where an instruction keeps them in 16 bits."""
+    layout = BLOCK_FORMATS[type_name]
+    for filling in (0x00, 0x7F, 0x80, 0xFF):
+        raw = torch.full((20 * layout.row_bytes(512) // layout.num_bytes, layout.num_bytes), filling, dtype=torch.uint8)
+        for place in layout.half_places:
+            raw[:, place : place + 2] = torch.tensor([0.5], dtype=torch.float16).view(torch.uint8)
+        raw = raw.reshape(20, -1)
+        linear = BlockQuantizedLinear(raw, type_name, 512, level=level)
+        for x in (torch.full((3, 512), 2.0), torch.full((3, 512), -2.0)):
+            expected, sizes = product(rounded_inputs(x), raw, type_name)
+            assert ((linear(x).double() - expected).abs() <= 2.0**-20 * sizes).all(), filling
+
+
+@levels
+@types
+@dtypes
+def test_a_row_is_the_same_in_any_batch(threads: int, dtype: torch.dtype, type_name: str, level: str) -> None:
+    """Bit by bit: what else is in the batch decides neither the order of a sum nor its rounding."""
+    raw = random_blocks(type_name, 100, 256)
+    linear = BlockQuantizedLinear(raw, type_name, 256, randoms(2, 100), dtype=dtype, level=level)
+    x = randoms(1, 261, 256, dtype=dtype)
+    together = linear(x)
+    for first, last in ((0, 1), (3, 5), (5, 12), (20, 61), (7, 240)):
+        assert torch.equal(linear(x[first:last]), together[first:last]), (threads, first, last)
+
+
+@types
+def test_all_levels_form_the_same_sums(type_name: str) -> None:
+    """To the last bits, which a fused multiply-add rounds otherwise."""
+    raw, x = random_blocks(type_name, 50, 512), randoms(1, 20, 512)
+    results = [BlockQuantizedLinear(raw, type_name, 512, level=level)(x) for level in block_levels()]
+    for result in results[1:]:
+        assert torch.allclose(result, results[0], rtol=1e-4, atol=1e-4 * float(results[0].abs().max()))
+
+
+@ways
+@dtypes
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_bias_nonlinearity_and_gates(activation: str | None, is_gated: bool, dtype: torch.dtype, way: str) -> None:
+    if is_gated and activation is None:
+        activation = "silu"
+    raw, bias, x = random_blocks("Q4_K", 74, 256), randoms(1, 74, dtype=dtype), randoms(2, 7, 256, dtype=dtype)
+    result = made(way, raw, "Q4_K", 256, bias, dtype=dtype, activation=activation, is_gated=is_gated)(x)
+    sums = product(x, raw, "Q4_K")[0] + bias.double()
+    if is_gated:
+        gates, ups = sums.chunk(2, dim=1)
+        expected = ACTIVATIONS[str(activation)](gates.clone()) * ups
+    else:
+        expected = sums if activation is None else ACTIVATIONS[activation](sums.clone())
+    assert (result.dtype, result.shape) == (dtype, expected.shape)
+    assert float((result.double() - expected).norm() / expected.norm()) < (0.015 if dtype == torch.float32 else 0.03)
+
+
+@ways
+@dtypes
+def test_strided_rows_among_nan(dtype: torch.dtype, way: str) -> None:
+    raw, x = random_blocks("Q4_1", 40, 64), randoms(1, 9, 64, dtype=dtype)
+    linear = made(way, raw, "Q4_1", 64, dtype=dtype)
+    wide = torch.full((11, 70), float("nan"), dtype=dtype)
+    wide[1:-1, 4:-2] = x
+    assert torch.equal(linear(wide[1:-1, 4:-2]), linear(x))
+    assert torch.equal(linear(x.T.contiguous().T), linear(x))
+    out = torch.full((9, 50), 7.0, dtype=dtype)
+    linear.multiply_into(x, out[:, 5:45])
+    assert torch.equal(out[:, 5:45], linear(x))
+    assert (out[:, :5] == 7.0).all()
+    assert (out[:, 45:] == 7.0).all()
+
+
+@ways
+def test_no_rows_and_rows_of_zeros(way: str) -> None:
+    linear = made(way, random_blocks("Q6_K", 40, 256), "Q6_K", 256)
+    assert linear(torch.empty(0, 256)).shape == (0, 40)
+    assert torch.equal(linear(torch.zeros(2, 256)), torch.zeros(2, 40))
+
+
+@levels
+@types
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_what_cannot_be_rounded_makes_its_row_not_a_number(wrong: float, type_name: str, level: str) -> None:
+    linear = BlockQuantizedLinear(random_blocks(type_name, 40, 256), type_name, 256, activation="relu", level=level)
+    for place in (0, 37, 255):
+        x = randoms(1, 4, 256)
+        x[2, place] = wrong
+        result = linear(x)
+        assert result[2].isnan().all()
+        assert result[[0, 1, 3]].isfinite().all()
+
+
+@levels
+def test_the_weight_is_not_kept_and_packs_into_about_its_own_size(level: str) -> None:
+    for type_name in BLOCK_FORMATS:
+        raw, x = random_blocks(type_name, 640, 512), randoms(1, 3, 512)
+        linear = BlockQuantizedLinear(raw, type_name, 512, level=level)
+        assert raw.nbytes <= linear.num_bytes <= 1.03 * raw.nbytes
+        before = linear(x)
+        raw.fill_(0)
+        assert torch.equal(linear(x), before)
+
+
+@ways
+def test_parts_of_several_types_are_joined(way: str) -> None:
+    x = randoms(1, 6, 256)
+    parts = [
+        made(way, random_blocks(type_name, columns, 256), type_name, 256)
+        for type_name, columns in (("Q4_K", 50), ("Q6_K", 20), ("Q8_0", 33))
+    ]
+    joined = JoinedLinear(parts)
+    assert (joined.in_width, joined.out_width) == (256, 103)
+    assert torch.equal(joined(x), torch.cat([part(x) for part in parts], dim=1))
+
+
+def test_the_worked_example() -> None:
+    raw = torch.full((1, 18), 0x88, dtype=torch.uint8)
+    raw[0, :2] = torch.tensor([0.5], dtype=torch.float16).view(torch.uint8)
+    raw[0, 2:4] = torch.tensor([0x8F, 0x83], dtype=torch.uint8)
+    x = torch.zeros(1, 32)
+    x[0, :2] = torch.tensor([1.27, 0.5])
+    assert float(BlockQuantizedLinear(raw, "Q4_0", 32)(x)) == pytest.approx(3.195, abs=1e-4)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    raw = random_blocks("Q4_K", 5, 512)
+    with pytest.raises(ValueError, match="Q2_K"):
+        BlockQuantizedLinear(raw, "Q2_K", 512)
+    with pytest.raises(ValueError, match=r"\[rows, 576\] bytes"):
+        BlockQuantizedLinear(raw, "Q4_K", 1024)
+    with pytest.raises(ValueError, match="filled"):
+        BlockQuantizedLinear(raw, "Q4_K", 500)
+    with pytest.raises(ValueError, match="gates"):
+        BlockQuantizedLinear(raw, "Q4_K", 512, activation="silu", is_gated=True)
+    with pytest.raises(ValueError, match="bytes"):
+        BlockQuantizedLinear(raw[:0], "Q4_K", 512)
+    if block_levels():
+        with pytest.raises(ValueError, match="level"):
+            BlockQuantizedLinear(raw, "Q4_K", 512, level="avx1024")
+
+
+def test_obstacles() -> None:
+    raw = random_blocks("Q4_1", 5, 64)
+    assert block_obstacle(raw, "Q4_1") is None
+    assert "on meta" in str(block_obstacle(raw.to("meta"), "Q4_1"))
+    raw[2, 2:4] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
+    assert "not finite" in str(block_obstacle(raw, "Q4_1"))
