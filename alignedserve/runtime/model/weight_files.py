@@ -8,7 +8,7 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
-from alignedserve.runtime.model.gguf.source import GGUF_NAMES, GgufSource
+from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_index import WeightIndex
 from alignedserve.runtime.model.weight_loader import DecoderWeights, assemble_weights
@@ -33,7 +33,7 @@ def load_weights(
     """
     if is_gguf(folder):
         source = GgufSource(GgufFile(folder), config, dtype, torch.device(device))
-        return assemble_weights(config, source, quantization, GGUF_NAMES)
+        return assemble_weights(config, source, quantization, source)
     return assemble_weights(config, SafetensorsSource(folder, dtype, torch.device(device)), quantization)
 
 

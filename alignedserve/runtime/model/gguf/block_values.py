@@ -35,6 +35,15 @@ def unpack_rows(raw_rows: Bytes, type_name: str) -> Floats:
     return values.reshape(num_rows, -1)
 
 
+def wider_blocks(raw_rows: Bytes, type_name: str) -> Bytes:
+    """Return rows of Q5_0 as Q8_0, which holds the same values; rows of other types as they are."""
+    if type_name != "Q5_0":
+        return raw_rows
+    blocks = np.ascontiguousarray(raw_rows).reshape(-1, 22)
+    quants = _q5_0_quants(blocks).view(np.int8) - np.int8(16)
+    return np.concatenate([blocks[:, :2], quants.view(np.uint8)], axis=1).reshape(len(raw_rows), -1)
+
+
 def _f32(rows: Bytes) -> Floats:
     return rows.view("<f4")
 
@@ -56,8 +65,11 @@ def _q4_1(blocks: Bytes) -> Floats:
 
 
 def _q5_0(blocks: Bytes) -> Floats:
-    quants = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return _half(blocks, 0) * (_float32(quants) - np.float32(16))
+    return _half(blocks, 0) * (_float32(_q5_0_quants(blocks)) - np.float32(16))
+
+
+def _q5_0_quants(blocks: Bytes) -> Bytes:
+    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
 
 
 def _q5_1(blocks: Bytes) -> Floats:
@@ -100,7 +112,8 @@ def _scaled_k(blocks: Bytes, quants: Bytes) -> Floats:
 
 
 def _float32(numbers: npt.NDArray[Any]) -> Floats:
-    return numbers.astype(np.float32)
+    converted: Floats = numbers.astype(np.float32)
+    return converted
 
 
 def _half(blocks: Bytes, place: int) -> Floats:

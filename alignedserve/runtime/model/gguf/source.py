@@ -4,12 +4,15 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.gguf.block_values import unpack_rows
+from alignedserve.runtime.model.block_products import BLOCK_DTYPES, BlockRows
+from alignedserve.runtime.model.gguf.block_values import unpack_rows, wider_blocks
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
+from alignedserve.runtime.model.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.model_config import Family, ModelConfig
 from alignedserve.runtime.model.weight_names import ParameterNames
+from kernels.cpu.block_quantized_linear import block_obstacle
 
-GGUF_NAMES = ParameterNames(
+_NAMES = ParameterNames(
     prefixes=("",),
     embedding="token_embd",
     final_norm="output_norm",
@@ -27,11 +30,13 @@ GGUF_NAMES = ParameterNames(
 
 
 class GgufSource:
-    """The tensors of one file, in `dtype` on `device`."""
+    """The tensors of one file, in `dtype` on `device`; on a CPU most matrices stay in their blocks."""
+
+    names = _NAMES
 
     def __init__(self, file: GgufFile, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._file = file
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         # llama.cpp rotates neighbouring elements of a llama's heads and puts their rows side by side for that.
         self._interleaved_heads = (
@@ -47,7 +52,23 @@ class GgufSource:
         stored = self._stored(name, shape)
         values = torch.from_numpy(unpack_rows(self._file.raw_rows(stored), stored.type.name))
         values = self._in_order(name, values if len(shape) == 2 else values[0])
-        return values.to(device=self._device, dtype=self._dtype)
+        return values.to(device=self._device, dtype=self.dtype)
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
+        """Return the matrix in blocks that products are computed in; None when it is to be unpacked.
+
+        Raises ModelError naming tensor and file.
+        """
+        stored = self._stored(name, shape)
+        type_name = computed_as(stored.type.name)
+        if type_name is None or self._device.type != "cpu" or self.dtype not in BLOCK_DTYPES:
+            return None
+        raw = wider_blocks(self._file.raw_rows(stored), stored.type.name)
+        rows = self._in_order(name, torch.from_numpy(raw))
+        obstacle = block_obstacle(rows, type_name)
+        if obstacle is not None:
+            raise ModelError(f"{self._file.path}: tensor {name} cannot be used: {obstacle}.")
+        return BlockRows(rows, type_name, shape[1])
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         stored = self._file.tensors.get(name)

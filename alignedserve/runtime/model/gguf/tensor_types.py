@@ -5,6 +5,15 @@ from typing import NamedTuple
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+# Types whose products are computed in blocks on a CPU, and the blocks: a Q5_0 is a Q8_0 of the same values.
+_COMPUTED_AS = {"Q8_0": "Q8_0", "Q5_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q4_K": "Q4_K", "Q6_K": "Q6_K"}
+
+
+def computed_as(type_name: str) -> str | None:
+    """Return the type in whose blocks products with this one are computed; None when it is unpacked."""
+    return _COMPUTED_AS.get(type_name)
+
+
 class TensorType(NamedTuple):
     """One type of tensor."""
 

@@ -216,9 +216,8 @@ def test_mutated_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
             file.write(mutated(header, rng))
             try:
                 read_everything(path)
-            except ModelError as error:
+            except ModelError:
                 num_refused += 1
-                assert len(str(error)) < 2000
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < MODEST_BYTES
