@@ -77,6 +77,8 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     table.add_row("Web page", f"[bold]{cluster.url}/[/]")
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")
     table.add_row("Try", f"curl {cluster.url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'")
+    if cluster.served.stored is not None:
+        table.add_row("Weights", cluster.served.stored.description)
     table.add_row("Running", _shape(cluster))
     table.add_row("Logs", str(cluster.folder / "logs"))
     table.add_row("Stop", "Ctrl-C")

@@ -7,7 +7,9 @@ from pathlib import Path
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.gguf.file import is_gguf
+from alignedserve.runtime.model.gguf.config import gguf_config
+from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.gguf.stored_weights import StoredWeights, stored_weights
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.smollm2 import SMOLLM2, smollm2_file
@@ -26,10 +28,13 @@ class ServedModel:
     max_context_len: int
     has_random_weights: bool
     quantization: str | None = None  # of the linear layers: None or int8
+    stored: StoredWeights | None = None  # of a GGUF file
 
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of the weights in one worker; while loading, one more layer is held at a time."""
+        if self.stored is not None:
+            return self.stored.num_bytes
         return self.config.loaded_weight_bytes(self.dtype, self.quantization)
 
     def block_layout(self, block_size: int) -> BlockLayout:
@@ -43,18 +48,24 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedMod
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
     folder = _model_path(section.path)
-    config = read_config(folder)
+    file = GgufFile(folder) if is_gguf(folder) else None
+    config = read_config(folder) if file is None else gguf_config(file)
     longest = config.max_position_embeddings
     if section.max_context_len is not None and section.max_context_len > longest:
         raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
+    dtype = _default_dtype(device) if section.dtype == "auto" else section.dtype
+    stored = None
+    if file is not None and not section.random_weights:
+        stored = stored_weights(file, dtype, device, section.quantization)
     return ServedModel(
         name=section.served_model_name or _default_name(section.path, folder),
         folder=folder,
         config=config,
-        dtype=_default_dtype(device) if section.dtype == "auto" else section.dtype,
+        dtype=dtype,
         max_context_len=section.max_context_len or longest,
         has_random_weights=section.random_weights,
         quantization=section.quantization,
+        stored=stored,
     )
 
 
