@@ -26,6 +26,7 @@ def write_tiny_gguf(
     seed: int = 0,
     has_head: bool = False,
     metadata: dict[str, Any] | None = None,
+    rope_factors: npt.NDArray[Any] | None = None,
 ) -> Path:
     """Write a model of two layers, whose matrices take the types in turn, and a byte-level tokenizer.
 
@@ -66,6 +67,8 @@ def write_tiny_gguf(
                 vector(f"{prefix}{name}.bias", width, 0.0)
             vector(f"{prefix}attn_v.bias", KV_HEADS * HEAD_DIM, 0.0)
     vector("output_norm.weight", HIDDEN, 1.0)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
     if has_head:
         matrix("output.weight", vocab_size, HIDDEN)
     writer.write_header_to_file()

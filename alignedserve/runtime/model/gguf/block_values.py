@@ -108,7 +108,7 @@ def _scaled_k(blocks: Bytes, quants: Bytes) -> Floats:
     scales = np.concatenate([low & six, high & four | low >> 6 << 4], axis=1)
     minima = np.concatenate([middle & six, high >> 4 | middle >> 6 << 4], axis=1)
     scaled = (_half(blocks, 0) * scales)[:, :, None] * quants
-    values: Floats = (rows.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    values: Floats = (scaled - (_half(blocks, 2) * minima)[:, :, None]).reshape(len(blocks), 256)
     return values
 
 

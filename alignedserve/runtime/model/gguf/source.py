@@ -34,7 +34,18 @@ class GgufSource:
 
     names = _NAMES
 
-    def __init__(self, file: GgufFile, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        file: GgufFile,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        unpacks_all: bool = False,
+    ) -> None:
+        """`unpacks_all`: no product is computed in blocks, for comparison."""
+        has_kernels = device.type == "cpu" and dtype in BLOCK_DTYPES
+        self._has_blocks = has_kernels and not unpacks_all
         self._file = file
         self.dtype = dtype
         self._device = device
@@ -61,7 +72,7 @@ class GgufSource:
         """
         stored = self._stored(name, shape)
         type_name = computed_as(stored.type.name)
-        if type_name is None or self._device.type != "cpu" or self.dtype not in BLOCK_DTYPES:
+        if type_name is None or not self._has_blocks:
             return None
         raw = wider_blocks(self._file.raw_rows(stored), stored.type.name)
         rows = self._in_order(name, torch.from_numpy(raw))

@@ -23,7 +23,7 @@ class StoredWeights:
 
 def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | None = None) -> StoredWeights:
     """Return what a worker on `device`, computing in `dtype`, makes of the file's tensors."""
-    is_in_blocks = device == "cpu" and quantization is None and dtype in _BLOCK_DTYPES and _HAS_KERNELS
+    is_in_blocks = not device.startswith("cuda") and quantization is None and dtype in _BLOCK_DTYPES and _HAS_KERNELS
     packed_bytes = 1 if quantization == "int8" else DTYPE_BYTES[dtype]
     num_bytes = 0
     matrices, unpacked = Counter[str](), Counter[str]()
@@ -36,7 +36,7 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
             if not stays and tensor.type.name not in FLOAT_TYPES:
                 unpacked[tensor.type.name] += 1
     num_bytes += _num_values(file.tensors[EMBEDDING]) * DTYPE_BYTES[dtype]  # its rows are looked up unpacked
-    described = ", ".join(f"{count} matrices {name}" for name, count in matrices.most_common())
+    described = "matrices " + ", ".join(f"{name} ({count})" for name, count in matrices.most_common())
     if unpacked:
         described += f"; {', '.join(unpacked)} unpacked to {quantization or dtype}, which takes more memory and time"
     return StoredWeights(num_bytes, described)
