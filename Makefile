@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo chat eval test test-all check format bench install install-dev clean
+.PHONY: serve demo chat eval test test-all faults check format bench install install-dev clean
 
 # A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
 MODEL ?= pocket
@@ -34,6 +34,9 @@ test: install-dev  ## the default tests: under two minutes on two cores, no GPU,
 test-all: install-dev  ## the longer ones as well
 	@$(BIN)/python -m pytest -m "slow and not gpu"
 
+faults: install-dev  ## deliberate faults, each of which the default tests must catch: about ten minutes
+	@$(BIN)/python -m tests.faults.run --output benchmarks/results/faults_after.json
+
 check: install-dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -57,7 +60,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 bench: install-dev  ## every recorded benchmark, one after the other; results under benchmarks/results
-	@for name in startup iteration_gap ledger schedule decisions transfer attention alignment gateway_streams engine_overhead engine_vs_transformers; do \
+	@for name in startup iteration_gap iteration_log schedule decisions transfer attention alignment gateway_streams engine_overhead engine_vs_transformers; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:

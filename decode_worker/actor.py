@@ -38,11 +38,7 @@ class DecodeWorkerActor(ActorHost):
         async def build() -> DecodeWorker:
             executor = ModelExecutor(served, sizes)
             registered = registration_of(
-                layout,
-                num_blocks=executor.num_blocks,
-                max_running_requests=config.max_running_requests,
-                pool_name=POOL,
-                can_decode=True,
+                layout, executor.num_blocks, config.max_running_requests, POOL, can_decode=True
             )
             make = partial(
                 make_logic,
@@ -98,11 +94,7 @@ class ColocatedWorkerActor(ActorHost):
             make = partial(
                 make_colocated_logic,
                 registered=registration_of(
-                    layout,
-                    num_blocks=executor.num_blocks,
-                    max_running_requests=max_held(config),
-                    can_prefill=True,
-                    can_decode=True,
+                    layout, executor.num_blocks, max_held(config), can_prefill=True, can_decode=True
                 ),
                 memory=memory_of(config, layout, num_blocks=executor.num_blocks, hidden_block_tokens=block_tokens),
                 config=config,

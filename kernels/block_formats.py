@@ -19,7 +19,7 @@ _Unpacking = Callable[[Tensor], Tensor]
 
 
 class BlockFormat(NamedTuple):
-    """How one block (superblock of a K format) lies in a file."""
+    """The layout of one block in a file: a superblock in a K format."""
 
     num_values: int
     num_bytes: int
@@ -27,15 +27,15 @@ class BlockFormat(NamedTuple):
     unpack: _Unpacking
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of a row of `width` values. Raises ValueError where blocks do not fill it."""
+        """Return the bytes of a row of `width` values. Raises ValueError unless they are whole blocks."""
         if width < 1 or width % self.num_values:
             raise ValueError(f"a row of {width} is not filled by blocks of {self.num_values}")
         return width // self.num_values * self.num_bytes
 
 
 def dequantize(raw_rows: Tensor, type_name: str) -> Tensor:
-    """raw_rows uint8 [rows, row bytes] as in the file -> float32 [rows, width]. Raises ValueError for a type that is
-    not in BLOCK_FORMATS, or rows that are not whole blocks."""
+    """Unpack raw_rows uint8 [rows, row bytes], as in the file -> float32 [rows, width]. Raises ValueError for a type
+    that is not in BLOCK_FORMATS, or rows that are not whole blocks."""
     layout = format_named(type_name)
     blocks = _blocks(raw_rows, layout)
     rows, row_bytes = raw_rows.shape
@@ -43,7 +43,7 @@ def dequantize(raw_rows: Tensor, type_name: str) -> Tensor:
 
 
 def has_finite_scales(raw_rows: Tensor, type_name: str) -> bool:
-    """Whether every float16 among the blocks, and so every value, is a finite number."""
+    """Return whether every float16 among the blocks, and so every value, is a finite number."""
     layout = format_named(type_name)
     # The exponent's bits, all ones in infinities and NaN, are in the second byte.
     exponents = _blocks(raw_rows, layout)[:, [place + 1 for place in layout.half_places]] & 0x7C
@@ -51,7 +51,7 @@ def has_finite_scales(raw_rows: Tensor, type_name: str) -> bool:
 
 
 def format_named(type_name: str) -> BlockFormat:
-    """Raises ValueError for a type that is not in BLOCK_FORMATS."""
+    """Look a type up by its GGUF name. Raises ValueError for one that is not in BLOCK_FORMATS."""
     layout = BLOCK_FORMATS.get(type_name)
     if layout is None:
         raise ValueError(f"no block format {type_name!r}: there are {', '.join(BLOCK_FORMATS)}")
@@ -65,12 +65,12 @@ def _blocks(raw_rows: Tensor, layout: BlockFormat) -> Tensor:
 
 
 def _half(blocks: Tensor, place: int) -> Tensor:
-    """Column [blocks, 1] of the float16 numbers at `place`."""
+    """Read the float16 number at `place` of each block: [blocks, 1] float32."""
     return blocks[:, place : place + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(raw: Tensor) -> Tensor:
-    """The low halves of bytes [..., n], then their high halves: [..., 2 n]."""
+    """Split bytes [..., n] into their low halves, then their high halves: [..., 2 n]."""
     return torch.cat([raw & 15, raw >> 4], dim=-1)
 
 

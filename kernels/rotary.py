@@ -44,7 +44,7 @@ class HeadPlacement:
     def __init__(self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._num_heads, self._kv_heads, self._head_dim = num_heads, kv_heads, head_dim
         kernels = fused_kernels("head_placement", device, dtype)
-        self._fused = None if kernels is None else kernels.HeadRows(num_heads, kv_heads, head_dim)
+        self._fused = None if kernels is None else kernels.HeadRowsKernel(num_heads, kv_heads, head_dim)
         level = native_level(dtype, device)
         self._rows = None if level is None else HeadRows(num_heads, kv_heads, head_dim, dtype, level=level)
         is_plain = self._fused is None and self._rows is None

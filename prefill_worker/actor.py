@@ -37,11 +37,7 @@ class PrefillWorkerActor(ActorHost):
         async def build() -> PrefillWorker:
             executor = ModelExecutor(served, sizes)
             registered = registration_of(
-                layout,
-                num_blocks=executor.num_blocks,
-                max_running_requests=config.max_running_requests,
-                pool_name=POOL,
-                can_prefill=True,
+                layout, executor.num_blocks, config.max_running_requests, POOL, can_prefill=True
             )
             make = partial(
                 make_logic,

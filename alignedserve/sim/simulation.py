@@ -125,11 +125,7 @@ class Simulation:
         config = self._config.cluster.prefill
         num_blocks = self._config.layout.blocks_in(config.kv_cache_bytes)
         registered = registration_of(
-            self._config.layout,
-            num_blocks=num_blocks,
-            max_running_requests=config.max_running_requests,
-            pool_name=_pool(node),
-            can_prefill=True,
+            self._config.layout, num_blocks, config.max_running_requests, _pool(node), can_prefill=True
         )
         costs = self._config.prefill_costs or self._config.decode_costs
         logic = prefill_factory.make_logic(
@@ -149,11 +145,7 @@ class Simulation:
         if self._config.is_colocated:
             logic = decode_factory.make_colocated_logic(
                 registered=registration_of(
-                    layout,
-                    num_blocks=num_blocks,
-                    max_running_requests=decode_factory.max_held(config),
-                    can_prefill=True,
-                    can_decode=True,
+                    layout, num_blocks, decode_factory.max_held(config), can_prefill=True, can_decode=True
                 ),
                 memory=self._config.colocated_memory,
                 config=config,
@@ -164,11 +156,7 @@ class Simulation:
         else:
             logic = decode_factory.make_logic(
                 registered=registration_of(
-                    layout,
-                    num_blocks=num_blocks,
-                    max_running_requests=config.max_running_requests,
-                    pool_name=_pool(node),
-                    can_decode=True,
+                    layout, num_blocks, config.max_running_requests, _pool(node), can_decode=True
                 ),
                 config=config,
                 batching=cluster.batching,

@@ -6,10 +6,10 @@ from alignedserve.messages.workers import WorkerRegistered
 
 def registration_of(
     layout: BlockLayout,
-    *,
     num_blocks: int,
     max_running_requests: int,
     pool_name: str = "",
+    *,
     can_prefill: bool = False,
     can_decode: bool = False,
 ) -> WorkerRegistered:

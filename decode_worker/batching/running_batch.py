@@ -6,14 +6,13 @@ from typing import NamedTuple
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.iterations import Addition
-from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
+from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler, Slices
 from decode_worker.state import Candidate, Loading, RunningRequest
 
 # A request is admitted only if all in the batch can then generate so many tokens without an eviction.
 _FORESEEN_TOKENS = 32
 
 Extensions = tuple[tuple[RequestId, tuple[BlockId, ...]], ...]
-Slices = tuple[tuple[RequestId, int], ...]
 
 
 class Changes(NamedTuple):

@@ -22,13 +22,13 @@ _native = load_native("BlockWeight")
 
 
 def block_levels() -> tuple[str, ...]:
-    """The levels that multiply weights in blocks here, the best first; none where the extension was not built."""
+    """Return the levels, best first, that multiply weights in blocks here; none without the extension."""
     return () if _native is None else tuple(_native.block_levels())
 
 
 def block_obstacle(raw_rows: Tensor, type_name: str) -> str | None:
-    """Why products with this weight cannot be computed in its blocks; None when they can. Raises ValueError as
-    `BlockQuantizedLinear` does."""
+    """Explain why this weight cannot be multiplied in its blocks; None when it can. Raises ValueError for a type that
+    is not in BLOCK_FORMATS."""
     format_named(type_name)
     if raw_rows.device.type != "cpu":
         return f"products of blocks run on a CPU, the weight is on {raw_rows.device}"
@@ -62,8 +62,8 @@ class BlockQuantizedLinear:
         """`raw_rows` uint8 [columns, row bytes], on the CPU, of blocks named `type_name` as in the file, and `bias`
         [columns]: read here, not kept. `dtype` of inputs and results: float32 or bfloat16. `activation`: a name in
         ACTIVATIONS, needed with gates. `level`: one of `block_levels`, otherwise the best. Raises ValueError for
-        a type or level that is not here and rows that are not `in_features` values, MemoryError where the packed
-        weight finds no room. See `block_obstacle` for what else does not pack."""
+        an unavailable type or level and for rows that are not `in_features` values, MemoryError when the packed
+        weight does not fit. See `block_obstacle` for what else does not pack."""
         _check_rows(raw_rows, type_name, in_features, is_gated)
         columns, self.in_width = raw_rows.shape[0], in_features
         self.out_width = columns // 2 if is_gated else columns
@@ -84,17 +84,17 @@ class BlockQuantizedLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the packed weight; 0 where it is not packed here."""
+        """Return the bytes of the packed weight; 0 where the weight is unpacked."""
         return 0 if self._unpacked is not None else int(self._weight.num_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width], possibly strided -> [rows, out_width]."""
+        """Multiply x [rows, in_width], possibly strided -> [rows, out_width]."""
         out = torch.empty((x.shape[0], self.out_width), dtype=x.dtype)
         self.multiply_into(x, out)
         return out
 
     def multiply_into(self, x: Tensor, out: Tensor) -> None:
-        """The same into `out` [rows, out_width], whose rows may be strided."""
+        """Multiply into `out` [rows, out_width], whose rows may be strided."""
         assert x.ndim == 2, f"not rows: {x.shape}"
         assert x.shape[1] == self.in_width, f"not rows of {self.in_width}: {x.shape}"
         assert x.dtype == out.dtype == self._dtype, f"inputs and results are {self._dtype}, not {x.dtype}, {out.dtype}"
@@ -118,7 +118,7 @@ class PartLinear(Protocol):
     out_width: int
 
     def multiply_into(self, x: Tensor, out: Tensor) -> None:
-        """x [rows, in_width] -> out [rows, out_width], rows possibly strided."""
+        """Multiply x [rows, in_width] -> out [rows, out_width], rows possibly strided."""
 
 
 class JoinedLinear:
@@ -135,7 +135,7 @@ class JoinedLinear:
         self._parts = tuple(parts)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in_width] -> [rows, out_width]."""
+        """Multiply x [rows, in_width] -> [rows, out_width]."""
         out = torch.empty((x.shape[0], self.out_width), dtype=x.dtype)
         first = 0
         for part in self._parts:

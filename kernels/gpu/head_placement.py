@@ -10,7 +10,7 @@ from kernels.rotary import HeadNorms
 _HEADS = 8  # of one program
 
 
-class HeadRows:
+class HeadRowsKernel:
     """Places the heads of a model's layers."""
 
     __slots__ = ("_head_dim", "_kv_heads", "_num_heads")
@@ -75,7 +75,7 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
     weight = torch.ones(16, dtype=dtype, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     fused, cached = weight.repeat(3)[None], weight.clone()[None]
-    HeadRows(1, 1, 16)(fused, HeadNorms(weight, weight, 1e-6), (angles, angles), slots, cached, cached.clone())
+    HeadRowsKernel(1, 1, 16)(fused, HeadNorms(weight, weight, 1e-6), (angles, angles), slots, cached, cached.clone())
 
 
 @triton.jit

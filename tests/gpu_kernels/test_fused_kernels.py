@@ -12,7 +12,7 @@ from tests.support.marks import slow
 pytest.importorskip("triton")
 
 from kernels.gpu.gating import NAMES, Gates
-from kernels.gpu.head_placement import HeadRows
+from kernels.gpu.head_placement import HeadRowsKernel
 from kernels.gpu.row_norm import RowNorm
 
 # Of one rounding, relative; Triton's interpreter cuts bfloat16 off where a GPU rounds.
@@ -121,7 +121,7 @@ def test_heads_are_placed(
     slots = torch.randperm(20)[:count].to(device)
     nowhere = torch.full((20, kv_heads * head_dim), float("nan"), dtype=dtype, device=device)
     keys, values = nowhere.clone(), nowhere.clone()
-    HeadRows(num_heads, kv_heads, head_dim)(fused, norm, rotation, slots, keys, values)
+    HeadRowsKernel(num_heads, kv_heads, head_dim)(fused, norm, rotation, slots, keys, values)
     first_key, first_value = num_heads * head_dim, (num_heads + kv_heads) * head_dim
     check_close(fused, expected.flatten(1), dtype, 4 if has_norm else 1)
     assert torch.equal(keys[slots], fused[:, first_key:first_value])

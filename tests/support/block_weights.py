@@ -7,7 +7,7 @@ from kernels.block_formats import BLOCK_FORMATS
 
 
 def random_blocks(type_name: str, rows: int, width: int, seed: int = 0) -> Tensor:
-    """Rows of any bits, but scales of the size that files have: uint8 [rows, row bytes]."""
+    """Make rows of any bits, but scales of the size that files have: uint8 [rows, row bytes]."""
     layout, generator = BLOCK_FORMATS[type_name], torch.Generator().manual_seed(seed)
     num_blocks = rows * layout.row_bytes(width) // layout.num_bytes
     blocks = torch.randint(0, 256, (num_blocks, layout.num_bytes), dtype=torch.uint8, generator=generator)

@@ -144,7 +144,7 @@ def _transports() -> str:
     on_cpu = ", ".join(available_transports(torch.device("cpu")))
     if cuda_obstacle() is not None:
         return on_cpu
-    return f"{on_cpu}; with engine.device=cuda {', '.join(available_transports(torch.device(CUDA)))}"
+    return f"{on_cpu}; with engine.device=cuda {', '.join(available_transports(torch.device(CUDA)))} (not served yet)"
 
 
 def _cluster() -> list[Finding]:

@@ -60,7 +60,7 @@ def _heads(setup: KernelSetup, count: int) -> Iterator[KernelCase]:
     kernel_case = partial(KernelCase, "heads placed", f"{count} tokens", num_bytes=num_elements * setup.dtype.itemsize)
     yield kernel_case(TORCH, plain)
     if kernels is not None:
-        place = kernels.HeadRows(num_heads, kv_heads, head_dim)
+        place = kernels.HeadRowsKernel(num_heads, kv_heads, head_dim)
         yield kernel_case(TRITON, lambda: place(fused, None, (cos, sin), slots, keys, values))
 
 

@@ -94,8 +94,7 @@ class BlockWeight {
              int num_threads) {
         const int64_t size = is_bfloat16 ? 2 : 4;
         nb::gil_scoped_release released;
-        const Memory rounded(size_t(num_rows * weights_.num_blocks) * sizeof(InputBlock));
-        InputBlock* inputs = reinterpret_cast<InputBlock*>(rounded.data());
+        InputBlock* inputs = scratch(size_t(num_rows * weights_.num_blocks));
         round_inputs({reinterpret_cast<const char*>(x), x_stride * size, num_rows, weights_.num_blocks, is_bfloat16,
                       format_, inputs},
                      num_threads);
@@ -105,6 +104,17 @@ class BlockWeight {
     size_t num_bytes() const { return panels_.bytes(); }
 
    private:
+    // Kept by the calling thread from product to product: fresh memory costs a page fault for every page.
+    static InputBlock* scratch(size_t count) {
+        static thread_local std::unique_ptr<Memory> memory;
+        const size_t bytes = count * sizeof(InputBlock);
+        if (!memory || memory->bytes() < bytes) {
+            memory.reset();
+            memory = std::make_unique<Memory>(bytes);
+        }
+        return reinterpret_cast<InputBlock*>(memory->data());
+    }
+
     static int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
     static int64_t checked_width(Format format, int64_t columns, int64_t in_width, bool is_gated) {

@@ -32,14 +32,33 @@ def randoms(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def made(way: str, *args: object, **options: object) -> BlockQuantizedLinear:
-    """By the name of a level, or unpacked."""
-    chosen = {"allow_native": False} if way == "unpacked" else {"level": way}
-    return BlockQuantizedLinear(*args, **chosen, **options)  # type: ignore[arg-type]
+def made(
+    way: str,
+    raw: Tensor,
+    type_name: str,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    activation: str | None = None,
+    is_gated: bool = False,
+) -> BlockQuantizedLinear:
+    """Make a linear layer on a level, or unpacked."""
+    layout = BLOCK_FORMATS[type_name]
+    return BlockQuantizedLinear(
+        raw,
+        type_name,
+        raw.shape[1] // layout.num_bytes * layout.num_values,
+        bias,
+        dtype=dtype,
+        activation=activation,
+        is_gated=is_gated,
+        level=None if way == "unpacked" else way,
+        allow_native=way != "unpacked",
+    )
 
 
 def rounded_inputs(x: Tensor) -> Tensor:
-    """What the kernels make of their inputs, as numbers: 8 bits and a scale for each 32 of a row."""
+    """Round as the kernels do: 8 bits and a scale for each 32 inputs of a row."""
     blocks = x.float().reshape(len(x), -1, 32)
     scales = (blocks.abs().amax(dim=2, keepdim=True) / 127.0).clamp(min=1e-12)
     quants = (blocks * (1.0 / scales)).round()
@@ -48,7 +67,7 @@ def rounded_inputs(x: Tensor) -> Tensor:
 
 
 def product(x: Tensor, raw: Tensor, type_name: str) -> tuple[Tensor, Tensor]:
-    """In float64, and the sum of the sizes of what is summed, of weights and their minima apart."""
+    """Return the product in float64, and the sum of the sizes of its terms, weights and minima apart."""
     weight = dequantize(raw, type_name).double()
     sizes = x.double().abs() @ weight.abs().T + 15.0 * x.double().abs().sum(1, keepdim=True) * weight.abs().amax(1)
     return x.double() @ weight.T, sizes
@@ -61,7 +80,7 @@ def product(x: Tensor, raw: Tensor, type_name: str) -> tuple[Tensor, Tensor]:
 def test_exact_products_of_rounded_inputs(
     rows: int, columns: int, width: int, dtype: torch.dtype, type_name: str, level: str
 ) -> None:
-    """No other error than that of float32 sums over blocks."""
+    """The only error is that of float32 sums over blocks."""
     raw, x = random_blocks(type_name, columns, width), randoms(1, rows, width, dtype=dtype)
     result = BlockQuantizedLinear(raw, type_name, width, dtype=dtype, level=level)(x)
     expected, sizes = product(rounded_inputs(x), raw, type_name)
@@ -120,7 +139,7 @@ def test_the_largest_quants_and_inputs(type_name: str, level: str) -> None:
 @types
 @dtypes
 def test_a_row_is_the_same_in_any_batch(threads: int, dtype: torch.dtype, type_name: str, level: str) -> None:
-    """Bit by bit: what else is in the batch decides neither the order of a sum nor its rounding."""
+    """Rows are equal bit by bit: the batch decides neither the order of a sum nor its rounding."""
     raw = random_blocks(type_name, 100, 256)
     linear = BlockQuantizedLinear(raw, type_name, 256, randoms(2, 100), dtype=dtype, level=level)
     x = randoms(1, 261, 256, dtype=dtype)
@@ -131,7 +150,7 @@ def test_a_row_is_the_same_in_any_batch(threads: int, dtype: torch.dtype, type_n
 
 @types
 def test_all_levels_form_the_same_sums(type_name: str) -> None:
-    """To the last bits, which a fused multiply-add rounds otherwise."""
+    """Levels differ in the last bits, which a fused multiply-add rounds otherwise."""
     raw, x = random_blocks(type_name, 50, 512), randoms(1, 20, 512)
     results = [BlockQuantizedLinear(raw, type_name, 512, level=level)(x) for level in block_levels()]
     for result in results[1:]:
@@ -146,7 +165,7 @@ def test_bias_nonlinearity_and_gates(activation: str | None, is_gated: bool, dty
     if is_gated and activation is None:
         activation = "silu"
     raw, bias, x = random_blocks("Q4_K", 74, 256), randoms(1, 74, dtype=dtype), randoms(2, 7, 256, dtype=dtype)
-    result = made(way, raw, "Q4_K", 256, bias, dtype=dtype, activation=activation, is_gated=is_gated)(x)
+    result = made(way, raw, "Q4_K", bias, dtype=dtype, activation=activation, is_gated=is_gated)(x)
     sums = product(x, raw, "Q4_K")[0] + bias.double()
     if is_gated:
         gates, ups = sums.chunk(2, dim=1)
@@ -161,7 +180,7 @@ def test_bias_nonlinearity_and_gates(activation: str | None, is_gated: bool, dty
 @dtypes
 def test_strided_rows_among_nan(dtype: torch.dtype, way: str) -> None:
     raw, x = random_blocks("Q4_1", 40, 64), randoms(1, 9, 64, dtype=dtype)
-    linear = made(way, raw, "Q4_1", 64, dtype=dtype)
+    linear = made(way, raw, "Q4_1", dtype=dtype)
     wide = torch.full((11, 70), float("nan"), dtype=dtype)
     wide[1:-1, 4:-2] = x
     assert torch.equal(linear(wide[1:-1, 4:-2]), linear(x))
@@ -175,7 +194,7 @@ def test_strided_rows_among_nan(dtype: torch.dtype, way: str) -> None:
 
 @ways
 def test_no_rows_and_rows_of_zeros(way: str) -> None:
-    linear = made(way, random_blocks("Q6_K", 40, 256), "Q6_K", 256)
+    linear = made(way, random_blocks("Q6_K", 40, 256), "Q6_K")
     assert linear(torch.empty(0, 256)).shape == (0, 40)
     assert torch.equal(linear(torch.zeros(2, 256)), torch.zeros(2, 40))
 
@@ -208,7 +227,7 @@ def test_the_weight_is_not_kept_and_packs_into_about_its_own_size(level: str) ->
 def test_parts_of_several_types_are_joined(way: str) -> None:
     x = randoms(1, 6, 256)
     parts = [
-        made(way, random_blocks(type_name, columns, 256), type_name, 256)
+        made(way, random_blocks(type_name, columns, 256), type_name)
         for type_name, columns in (("Q4_K", 50), ("Q6_K", 20), ("Q8_0", 33))
     ]
     joined = JoinedLinear(parts)

@@ -6,7 +6,7 @@ model of the pocket model's shape in a colocated worker, 64 requests of a peer p
 
 Then what is claimed as lost to padding, beside what attention really loses to it.
 
-    python -m benchmarks.ledger            # fails above 1 % of the median iteration, or off the wall time by 2 %
+    python -m benchmarks.iteration_log            # fails above 1 % of the median iteration, or off the wall time by 2 %
 """
 
 import math
@@ -138,7 +138,7 @@ def main() -> None:
     padding = [measure_padding(count, num_blocks) for count, num_blocks in PADDED]
     for row in (run, *costs, *padding):
         print(row)
-    write_result("ledger", {"run": run, "costs": costs, "padding": padding})
+    write_result("iteration_log", {"run": run, "costs": costs, "padding": padding})
     assert all(row["share_of_iteration"] < MAX_COST for row in costs), "the iteration log costs too much"
     for name in ("parts_over_wall", "parts_over_time_passed"):
         assert abs(1.0 - run[name]) < MAX_GAP, f"{name}: the parts do not add up"
