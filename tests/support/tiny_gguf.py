@@ -27,6 +27,8 @@ def write_tiny_gguf(
     has_head: bool = False,
     metadata: dict[str, Any] | None = None,
     rope_factors: npt.NDArray[Any] | None = None,
+    num_extra_tokens: int = 0,
+    pre: str = "smollm",
 ) -> Path:
     """Write a model of two layers, whose matrices take the types in turn, and a byte-level tokenizer.
 
@@ -35,7 +37,7 @@ def write_tiny_gguf(
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
     _add_metadata(writer, architecture, metadata or {})
-    _add_tokenizer(writer)
+    _add_tokenizer(writer, pre, num_extra_tokens)
     vocab_size = len(byte_level_tokens())
     matrices = 0
 
@@ -122,7 +124,9 @@ def _add_metadata(writer: Any, architecture: str, changed: dict[str, Any]) -> No
         entries |= {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM}
     for name, value in (entries | changed).items():
         key = name if name.startswith(("general.", "tokenizer.")) else f"{architecture}.{name}"
-        if isinstance(value, str):
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
@@ -130,10 +134,10 @@ def _add_metadata(writer: Any, architecture: str, changed: dict[str, Any]) -> No
             writer.add_uint32(key, value)
 
 
-def _add_tokenizer(writer: Any) -> None:
-    tokens = byte_level_tokens()
+def _add_tokenizer(writer: Any, pre: str, num_extra_tokens: int) -> None:
+    tokens = [*byte_level_tokens(), *(f"extra{number}" for number in range(num_extra_tokens))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3] * NUM_CONTROL + [1] * (len(tokens) - NUM_CONTROL))
     writer.add_token_merges(["h e", "he l"])
