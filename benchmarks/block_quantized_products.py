@@ -3,11 +3,10 @@
     python -m benchmarks.block_quantized_products [seconds]
 
 Weights come from memory, as in a pass over many layers: there are more of them than the caches hold. All take turns.
-What counts is the fastest tenth's slowest, so that other work on the machine, which delays some, does not: medians of a
-machine that is used say more about its load. A plain read is PyTorch's sum over float32 numbers.
+The tenth percentile counts: other work on the machine delays some rounds, and a median says more about that work. A
+plain read is PyTorch's sum over float32 numbers.
 """
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -68,7 +67,7 @@ def _measure_rows(weights: Sequence[Sides], rows: int, type_name: str, seconds: 
             product(x)
             taken.append(time.perf_counter() - started)
         turn += 1
-    best = {name: statistics.quantiles(taken[1:], n=10)[0] for name, taken in times.items()}
+    best = {name: sorted(taken[1:])[len(taken) // 10] for name, taken in times.items()}
     return {
         "type": type_name,
         "inputs": blocks.in_width,
