@@ -49,10 +49,11 @@ class RmsNorm:
 
     __slots__ = ("_eps", "_rows", "_weight")
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: of the rows, where the weight's is float32 and theirs is not."""
         self._weight = weight
         self._eps = eps
-        self._rows = _row_norm(weight, None, eps, is_rms=True)
+        self._rows = _row_norm(weight, None, eps, is_rms=True, dtype=dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Norm."""
@@ -70,14 +71,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     shape = tuple(weight.shape)
     if x.dtype == torch.float32:
         return functional.rms_norm(x, shape, weight, eps)
+    if weight.dtype == torch.float32:
+        return functional.rms_norm(x.float(), shape, weight, eps).to(x.dtype)
     return functional.rms_norm(x.float(), shape, None, eps).to(x.dtype) * weight
 
 
-def _row_norm(weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool) -> Callable[..., Tensor] | None:
+def _row_norm(
+    weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool, dtype: torch.dtype | None = None
+) -> Callable[..., Tensor] | None:
     """Return a one-pass kernel that normalises x, or the residual after x is added to it; None: there is none."""
-    fused = fused_kernels("row_norm", weight.device, weight.dtype)
+    dtype = dtype or weight.dtype
+    fused = fused_kernels("row_norm", weight.device, dtype)
     if fused is not None:
         on_gpu: Callable[..., Tensor] = fused.RowNorm(weight, bias, eps, is_rms=is_rms)
         return on_gpu
-    level = native_level(weight.dtype, weight.device)
-    return None if level is None else NormRows(weight, bias, eps, is_rms=is_rms, level=level)
+    level = native_level(dtype, weight.device)
+    return None if level is None else NormRows(weight, bias, eps, is_rms=is_rms, level=level, dtype=dtype)

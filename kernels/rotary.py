@@ -10,11 +10,16 @@ from kernels.gpu_dispatch import fused_kernels
 from kernels.norm import rms_norm
 
 
-def rotary_angles(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute positions [tokens], inverse_frequencies [rotary_dim / 2] float32 -> cos, sin [tokens, 1,
-    rotary_dim / 2]."""
+def rotary_angles(
+    positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Compute positions [tokens], inverse_frequencies [rotary_dim / 2] float32 -> factor * cos, factor * sin
+    [tokens, 1, rotary_dim / 2]."""
     angles = positions.to(torch.float32)[:, None, None] * inverse_frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1.0:
+        cos, sin = cos.mul_(factor), sin.mul_(factor)
+    return cos.to(dtype), sin.to(dtype)
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:

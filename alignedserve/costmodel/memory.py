@@ -37,5 +37,6 @@ def num_cache_blocks(
 
 def _activation_bytes(shape: ModelShape) -> int:
     """Return the bytes of a pass at its widest: residual, its normalised copy, feed-forward values."""
-    width = 2 * shape.hidden_size + (2 if shape.is_gated else 1) * shape.ffn_size
+    inner = max(shape.ffn_size, shape.num_chosen_experts * shape.expert_size)
+    width = 2 * shape.hidden_size + (2 if shape.is_gated else 1) * inner
     return _ACTIVATION_TOKENS * width * shape.dtype_bytes

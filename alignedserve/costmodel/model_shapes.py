@@ -25,6 +25,10 @@ class ModelShape:
     ties_embeddings: bool  # one table for tokens in and logits out
     num_positions: int = 0  # rows of learned positions; 0 with rotary ones
     dtype: str = "float16"  # of weights and cache, a key of DTYPE_BYTES
+    num_experts: int = 0  # of a mixture in place of the feed-forward part, on some layers or all
+    num_chosen_experts: int = 0  # that a token passes
+    expert_size: int = 0  # as ffn_size
+    num_expert_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -42,10 +46,32 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
+        """Return the weights of all layers together."""
+        return self._layers(self.num_experts)
+
+    @property
+    def token_parameters(self) -> int:
         """Return the weights that every token is multiplied with, all layers together."""
+        return self._layers(self.num_chosen_experts)
+
+    def read_parameters(self, num_tokens: int) -> float:
+        """Return the weights of all layers that so many tokens read, where each chooses its experts at random.
+
+        Example: 128 experts of which a token passes 8; 16 tokens read 128 * (1 - (1 - 8 / 128) ** 16) = 82 of them.
+        """
+        if not self.num_expert_layers:
+            return self.layer_parameters
+        unread = (1.0 - self.num_chosen_experts / self.num_experts) ** num_tokens
+        return self.layer_parameters - unread * (self.layer_parameters - self._layers(0))
+
+    def _layers(self, num_experts: int) -> int:
+        """Return the weights of all layers, those with experts holding so many of them."""
         attention = 2 * self.hidden_size * (self.num_heads * self.head_dim + self.kv_width)
-        mlp = (3 if self.is_gated else 2) * self.hidden_size * self.ffn_size
-        return self.num_layers * (attention + mlp)
+        row = (3 if self.is_gated else 2) * self.hidden_size
+        dense = (self.num_layers - self.num_expert_layers) * row * self.ffn_size
+        router = self.hidden_size * self.num_experts
+        experts = self.num_expert_layers * (router + num_experts * row * self.expert_size)
+        return self.num_layers * attention + dense + experts
 
     @property
     def head_parameters(self) -> int:
@@ -66,7 +92,7 @@ class ModelShape:
     @property
     def token_flops(self) -> int:
         """Return the operations of one token through the layers' matrices; a multiplication and an addition are two."""
-        return 2 * self.layer_parameters
+        return 2 * self.token_parameters
 
     @property
     def pair_flops(self) -> int:

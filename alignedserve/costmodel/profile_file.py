@@ -79,9 +79,15 @@ def _numbers(content: Mapping[str, Any], name: str, kind: type, path: Path) -> d
 
 
 def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
-    section = _section(content, "shape", ModelShape, path)
+    section = _section({"shape": _with_experts(content.get("shape"))}, "shape", ModelShape, path)
     types = {field.name: field.type for field in fields(ModelShape)}
     for field, value in section.items():
         if type(value) is not types[field]:
             raise ConfigError(f"{path}: shape.{field} must be of type {getattr(types[field], '__name__', '?')}.")
     return ModelShape(**section)
+
+
+def _with_experts(section: Any) -> Any:
+    """Return the shape with the fields of experts, which profiles of earlier versions lack."""
+    names = ("num_experts", "num_chosen_experts", "expert_size", "num_expert_layers")
+    return {**dict.fromkeys(names, 0), **section} if isinstance(section, dict) else section

@@ -58,7 +58,8 @@ class RooflineModel:
         self._flop_s = elementwise / (flops_per_s * efficiency.linear_flops)
         self._weight_s = shape.dtype_bytes / (bytes_per_s * efficiency.linear_bytes)
         # What a shape works out each time it is asked; policies ask for hundreds of iterations in a decision.
-        self._layer_parameters, self._head_parameters = shape.layer_parameters, shape.head_parameters
+        self._token_parameters, self._head_parameters = shape.token_parameters, shape.head_parameters
+        self._has_experts = shape.num_expert_layers > 0
         self._projection_s = shape.projection_flops * self._flop_s
         self._hidden_gain = shape.hidden_ratio - 1.0
         self._pair_s = shape.pair_flops / (flops_per_s * efficiency.prefill_attention_flops)
@@ -84,7 +85,7 @@ class RooflineModel:
 
     def layers_s(self, num_tokens: int) -> float:
         """Return the seconds of num_tokens through all layers: matrices, and elementwise work between them."""
-        return self._product_s(self._layer_parameters, num_tokens)
+        return self._layers_s(num_tokens)
 
     def collectives_s(self, num_tokens: int) -> float:
         """Return the all-reduce time for num_tokens, two per layer."""
@@ -92,9 +93,15 @@ class RooflineModel:
 
     def _linear_s(self, work: IterationWork) -> float:
         """Return the seconds of layers, logits, and keys and values recomputed from a hidden cache."""
-        layers = self._product_s(self._layer_parameters, work.num_tokens)
+        layers = self._layers_s(work.num_tokens)
         head = self._product_s(self._head_parameters, work.num_sampled)
         return layers + head + self._projection_s * work.hidden_context_len
+
+    def _layers_s(self, num_tokens: int) -> float:
+        if not self._has_experts or not num_tokens:
+            return self._product_s(self._token_parameters, num_tokens)
+        weights_s = self.shape.read_parameters(num_tokens) * self._weight_s
+        return max(2 * self._token_parameters * num_tokens * self._flop_s, weights_s)
 
     def _product_s(self, num_parameters: int, num_rows: int) -> float:
         """Return the seconds of so many rows through so many weights, which are read once for all."""

@@ -13,7 +13,7 @@ from kernels.cpu.paged_attention import supported_levels
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-_native = load_native("Normaliser")
+_native = load_native("RowNormaliser")
 
 
 def native_level(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -27,22 +27,33 @@ def native_level(dtype: torch.dtype, device: torch.device) -> str | None:
 class NormRows:
     """Layer normalisation over rows, or the root mean square form of it."""
 
-    __slots__ = ("_bias", "_kernel", "_weight", "_width")
+    __slots__ = ("_bias", "_dtype", "_kernel", "_weight", "_width")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool, level: str) -> None:
-        """`weight` [width], `bias` [width] or None: kept, on the CPU, of one dtype."""
-        self._weight = weight.contiguous()
-        self._bias = None if bias is None else bias.contiguous()
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        is_rms: bool,
+        level: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`weight` [width], `bias` [width] or None: on the CPU, kept as float32. `dtype`: of the rows; None: the
+        weight's."""
+        self._dtype = dtype or weight.dtype
+        self._weight = weight.float().contiguous()
+        self._bias = None if bias is None else bias.float().contiguous()
         self._width = weight.shape[0]
-        assert bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape), "a bias of another kind"
+        assert bias is None or bias.shape == weight.shape, "a bias of another shape"
         addresses = (self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
-        is_bfloat16 = _is_bfloat16(weight)
-        self._kernel = _native.Normaliser(level, *addresses, self._width, eps, is_rms, is_bfloat16)
+        is_bfloat16 = self._dtype == torch.bfloat16
+        self._kernel = _native.RowNormaliser(level, *addresses, self._width, eps, is_rms, is_bfloat16)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalise x [rows, width] -> normalised [rows, width]. With `residual` of the same shape, residual += x
         first, in place, and the result is the normalised residual. Rows may be strided."""
-        assert _is_rows(x, self._width, self._weight.dtype), f"not [rows, {self._width}]: {x.shape}"
+        assert _is_rows(x, self._width, self._dtype), f"not [rows, {self._width}]: {x.shape}"
         out = torch.empty(x.shape, dtype=x.dtype)
         address, stride = 0, 0
         if residual is not None:

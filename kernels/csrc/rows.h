@@ -10,12 +10,12 @@ namespace rows {
 
 // out = normalised(x), or, with `residual`: residual += x first, and out = normalised(residual).
 struct Norm {
-    const char* weight;  // [width]
-    const char* bias;    // [width], or null
+    const float* weight;  // [width]
+    const float* bias;    // [width], or null
     int64_t width;
     float eps;
     bool is_rms;  // no mean is subtracted, and there is no bias
-    bool is_bfloat16;
+    bool is_bfloat16;  // the rows; weight and bias are float32
 
     // Floats of scratch memory per thread.
     size_t scratch_floats() const { return size_t(width + 15) / 16 * 16; }

@@ -96,8 +96,8 @@ void normalise_typed(const Norm& norm, const NormRows& call, float* scratch, int
         char* out = call.out + index * call.out_row_bytes;
         for (int64_t i = 0; i < norm.width; i += WIDTH) {
             const int64_t valid = norm.width - i, at = i * Type::kBytes;
-            Floats y = load(scratch + i) * scale * Type::widened(get<Type>(norm.weight + at, valid));
-            if (norm.bias) y += Type::widened(get<Type>(norm.bias + at, valid));
+            Floats y = load(scratch + i) * scale * get<Float32>((const char*)(norm.weight + i), valid);
+            if (norm.bias) y += get<Float32>((const char*)(norm.bias + i), valid);
             put<Type>(out + at, Type::narrowed(y), valid);
         }
     }

@@ -53,11 +53,11 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-class Normaliser {
+class RowNormaliser {
    public:
-    Normaliser(const std::string& level, uintptr_t weight, uintptr_t bias, int64_t width, float eps, bool is_rms,
+    RowNormaliser(const std::string& level, uintptr_t weight, uintptr_t bias, int64_t width, float eps, bool is_rms,
                bool is_bfloat16)
-        : level_(level_named(level)), norm_{at<char>(weight), at<char>(bias), width, eps, is_rms, is_bfloat16} {}
+        : level_(level_named(level)), norm_{at<float>(weight), at<float>(bias), width, eps, is_rms, is_bfloat16} {}
 
     // Strides in elements; residual 0: there is none.
     void run(uintptr_t x, int64_t x_stride, uintptr_t residual, int64_t residual_stride, uintptr_t out,
@@ -136,9 +136,9 @@ void highest(const std::string& level, uintptr_t x, int64_t stride, int64_t num_
 }  // namespace
 
 void bind(nb::module_& module) {
-    nb::class_<Normaliser>(module, "Normaliser")
+    nb::class_<RowNormaliser>(module, "RowNormaliser")
         .def(nb::init<const std::string&, uintptr_t, uintptr_t, int64_t, float, bool, bool>())
-        .def("run", &Normaliser::run);
+        .def("run", &RowNormaliser::run);
     nb::class_<Gates>(module, "Gates")
         .def(nb::init<const std::string&, const std::string&, bool>())
         .def("run", &Gates::run);

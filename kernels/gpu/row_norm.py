@@ -14,7 +14,7 @@ class RowNorm:
     __slots__ = ("_bias", "_eps", "_is_rms", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_rms: bool) -> None:
-        """`weight` [width], `bias` [width] or None: kept, contiguous, on the GPU, of one dtype."""
+        """`weight` [width], `bias` [width] or None: kept, contiguous, on the GPU, of the rows' dtype or float32."""
         self._weight = weight.contiguous()
         self._bias = None if bias is None else bias.contiguous()
         self._eps = eps

@@ -45,20 +45,20 @@ def expected_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_rms: boo
 
 @dtypes
 @pytest.mark.parametrize(("num_rows", "width"), [(5, 64), (1, 1), (3, 100), (2, 1000), (0, 8)])
-@pytest.mark.parametrize("kind", ["rms", "layer", "layer without bias"])
+@pytest.mark.parametrize("kind", ["rms", "rms, precise weight", "layer", "layer without bias"])
 def test_norms(kind: str, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    weight = randoms(width, dtype=dtype, device=device)
+    weight = randoms(width, dtype=torch.float32 if "precise" in kind else dtype, device=device)
     bias = randoms(width, dtype=dtype, device=device, seed=1) if kind == "layer" else None
-    norm = RowNorm(weight, bias, 1e-5, is_rms=kind == "rms")
+    norm = RowNorm(weight, bias, 1e-5, is_rms="rms" in kind)
     x = strided(randoms(num_rows, width, dtype=dtype, device=device) * 3 + 1)
     residual = strided(randoms(num_rows, width, dtype=dtype, device=device, seed=2))
-    roundings = 3 if kind == "rms" else 1
-    check_close(norm(x), expected_norm(x, weight, bias, is_rms=kind == "rms"), dtype, roundings)
+    roundings = 3 if "rms" in kind else 1
+    check_close(norm(x), expected_norm(x, weight, bias, is_rms="rms" in kind), dtype, roundings)
     summed, before = residual.double() + x.double(), x.clone()
     normed = norm(x, residual)
     check_close(residual, summed, dtype)
     assert torch.equal(x, before)
-    check_close(normed, expected_norm(residual, weight, bias, is_rms=kind == "rms"), dtype, roundings)
+    check_close(normed, expected_norm(residual, weight, bias, is_rms="rms" in kind), dtype, roundings)
 
 
 @dtypes

@@ -50,7 +50,7 @@ def write_tiny_gguf(
         writer.add_tensor(name, (mean + 0.1 * rng.standard_normal(width)).astype(np.float32))
 
     matrix("token_embd.weight", vocab_size, HIDDEN)
-    for layer in range(LAYERS):
+    for layer in range((metadata or {}).get("block_count", LAYERS) if architecture == "gemma3" else LAYERS):
         prefix = f"blk.{layer}."
         matrix(prefix + "attn_q.weight", HEADS * HEAD_DIM, HIDDEN)
         matrix(prefix + "attn_k.weight", KV_HEADS * HEAD_DIM, HIDDEN)
@@ -61,7 +61,10 @@ def write_tiny_gguf(
         matrix(prefix + "ffn_down.weight", HIDDEN, FFN)
         for name in ("attn_norm", "ffn_norm"):
             vector(f"{prefix}{name}.weight", HIDDEN, 1.0)
-        if architecture == "qwen3":
+        if architecture == "gemma3":
+            for name in ("post_attention_norm", "post_ffw_norm"):
+                vector(f"{prefix}{name}.weight", HIDDEN, 1.0)
+        if architecture in ("qwen3", "gemma3"):
             for name in ("attn_q_norm", "attn_k_norm"):
                 vector(f"{prefix}{name}.weight", HEAD_DIM, 1.0)
         if architecture == "qwen2":
@@ -120,7 +123,7 @@ def _add_metadata(writer: Any, architecture: str, changed: dict[str, Any]) -> No
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": 10000.0,
     }
-    if architecture == "qwen3":
+    if architecture in ("qwen3", "gemma3"):
         entries |= {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM}
     for name, value in (entries | changed).items():
         key = name if name.startswith(("general.", "tokenizer.")) else f"{architecture}.{name}"

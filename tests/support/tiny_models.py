@@ -23,6 +23,24 @@ _SIZES: dict[str, Any] = {
 }
 _LLAMA_SIZES: dict[str, Any] = {**_SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "attention_dropout": 0.0}
 _OPT_SIZES: dict[str, Any] = {**_SIZES, "ffn_dim": 128, "dropout": 0.0, "attention_dropout": 0.0}
+_GEMMA3: dict[str, Any] = {
+    **_LLAMA_SIZES,
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -42,6 +60,15 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {**_LLAMA_SIZES, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
     ),
+    "llama_yarn_rope": ("LlamaConfig", {**_LLAMA_SIZES, "rope_parameters": _YARN_ROPE}),
+    "qwen2_yarn_rope": (
+        "Qwen2Config",
+        {
+            **_LLAMA_SIZES,
+            "rope_parameters": {**_YARN_ROPE, "beta_fast": 20.0, "beta_slow": 0.5, "truncate": False, "mscale": 1.2}
+            | {"mscale_all_dim": 0.7},
+        },
+    ),
     "mistral": ("MistralConfig", {**_LLAMA_SIZES, "sliding_window": None, "head_dim": 24}),
     "mistral_window": ("MistralConfig", {**_LLAMA_SIZES, "sliding_window": 7}),
     "qwen2": ("Qwen2Config", {**_LLAMA_SIZES, "tie_word_embeddings": True}),
@@ -50,6 +77,45 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA_SIZES, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {**_LLAMA_SIZES, "head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2}),
+    "mixtral": ("MixtralConfig", {**_LLAMA_SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **_LLAMA_SIZES,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "phi3": ("Phi3Config", {**_LLAMA_SIZES, "sliding_window": 8}),
+    "phi3_long_rope": (
+        "Phi3Config",
+        {
+            **_LLAMA_SIZES,
+            "original_max_position_embeddings": 5,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.0, 1.2, 1.3, 1.5, 2.0],
+                "long_factor": [1.0, 1.1, 1.5, 2.0, 4.0, 9.0],
+            },
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            **_LLAMA_SIZES,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "gemma3_text": ("Gemma3TextConfig", _GEMMA3),
     "opt": ("OPTConfig", {**_OPT_SIZES}),
     "opt_post_norm": (
         "OPTConfig",

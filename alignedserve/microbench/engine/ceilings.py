@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
+from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
 
 # Numbers of rows that are timed; the others are interpolated.
@@ -43,9 +44,13 @@ class ProductClock:
             layer,
             qkv=_TimedProjection(layer.qkv, self),
             output=_TimedProjection(layer.output, self),
-            gate_up=_TimedProjection(layer.gate_up, self),
-            down=_TimedProjection(layer.down, self),
+            mlp=self._watch_mlp(layer.mlp),
         )
+
+    def _watch_mlp(self, mlp: FeedForwardPart | Projection) -> FeedForwardPart | Projection:
+        if not isinstance(mlp, FeedForwardPart):
+            return _TimedProjection(mlp, self)
+        return FeedForwardPart(_TimedProjection(mlp.gate_up, self), _TimedProjection(mlp.down, self))
 
 
 class _TimedProjection:

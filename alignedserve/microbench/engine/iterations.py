@@ -136,7 +136,7 @@ class _IterationBenchmark:
         """Return weights once, keys and values of every context."""
         config, spec, contexts = self._config, self._spec, self._decodes.contexts
         num_bytes = step_weight_bytes(config, spec.dtype, None) + sum(contexts) * config.kv_token_bytes(spec.dtype)
-        num_operations = 2 * config.num_projected * len(contexts) + _attention_operations(config, sum(contexts))
+        num_operations = 2 * config.num_multiplied * len(contexts) + _attention_operations(config, sum(contexts))
         bound_s = self._ceilings.bound_s(num_bytes, num_operations, is_copy=False)
         bound = _Bound(f"{num_bytes / 1e9:.3g} GB read", bound_s)
         return _at_most(DECODE, _named(self._decodes), self._seconds(self._decodes), bound, _DECODE_RATIO)
@@ -147,7 +147,7 @@ class _IterationBenchmark:
         (chunk,) = self._prompt.chunks
         num_pairs = chunk.num_tokens * (chunk.num_tokens + 1) // 2
         head = config.vocab_size * config.embedding_size
-        num_operations = 2 * (config.num_projected - head) * chunk.num_tokens + 2 * head
+        num_operations = 2 * (config.num_multiplied - head) * chunk.num_tokens + 2 * head
         num_operations += _attention_operations(config, num_pairs)
         bound_s = num_operations / self._ceilings.matrix_tflop_per_s / 1e12
         bound = _Bound(f"{num_operations / 1e12:.3g} TFLOP", bound_s)

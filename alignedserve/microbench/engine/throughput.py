@@ -112,8 +112,8 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
 
 
 def step_weight_bytes(config: ModelConfig, dtype: str, quantization: str | None) -> int:
-    """Return the weights that every step reads whole, whatever its tokens."""
-    return config.num_projected * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
+    """Return the weights that every step reads whole, whatever its tokens; of experts, those of a single token."""
+    return config.num_multiplied * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
 
 
 def _warm_up(engine: Engine, spec: EngineBenchmarkSpec) -> None:

@@ -1,7 +1,7 @@
 """One decoder for all model families: they differ in options of ModelConfig, not in branches over names."""
 
-import math
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,14 +9,12 @@ from torch import Tensor
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.hidden_pass import HiddenPass, Rotation
+from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.model_config import ModelConfig, RopeConfig, RopeScaling
+from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
+from kernels.norm import Norm
 from kernels.rotary import HeadPlacement, rotary_angles
-
-# On a CPU the feed-forward part computes so many rows at a time: intermediate results then stay in the cache, and in
-# memory that was used before. 2048 rows of 896 x 4864 in float32: 575 ms at once, 498 ms in four parts.
-_TILE_ROWS = 512
 
 
 class Decoder:
@@ -33,9 +31,12 @@ class Decoder:
         # queued (a GPU).
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
-        self._frequencies = None
-        if config.rope is not None:
-            self._frequencies = inverse_frequencies(config.rope).to(self.device)
+        rope_of_layer = [config.rope_of(layer) for layer in range(config.num_layers)]
+        ropes = [rope for rope in dict.fromkeys(rope_of_layer) if rope is not None]
+        self._ropes = [(inverse_frequencies(rope).to(self.device), rope.angle_factor) for rope in ropes]
+        self._rope_of_layer = [ropes.index(rope) for rope in rope_of_layer if rope is not None]
+        # Rounded to the dtype of the weights, as the embeddings are.
+        self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
 
     @property
     def dtype_name(self) -> str:
@@ -53,9 +54,9 @@ class Decoder:
         for block_id, first_slot in batch.unclean_tails:
             storage.zero_tail(block_id, first_slot)
         hidden = self._embed(batch)
-        run = _Pass(batch, storage, self._rotation(batch.positions))
+        run = _Pass(batch, storage, self._rotations(batch.positions))
         if batch.hidden is not None:
-            run.hidden = HiddenPass(batch.hidden, storage, self._place, self._rotation(batch.hidden.positions))
+            run.hidden = HiddenPass(batch.hidden, storage, self._place, self._rotations(batch.hidden.positions))
         pending = None
         for layer, weights in enumerate(self._weights.layers):
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
@@ -71,16 +72,22 @@ class Decoder:
             hidden = weights.final_norm(hidden)
         if weights.project_out is not None:
             hidden = weights.project_out(hidden)
-        return weights.lm_head(hidden)
+        logits = weights.lm_head(hidden)
+        return logits if self.config.logits_divisor == 1.0 else logits.div_(self.config.logits_divisor)
 
-    def _rotation(self, positions: Tensor) -> Rotation | None:
-        if self._frequencies is None:
-            return None
-        return rotary_angles(positions, self._frequencies, self._place.angle_dtype)
+    def _rotations(self, positions: Tensor) -> Sequence[Rotation | None]:
+        """Return the rotation of each layer; layers of one kind share theirs."""
+        if not self._ropes:
+            return [None] * self.config.num_layers
+        dtype = self._place.angle_dtype
+        rotations = [rotary_angles(positions, frequencies, dtype, factor) for frequencies, factor in self._ropes]
+        return [rotations[rope] for rope in self._rope_of_layer]
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         weights = self._weights
         hidden = weights.embedding.index_select(0, batch.token_ids)
+        if self._embedding_multiplier != 1.0:
+            hidden = hidden.mul_(self._embedding_multiplier)
         if weights.project_in is not None:
             hidden = weights.project_in(hidden)
         if weights.positions is not None:
@@ -110,22 +117,29 @@ class Decoder:
         return hidden, self._mlp(weights.mlp_norm.after_adding_(hidden, attended), weights)
 
     def _mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        num_tiles = -(-x.shape[0] // _TILE_ROWS) if self.device.type == "cpu" else 1
-        if num_tiles == 1:
-            return weights.down(weights.gate_up(x))
-        return torch.cat([weights.down(weights.gate_up(tile)) for tile in x.chunk(num_tiles)])
+        return self._addend(weights.mlp(x), weights.mlp_post_norm)
+
+    def _addend(self, product: Tensor, post_norm: Norm | None) -> Tensor:
+        """Return what a part of a layer adds to the residual stream."""
+        if post_norm is not None:
+            product = post_norm(product)
+        multiplier = self.config.residual_multiplier
+        return product if multiplier == 1.0 else product.mul_(multiplier)
 
     def _attention(self, x: Tensor, layer: int, weights: LayerWeights, run: "_Pass") -> Tensor:
         config, batch, storage = self.config, run.batch, run.storage
+        rotation = run.rotations[layer]
         fused = weights.qkv(x)
         query_width, kv_width = config.query_width, config.kv_width
         queries = fused[:, :query_width]
         keys, values = fused[:, query_width : query_width + kv_width], fused[:, query_width + kv_width :]
         if run.hidden is None:
             cached = (storage.key_slots(layer), storage.value_slots(layer))
-            self._place(fused, weights.head_norms, run.rotation, batch.slots, *cached)
+            self._place(fused, weights.head_norms, rotation, batch.slots, *cached)
         else:
-            run.hidden.place(fused, layer, weights, run.rotation, batch.slots)
+            run.hidden.place(fused, layer, weights, rotation, batch.slots)
+        if config.query_multiplier != 1.0:
+            queries.mul_(config.query_multiplier)
         queries = _split_heads(queries, config.num_kv_heads, config.group_size, config.head_dim)
         attended = torch.empty(queries.shape, dtype=x.dtype, device=x.device)
         is_windowed = layer in self._windowed
@@ -135,18 +149,18 @@ class Decoder:
         run.attention_s += decoded - started
         batch.attention.chunks(queries, (keys, values), attended, layer, is_windowed)
         run.chunk_attention_s += time.perf_counter() - decoded
-        return weights.output(attended.view(-1, query_width))
+        return self._addend(weights.output(attended.view(-1, query_width)), weights.attention_post_norm)
 
 
 class _Pass:
     """The state that all layers of one forward pass share."""
 
-    __slots__ = ("attention_s", "batch", "chunk_attention_s", "hidden", "rotation", "storage")
+    __slots__ = ("attention_s", "batch", "chunk_attention_s", "hidden", "rotations", "storage")
 
-    def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotation: Rotation | None) -> None:
+    def __init__(self, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation | None]) -> None:
         self.batch = batch
         self.storage = storage
-        self.rotation = rotation
+        self.rotations = rotations  # of each layer
         self.hidden: HiddenPass | None = None  # of sequences with a hidden cache
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
@@ -155,25 +169,3 @@ class _Pass:
 def _split_heads(x: Tensor, *shape: int) -> Tensor:
     """View x [tokens, width], rows possibly strided, as [tokens, *shape]."""
     return x.view(x.shape[0], *shape)
-
-
-def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Return radians per position of each rotated pair: [rotary_dim / 2] float32."""
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.frequency_factors:
-        frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32)
-    if rope.scaling is RopeScaling.LINEAR:
-        return frequencies / rope.factor
-    if rope.scaling is RopeScaling.LLAMA3:
-        return _llama3_frequencies(frequencies, rope)
-    return frequencies
-
-
-def _llama3_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Keep short wavelengths, stretch long ones by `factor`, and interpolate between."""
-    wavelengths = 2.0 * math.pi / frequencies
-    turns = rope.original_context_len / wavelengths
-    share_kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    share_kept = share_kept.clamp(0.0, 1.0)
-    return share_kept * frequencies + (1.0 - share_kept) * frequencies / rope.factor

@@ -1,5 +1,6 @@
 """The hidden caches of one forward pass: writes layer inputs, and recomputes keys and values from earlier ones."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,13 +32,17 @@ class HiddenPass:
     """Hidden caches of one pass. On every layer `recompute` comes first, then `place`."""
 
     def __init__(
-        self, rows: HiddenRows, storage: BlockStorage, place_heads: HeadPlacement, rotation: Rotation | None
+        self,
+        rows: HiddenRows,
+        storage: BlockStorage,
+        place_heads: HeadPlacement,
+        rotations: Sequence[Rotation | None],
     ) -> None:
-        """`rotation`: of the positions of the tokens before."""
+        """`rotations`: each layer's, of the positions of the tokens before."""
         self._rows = rows
         self._storage = storage
         self._place_heads = place_heads
-        self._rotation = rotation
+        self._rotations = rotations
         self._tile = _CPU_TILE_ROWS if rows.slots.device.type == "cpu" else _GPU_TILE_ROWS
 
     def recompute(self, inputs: Tensor, layer: int, weights: LayerWeights, *, is_norm_first: bool) -> None:
@@ -52,7 +57,7 @@ class HiddenPass:
             part = slice(first, first + self._tile)
             x = cache.index_select(0, rows.cached[part])
             fused = weights.qkv(weights.attention_norm(x) if is_norm_first else x)
-            self._place_recomputed(fused, weights, _rows_of(self._rotation, part), rows.slots[part])
+            self._place_recomputed(fused, weights, _rows_of(self._rotations[layer], part), rows.slots[part])
 
     def place(self, fused: Tensor, layer: int, weights: LayerWeights, rotation: Rotation | None, slots: Tensor) -> None:
         """Rotate all tokens' queries and keys, and write keys and values to their slots.

@@ -213,7 +213,8 @@ def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes
 
 
 def _load_decoder(served: ServedModel, device: torch.device) -> Decoder:
-    config, dtype, quantization = served.config, torch_dtype(served.dtype), served.quantization
+    config = served.config.for_context(served.max_context_len)
+    dtype, quantization = torch_dtype(served.dtype), served.quantization
     if served.has_random_weights:
         return Decoder(config, random_weights(config, 0, dtype, device, quantization))
     return Decoder(config, load_weights(served.folder, config, dtype, device, quantization))

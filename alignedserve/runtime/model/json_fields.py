@@ -50,6 +50,11 @@ class JsonFields:
         """Return whether the field is present, null included."""
         return name in self._fields
 
+    def with_defaults(self, defaults: dict[str, Any]) -> "JsonFields":
+        """Return the same object with these values of fields that are absent or null."""
+        present = {name: value for name, value in self._fields.items() if value is not None}
+        return JsonFields({**defaults, **present}, self._where)
+
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """Return a whole number in low..high."""
         value = self._value(name, default)
@@ -90,6 +95,22 @@ class JsonFields:
         if not isinstance(value, dict):
             raise self.error(name, "must be an object")
         return JsonFields(value, f"{self._where}, {name}")
+
+    def numbers(self, name: str, count: int, low: float, high: float) -> tuple[float, ...]:
+        """Return a list of exactly `count` finite numbers in low..high."""
+        values = self._value(name, None)
+        if not isinstance(values, list) or len(values) != count:
+            raise self.error(name, f"must be a list of {count} numbers")
+        return tuple(JsonFields({name: value}, self._where).number(name, low, high) for value in values)
+
+    def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
+        """Return a list of whole numbers in low..high, at most as many; empty when the field is absent."""
+        values = self._fields.get(name)
+        if values is None:
+            return ()
+        if not isinstance(values, list) or len(values) > high - low + 1:
+            raise self.error(name, f"must be a list of at most {high - low + 1} whole numbers")
+        return tuple(JsonFields({name: value}, self._where).integer(name, low, high) for value in values)
 
     def texts(self, name: str, max_entries: int) -> tuple[str, ...]:
         """Return a list of strings; empty when the field is absent."""

@@ -4,7 +4,7 @@
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.core.block_layout import DTYPE_BYTES, BlockLayout
 from alignedserve.costmodel.model_shapes import ModelShape
@@ -19,6 +19,12 @@ class Family(enum.Enum):
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     GPT_NEOX = "gpt_neox"
+    MIXTRAL = "mixtral"
+    QWEN3_MOE = "qwen3_moe"
+    PHI3 = "phi3"
+    GRANITE = "granite"
+    GEMMA3_TEXT = "gemma3_text"
+    GEMMA3 = "gemma3"  # with images, which are not read
 
 
 class NormKind(enum.Enum):
@@ -26,6 +32,7 @@ class NormKind(enum.Enum):
 
     LAYER = "layer"  # subtract the mean, divide by the deviation, scale and shift
     RMS = "rms"  # divide by the root mean square, scale
+    RMS_PLUS_ONE = "rms_plus_one"  # the same, scaled by 1 + weight
 
 
 class Activation(enum.Enum):
@@ -43,6 +50,8 @@ class RopeScaling(enum.Enum):
     NONE = "default"
     LINEAR = "linear"
     LLAMA3 = "llama3"
+    YARN = "yarn"
+    LONG = "longrope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +62,28 @@ class RopeConfig:
     rotary_dim: int = 0  # leading dimensions of each head that are rotated
     scaling: RopeScaling = RopeScaling.NONE
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # this and the two below: LLAMA3 only
+    low_freq_factor: float = 1.0  # this and the next: LLAMA3 only
     high_freq_factor: float = 4.0
-    original_context_len: int = 8192
+    original_context_len: int = 8192  # the context of training: all but LINEAR
+    beta_fast: float = 32.0  # this and the two below: YARN only
+    beta_slow: float = 1.0
+    has_whole_bounds: bool = True  # the first and last interpolated pair are rounded outwards
+    short_divisors: tuple[float, ...] = ()  # this and the next, one per rotated pair: LONG only
+    long_divisors: tuple[float, ...] = ()  # for contexts beyond the original one
+    is_long: bool = False  # the context that is served is beyond the original one
+    angle_factor: float = 1.0  # multiplies cosines and sines
+    frequency_factors: tuple[float, ...] = ()  # divisors of the frequencies, one each, where a file has its own
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """A mixture of experts in place of the feed-forward part: each token passes the few that a router chooses."""
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    normalises: bool  # the shares of the chosen experts add up to 1
+    dense_layers: tuple[int, ...] = ()  # those with a feed-forward part after all
     frequency_factors: tuple[float, ...] = ()  # divisors of the frequencies, one each, where a file has its own
 
 
@@ -79,6 +107,7 @@ class ModelConfig:
     dtype: str  # the dtype of the files, a key of DTYPE_BYTES
     rope: RopeConfig | None = None  # None: learned positions
     position_offset: int = 0  # learned positions start at this row of their table
+    windowed_rope: RopeConfig | None = None  # of windowed layers; None: the same as of the others
     sliding_window: int | None = None  # a windowed layer reads this many last tokens, its own included
     windowed_layers: tuple[int, ...] = ()
     is_gated: bool = True  # activation(gate) * up rather than activation(up)
@@ -87,10 +116,31 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     is_norm_first: bool = True
+    has_post_norms: bool = False  # what a part of a layer adds to the residual stream is normalised as well
     has_final_norm: bool = True
     has_parallel_residual: bool = False
     ties_embeddings: bool = False
+    experts: ExpertConfig | None = None
+    embedding_multiplier: float = 1.0
+    query_multiplier: float = 1.0  # beside the 1 / sqrt(head_dim) of every model
+    residual_multiplier: float = 1.0  # of what a part of a layer adds to the residual stream
+    logits_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
+
+    def for_context(self, max_context_len: int) -> "ModelConfig":
+        """Return the config for contexts up to this length, on which LongRoPE's choice of divisors depends."""
+        if self.rope is None or self.rope.scaling is not RopeScaling.LONG:
+            return self
+        is_long = max_context_len > self.rope.original_context_len
+        return replace(self, rope=replace(self.rope, is_long=is_long))
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """Return the rotary position embedding of a layer; None: it has none."""
+        return self.windowed_rope if self.windowed_rope and layer in self.windowed_layers else self.rope
+
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """Return the experts of a layer; None: it has a feed-forward part."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
     def query_width(self) -> int:
@@ -110,7 +160,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Return the number of weights, tied ones once."""
-        return self.num_layers * self._layer_parameters + self._outer_parameters
+        layers = self.num_layers * self._layer_parameters - self._num_expert_layers * self._mlp_parameters
+        return layers + self._num_expert_layers * self._expert_parameters(None) + self._outer_parameters
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights in `dtype`."""
@@ -118,22 +169,33 @@ class ModelConfig:
 
     @property
     def num_projected(self) -> int:
-        """Return the number of weights that every pass reads whole: linear layers and language-model head."""
+        """Return the number of weights of linear layers, all experts, and language-model head."""
         num_looked_up = 0 if self.ties_embeddings else self.vocab_size * self.embedding_size
         if self.rope is None:
             num_looked_up += (self.position_offset + self.max_position_embeddings) * self.hidden_size
         return self.num_parameters - num_looked_up
+
+    @property
+    def num_multiplied(self) -> int:
+        """Return the number of weights that one token is multiplied with: those of its experts, not of the others."""
+        if self.experts is None:
+            return self.num_projected
+        all_experts, chosen = self._expert_parameters(None), self._expert_parameters(self.experts.num_chosen)
+        return self.num_projected - self._num_expert_layers * (all_experts - chosen)
 
     def loaded_weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
         """Return the bytes of all weights in memory.
 
         A packed head needs a plain embedding beside it even where the two are tied: its rows cannot be looked up.
         """
+        num_routing = self._num_expert_layers * self._router_parameters  # float32 whatever the others are
+        num_projected = self.num_projected - num_routing
         num_plain = self.num_parameters - self.num_projected
         if self.ties_embeddings:
             num_plain += self.vocab_size * self.embedding_size
         projected_bytes = 1 if quantization == "int8" else DTYPE_BYTES[dtype]
-        return num_plain * DTYPE_BYTES[dtype] + self.num_projected * projected_bytes
+        weights = num_plain * DTYPE_BYTES[dtype] + num_projected * projected_bytes
+        return weights + num_routing * DTYPE_BYTES["float32"]
 
     def kv_token_bytes(self, dtype: str) -> int:
         """Return the bytes of one token's keys and values on all layers."""
@@ -169,6 +231,10 @@ class ModelConfig:
             ties_embeddings=self.ties_embeddings,
             num_positions=0 if self.rope else self.max_position_embeddings + self.position_offset,
             dtype=dtype,
+            num_experts=0 if self.experts is None else self.experts.num_experts,
+            num_chosen_experts=0 if self.experts is None else self.experts.num_chosen,
+            expert_size=0 if self.experts is None else self.experts.intermediate_size,
+            num_expert_layers=self._num_expert_layers,
         )
 
     @property
@@ -180,10 +246,28 @@ class ModelConfig:
         attention = 2 * self.hidden_size * (self.query_width + self.kv_width)
         attention += (self.query_width + 2 * self.kv_width) * self.has_qkv_bias
         attention += self.hidden_size * self.has_output_bias + 2 * self.head_dim * self.has_qk_norm
+        return attention + self._mlp_parameters + (4 if self.has_post_norms else 2) * self._norm_parameters
+
+    @property
+    def _mlp_parameters(self) -> int:
         num_up = 2 if self.is_gated else 1
-        mlp = (num_up + 1) * self.hidden_size * self.intermediate_size
-        mlp += (num_up * self.intermediate_size + self.hidden_size) * self.has_mlp_bias
-        return attention + mlp + 2 * self._norm_parameters
+        biases = (num_up * self.intermediate_size + self.hidden_size) * self.has_mlp_bias
+        return (num_up + 1) * self.hidden_size * self.intermediate_size + biases
+
+    @property
+    def _num_expert_layers(self) -> int:
+        return 0 if self.experts is None else self.num_layers - len(self.experts.dense_layers)
+
+    @property
+    def _router_parameters(self) -> int:
+        return 0 if self.experts is None else self.experts.num_experts * self.hidden_size
+
+    def _expert_parameters(self, count: int | None) -> int:
+        """Return the weights of the router and so many experts of a layer; None: of all of them."""
+        if self.experts is None:
+            return 0
+        count = self.experts.num_experts if count is None else count
+        return self._router_parameters + 3 * count * self.hidden_size * self.experts.intermediate_size
 
     @property
     def _outer_parameters(self) -> int:

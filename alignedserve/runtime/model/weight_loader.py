@@ -10,9 +10,10 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.block_products import BlockRows, block_product
-from alignedserve.runtime.model.model_config import ModelConfig, NormKind
+from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, NormKind
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
+from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, StackedExperts
 from kernels.linear import Linear, Projection
 from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadNorms
@@ -27,8 +28,9 @@ class LayerWeights:
     head_norms: HeadNorms | None
     output: Projection
     mlp_norm: Norm
-    gate_up: Projection  # [intermediate_size, hidden_size], the nonlinearity and, in some families, gates applied
-    down: Projection
+    mlp: FeedForwardPart | Projection  # a mixture of experts is one product from outside
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,11 @@ class DecoderWeights:
     @property
     def layer_projections(self) -> tuple[Projection, ...]:
         """Return the products that every token passes, in order."""
-        return tuple(
-            product for layer in self.layers for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        )
+        return tuple(product for layer in self.layers for product in (layer.qkv, layer.output, *_products(layer.mlp)))
+
+
+def _products(mlp: FeedForwardPart | Projection) -> tuple[Projection, ...]:
+    return mlp.products if isinstance(mlp, FeedForwardPart) else (mlp,)
 
 
 class TensorSource(Protocol):
@@ -102,10 +106,12 @@ class _WeightAssembler:
         self._blocks = blocks
         self._names = blocks.names if blocks else PARAMETER_NAMES[config.family]
         self._prefix = _find_prefix(self._names, source)
+        self._dtype = torch.float32  # of the weights; known when the first is read
 
     def weights(self) -> DecoderWeights:
         config, names = self._config, self._names
         embedding = self._tensor(f"{self._prefix}{names.embedding}.weight", config.vocab_size, config.embedding_size)
+        self._dtype = embedding.dtype
         positions = None
         if config.rope is None:
             num_positions = config.position_offset + config.max_position_embeddings
@@ -124,26 +130,56 @@ class _WeightAssembler:
     def _layer(self, layer: int) -> LayerWeights:
         config, names = self._config, self._names
         prefix = self._prefix + names.layer.format(layer=layer)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        up_rows = [inner] * (2 if config.is_gated else 1)
-        gate_up = [prefix + name for name in names.gate_up]
+        experts = config.experts_of(layer)
         return LayerWeights(
             attention_norm=self._norm(prefix + names.attention_norm),
             qkv=self._qkv(prefix),
             head_norms=self._head_norms(prefix) if config.has_qk_norm else None,
-            output=self._linear([prefix + names.output], [hidden], config.query_width, config.has_output_bias),
-            mlp_norm=self._norm(prefix + names.mlp_norm),
-            gate_up=self._linear(
-                gate_up, up_rows, hidden, config.has_mlp_bias, _Nonlinearity(config.activation.value, config.is_gated)
+            output=self._linear(
+                [prefix + names.output], [config.hidden_size], config.query_width, config.has_output_bias
             ),
-            down=self._linear([prefix + names.down], [hidden], inner, config.has_mlp_bias),
+            mlp_norm=self._norm(prefix + names.mlp_norm),
+            mlp=self._mlp(prefix) if experts is None else self._experts(prefix, experts),
+            attention_post_norm=self._norm(prefix + names.attention_post_norm) if config.has_post_norms else None,
+            mlp_post_norm=self._norm(prefix + names.mlp_post_norm) if config.has_post_norms else None,
         )
+
+    def _mlp(self, prefix: str) -> FeedForwardPart:
+        names = self._names
+        modules = [prefix + name for name in names.gate_up]
+        return self._feed_forward(modules, prefix + names.down, self._config.intermediate_size)
+
+    def _feed_forward(self, gate_up: Sequence[str], down: str, inner: int) -> FeedForwardPart:
+        config = self._config
+        then = _Nonlinearity(config.activation.value, config.is_gated)
+        num_rows, has_bias = inner * (2 if config.is_gated else 1), config.has_mlp_bias
+        rows = [num_rows // len(gate_up)] * len(gate_up)
+        return FeedForwardPart(
+            self._linear(gate_up, rows, config.hidden_size, has_bias, then),
+            self._linear([down], [config.hidden_size], inner, has_bias),
+        )
+
+    def _experts(self, prefix: str, experts: ExpertConfig) -> Projection:
+        config, names = self._config, self._names
+        weight = self._tensor(f"{prefix}{names.router}.weight", experts.num_experts, config.hidden_size)
+        router = ExpertRouter(weight, experts.num_chosen, normalises=experts.normalises)
+        inner, modules = experts.intermediate_size, []
+        for index in range(experts.num_experts):
+            gate_up = [prefix + name.format(expert=index) for name in names.expert_gate_up]
+            modules.append((gate_up, prefix + names.expert_down.format(expert=index)))
+        if weight.device.type == "cpu":
+            return Experts(router, [self._feed_forward(gate_up, down, inner) for gate_up, down in modules])
+        shapes = ((inner, config.hidden_size), (config.hidden_size, inner))
+        gate_ups = [torch.cat([self._tensor(f"{name}.weight", *shapes[0]) for name in pair]) for pair, _ in modules]
+        downs = [self._tensor(f"{down}.weight", *shapes[1]) for _, down in modules]
+        return StackedExperts(router, torch.stack(gate_ups), torch.stack(downs), config.activation.value)
 
     def _qkv(self, prefix: str) -> Projection:
         config = self._config
         modules = [prefix + name for name in self._names.qkv]
-        if len(modules) == 3:
-            rows = [config.query_width, config.kv_width, config.kv_width]
+        rows = [config.query_width, config.kv_width, config.kv_width]
+        if not self._names.interleaves_heads:
+            rows = rows if len(modules) == 3 else [sum(rows)]
             return self._linear(modules, rows, config.hidden_size, config.has_qkv_bias)
         rows_in_all = 3 * config.query_width
         weight = self._tensor(f"{modules[0]}.weight", rows_in_all, config.hidden_size)
@@ -212,16 +248,21 @@ class _WeightAssembler:
     def _head_norms(self, prefix: str) -> HeadNorms:
         config, names = self._config, self._names
         queries, keys = (
-            self._tensor(f"{prefix}{module}.weight", config.head_dim) for module in (names.query_norm, names.key_norm)
+            self._norm_weight(prefix + module, config.head_dim) for module in (names.query_norm, names.key_norm)
         )
         return HeadNorms(queries, keys, config.norm_eps)
 
     def _norm(self, module: str) -> Norm:
         width = self._config.hidden_size
-        weight = self._tensor(f"{module}.weight", width)
-        if self._config.norm is NormKind.RMS:
-            return RmsNorm(weight, self._config.norm_eps)
+        weight = self._norm_weight(module, width)
+        if self._config.norm is not NormKind.LAYER:
+            return RmsNorm(weight, self._config.norm_eps, self._dtype)
         return LayerNorm(weight, self._tensor(f"{module}.bias", width), self._config.norm_eps)
+
+    def _norm_weight(self, module: str, width: int) -> Tensor:
+        weight = self._tensor(f"{module}.weight", width)
+        # Near 1, a bfloat16 keeps 8 bits of the small number that is added.
+        return weight.float() + 1.0 if self._config.norm is NormKind.RMS_PLUS_ONE else weight
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return self._source.tensor(name, shape)

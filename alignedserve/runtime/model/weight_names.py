@@ -1,6 +1,6 @@
 """Tensor names of each model family. A new family is one entry here and one parser of its config."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alignedserve.runtime.model.model_config import Family
 
@@ -16,15 +16,21 @@ class ParameterNames:
     layer: str  # with {layer}
     attention_norm: str
     mlp_norm: str
-    qkv: tuple[str, ...]  # three modules, or one whose rows lie [num_heads, 3, head_dim]
+    qkv: tuple[str, ...]  # three modules, or one of all rows
     output: str
-    gate_up: tuple[str, ...]  # gate and up, or up alone
+    gate_up: tuple[str, ...]  # gate and up, one module of both, or up alone
     down: str
+    interleaves_heads: bool = False  # the rows of the one module lie [num_heads, 3, head_dim]
     positions: str = ""  # learned positions
     project_in: str = ""
     project_out: str = ""
     query_norm: str = ""
     key_norm: str = ""
+    router: str = ""  # of a mixture of experts
+    expert_gate_up: tuple[str, ...] = ()  # with {expert}
+    expert_down: str = ""
+    attention_post_norm: str = ""
+    mlp_post_norm: str = ""
 
 
 _LLAMA = ParameterNames(
@@ -41,6 +47,30 @@ _LLAMA = ParameterNames(
     down="mlp.down_proj",
     query_norm="self_attn.q_norm",
     key_norm="self_attn.k_norm",
+)
+
+_MIXTRAL = replace(
+    _LLAMA,
+    router="block_sparse_moe.gate",
+    expert_gate_up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+    expert_down="block_sparse_moe.experts.{expert}.w2",
+)
+
+_QWEN3_MOE = replace(
+    _LLAMA,
+    router="mlp.gate",
+    expert_gate_up=("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+    expert_down="mlp.experts.{expert}.down_proj",
+)
+
+_PHI3 = replace(_LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+_GEMMA3 = replace(
+    _LLAMA,
+    prefixes=("model.", "language_model.model.", "model.language_model.", ""),
+    mlp_norm="pre_feedforward_layernorm",
+    attention_post_norm="post_attention_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
 )
 
 _OPT = ParameterNames(
@@ -69,6 +99,7 @@ _GPT_NEOX = ParameterNames(
     attention_norm="input_layernorm",
     mlp_norm="post_attention_layernorm",
     qkv=("attention.query_key_value",),
+    interleaves_heads=True,
     output="attention.dense",
     gate_up=("mlp.dense_h_to_4h",),
     down="mlp.dense_4h_to_h",
@@ -81,4 +112,10 @@ PARAMETER_NAMES: dict[Family, ParameterNames] = {
     Family.QWEN2: _LLAMA,
     Family.QWEN3: _LLAMA,
     Family.GPT_NEOX: _GPT_NEOX,
+    Family.MIXTRAL: _MIXTRAL,
+    Family.QWEN3_MOE: _QWEN3_MOE,
+    Family.PHI3: _PHI3,
+    Family.GRANITE: _LLAMA,
+    Family.GEMMA3_TEXT: _GEMMA3,
+    Family.GEMMA3: _GEMMA3,
 }

@@ -73,7 +73,7 @@ def test_activations_follow_the_product(activation: str, dtype: torch.dtype) -> 
     assert relative_error(Int8Linear(weight, bias, activation=activation)(x), plain) < 0.03
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3", "gemma3_text"])
 def test_logits_stay_close(family: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path, family)
     logits = []

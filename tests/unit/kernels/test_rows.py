@@ -9,7 +9,7 @@ from kernels.activation import ACTIVATIONS, Gated, gated
 from kernels.cpu import rows
 from kernels.cpu.paged_attention import supported_levels
 from kernels.cpu.rows import GateRows, HeadRows, NormRows, highest, native_level
-from kernels.norm import LayerNorm, Norm, RmsNorm
+from kernels.norm import LayerNorm, Norm, RmsNorm, rms_norm
 from kernels.rotary import HeadPlacement, rotary_angles, rotate_
 from tests.support.marks import slow
 
@@ -60,6 +60,19 @@ def test_norms(is_rms: bool, width: int, dtype: torch.dtype, level: str) -> None
     assert torch.equal(residual, summed)
     assert torch.equal(x, before)
     assert close(normed, expected_norm(summed, weight, bias, 1e-5, is_rms=is_rms), dtype)
+
+
+@levels
+@pytest.mark.parametrize("width", [17, 64])
+def test_a_weight_may_be_more_precise_than_the_rows(width: int, level: str) -> None:
+    weight = 1.0 + randoms(width, dtype=torch.float32) * 1e-3
+    x = strided(randoms(7, width, dtype=torch.bfloat16))
+    kernel = NormRows(weight, None, 1e-5, is_rms=True, level=level, dtype=torch.bfloat16)
+    expected = expected_norm(x, weight, None, 1e-5, is_rms=True)
+    assert kernel(x).dtype == torch.bfloat16
+    assert close(kernel(x), expected, torch.bfloat16)
+    assert torch.equal(RmsNorm(weight, 1e-5, torch.bfloat16)(x), kernel(x))
+    assert close(rms_norm(x, weight, 1e-5), expected, torch.bfloat16)
 
 
 @levels

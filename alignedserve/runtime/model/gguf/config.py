@@ -1,5 +1,6 @@
 """Makes a ModelConfig of a GGUF file's metadata and of the tensors that it has."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,9 +9,10 @@ from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.runtime.model.gguf.block_values import unpack_rows
 from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES
-from alignedserve.runtime.model.hf_config import MAX_CONTEXT, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
+from alignedserve.runtime.model.hf_config import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
 from alignedserve.runtime.model.json_fields import JsonFields
 from alignedserve.runtime.model.model_config import Activation, Family, ModelConfig, NormKind, RopeConfig, RopeScaling
+from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
 
 EMBEDDING = "token_embd.weight"
 _HEAD = "output.weight"
@@ -32,7 +34,12 @@ _ARCHITECTURES = {
     "llama": _Architecture(Family.LLAMA),
     "qwen2": _Architecture(Family.QWEN2),
     "qwen3": _Architecture(Family.QWEN3, has_qk_norm=True),
+    "gemma3": _Architecture(Family.GEMMA3_TEXT, has_qk_norm=True),
 }
+# llama.cpp knows these of Gemma 3 by itself.
+_GEMMA3_GLOBAL_EVERY = 6  # layers
+_GEMMA3_WINDOWED_THETA = 10000.0
+_GEMMA3_27B_LAYERS = 62  # the one size whose scores are not scaled by the width of a head
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -45,7 +52,29 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     name = entries.text("general.architecture")
     if name not in _ARCHITECTURES:
         raise UnsupportedModel(f"{file.path}: architecture {name!r} is not one of {', '.join(_ARCHITECTURES)}.")
-    return _Parser(file, entries, name).config()
+    config = _Parser(file, entries, name).config()
+    return config if config.family is not Family.GEMMA3_TEXT else _gemma3(config, entries)
+
+
+def _gemma3(config: ModelConfig, entries: JsonFields) -> ModelConfig:
+    """Add what only Gemma 3 has."""
+    assert config.rope is not None, "not rotated"
+    window = entries.integer("gemma3.attention.sliding_window", 0, MAX_CONTEXT, 0)
+    windowed = tuple(layer for layer in range(config.num_layers) if (layer + 1) % _GEMMA3_GLOBAL_EVERY)
+    head_width = config.head_dim
+    if config.num_layers == _GEMMA3_27B_LAYERS:
+        head_width = config.hidden_size // config.num_heads
+    return replace(
+        config,
+        activation=Activation.GELU_TANH,
+        norm=NormKind.RMS_PLUS_ONE,
+        sliding_window=window or None,
+        windowed_layers=windowed if window else (),
+        windowed_rope=RopeConfig(theta=_GEMMA3_WINDOWED_THETA, rotary_dim=config.rope.rotary_dim),
+        has_post_norms=True,
+        embedding_multiplier=math.sqrt(config.hidden_size),
+        query_multiplier=math.sqrt(config.head_dim / head_width),
+    )
 
 
 class _Parser:

@@ -8,7 +8,7 @@ from alignedserve.runtime.model.block_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.gguf.block_values import unpack_rows, wider_blocks
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
 from alignedserve.runtime.model.gguf.tensor_types import computed_as
-from alignedserve.runtime.model.model_config import Family, ModelConfig
+from alignedserve.runtime.model.model_config import Family, ModelConfig, NormKind
 from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.cpu.block_quantized_linear import block_obstacle
 
@@ -26,6 +26,8 @@ _NAMES = ParameterNames(
     down="ffn_down",
     query_norm="attn_q_norm",
     key_norm="attn_k_norm",
+    attention_post_norm="post_attention_norm",
+    mlp_post_norm="post_ffw_norm",
 )
 
 
@@ -49,6 +51,8 @@ class GgufSource:
         self._file = file
         self.dtype = dtype
         self._device = device
+        # Files have 1 + weight where a norm scales by that: taken off again, it keeps all its bits.
+        self._has_added_ones = config.norm is NormKind.RMS_PLUS_ONE
         # llama.cpp rotates neighbouring elements of a llama's heads and puts their rows side by side for that.
         self._interleaved_heads = (
             {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if config.family is Family.LLAMA else {}
@@ -63,6 +67,8 @@ class GgufSource:
         stored = self._stored(name, shape)
         values = torch.from_numpy(unpack_rows(self._file.raw_rows(stored), stored.type.name))
         values = self._in_order(name, values if len(shape) == 2 else values[0])
+        if self._has_added_ones and name.endswith("norm.weight"):
+            values = values - 1.0
         return values.to(device=self._device, dtype=self.dtype)
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:

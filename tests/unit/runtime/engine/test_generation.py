@@ -43,7 +43,9 @@ def decoder(folder: Path, reference: Any) -> Decoder:
     return tiny_decoder(folder)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "mistral_window", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["llama", "opt", "mistral_window", "qwen3", "gpt_neox", "gemma3_text", "mixtral", "phi3", "granite"]
+)
 def test_greedy_generation_equals_transformers(family: str, tmp_path: Path) -> None:
     reference = make_tiny_model(tmp_path, family)
     tiny = TinyEngine(tiny_decoder(tmp_path))

@@ -18,6 +18,8 @@ BLOCK_TOKENS = {
     "mistral": 6,
     "mistral_window": None,
     "qwen3": 8,
+    "gemma3_text": 6,
+    "qwen3_moe": None,
     "opt": 8,
     "opt_post_norm": 8,
     "gpt_neox": 8,

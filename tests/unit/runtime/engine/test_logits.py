@@ -67,6 +67,11 @@ def root_mean_square(difference: Tensor) -> float:
     return float(difference.double().square().mean().sqrt())
 
 
+def median_token(difference: Tensor) -> Tensor:
+    """Return the row with the median error of difference [tokens, vocab_size]."""
+    return difference[difference.square().mean(1).median(0).indices]
+
+
 def check_float32(probe: LogitsProbe, case: Case) -> None:
     for name, expected in case.expected.items():
         # Sums of some hundred float32 products in another order: a few units in the last place of the largest logit.
@@ -115,12 +120,18 @@ def test_one_token_at_a_time(case: Case, attention: str) -> None:
 
 @runs()
 def test_bfloat16_is_as_close_as_transformers_in_bfloat16(case: Case, attention: str) -> None:
-    """Rounding to 8 bits dominates, so the yardstick is what transformers itself loses in bfloat16, with some room."""
+    """Rounding to 8 bits dominates, so the yardstick is what transformers itself loses in bfloat16, with some room.
+
+    Experts are compared by the median token: where two have nearly the same share, rounding chooses the other one.
+    """
     probe = probe_of(case, "bfloat16", attention=attention)
     run_mixture(probe)
     for name, expected in case.expected.items():
-        lost_there = root_mean_square(case.in_bfloat16[name] - expected)
-        assert root_mean_square(probe.logits(name).double() - expected) < 1.3 * lost_there + 1e-3
+        differences = case.in_bfloat16[name] - expected, probe.logits(name).double() - expected
+        if case.decoders["bfloat16"].config.experts is not None:
+            differences = median_token(differences[0]), median_token(differences[1])
+        lost_there, lost_here = (root_mean_square(difference) for difference in differences)
+        assert lost_here < 1.3 * lost_there + 1e-3
 
 
 @runs(of_gpu_kernels=TINY_MODELS)

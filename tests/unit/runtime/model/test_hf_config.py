@@ -1,6 +1,7 @@
 """config.json: both generations of it, every family's sizes, and whatever a hostile file may hold."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.model.hf_config import parse_model_config, read_model_config
-from alignedserve.runtime.model.model_config import RopeScaling
+from alignedserve.runtime.model.model_config import RopeConfig, RopeScaling
 from tests.support.tiny_models import TINY_MODELS, make_tiny_model
 
 LLAMA: dict[str, Any] = {
@@ -72,6 +73,179 @@ def test_sliding_windows() -> None:
     assert parse_model_config({**qwen, "use_sliding_window": True}).windowed_layers == (1,)
 
 
+def test_yarn() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = parse_model_config({**LLAMA, "rope_scaling": yarn}).rope
+    assert rope is not None
+    assert (rope.scaling, rope.factor, rope.original_context_len) == (RopeScaling.YARN, 4.0, 64)
+    assert rope.angle_factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    assert (rope.beta_fast, rope.beta_slow, rope.has_whole_bounds) == (32.0, 1.0, True)
+    without = parse_model_config({**LLAMA, "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32}})
+    assert without.rope is not None
+    assert without.rope.factor == 8.0  # 256 / 32
+    fixed = parse_model_config({**LLAMA, "rope_scaling": {**yarn, "attention_factor": 1.5}})
+    assert fixed.rope is not None
+    assert fixed.rope.angle_factor == 1.5
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"type": "yarn", "factor": 0.5}, "factor"),
+        ({"type": "yarn", "factor": 1e300}, "factor"),
+        ({"type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
+        ({"type": "yarn", "factor": 4, "beta_slow": 0}, "beta_slow"),
+        ({"type": "yarn", "factor": 4, "rope_theta": 1.0}, "rope_theta"),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+        ({"type": "yarn", "factor": 4, "truncate": "no"}, "truncate"),
+        ({"type": "longrope", "factor": 4}, "short_factor"),
+        ({"type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7}, "long_factor"),
+        ({"type": "longrope", "short_factor": [0] * 8, "long_factor": [1] * 8}, "short_factor"),
+        ({"type": "su", "short_factor": [None] * 8, "long_factor": [1] * 8}, "short_factor"),
+    ],
+)
+def test_bad_scalings_are_named(section: dict[str, object], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        parse_model_config({**LLAMA, "rope_scaling": section})
+
+
+GEMMA3: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "head_dim": 32,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 128,
+}
+
+
+def test_gemma3() -> None:
+    """The spelling of published configs and that of transformers today."""
+    old = {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    types = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    sections = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    config = parse_model_config({**GEMMA3, **old})
+    assert config == parse_model_config({**GEMMA3, "layer_types": types, "rope_parameters": sections})
+    assert (config.sliding_window, config.windowed_layers) == (16, (0, 1, 2, 3, 4, 6))
+    full, windowed = config.rope_of(5), config.rope_of(0)
+    assert full is not None
+    assert windowed is not None
+    assert (full.theta, full.factor, windowed.theta, windowed.scaling) == (2e6, 8.0, 2e4, RopeScaling.NONE)
+    assert (config.embedding_multiplier, config.query_multiplier) == (8.0, 0.5)
+    assert config.ties_embeddings
+    assert parse_model_config({**GEMMA3, "sliding_window_pattern": 2}).windowed_layers == (0, 2, 4, 6)
+
+
+def test_gemma3_with_images() -> None:
+    """The text part alone is read; published configs leave out what is common to all sizes."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = parse_model_config(
+        {"model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16", "eos_token_id": [1, 106]}
+    )
+    assert (config.dtype, config.eos_token_ids, config.head_dim, config.num_kv_heads) == ("bfloat16", (1, 106), 256, 4)
+    assert config.num_parameters == 3_880_263_168
+    with pytest.raises(ModelError, match="text_config"):
+        parse_model_config({"model_type": "gemma3"})
+    with pytest.raises(ModelError, match="rope_parameters"):
+        parse_model_config({**GEMMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_experts() -> None:
+    config = parse_model_config(QWEN3_30B_A3B)
+    assert config.experts is not None
+    assert config.num_parameters == 30_532_122_624
+    assert config.num_multiplied == config.num_projected - 48 * 120 * 3 * 2048 * 768
+    shape = config.shape("qwen3-30b-a3b", "bfloat16")
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    assert shape.num_parameters + norms == config.num_parameters
+    assert shape.token_parameters + shape.head_parameters + norms == config.num_multiplied
+    assert shape.read_parameters(1) == pytest.approx(shape.token_parameters, rel=1e-9)
+    assert shape.token_parameters < shape.read_parameters(16) < 0.66 * shape.layer_parameters
+    assert shape.read_parameters(10_000) == pytest.approx(shape.layer_parameters)
+    routers = 48 * 2048 * 128  # float32
+    assert config.loaded_weight_bytes("bfloat16") == 2 * config.num_parameters + 2 * routers
+    embedding = 151936 * 2048
+    rest = config.num_parameters - embedding - routers
+    assert config.loaded_weight_bytes("bfloat16", "int8") == 2 * embedding + rest + 4 * routers
+
+
+def test_layers_without_experts() -> None:
+    changes = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    config = parse_model_config({**QWEN3_30B_A3B, **changes})
+    assert [layer for layer in range(6) if config.experts_of(layer)] == [1, 5]
+    assert config.shape("x", "bfloat16").num_expert_layers == 2
+
+
+def test_mixtral() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    config = parse_model_config(
+        {**LLAMA, **sizes, "model_type": "mixtral", "num_key_value_heads": 8, "vocab_size": 32000}
+    )
+    assert config.num_parameters == 46_702_792_704
+    assert config.rope_of(0) == RopeConfig(theta=1e6, rotary_dim=128)
+    assert config.sliding_window is None
+    assert parse_model_config({**LLAMA, "model_type": "mixtral", "sliding_window": 9}).windowed_layers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_experts": 0}, "num_experts"),
+        ({"num_experts": 10**9}, "num_experts"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob"),
+        ({"mlp_only_layers": [48]}, "mlp_only_layers"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers"),
+        ({"mlp_only_layers": [0] * 1000}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ],
+)
+def test_bad_experts_are_named(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        parse_model_config({**QWEN3_30B_A3B, **changes})
+
+
+def test_granite() -> None:
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0}
+    config = parse_model_config({**LLAMA, **multipliers, "model_type": "granite", "attention_multiplier": 0.125})
+    assert (config.embedding_multiplier, config.residual_multiplier, config.logits_divisor) == (12.0, 0.22, 16.0)
+    assert config.query_multiplier == 0.125 * math.sqrt(16)
+    with pytest.raises(ModelError, match="logits_scaling"):
+        parse_model_config({**LLAMA, "model_type": "granite", "logits_scaling": 0})
+    with pytest.raises(ModelError, match="attention_multiplier"):
+        parse_model_config({**LLAMA, "model_type": "granite", "attention_multiplier": "1"})
+
+
+def test_phi3() -> None:
+    phi3 = {**LLAMA, "model_type": "phi3", "num_key_value_heads": None}
+    config = parse_model_config(phi3)
+    assert (config.num_kv_heads, config.sliding_window) == (4, None)
+    assert parse_model_config({**phi3, "sliding_window": 2047}).windowed_layers == (0, 1)
+
+
 def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 5}))
     assert read_model_config(tmp_path).eos_token_ids == (5,)
@@ -121,9 +295,11 @@ def test_bad_fields_are_named(field: str, value: object) -> None:
     [
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "__import__('os')"}, "model_type"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "dynamic"),
         ({"hidden_act": "mish"}, "mish"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"torch_dtype": "int8"}, "int8"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"model_type": "opt", "ffn_dim": 8, "layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),

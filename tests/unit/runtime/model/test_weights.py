@@ -15,7 +15,7 @@ from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import random_weights
-from tests.support.tiny_engines import TinyEngine, random_tokens, reference_generation, tiny_decoder
+from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -53,6 +53,24 @@ def test_names_without_the_model_prefix_load_too(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     load(folder)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_gemma3_with_images_loads(prefix: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "gemma3_text")
+    expected = tiny_decoder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file({**renamed, "vision_tower.patches.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    logits = []
+    for decoder in (expected, tiny_decoder(tmp_path)):
+        probe = LogitsProbe(decoder)
+        probe.add("a", random_tokens(1, 9))
+        probe.step(a=9)
+        logits.append(probe.logits("a"))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])

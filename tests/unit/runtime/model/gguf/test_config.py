@@ -67,7 +67,7 @@ def test_wrong_metadata(case: str, tmp_path: Path) -> None:
 
 def test_unknown_architecture(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", "mamba")
-    with pytest.raises(UnsupportedModel, match="'mamba' is not one of llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedModel, match="'mamba' is not one of llama, qwen2, qwen3, gemma3"):
         read_config(path)
 
 

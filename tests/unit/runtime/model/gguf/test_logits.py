@@ -36,10 +36,13 @@ CASES = [
 ]
 
 
-def reference_logits(path: Path, frequency_factors: Tensor | None = None) -> Tensor:
+def reference_logits(path: Path, frequency_factors: Tensor | None = None, global_factor: float | None = None) -> Tensor:
     _logging.disable_progress_bar()
     config = _auto_config.from_pretrained(path.parent, gguf_file=path.name)
     config.head_dim = HEAD_DIM
+    config.query_pre_attn_scalar = HEAD_DIM
+    if global_factor is not None:  # transformers does not read it
+        config.rope_parameters["full_attention"] |= {"rope_type": "linear", "factor": global_factor}
     model = _auto_model.from_config(config, dtype=torch.float32, attn_implementation="eager")
     tensors = _reading.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(tensors, strict=False)
@@ -97,6 +100,19 @@ def test_products_in_blocks_round_inputs_alone(
     expected = reference_logits(path)
     # Inputs of 8 bits, each 32 with a scale of their own, through two layers and the head.
     assert relative_error(our_logits(path, dtype), expected) < 0.03
+
+
+@pytest.mark.parametrize("factor", [None, 8.0])
+def test_gemma_3(factor: float | None, tmp_path: Path) -> None:
+    """Windows that cut the context, on all layers but the sixth, which alone is scaled."""
+    metadata = {"block_count": 7, "attention.sliding_window": 9, "rope.freq_base": 1e6}
+    if factor is not None:
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+    path = write_tiny_gguf(tmp_path / "a.gguf", "gemma3", ("Q8_0",), metadata=metadata)
+    expected = reference_logits(path, global_factor=factor)
+    tolerance = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(logits_of(unpacked_decoder(path)), expected, rtol=0.0, atol=tolerance)
+    assert relative_error(our_logits(path), expected) < 0.05
 
 
 def test_blocks_are_nearer_than_8_bits_of_whole_rows(tmp_path: Path) -> None:

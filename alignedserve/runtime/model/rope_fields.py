@@ -1,0 +1,146 @@
+"""Reads the rotary position embedding of a config.json, in both generations of its spelling."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from alignedserve.core.errors import UnsupportedModel
+from alignedserve.runtime.model.json_fields import JsonFields
+from alignedserve.runtime.model.model_config import RopeConfig, RopeScaling
+
+MAX_CONTEXT = 1 << 27
+_MAX_THETA = 1e12
+_MAX_FACTOR = 1e6
+_DEFAULT_THETA = 10000.0
+
+
+def read_rope(
+    fields: JsonFields, head_dim: int, *, default_fraction: float = 1.0, default_theta: float = _DEFAULT_THETA
+) -> RopeConfig:
+    """Read `rope_parameters`, or `rope_theta` and `rope_scaling`. Raises like `read_model_config`."""
+    section = fields.section("rope_parameters") or fields.section("rope_scaling") or JsonFields({}, "config.json")
+    legacy_theta = fields.number("rotary_emb_base", 1.0, _MAX_THETA, default_theta)
+    theta = fields.number("rope_theta", 1.0, _MAX_THETA, legacy_theta)
+    fraction = fields.number("partial_rotary_factor", 0.0, 1.0, default_fraction)
+    rotary_dim = int(head_dim * section.number("partial_rotary_factor", 0.0, 1.0, fraction))
+    if rotary_dim % 2 or not rotary_dim:
+        raise fields.error("head_dim", "must rotate a positive, even number of dimensions")
+    rope = RopeConfig(theta=section.number("rope_theta", 1.0, _MAX_THETA, theta), rotary_dim=rotary_dim)
+    return scaled_rope(fields, section, rope)
+
+
+def read_rope_pair(fields: JsonFields, head_dim: int, *, thetas: tuple[float, float]) -> tuple[RopeConfig, RopeConfig]:
+    """Read the embedding of layers with full attention, and of those with a window, in sections of their own.
+
+    Older configs give `rope_theta` and `rope_scaling` to the former, `rope_local_base_freq` to the latter. `thetas`:
+    the defaults of the two. Raises like `read_model_config`.
+    """
+    if head_dim % 2:
+        raise fields.error("head_dim", "must rotate a positive, even number of dimensions")
+    sections = fields.section("rope_parameters") or JsonFields({}, "config.json")
+    if sections.has("rope_type") or sections.has("rope_theta"):
+        raise fields.error("rope_parameters", "must hold full_attention and sliding_attention")
+    full = sections.section("full_attention") or fields.section("rope_scaling") or JsonFields({}, "config.json")
+    windowed = sections.section("sliding_attention") or JsonFields({}, "config.json")
+    full_theta = full.number("rope_theta", 1.0, _MAX_THETA, fields.number("rope_theta", 1.0, _MAX_THETA, thetas[0]))
+    local_theta = fields.number("rope_local_base_freq", 1.0, _MAX_THETA, thetas[1])
+    windowed_theta = windowed.number("rope_theta", 1.0, _MAX_THETA, local_theta)
+    return (
+        scaled_rope(fields, full, RopeConfig(theta=full_theta, rotary_dim=head_dim)),
+        scaled_rope(fields, windowed, RopeConfig(theta=windowed_theta, rotary_dim=head_dim)),
+    )
+
+
+def scaled_rope(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
+    """Return `rope` with the scaling that `section` describes; `fields` is the whole of config.json."""
+    kind = section.text("rope_type", section.text("type", "default"))
+    if kind in _OLD_NAMES_OF_LONG and section.has("long_factor"):
+        kind = RopeScaling.LONG.value
+    if kind not in [scaling.value for scaling in RopeScaling]:
+        names = ", ".join(scaling.value for scaling in _READERS)
+        raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported (only {names} are).")
+    scaling = RopeScaling(kind)
+    if scaling is RopeScaling.NONE:
+        return rope
+    return _READERS[scaling](fields, section, replace(rope, scaling=scaling))
+
+
+def _linear(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
+    return replace(rope, factor=section.number("factor", 1.0, _MAX_FACTOR))
+
+
+def _llama3(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
+    low = section.number("low_freq_factor", 1e-3, _MAX_FACTOR)
+    high = section.number("high_freq_factor", 1e-3, _MAX_FACTOR)
+    if high <= low:
+        raise section.error("high_freq_factor", "must be above low_freq_factor")
+    rope = replace(_linear(fields, section, rope), low_freq_factor=low, high_freq_factor=high)
+    return replace(rope, original_context_len=_original_context_len(fields, section))
+
+
+def _yarn(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
+    original_len = _original_context_len(fields, section)
+    if rope.theta <= 1.0:
+        raise section.error("rope_theta", "must be above 1 with yarn")
+    factor = _factor(fields, section, original_len)
+    slow = section.number("beta_slow", 1e-3, _MAX_FACTOR, 1.0)
+    fast = section.number("beta_fast", 1e-3, _MAX_FACTOR, 32.0)
+    if fast < slow:
+        raise section.error("beta_fast", "must not be below beta_slow")
+    default = _yarn_angle_factor(section, factor)
+    return replace(
+        rope,
+        factor=factor,
+        original_context_len=original_len,
+        beta_fast=fast,
+        beta_slow=slow,
+        has_whole_bounds=section.flag("truncate", True),
+        angle_factor=section.number("attention_factor", 1e-3, _MAX_FACTOR, default),
+    )
+
+
+def _yarn_angle_factor(section: JsonFields, factor: float) -> float:
+    """Return 0.1 ln(factor) + 1, or the quotient of two such terms where the config weighs them."""
+    growth = 0.1 * math.log(factor)
+    above = section.number("mscale", 0.0, _MAX_FACTOR, 0.0)
+    below = section.number("mscale_all_dim", 0.0, _MAX_FACTOR, 0.0)
+    if above and below:
+        return (above * growth + 1.0) / (below * growth + 1.0)
+    return growth + 1.0
+
+
+def _long(fields: JsonFields, section: JsonFields, rope: RopeConfig) -> RopeConfig:
+    original_len = _original_context_len(fields, section)
+    factor = _factor(fields, section, original_len)
+    default = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(max(original_len, 2)))
+    num_pairs = rope.rotary_dim // 2
+    return replace(
+        rope,
+        factor=factor,
+        original_context_len=original_len,
+        short_divisors=section.numbers("short_factor", num_pairs, 1e-3, _MAX_FACTOR),
+        long_divisors=section.numbers("long_factor", num_pairs, 1e-3, _MAX_FACTOR),
+        is_long=fields.integer("max_position_embeddings", 1, MAX_CONTEXT) > original_len,
+        angle_factor=section.number("attention_factor", 1e-3, _MAX_FACTOR, default),
+    )
+
+
+def _factor(fields: JsonFields, section: JsonFields, original_len: int) -> float:
+    ratio = fields.integer("max_position_embeddings", 1, MAX_CONTEXT) / original_len
+    return section.number("factor", 1.0, _MAX_FACTOR, max(ratio, 1.0))
+
+
+def _original_context_len(fields: JsonFields, section: JsonFields) -> int:
+    """Return the context of training; a field outside the section comes first, as in transformers."""
+    name = "original_max_position_embeddings"
+    inner = section.integer(name, 1, MAX_CONTEXT, fields.integer("max_position_embeddings", 1, MAX_CONTEXT))
+    return fields.integer(name, 1, MAX_CONTEXT, inner)
+
+
+_OLD_NAMES_OF_LONG = ("su", "yarn")
+_READERS: dict[RopeScaling, Callable[[JsonFields, JsonFields, RopeConfig], RopeConfig]] = {
+    RopeScaling.LINEAR: _linear,
+    RopeScaling.LLAMA3: _llama3,
+    RopeScaling.YARN: _yarn,
+    RopeScaling.LONG: _long,
+}
