@@ -51,7 +51,7 @@ install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
 # Reinstalled only when the list of dependencies or a native kernel changes.
-$(VENV)/.installed: pyproject.toml constraints.txt scripts/install.sh setup.py $(wildcard kernels/csrc/*)
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/install.sh setup.py $(wildcard kernels/csrc/* kernels/csrc/*/*)
 	@scripts/install.sh "$(PYTHON)" $(VENV) .
 	@touch $@
 

@@ -28,7 +28,11 @@ class ServeOptions:
     """Options of `alignedserve serve`; those that stand for a `--set` are in `all_overrides`."""
 
     model: Annotated[
-        str | None, typer.Argument(help='Model folder, or "pocket" for the model that ships with AlignedServe.')
+        str | None,
+        typer.Argument(
+            help='Model folder, ORG/NAME[:QUANTISATION][@REVISION] on a Hugging Face hub, or "pocket" for the model '
+            "that ships with AlignedServe."
+        ),
     ] = None
     config: ConfigOption = None
     overrides: SetOption = ()

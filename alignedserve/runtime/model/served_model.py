@@ -24,11 +24,12 @@ class ServedModel:
     name: str  # what clients call it
     folder: Path  # or GGUF file
     config: ModelConfig
-    dtype: str  # of weights and cache
+    dtype: str  # of weights, and of the cache unless cache_dtype is set
     max_context_len: int
     has_random_weights: bool
     quantization: str | None = None  # of the linear layers: None or int8
     stored: StoredWeights | None = None  # of a GGUF file
+    cache_dtype: str | None = None  # of keys and values: int8, or None: as `dtype`
 
     @property
     def weight_bytes(self) -> int:
@@ -39,11 +40,14 @@ class ServedModel:
 
     def block_layout(self, block_size: int) -> BlockLayout:
         """Return the layout of this model's KV blocks."""
-        return self.config.block_layout(block_size, self.dtype)
+        return self.config.block_layout(block_size, self.cache_dtype or self.dtype)
 
 
-def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedModel:
-    """Read the model's config; `device` as engine.device.
+def resolve_model(
+    section: ModelSectionConfig, device: str = "cpu", kv_cache_dtype: str = "auto", *, has_bfloat16: bool = False
+) -> ServedModel:
+    """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
+    multiplies it natively.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
@@ -53,7 +57,9 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedMod
     longest = config.max_position_embeddings
     if section.max_context_len is not None and section.max_context_len > longest:
         raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
-    dtype = _default_dtype(device) if section.dtype == "auto" else section.dtype
+    dtype = section.dtype
+    if dtype == "auto":
+        dtype = _default_dtype(device, has_bfloat16=has_bfloat16 and section.path != POCKET)
     stored = None
     if file is not None and not section.random_weights:
         stored = stored_weights(file, dtype, device, section.quantization)
@@ -66,6 +72,7 @@ def resolve_model(section: ModelSectionConfig, device: str = "cpu") -> ServedMod
         has_random_weights=section.random_weights,
         quantization=section.quantization,
         stored=stored,
+        cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
     )
 
 
@@ -84,9 +91,12 @@ def _default_name(name: str, path: Path) -> str:
     return path.stem if is_gguf(path) else path.resolve().name
 
 
-def _default_dtype(device: str) -> str:
-    """Return bfloat16 for a GPU; for a CPU float32, which is exact and, without native bfloat16, also faster."""
-    return "bfloat16" if device.startswith("cuda") else "float32"
+def _default_dtype(device: str, *, has_bfloat16: bool) -> str:
+    """Return bfloat16 for a GPU and for a CPU that multiplies it natively; for others float32, which is faster there.
+
+    The pocket model stays in float32, in which its answers are the same on every machine.
+    """
+    return "bfloat16" if has_bfloat16 or device.startswith("cuda") else "float32"
 
 
 def pocket_folder() -> Path:

@@ -11,7 +11,7 @@ from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_index import WeightIndex
-from alignedserve.runtime.model.weight_loader import DecoderWeights, assemble_weights
+from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver, assemble_weights
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,6 +22,8 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     quantization: str | None = None,
+    *,
+    observer: LoadingObserver | None = None,
 ) -> DecoderWeights:
     """Load the weights in `folder`, which may be a GGUF file, as `dtype`.
 
@@ -33,8 +35,10 @@ def load_weights(
     """
     if is_gguf(folder):
         source = GgufSource(GgufFile(folder), config, dtype, torch.device(device))
-        return assemble_weights(config, source, quantization, source)
-    return assemble_weights(config, SafetensorsSource(folder, dtype, torch.device(device)), quantization)
+        return assemble_weights(config, source, quantization, blocks=source, observer=observer)
+    return assemble_weights(
+        config, SafetensorsSource(folder, dtype, torch.device(device)), quantization, observer=observer
+    )
 
 
 class SafetensorsSource:

@@ -75,15 +75,30 @@ class BlockSource(TensorSource, Protocol):
         """Return the matrix in its blocks; None when it is to be unpacked. Raises ModelError naming it."""
 
 
+class LoadingObserver(Protocol):
+    """A receiver of how far the loading has come."""
+
+    def tensor_read(self, num_bytes: int) -> None:
+        """Count a tensor."""
+
+    def layer_packed(self) -> None:
+        """Count a layer."""
+
+
 def assemble_weights(
-    config: ModelConfig, source: TensorSource, quantization: str | None = None, blocks: BlockSource | None = None
+    config: ModelConfig,
+    source: TensorSource,
+    quantization: str | None = None,
+    *,
+    blocks: BlockSource | None = None,
+    observer: LoadingObserver | None = None,
 ) -> DecoderWeights:
     """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
 
     `quantization`: None, or "int8" for the linear layers. `blocks`: the source, if it is one of blocks. Raises
     ModelError naming a layer that cannot be quantized.
     """
-    return _WeightAssembler(config, source, quantization, blocks).weights()
+    return _WeightAssembler(config, source, quantization, blocks, observer).weights()
 
 
 class _Nonlinearity(NamedTuple):
@@ -98,8 +113,14 @@ _NONE = _Nonlinearity()
 
 class _WeightAssembler:
     def __init__(
-        self, config: ModelConfig, source: TensorSource, quantization: str | None, blocks: BlockSource | None
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        quantization: str | None,
+        blocks: BlockSource | None,
+        observer: LoadingObserver | None,
     ) -> None:
+        self._observer = observer
         self._config = config
         self._source = source
         self._is_int8 = quantization == "int8"
@@ -121,11 +142,17 @@ class _WeightAssembler:
             embedding=embedding,
             positions=positions,
             project_in=self._projection(names.project_in, config.hidden_size) if is_projected else None,
-            layers=tuple(self._layer(layer) for layer in range(config.num_layers)),
+            layers=tuple(self._packed_layer(layer) for layer in range(config.num_layers)),
             final_norm=self._norm(f"{self._prefix}{names.final_norm}") if config.has_final_norm else None,
             project_out=self._projection(names.project_out, config.embedding_size) if is_projected else None,
             lm_head=self._head(embedding),
         )
+
+    def _packed_layer(self, layer: int) -> LayerWeights:
+        weights = self._layer(layer)
+        if self._observer is not None:
+            self._observer.layer_packed()
+        return weights
 
     def _layer(self, layer: int) -> LayerWeights:
         config, names = self._config, self._names
@@ -218,6 +245,8 @@ class _WeightAssembler:
             if part is None:
                 return None
             parts.append(part)
+            if self._observer is not None:  # as many bytes as unpacked, by which the whole is known
+                self._observer.tensor_read(count * in_width * source.dtype.itemsize)
         return block_product(parts, bias, source.dtype, then.activation, then.is_gated)
 
     def _projected(
@@ -265,7 +294,10 @@ class _WeightAssembler:
         return weight.float() + 1.0 if self._config.norm is NormKind.RMS_PLUS_ONE else weight
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        return self._source.tensor(name, shape)
+        tensor = self._source.tensor(name, shape)
+        if self._observer is not None:
+            self._observer.tensor_read(tensor.nbytes)
+        return tensor
 
 
 def _find_prefix(names: ParameterNames, source: TensorSource) -> str:
@@ -306,6 +338,8 @@ def random_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     quantization: str | None = None,
+    *,
+    observer: LoadingObserver | None = None,
 ) -> DecoderWeights:
     """Make random weights of the model's shapes, the same for the same seed. No files needed."""
-    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization)
+    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization, observer=observer)
