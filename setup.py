@@ -33,6 +33,8 @@ SOURCES = (
 )
 HEADERS = (
     "attention",
+    "attention_int8",
+    "attention_int8_words",
     "attention_level",
     "attention_tiles",
     "rows",

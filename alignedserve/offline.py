@@ -22,7 +22,9 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.messages.workers import PrefillRequest, WorkerRegistered
 from alignedserve.runtime.device.devices import worker_devices
+from alignedserve.runtime.device.dtypes import has_native_bfloat16
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
+from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from decode_worker.colocated.logic import ColocatedCommand
@@ -54,13 +56,16 @@ class LLM:
         *,
         dtype: str = "auto",
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         max_running: int = 64,
         memory_bytes: int = 256 * 2**20,
         device: str = "auto",
     ) -> None:
-        """Load the model onto `device`, given like engine.device."""
-        (worker_device,) = worker_devices(EngineConfig(device=device).device, 1)
-        served = resolve_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization), worker_device)
+        """Load the model onto `device`; this and `kv_cache_dtype` are given like those of engine."""
+        engine = EngineConfig(device=device, kv_cache_dtype=kv_cache_dtype)
+        (worker_device,) = worker_devices(engine.device, 1)
+        section = with_local_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization))
+        served = resolve_model(section, worker_device, engine.kv_cache_dtype, has_bfloat16=has_native_bfloat16())
         self._tokenizer = Tokenizer.load(served.folder)
         self._max_context_len = served.max_context_len
         self._executor = ModelExecutor(

@@ -49,10 +49,10 @@ class LogitDistance(NamedTuple):
     divergence: float
 
 
-def evaluate(quantization: str | None, items: list[EvalItem]) -> EvalReport:
+def evaluate(quantization: str | None, items: list[EvalItem], kv_cache_dtype: str = "auto") -> EvalReport:
     """Answer every task."""
     count_tokens = load_tokenizer(pocket_folder())
-    llm = LLM("pocket", quantization=quantization)
+    llm = LLM("pocket", quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     answers = []
     for item in items:
         max_tokens = task_call(item.task, "pocket", count_tokens).body["max_tokens"]
@@ -68,12 +68,12 @@ def load(quantization: str | None) -> Decoder:
     return Decoder(config, load_weights(pocket_folder(), config, torch.float32, quantization=quantization))
 
 
-def logits_of(decoder: Decoder, token_ids: list[int]) -> Tensor:
+def logits_of(decoder: Decoder, token_ids: list[int], cache_dtype: str | None = None) -> Tensor:
     """Return logits [tokens, vocab_size] of one text, computed in one pass."""
     num_blocks = blocks_for(len(token_ids), BLOCK_SIZE)
-    storage = BlockStorage(decoder.config.block_layout(BLOCK_SIZE, decoder.dtype_name), num_blocks)
+    storage = BlockStorage(decoder.config.block_layout(BLOCK_SIZE, cache_dtype or decoder.dtype_name), num_blocks)
     table = SequenceTable(max_sequences=1, max_context_len=len(token_ids), block_size=BLOCK_SIZE)
-    builder = BatchBuilder(table, storage, attention_planner(AUTO, table, storage, decoder.config))
+    builder = BatchBuilder(table, storage, attention_planner(AUTO, table, storage, decoder.config, decoder.dtype))
     blocks = tuple(BlockId(block) for block in range(num_blocks))
     greedy = SamplingParams(temperature=0.0, max_tokens=1)
     table.add(NewSequence(RequestId("text"), tuple(token_ids), len(token_ids), 0, blocks, greedy))

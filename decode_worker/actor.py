@@ -36,7 +36,7 @@ class DecodeWorkerActor(ActorHost):
         sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
 
         async def build() -> DecodeWorker:
-            executor = ModelExecutor(served, sizes)
+            executor = ModelExecutor(served, sizes, process_spec.progress_path())
             registered = registration_of(
                 layout, executor.num_blocks, config.max_running_requests, POOL, can_decode=True
             )
@@ -90,7 +90,7 @@ class ColocatedWorkerActor(ActorHost):
         )
 
         async def build() -> ColocatedWorker:
-            executor = ModelExecutor(served, sizes)
+            executor = ModelExecutor(served, sizes, process_spec.progress_path())
             make = partial(
                 make_colocated_logic,
                 registered=registration_of(

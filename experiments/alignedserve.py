@@ -211,7 +211,7 @@ class AlignedServeLoad:
             "kernel": self.kernel.value,
             "workers": f"{self.cell.num_prefill}+{self.cell.num_decode}",
             "system": system,
-            "topology": cluster.topology.value,
+            "topology": cluster.chosen_topology.value,
             "num_requests": self.num_requests,
         }
         worker = WorkerSpec(self.model, "h100", DEGREE[self.model], self.kernel)

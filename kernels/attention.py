@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.int8_rows import dequantise_rows, int8_row_width
+
 # With fewer query rows per key head than this, 16-bit products run slower on a CPU than converting to float32 first:
 # 64 sequences x 64 tokens x 12 heads: 3.2 ms as bfloat16, 1.45 ms converted (two cores, Zen 4).
 _MIN_GROUP_16_BIT = 4
@@ -44,15 +46,16 @@ def attend_decode(
     """Compute attention of one query token for each of `sequences` sequences.
 
     queries    [sequences, kv_heads, group, head_dim]
-    key_runs   [runs, block_size * kv_heads * head_dim]; value_runs alike
+    key_runs   [runs, block_size * kv_heads * head_dim], or int8 [runs, block_size * row_width] (`kernels.int8_rows`);
+               value_runs alike
     run_ids    [sequences * blocks] int64: the runs of each sequence's blocks, padded to the same number
     mask       [sequences, 1, 1, blocks * block_size] float32: 0 where a slot counts, -inf elsewhere
     returns    [sequences, kv_heads, group, head_dim], dtype of queries
     """
     count, kv_heads, group, head_dim = queries.shape
-    keys = _gather(key_runs, run_ids, "keys", buffers)
-    values = _gather(value_runs, run_ids, "values", buffers)
     dtype = queries.dtype
+    keys = _gather(key_runs, run_ids, (kv_heads, head_dim), dtype, "keys", buffers)
+    values = _gather(value_runs, run_ids, (kv_heads, head_dim), dtype, "values", buffers)
     if dtype != torch.float32 and queries.device.type == "cpu" and group < _MIN_GROUP_16_BIT:
         keys = _as_float32(keys, "keys", buffers)
         values = _as_float32(values, "values", buffers)
@@ -88,16 +91,34 @@ def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 
 
 def gather_context(
-    runs: Tensor, run_ids: Tensor, shape: tuple[int, int, int], name: str, buffers: GatherBuffers
+    runs: Tensor,
+    run_ids: Tensor,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    name: str,
+    buffers: GatherBuffers,
 ) -> Tensor:
-    """Gather the first slots of the runs `run_ids` as `shape` (context_len, kv_heads, head_dim) into a buffer."""
+    """Gather the first slots of the runs `run_ids` as `shape` (context_len, kv_heads, head_dim) into a buffer.
+
+    `dtype`: of the result; also that of the runs, unless they are int8.
+    """
     context_len, kv_heads, head_dim = shape
-    return _gather(runs, run_ids, name, buffers).view(-1, kv_heads, head_dim)[:context_len]
+    gathered = _gather(runs, run_ids, (kv_heads, head_dim), dtype, name, buffers)
+    return gathered.view(-1, kv_heads, head_dim)[:context_len]
 
 
-def _gather(runs: Tensor, run_ids: Tensor, name: str, buffers: GatherBuffers) -> Tensor:
+def _gather(
+    runs: Tensor, run_ids: Tensor, heads: tuple[int, int], dtype: torch.dtype, name: str, buffers: GatherBuffers
+) -> Tensor:
+    """Gather runs [num_runs, slots * kv_heads * head_dim]. `heads`: kv_heads and head_dim."""
     gathered = buffers.take(name, run_ids.shape[0], runs.shape[1], runs.dtype)
-    return torch.index_select(runs, 0, run_ids, out=gathered)
+    torch.index_select(runs, 0, run_ids, out=gathered)
+    if runs.dtype != torch.int8:
+        return gathered
+    kv_heads, head_dim = heads
+    rows = gathered.view(-1, int8_row_width(kv_heads, head_dim))
+    values = buffers.take(name, len(rows), kv_heads * head_dim, dtype)
+    return dequantise_rows(rows, kv_heads, values).view(len(run_ids), -1)
 
 
 def _as_float32(gathered: Tensor, name: str, buffers: GatherBuffers) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.rows import HeadRows, native_level
 from kernels.gpu_dispatch import fused_kernels
+from kernels.int8_rows import quantise_rows
 from kernels.norm import rms_norm
 
 
@@ -70,7 +71,7 @@ class HeadPlacement:
         norms      None: heads are rotated as they are
         rotation   cos, sin [tokens, 1, rotary_dim / 2] in `angle_dtype`; None: nothing is rotated
         slots      [tokens] int64, all different: the rows of keys and values that are overwritten
-        keys       [slots, kv_heads * head_dim] contiguous; values alike
+        keys       [slots, kv_heads * head_dim] contiguous, or on a CPU int8 rows (`kernels.int8_rows`); values alike
         """
         if self._fused is not None:
             self._fused(fused, norms, rotation, slots, keys, values)
@@ -88,5 +89,5 @@ class HeadPlacement:
             return
         if rotation is not None:
             rotate_(heads[:, :first_value], *rotation)
-        keys.index_copy_(0, slots, heads[:, self._num_heads : first_value].flatten(1))
-        values.index_copy_(0, slots, heads[:, first_value:].flatten(1))
+        for cached, own in ((keys, heads[:, self._num_heads : first_value]), (values, heads[:, first_value:])):
+            cached.index_copy_(0, slots, quantise_rows(own) if cached.dtype == torch.int8 else own.flatten(1))

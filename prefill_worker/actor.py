@@ -35,7 +35,7 @@ class PrefillWorkerActor(ActorHost):
         buffer_blocks = buffer_blocks_of(config, layout, num_decode_workers)
 
         async def build() -> PrefillWorker:
-            executor = ModelExecutor(served, sizes)
+            executor = ModelExecutor(served, sizes, process_spec.progress_path())
             registered = registration_of(
                 layout, executor.num_blocks, config.max_running_requests, POOL, can_prefill=True
             )

@@ -22,6 +22,7 @@ from alignedserve.cli.commands.options import (
     SimulateOptions,
 )
 from alignedserve.cli.console import FAILURE, exit_code, print_error
+from alignedserve.cli.models.app import models_app
 from alignedserve.cli.options import JsonFlag, current_option, takes_options
 from alignedserve.config.environment import limit_thread_spinning
 from alignedserve.core.errors import AlignedServeError
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.add_typer(batch_app, name="batch")
 app.add_typer(bench_app, name="bench")
+app.add_typer(models_app, name="models")
 
 
 def main() -> None:
@@ -74,6 +76,19 @@ def serve(options: ServeOptions) -> None:
 
 
 @app.command()
+def pull(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="ORG/NAME[:QUANTISATION][@REVISION]", help="Model on the hub (HF_ENDPOINT, HF_TOKEN)."),
+    ],
+) -> None:
+    """Download a model from a Hugging Face hub and print its folder; goes on where an earlier pull ended."""
+    from alignedserve.cli.commands.pull import pull as run
+
+    raise typer.Exit(run(model))
+
+
+@app.command()
 @takes_options
 def replay(options: ReplayOptions) -> None:
     """Decide a recorded run again and compare every decision; simulate it and compare its times.
@@ -105,7 +120,7 @@ def chat(options: ChatOptions) -> None:
 @app.command("eval")
 @takes_options
 def evaluate(options: EvalOptions) -> None:
-    """Measure the pocket model's exact-match accuracy per skill, through a running server."""
+    """Count right answers per skill, through a running server: tasks of the pocket model, or general questions."""
     from alignedserve.cli.commands.evaluate import evaluate as run
 
     raise typer.Exit(run(options))

@@ -21,10 +21,13 @@ from ray.exceptions import RayError
 from alignedserve.batches.location import BatchLocation
 from alignedserve.cluster import preflight
 from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
+from alignedserve.cluster.machine import this_machine
 from alignedserve.cluster.private_redis import PrivateRedis
 from alignedserve.cluster.ray_node import join_ray, start_ray
 from alignedserve.cluster.recording_folder import prepare_recording
 from alignedserve.cluster.signals import signals_ignored
+from alignedserve.cluster.sizing import SizeChoice, choose_sizes
+from alignedserve.cluster.start_observer import LoggingObserver, Patience, StartObserver
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config.environment import RUN_DIR_VARIABLE, api_keys, ray_address, run_root
 from alignedserve.config.sections import ClusterConfig, EngineConfig, Topology
@@ -32,7 +35,9 @@ from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.device.cores import threads_per_worker
 from alignedserve.runtime.device.devices import worker_devices
+from alignedserve.runtime.engine.model_executor import hidden_block_tokens, recomputing_bytes
 from alignedserve.runtime.kv.shm_arena import ARENA_PREFIX, arena_folder, remove_stale_arenas
+from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
@@ -44,7 +49,8 @@ from router.actor import RouterActor
 
 logger = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 600.0
+_START_TIMEOUT_S = 600.0  # without progress
+_POLL_S = 0.1
 _STOP_TIMEOUT_S = 5.0
 _RAY_EXIT_S = 3.0
 _KEPT_FOLDERS = 8  # of clusters that have ended, for their logs
@@ -62,8 +68,16 @@ class ActorClasses(NamedTuple):
 class RunningCluster:
     """A started cluster. Stops everything it started on `stop`, and when used as a context manager at its end."""
 
-    def __init__(self, config: ClusterConfig, served: ServedModel, folder: Path, actor_classes: ActorClasses) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        served: ServedModel,
+        folder: Path,
+        actor_classes: ActorClasses,
+        observer: StartObserver,
+    ) -> None:
         self.config = config
+        self._observer = observer
         self._actor_classes = actor_classes
         self._batch_location: BatchLocation | None = None
         self._redis: PrivateRedis | None = None
@@ -88,18 +102,17 @@ class RunningCluster:
             self._batch_location, self._redis, self._state_lock = open_batch_storage(self.config, self.folder)
         self._start_ray()
         self._create_actors()
-        failures = {name: actor.failure.remote() for name, actor in self._actors.items()}
-        for name, reference in failures.items():
-            failure = _result(reference, name)
-            if failure is not None:
-                raise failure
+        self._wait_for_actors()
         self._watchdog = Watchdog(self._actors, self.config.links.hang_timeout_s)
         self._watchdog.start()
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until a token has passed through the whole system. Raises PeerLost if none does in time."""
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
+        """Wait until a token has passed through the whole system.
+
+        Raises PeerLost if none does within `timeout_s`, or within that of the last progress of a model that is loaded.
+        """
+        patience = self._patience(timeout_s)
+        while not patience.is_over():
             try:
                 with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0) as response:  # noqa: S310
                     if response.status == 200:
@@ -140,8 +153,28 @@ class RunningCluster:
             self._state_lock.release()
         _end_survivors(started)
         remove_stale_arenas(arena_folder(), f"{ARENA_PREFIX}{self._cluster_id}-")
-        for socket_path in self.folder.glob("*.sock"):
-            socket_path.unlink(missing_ok=True)
+        for path in (*self.folder.glob("*.sock"), *self.folder.glob("*.progress")):
+            path.unlink(missing_ok=True)
+
+    def _wait_for_actors(self) -> None:
+        """Wait until every actor is up, as long as models load. Raises the error of the first failing one."""
+        starting = {actor.failure.remote(): name for name, actor in self._actors.items()}
+        patience = self._patience(_START_TIMEOUT_S)
+        while starting:
+            answered, _ = ray.wait(list(starting), timeout=_POLL_S)
+            for reference in answered:
+                failure = _result(reference, starting.pop(reference))
+                if failure is not None:
+                    raise failure
+            if patience.is_over():
+                raise ResourceError(
+                    f"{', '.join(starting.values())} did not start, without progress for {_START_TIMEOUT_S:.0f} s; "
+                    f"their logs are in {self.folder / 'logs'}"
+                )
+
+    def _patience(self, timeout_s: float) -> Patience:
+        files = [AddressBook(self.folder).progress_of(name) for name in self._actors]
+        return Patience(files, timeout_s, self._observer)
 
     def _start_ray(self) -> None:
         namespace = f"alignedserve-{self._cluster_id}"
@@ -155,7 +188,7 @@ class RunningCluster:
         config, served, block_size = self.config, self.served, self.config.engine.block_size
         engines = iter(_engines(config))
         self._create(RouterActor, Role.ROUTER, ROUTER, config.router, config.batching, served)
-        if config.topology is Topology.DISAGGREGATED:
+        if config.chosen_topology is Topology.DISAGGREGATED:
             self._create(KvPoolActor, Role.KV_POOL, POOL, config.pool, config.batching, served.block_layout(block_size))
             for index in range(config.prefill.count):
                 name = f"prefill-{index}"
@@ -164,7 +197,7 @@ class RunningCluster:
         prefillers = tuple(f"prefill-{index}" for index in range(config.prefill.count))
         for index in range(config.decode.count):
             name = f"decode-{index}"
-            if config.topology is Topology.COLOCATED:
+            if config.chosen_topology is Topology.COLOCATED:
                 colocated = (config.decode, config.scheduling, next(engines), served)
                 self._create(ColocatedWorkerActor, Role.DECODE_WORKER, name, *colocated)
             else:
@@ -193,23 +226,39 @@ class RunningCluster:
         self._actors[name] = options.remote(*arguments, process_spec)
 
 
-def launch_cluster(config: ClusterConfig, actor_classes: ActorClasses) -> RunningCluster:
+def launch_cluster(
+    config: ClusterConfig, actor_classes: ActorClasses, observer: StartObserver | None = None
+) -> RunningCluster:
     """Start a cluster on this machine (or, with RAY_ADDRESS set, on that Ray cluster) and return it when it is up.
 
-    Raises an error of the tree, with nothing left running, when it cannot.
+    Unset sizes are worked out, which the observer is told before anything starts. Raises an error of the tree, with
+    nothing left running, when it cannot.
     """
-    config = resolve_policy(config)
-    served = resolve_model(config.model, config.engine.device)
+    observer = observer or LoggingObserver()
+    config = msgspec.structs.replace(config, model=with_local_model(config.model))
+    choice = _choose(resolve_policy(config))
+    config, served = choice.config, choice.served
     preflight.check(config, served)
+    observer.sizes_chosen(choice)
     config = prepare_recording(config, served)
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
-    cluster = RunningCluster(config, served, _make_folder(), actor_classes)
+    cluster = RunningCluster(config, served, _make_folder(), actor_classes, observer)
     try:
         cluster.start()
     except BaseException:
         cluster.stop()
         raise
     return cluster
+
+
+def _choose(config: ClusterConfig) -> SizeChoice:
+    machine = this_machine(config.engine.device)
+    served = resolve_model(
+        config.model, config.engine.device, config.engine.kv_cache_dtype, has_bfloat16=machine.has_bfloat16
+    )
+    block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
+    beside = recomputing_bytes(served.block_layout(config.engine.block_size), block_tokens)
+    return choose_sizes(config, served, machine, recomputing_bytes=beside)
 
 
 def _max_lines_in_flight(config: ClusterConfig) -> int:
@@ -219,7 +268,7 @@ def _max_lines_in_flight(config: ClusterConfig) -> int:
 
 def _engines(config: ClusterConfig) -> list[EngineConfig]:
     """Return each worker's engine section with its threads and device: prefill workers first, then the others."""
-    is_disaggregated = config.topology is Topology.DISAGGREGATED
+    is_disaggregated = config.chosen_topology is Topology.DISAGGREGATED
     num_workers = config.decode.count + (config.prefill.count if is_disaggregated else 0)
     threads = config.engine.threads_per_worker or threads_per_worker(num_workers)
     return [
@@ -238,7 +287,7 @@ def _end_survivors(processes: list[psutil.Process]) -> None:
 
 def _result(reference: Any, name: str) -> AlignedServeError | None:
     try:
-        failure: AlignedServeError | None = ray.get(reference, timeout=_START_TIMEOUT_S)
+        failure: AlignedServeError | None = ray.get(reference)
     except RayError as error:
         raise ResourceError(f"{name} did not start: {str(error).splitlines()[0]}") from error
     return failure

@@ -6,13 +6,14 @@ import socket
 import psutil
 
 from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.engine.model_executor import engine_mechanisms, hidden_block_tokens, storage_blocks
 from alignedserve.runtime.kv.shm_arena import arena_folder
+from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.tokenizer import Tokenizer
-from alignedserve.runtime.model.weight_index import WeightIndex
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
@@ -34,9 +35,11 @@ def check(config: ClusterConfig, served: ServedModel) -> None:
     )
     block_tokens = hidden_block_tokens(served, config.scheduling, config.engine.block_size)
     _check_policy(config, block_tokens)
+    if config.engine.kv_cache_dtype == INT8:
+        _check_int8_cache(config)
     Tokenizer.load(served.folder)
     if not served.has_random_weights:
-        WeightIndex(served.folder)
+        check_weight_files(served.folder)
     _check_ports(config)
     _check_blocks(config, served, block_tokens)
     _check_memory(config, served)
@@ -58,7 +61,24 @@ def _check_policy(config: ClusterConfig, block_tokens: int | None) -> None:
     mechanisms = engine_mechanisms(
         has_int8_swaps=config.decode.has_int8_swaps, has_hidden_cache=block_tokens is not None
     )
-    require_policy(config.scheduling, config.topology, mechanisms)
+    require_policy(config.scheduling, config.chosen_topology, mechanisms)
+
+
+def _check_int8_cache(config: ClusterConfig) -> None:
+    """Check that nothing is asked for that a cache of 8 bits cannot do."""
+    setting = "engine.kv_cache_dtype=int8"
+    if config.engine.device.startswith(CUDA):
+        raise ConfigError(f"{setting} is computed on CPUs alone, not on {config.engine.device}; leave it at auto")
+    if Mechanism.HIDDEN_CACHE in wanted_mechanisms(config.scheduling):
+        raise ConfigError(
+            f"{setting} rounds keys and values, and policy {config.scheduling.policy!r} keeps layer inputs, which are "
+            "not rounded; leave it at auto, or choose another policy"
+        )
+    if config.decode.has_int8_swaps:
+        raise ConfigError(
+            f"decode.swap_format=int8 would round what {setting} has rounded already; leave it at exact, which copies "
+            "the 8 bits as they are"
+        )
 
 
 def _check_ports(config: ClusterConfig) -> None:
@@ -78,13 +98,13 @@ def _check_ports(config: ClusterConfig) -> None:
 
 def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int | None) -> None:
     """Check that a request of the longest context fits every memory that it passes through."""
-    needed = served.config.kv_token_bytes(served.dtype) * (served.max_context_len + config.engine.block_size)
+    layout = served.block_layout(config.engine.block_size)
+    needed = layout.token_bytes * (served.max_context_len + config.engine.block_size)
     decode_bytes = config.decode.kv_cache_bytes
     if block_tokens is not None:
-        layout = served.block_layout(config.engine.block_size)
         decode_bytes = layout.block_bytes * storage_blocks(layout, decode_bytes, block_tokens)
     sizes = {"decode.kv_cache_bytes": decode_bytes}
-    if config.topology is Topology.DISAGGREGATED:
+    if config.chosen_topology is Topology.DISAGGREGATED:
         sizes |= {
             "pool.memory_bytes": config.pool.memory_bytes,
             "prefill.kv_cache_bytes": config.prefill.kv_cache_bytes,
@@ -98,7 +118,7 @@ def _check_blocks(config: ClusterConfig, served: ServedModel, block_tokens: int 
 
 
 def _check_memory(config: ClusterConfig, served: ServedModel) -> None:
-    is_disaggregated = config.topology is Topology.DISAGGREGATED
+    is_disaggregated = config.chosen_topology is Topology.DISAGGREGATED
     weights = served.weight_bytes
     pool = config.pool.memory_bytes if is_disaggregated else 0
     workers = 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.sections import ClusterConfig, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.messages.recording import RUN_FILE, RunMetadata
 from alignedserve.runtime.model.served_model import ServedModel
@@ -19,7 +19,10 @@ def prepare_recording(config: ClusterConfig, served: ServedModel) -> ClusterConf
     if config.recording.folder is None:
         return config
     folder = Path(config.recording.folder).expanduser().absolute()
-    recorded = msgspec.structs.replace(config, recording=msgspec.structs.replace(config.recording, folder=str(folder)))
+    recorded = with_fixed_sizes(config)
+    recorded = msgspec.structs.replace(
+        recorded, recording=msgspec.structs.replace(config.recording, folder=str(folder))
+    )
     metadata = RunMetadata(config=recorded, layout=served.block_layout(config.engine.block_size))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

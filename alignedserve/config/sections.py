@@ -21,6 +21,21 @@ class Topology(enum.Enum):
     COLOCATED = "colocated"
 
 
+class DefaultSize(int):
+    """A size that a loaded configuration leaves unset: at the start it is worked out from model and machine.
+
+    Its own value is for where there is no machine to ask, as in the simulator.
+    """
+
+
+# Sections and their fields that are worked out when unset.
+_SIZES = {
+    "pool": ("memory_bytes",),
+    "prefill": ("kv_cache_bytes", "candidate_buffer_bytes", "max_running_requests", "max_num_batched_tokens"),
+    "decode": ("kv_cache_bytes", "swap_space_bytes", "max_running_requests", "max_num_batched_tokens"),
+}
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections."""
 
@@ -41,11 +56,11 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ModelSectionConfig(Section, frozen=True):
     """Model to serve, and its form."""
 
-    path: str = "pocket"  # a Hugging Face folder, or "pocket" for the model that ships with the package
+    path: str = "pocket"  # a Hugging Face folder, ORG/NAME on a hub, or "pocket" for the model that ships
     served_model_name: str | None = None  # the name clients use; the folder's name when unset
-    dtype: str = "auto"  # float32 on CPU unless named: float32, bfloat16, float16
+    dtype: str = "auto"  # float32, bfloat16, float16; auto: bfloat16 where it is multiplied natively, else float32
     quantization: str | None = None  # int8: linear layers with weights of 8 bits, less exact
-    max_context_len: int | None = None  # tokens; the model's own limit when unset
+    max_context_len: int | None = None  # tokens; when unset the model's own limit, or less where memory is short
     random_weights: bool = False  # serve a config.json without weights, for benchmarks
 
     @classmethod
@@ -154,7 +169,8 @@ class PrefillWorkerConfig(Section, frozen=True):
 
     count: int = 1
     kv_cache_bytes: int = 128 * MIB  # block storage
-    candidate_buffer_bytes: int = 64 * MIB  # candidate buffers of the decode workers, shared out evenly; 0: none
+    # Candidate buffers of the decode workers, shared out evenly; 0: none.
+    candidate_buffer_bytes: int = 64 * MIB
     max_running_requests: int = 16  # requests in work at a time
     max_num_batched_tokens: int = 512  # chunk budget
 
@@ -170,11 +186,13 @@ class DecodeWorkerConfig(Section, frozen=True):
     count: int = 1
     kv_cache_bytes: int = 256 * MIB  # block storage
     max_running_requests: int = 64  # largest batch
-    max_num_batched_tokens: int = 512  # colocated only: decodes and prefill chunks of one iteration
+    # Colocated only: decodes and prefill chunks of one iteration.
+    max_num_batched_tokens: int = 512
     max_waiting_requests: int = (
         1024  # colocated only: requests beyond those in an iteration, for the policy to choose from
     )
-    swap_space_bytes: int = 128 * MIB  # colocated only: host memory for caches that a policy swaps out; 0: none
+    # Colocated only: host memory for caches that a policy swaps out; 0: none.
+    swap_space_bytes: int = 128 * MIB
     swap_format: str = "exact"  # colocated only: those caches as they are, or int8: keys and values rounded per channel
 
     def __post_init__(self) -> None:
@@ -201,6 +219,9 @@ class EngineConfig(Section, frozen=True):
     )
     calibration_s: float = 2.0  # of measuring what iterations cost, at a worker's start; 0: it learns while it serves
     kv_transport: str = "auto"  # how blocks travel between prefill and decode workers: auto, shm or gloo
+    kv_cache_dtype: str = (
+        "auto"  # of keys and values: auto (the model's dtype), or int8 with a scale per token and head
+    )
 
     def __post_init__(self) -> None:
         self._require(self.block_size in (8, 16, 32, 64, 128), "block_size", "must be 8, 16, 32, 64 or 128")
@@ -216,6 +237,10 @@ class EngineConfig(Section, frozen=True):
             f"must be auto, shm or gloo ({self.kv_transport} is not served yet: candidate buffers lie in host memory)",
         )
         self._require(self.kv_transport in ("auto", "shm", "gloo"), "kv_transport", "must be auto, shm or gloo")
+        kv_cache_dtypes = ("auto", "int8")
+        self._require(
+            self.kv_cache_dtype in kv_cache_dtypes, "kv_cache_dtype", f"must be one of {', '.join(kv_cache_dtypes)}"
+        )
         is_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None
         self._require(is_device, "device", "must be auto, cpu, cuda or cuda:N")
 
@@ -275,7 +300,7 @@ class BatchesConfig(Section, frozen=True):
 class ClusterConfig(Section, frozen=True):
     """The whole file. Only the CLI and the cluster builder see it whole."""
 
-    topology: Topology = Topology.DISAGGREGATED
+    topology: Topology | None = None  # when unset disaggregated, or colocated where memory holds the weights but once
     model: ModelSectionConfig = msgspec.field(default_factory=ModelSectionConfig)
     gateway: GatewayConfig = msgspec.field(default_factory=GatewayConfig)
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
@@ -289,10 +314,43 @@ class ClusterConfig(Section, frozen=True):
     recording: RecordingConfig = msgspec.field(default_factory=RecordingConfig)
     batches: BatchesConfig = msgspec.field(default_factory=BatchesConfig)
 
+    @property
+    def chosen_topology(self) -> Topology:
+        """Return the topology; disaggregated while it is unset."""
+        return self.topology or Topology.DISAGGREGATED
+
 
 def from_mapping(values: dict[str, Any]) -> ClusterConfig:
-    """Build the config from plain values. Raises ConfigError naming the field."""
+    """Build the config from plain values, with the sizes that are absent or null marked as unset.
+
+    Raises ConfigError naming the field.
+    """
+    given = {name: _without_unset(name, section) for name, section in values.items()}
     try:
-        return msgspec.convert(values, ClusterConfig)
+        config = msgspec.convert(given, ClusterConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
+    replace = msgspec.structs.replace
+    marked: dict[str, Section] = {}
+    for name, fields in _SIZES.items():
+        section = getattr(config, name)
+        unset = [field for field in fields if field not in given.get(name, {})]
+        marked[name] = replace(section, **{field: DefaultSize(getattr(section, field)) for field in unset})
+    return replace(config, **marked)
+
+
+def _without_unset(name: str, section: Any) -> Any:
+    """Return a section without sizes that are null."""
+    if name not in _SIZES or not isinstance(section, dict):
+        return section
+    return {field: value for field, value in section.items() if value is not None or field not in _SIZES[name]}
+
+
+def with_fixed_sizes(config: ClusterConfig) -> ClusterConfig:
+    """Return the configuration with unset sizes and topology at their defaults, for where no machine is to be asked."""
+    replace = msgspec.structs.replace
+    fixed: dict[str, Section] = {}
+    for name, fields in _SIZES.items():
+        section = getattr(config, name)
+        fixed[name] = replace(section, **{field: int(getattr(section, field)) for field in fields})
+    return replace(config, topology=config.chosen_topology, **fixed)

@@ -6,13 +6,18 @@ from dataclasses import astuple, dataclass
 from alignedserve.core.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# A cache rounded to 8 bits: behind the heads of every slot lie their scales, float32 (kernels.int8_rows).
+INT8 = "int8"
+_CACHE_DTYPE_BYTES = {**DTYPE_BYTES, INT8: 1}
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """One block: keys and values of `block_size` tokens on every layer, one contiguous run of `block_bytes` bytes.
 
-    Order inside a block, outermost first: [num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim].
+    Order inside a block, outermost first: [num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim]; of int8
+    [num_layers, 2, block_size, slot_width].
     Raises ConfigError naming the field.
     """
 
@@ -20,14 +25,14 @@ class BlockLayout:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # a key of DTYPE_BYTES
+    dtype: str  # a key of DTYPE_BYTES, or INT8
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}.")
+        if self.dtype not in _CACHE_DTYPE_BYTES:
+            raise ConfigError(f"dtype must be one of {', '.join(_CACHE_DTYPE_BYTES)}, not {self.dtype!r}.")
 
     @property
     def kv_width(self) -> int:
@@ -35,9 +40,19 @@ class BlockLayout:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def is_int8(self) -> bool:
+        """Return whether keys and values are rounded to 8 bits."""
+        return self.dtype == INT8
+
+    @property
+    def slot_width(self) -> int:
+        """Number of elements of one slot on one layer: one token's keys (or values), and scales where they have any."""
+        return self.kv_width + (_SCALE_BYTES * self.num_kv_heads if self.is_int8 else 0)
+
+    @property
     def run_elements(self) -> int:
         """Number of elements of a block's keys (or values) on one layer: the contiguous run that attention gathers."""
-        return self.block_size * self.kv_width
+        return self.block_size * self.slot_width
 
     @property
     def runs_per_block(self) -> int:
@@ -52,7 +67,7 @@ class BlockLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        return self.block_elements * DTYPE_BYTES[self.dtype]
+        return self.block_elements * _CACHE_DTYPE_BYTES[self.dtype]
 
     @property
     def int8_block_bytes(self) -> int:

@@ -80,6 +80,7 @@ class EngineBenchmarkResult:
     model: str
     dtype: str
     quantization: str | None
+    kv_cache_dtype: str
     device: str
     attention: str  # as asked for
     threads: int

@@ -64,6 +64,8 @@ def simulated_as_profiled(profile: MachineProfile, cluster: ClusterConfig) -> Si
 
 
 def _layout(shape: ModelShape, cluster: ClusterConfig) -> BlockLayout:
+    if cluster.engine.kv_cache_dtype != "auto":
+        raise ConfigError("engine.kv_cache_dtype: simulated caches have the model's dtype; leave it at auto")
     return BlockLayout(cluster.engine.block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype)
 
 

@@ -76,4 +76,4 @@ class SimConfig:
     @property
     def is_colocated(self) -> bool:
         """True if every worker both prefills and decodes."""
-        return self.cluster.topology is Topology.COLOCATED
+        return self.cluster.chosen_topology is Topology.COLOCATED

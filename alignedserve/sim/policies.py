@@ -52,7 +52,7 @@ def simulated_policy(cluster_hardware: ClusterHardware | MachineProfile, cluster
         cluster=changed(config.cluster, decode=decode),
         mechanisms=mechanisms_for(scheduling, hidden_ratio=shape.hidden_ratio),
     )
-    require_policy(scheduling, cluster.topology, config.available | {Mechanism.KNOWN_LENGTHS})
+    require_policy(scheduling, cluster.chosen_topology, config.available | {Mechanism.KNOWN_LENGTHS})
     return config
 
 

@@ -241,7 +241,7 @@ def _check_policy(config: SimConfig, workload: Workload) -> None:
     """Raise ConfigError for a policy that needs true predictions without them; those of closed loops count as true."""
     are_known = all(timed.predicted_len == timed.output_len for timed in workload.requests)
     known = frozenset({Mechanism.KNOWN_LENGTHS}) if are_known else frozenset()
-    require_policy(config.cluster.scheduling, config.cluster.topology, config.available | known)
+    require_policy(config.cluster.scheduling, config.cluster.chosen_topology, config.available | known)
 
 
 def _pool(node: int) -> str:

@@ -6,11 +6,11 @@ take one after another; a context that is cut has its parts merged. A piece runs
 heads at a time (they lie side by side), keeping a running maximum and sum per query head.
 
 What comes later enters here: a direction table is a second way from a token to its slot (the piece's offsets are
-computed in one place); an int8 block another way to load a unit of elements; a hidden-cache block a product with the
-layer's key and value weights before its tokens are scored.
+computed in one place); a hidden-cache block a product with the layer's key and value weights before its tokens are
+scored. A cache of int8 came in as another way to load a unit of elements.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.native import load_native
+from kernels.int8_rows import SCALE_BYTES, int8_row_width
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -42,23 +43,38 @@ def supported_levels() -> tuple[str, ...]:
     return () if _native is None else tuple(_native.supported_levels())
 
 
+class Int8Heads(NamedTuple):
+    """How the rows of a cache of int8 are read."""
+
+    kv_heads: int
+    dtype: torch.dtype  # of queries and results
+
+
 class PagedAttention:
     """Attention over the blocks of one storage, which it only reads."""
 
-    def __init__(self, blocks: Tensor, *, group: int, level: str) -> None:
+    def __init__(self, blocks: Tensor, *, group: int, level: str, int8: Int8Heads | None = None) -> None:
         """`blocks` [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], contiguous, on the CPU,
-        float32 or bfloat16; `group` query heads read one key head."""
+        float32 or bfloat16, or with `int8` [.., block_size, row_width] (`kernels.int8_rows`); `group` query heads read
+        one key head."""
         assert _native is not None, "the native kernels are not built"
         assert blocks.device.type == "cpu", "native attention runs on the CPU"
         assert blocks.is_contiguous(), "blocks are one run of memory"
-        assert blocks.dtype in (torch.float32, torch.bfloat16), f"no native attention for {blocks.dtype}"
-        num_blocks, num_layers, two, block_size, kv_heads, head_dim = blocks.shape
+        kv_heads, head_dim = blocks.shape[-2:]
+        self._dtype = blocks.dtype
+        if int8 is not None:
+            kv_heads, self._dtype = int8
+            head_dim = blocks.shape[-1] // kv_heads - SCALE_BYTES
+            assert blocks.dtype == torch.int8, f"not a cache of int8: {blocks.dtype}"
+            assert blocks.shape[-1] == int8_row_width(kv_heads, head_dim), f"not rows of {kv_heads} heads"
+        assert self._dtype in (torch.float32, torch.bfloat16), f"no native attention for {self._dtype}"
+        num_blocks, num_layers, two, block_size = blocks.shape[:4]
         assert two == 2, "keys and values"
         self._blocks = blocks
         self._row_shape = (kv_heads, group, head_dim)
-        is_bfloat16 = blocks.dtype == torch.bfloat16
         sizes = (num_blocks, num_layers, block_size, kv_heads, group, head_dim)
-        self._cache = _native.Cache(level, blocks.data_ptr(), *sizes, is_bfloat16)
+        kinds = (self._dtype == torch.bfloat16, int8 is not None)
+        self._cache = _native.Cache(level, blocks.data_ptr(), *sizes, *kinds)
 
     def plan_decode(
         self, block_tables: Int64Array, rows: Int64Array, lengths: Int64Array, window: int | None, num_threads: int
@@ -84,8 +100,8 @@ class PagedAttention:
         return plan
 
     def run(self, plan: PagedPlan, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """Fill `out` from queries, both [tokens, kv_heads, group, head_dim], dtype of the blocks, rows possibly
-        strided. The keys and values of all tokens are in the blocks."""
+        """Fill `out` from queries, both [tokens, kv_heads, group, head_dim], dtype of the blocks (or of `int8`), rows
+        possibly strided. The keys and values of all tokens are in the blocks."""
         self._check(queries, plan.num_rows)
         self._check(out, plan.num_rows)
         plan.run(layer, is_windowed, queries.data_ptr(), queries.stride(0), out.data_ptr(), out.stride(0))
@@ -94,5 +110,5 @@ class PagedAttention:
         _, group, head_dim = self._row_shape
         assert rows.shape == (num_rows, *self._row_shape), f"not [{num_rows}, {self._row_shape}]: {rows.shape}"
         assert rows.stride()[1:] == (group * head_dim, head_dim, 1), "the heads of a row are contiguous"
-        assert rows.dtype == self._blocks.dtype, "one dtype for blocks, queries and results"
+        assert rows.dtype == self._dtype, "one dtype for blocks, queries and results"
         assert rows.device.type == "cpu", "native attention runs on the CPU"

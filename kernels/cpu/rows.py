@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.cpu.native import load_native
 from kernels.cpu.paged_attention import supported_levels
+from kernels.int8_rows import int8_row_width
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -89,11 +90,12 @@ class GateRows:
 class HeadRows:
     """Rotates queries and keys, and writes keys and values into the cache."""
 
-    __slots__ = ("_dtype", "_kernel", "_kv_width", "_width")
+    __slots__ = ("_dtype", "_int8_width", "_kernel", "_kv_width", "_width")
 
     def __init__(self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, level: str) -> None:
         self._dtype = dtype
         self._kv_width = kv_heads * head_dim
+        self._int8_width = int8_row_width(kv_heads, head_dim)
         self._width = (num_heads + 2 * kv_heads) * head_dim
         self._kernel = _native.Placer(level, num_heads, kv_heads, head_dim, dtype == torch.bfloat16)
 
@@ -105,18 +107,20 @@ class HeadRows:
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32; None: nothing is rotated
         slots      [tokens] int64, all different: rows of keys and values to be overwritten; one outside raises
                    ValueError before anything is written
-        keys       [slots, kv_heads * head_dim] contiguous; values alike
+        keys       [slots, kv_heads * head_dim] contiguous, or int8 rows (`kernels.int8_rows`); values alike
         """
         count = fused.shape[0]
         assert _is_rows(fused, self._width, self._dtype), f"not rows of queries, keys and values: {fused.shape}"
         assert slots.dtype == torch.int64, "slots are int64"
         assert slots.shape == (count,), "one slot per token"
         assert slots.is_contiguous(), "slots are one run of memory"
+        is_int8 = keys.dtype == torch.int8
+        cached_kind = (self._int8_width, torch.int8) if is_int8 else (self._kv_width, self._dtype)
         for cached in (keys, values):
-            assert _is_rows(cached, self._kv_width, self._dtype), f"not rows of the cache: {cached.shape}"
+            assert _is_rows(cached, *cached_kind), f"not rows of the cache: {cached.shape}"
             assert cached.is_contiguous(), "the rows of the cache are one run of memory"
         num_slots = min(keys.shape[0], values.shape[0])
-        cached_at = (keys.data_ptr(), values.data_ptr(), num_slots)
+        cached_at = (keys.data_ptr(), values.data_ptr(), num_slots, is_int8)
         angles = (0, 0, 0) if rotation is None else _angles(*rotation, count)
         threads = torch.get_num_threads()
         self._kernel.run(fused.data_ptr(), fused.stride(0), *angles, slots.data_ptr(), *cached_at, count, threads)

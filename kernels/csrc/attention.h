@@ -1,6 +1,7 @@
 // Attention over keys and values that lie in blocks: what the levels (instruction sets) have in common.
 //
-// Memory: blocks [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], float32 or bfloat16.
+// Memory: blocks [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], float32 or bfloat16; or int8,
+// and behind the heads of each slot their scales [kv_heads] float32.
 // Query head h reads key head h / group. Scores, softmax and sums are float32. Nothing outside a context is read.
 #pragma once
 
@@ -23,12 +24,18 @@ struct Shape {
     int group;
     int head_dim;
     int block_size;
-    bool is_bfloat16;
+    bool is_bfloat16;  // queries and results; the cache as well, unless it is int8
+    bool is_int8;
     float scale;
 
     int num_heads() const { return kv_heads * group; }
-    int64_t head_bytes() const { return int64_t(head_dim) * (is_bfloat16 ? 2 : 4); }
-    int64_t slot_bytes() const { return head_bytes() * kv_heads; }
+    // Of one head of a query or a result.
+    int64_t row_head_bytes() const { return int64_t(head_dim) * (is_bfloat16 ? 2 : 4); }
+    // Of one head in the cache.
+    int64_t head_bytes() const { return is_int8 ? head_dim : row_head_bytes(); }
+    int64_t slot_bytes() const { return (head_bytes() + (is_int8 ? int64_t(sizeof(float)) : 0)) * kv_heads; }
+    // From a slot to the scale of this head.
+    int64_t scale_offset(int kv_head) const { return head_bytes() * kv_heads + kv_head * int64_t(sizeof(float)); }
     // Floats of one head's accumulator: head_dim, rounded up to what the widest level loads at once.
     int padded_dim() const { return (head_dim + 31) / 32 * 32; }
     // Floats of one head's part of a partial result: accumulator, maximum, sum.

@@ -2,6 +2,8 @@
 #include "attention.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+
 #include <cstring>
 
 #pragma GCC target("avx2,fma")

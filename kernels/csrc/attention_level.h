@@ -24,7 +24,9 @@ inline float exponential_of(float x) { return exponential(same(x))[0]; }
 // How a cache type is read: in units of `kElements`, each `kVectors` vectors of floats. A unit of bfloat16 is taken
 // apart into its even and its odd elements, in which order accumulators and queries are kept as well.
 struct Float32 {
+    typedef Float32 Rows;
     static constexpr int kElements = WIDTH, kVectors = 1, kBytes = 4;
+    static constexpr bool kHasScales = false, kHasWords = false;
 
     static inline void unit(const char* from, int64_t valid, Floats* out) {
         if (valid >= kElements) {
@@ -40,7 +42,9 @@ struct Float32 {
 };
 
 struct BFloat16 {
+    typedef BFloat16 Rows;
     static constexpr int kElements = 2 * WIDTH, kVectors = 2, kBytes = 2;
+    static constexpr bool kHasScales = false, kHasWords = false;
 
     static inline Words raw(const char* from, int64_t valid) {
         Words x;
@@ -66,6 +70,8 @@ struct BFloat16 {
         std::memcpy(to, &x, valid >= kElements ? sizeof x : valid * kBytes);
     }
 };
+
+#include "attention_int8.h"
 
 #if WIDTH == 16
 inline Floats sums_of_four(Floats a, Floats b, Floats c, Floats d) {
@@ -142,10 +148,23 @@ class Ahead {
     int left_;
 };
 
+#if HAS_BF16_DOT
+#include "attention_int8_words.h"
+#endif
+
 // One query head against the key at `key`, in `kUnits` units (0: as many as it takes).
 template <typename Type, int kUnits>
 inline __attribute__((always_inline)) Floats dot(const Shape& shape, const float* query, const char* key) {
     const int units = kUnits ? kUnits : (shape.head_dim + Type::kElements - 1) / Type::kElements;
+#if HAS_BF16_DOT
+    if constexpr (Type::kHasWords) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int u = 0; u < units; ++u)
+            sum = _mm512_dpwssd_epi32(sum, widened_words(key + 32 * u, kUnits ? 32 : shape.head_dim - 32 * u),
+                                      loaded(query + WIDTH * u));
+        return (Floats)_mm512_cvtepi32_ps(sum);
+    }
+#endif
     Floats dot{};
     for (int u = 0; u < units; ++u) {
         const int64_t valid = kUnits || u + 1 < units ? Type::kElements : shape.head_dim - int64_t(u) * Type::kElements;
@@ -171,21 +190,38 @@ void score_units(const Shape& shape, const Scratch& scratch, const char* keys, c
                  Ahead& ahead, float* scores) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = kUnits ? int64_t(kUnits) * Type::kElements * Type::kBytes : shape.head_bytes();
+#if HAS_BF16_DOT
+    if constexpr (Type::kHasWords && kUnits > 0) {
+        for (int h = 0; h < num_heads; ++h) {
+            for (int t = 0; t < count; ++t) ahead.fetch();
+            const int kv_head = h / shape.group;
+            const float* query = scratch.queries + size_t(h) * padded;
+            const Floats own = score_words<kUnits>(query, keys + kv_head * head_bytes, keys + shape.scale_offset(kv_head),
+                                                   offsets);
+            store(scores + size_t(h) * kTile, own * (query[padded / 2] * shape.scale));
+        }
+        return;
+    }
+#endif
     for (int t = 0; t < count; t += kTogether)
         for (int h = 0; h < num_heads; ++h) {
             const float* query = scratch.queries + size_t(h) * padded;
             const char* head_keys = keys + h / shape.group * head_bytes;
+            [[maybe_unused]] const char* head_scales = keys + shape.scale_offset(h / shape.group);
             Floats dots[kTogether];
             for (int i = 0; i < kTogether; ++i) {
                 ahead.fetch();
                 dots[i] = dot<Type, kUnits>(shape, query, head_keys + offsets[t + i]);
+                if constexpr (Type::kHasScales) dots[i] *= same(scale_at(head_scales + offsets[t + i]));
             }
             for (int i = 0; i < kTogether; ++i) store(scratch.dots + (size_t(h) * WIDTH + t + i) * WIDTH, dots[i]);
         }
     for (int h = 0; h < num_heads; ++h) {
         Floats dots[WIDTH];
         std::memcpy(dots, scratch.dots + size_t(h) * WIDTH * WIDTH, sizeof dots);
-        store(scores + size_t(h) * kTile, sums(dots) * shape.scale);
+        float scale = shape.scale;
+        if constexpr (Type::kHasWords) scale *= scratch.queries[size_t(h) * padded + padded / 2];
+        store(scores + size_t(h) * kTile, sums(dots) * scale);
     }
 }
 
@@ -203,9 +239,9 @@ inline void score_tile(const Shape& shape, const Scratch& scratch, const char* k
     }
 }
 
-// accumulator[units] += sum over tokens of weight * value, for `kUnits` units from `first_unit` on.
+// accumulator[units] += sum over tokens of weight (* scale, where the type has scales) * value, for `kUnits` units from `first_unit` on.
 template <typename Type, int kUnits>
-inline void add_values(const Shape& shape, int first_unit, const float* weights, const char* values,
+inline void add_values(const Shape& shape, int first_unit, const float* weights, const char* values, const char* scales,
                        const int64_t* offsets, int count, float* accumulator) {
     constexpr int kVectors = kUnits * Type::kVectors;
     Floats acc[kVectors];
@@ -215,7 +251,7 @@ inline void add_values(const Shape& shape, int first_unit, const float* weights,
     const int64_t last_valid = shape.head_dim - skipped - int64_t(kUnits - 1) * Type::kElements;
     for (int t = 0; t < count; ++t) {
         const char* value = values + offsets[t] + skipped * Type::kBytes;
-        const Floats weight = same(weights[t]);
+        const Floats weight = same(Type::kHasScales ? weights[t] * scale_at(scales + offsets[t]) : weights[t]);
         for (int u = 0; u < kUnits; ++u) {
             Floats parts[Type::kVectors];
             Type::unit(value + int64_t(u) * Type::kElements * Type::kBytes,
@@ -227,16 +263,16 @@ inline void add_values(const Shape& shape, int first_unit, const float* weights,
 }
 
 template <typename Type>
-inline void add_all_values(const Shape& shape, const float* weights, const char* values, const int64_t* offsets,
-                           int count, float* accumulator) {
+inline void add_all_values(const Shape& shape, const float* weights, const char* values, const char* scales,
+                           const int64_t* offsets, int count, float* accumulator) {
     const int units = (shape.head_dim + Type::kElements - 1) / Type::kElements;
     int unit = 0;
     for (; unit + 4 <= units; unit += 4)
-        add_values<Type, 4>(shape, unit, weights, values, offsets, count, accumulator);
+        add_values<Type, 4>(shape, unit, weights, values, scales, offsets, count, accumulator);
     switch (units - unit) {
-        case 3: add_values<Type, 3>(shape, unit, weights, values, offsets, count, accumulator); break;
-        case 2: add_values<Type, 2>(shape, unit, weights, values, offsets, count, accumulator); break;
-        case 1: add_values<Type, 1>(shape, unit, weights, values, offsets, count, accumulator); break;
+        case 3: add_values<Type, 3>(shape, unit, weights, values, scales, offsets, count, accumulator); break;
+        case 2: add_values<Type, 2>(shape, unit, weights, values, scales, offsets, count, accumulator); break;
+        case 1: add_values<Type, 1>(shape, unit, weights, values, scales, offsets, count, accumulator); break;
         default: break;
     }
 }
@@ -289,7 +325,7 @@ inline void arrange_query(const Shape& shape, const char* from, float* to) {
     std::memset(to, 0, padded * sizeof(float));
 #if HAS_BF16_DOT
     if constexpr (Type::kVectors == 2) {
-        std::memcpy(to, from, shape.head_bytes());
+        std::memcpy(to, from, shape.row_head_bytes());
         return;
     }
 #endif
@@ -318,7 +354,7 @@ inline void begin_rows(const Shape& shape, const Scratch& scratch, int first, in
     for (int i = 0; i < count; ++i) {
         scratch.maxima[first + i] = kLowest;
         scratch.sums[first + i] = 0.0f;
-        arrange_query<Type>(shape, query + i * shape.head_bytes(), scratch.queries + (first + i) * padded);
+        arrange_query<Type>(shape, query + i * shape.row_head_bytes(), scratch.queries + (first + i) * padded);
     }
 }
 
@@ -327,7 +363,7 @@ template <typename Type>
 inline void write_rows(const Shape& shape, const Scratch& scratch, int first, int count, char* to) {
     for (int i = 0; i < count; ++i)
         write_head<Type>(shape, scratch.accumulators + size_t(first + i) * shape.padded_dim(), scratch.sums[first + i],
-                         to + i * shape.head_bytes());
+                         to + i * shape.row_head_bytes());
 }
 
 // The result of a decode piece: to `out` or, of a part of a context, to the partial results.
@@ -351,7 +387,11 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
                   float* partials) {
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = shape.head_bytes();
-    begin_rows<Type>(shape, scratch, 0, num_heads, call.queries + piece.row * call.query_row_bytes);
+    begin_rows<typename Type::Rows>(shape, scratch, 0, num_heads, call.queries + piece.row * call.query_row_bytes);
+#if HAS_BF16_DOT
+    if constexpr (Type::kHasWords)
+        for (int h = 0; h < num_heads; ++h) round_query(scratch.queries + size_t(h) * padded, padded);
+#endif
 
     int64_t tiles[2][kTile];
     int64_t *offsets = tiles[0], *following = tiles[1];
@@ -368,11 +408,21 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
         const bool has_more = following_count || (next && slot_offsets<kTile>(shape, call, next->blocks, next->first,
                                                                               next->last, following));
         Ahead keys(shape, call.keys, has_more ? following : offsets);
-        for (int t = 0; t < count; t += kTogether)
+#if HAS_BF16_DOT
+        if constexpr (Type::kHasWords)
+            for (int kv_head = 0, h = 0; kv_head < shape.kv_heads; ++kv_head, h += shape.group) {
+                for (int t = 0; has_more && t < count * shape.group; ++t) keys.fetch();
+                add_tile(shape, scratch.scores + size_t(h) * kTile, call.values + kv_head * head_bytes,
+                         call.values + shape.scale_offset(kv_head), offsets, count,
+                         scratch.accumulators + size_t(h) * padded);
+            }
+#endif
+        for (int t = 0; !Type::kHasWords && t < count; t += kTogether)
             for (int h = 0; h < num_heads; ++h) {
                 for (int i = 0; has_more && i < kTogether; ++i) keys.fetch();
                 add_all_values<Type>(shape, scratch.scores + size_t(h) * kTile + t,
-                                     call.values + h / shape.group * head_bytes, offsets + t,
+                                     call.values + h / shape.group * head_bytes,
+                                     call.values + shape.scale_offset(h / shape.group), offsets + t,
                                      count - t < kTogether ? count - t : kTogether,
                                      scratch.accumulators + size_t(h) * padded);
             }
@@ -382,7 +432,7 @@ void decode_typed(const Shape& shape, const Call& call, const Piece& piece, cons
         count = following_count;
     }
 
-    finish_piece<Type>(shape, call, piece, scratch, partials);
+    finish_piece<typename Type::Rows>(shape, call, piece, scratch, partials);
 }
 
 template <typename Type>
@@ -402,7 +452,7 @@ void merge_typed(const Shape& shape, const Call& call, int64_t row, const Scratc
             sum += share * own[padded + 1];
             for (int d = 0; d < padded; d += WIDTH) store(&merged[d], load(&merged[d]) + load(own + d) * share);
         }
-        write_head<Type>(shape, merged, sum, out + h * shape.head_bytes());
+        write_head<Type>(shape, merged, sum, out + h * shape.row_head_bytes());
     }
 }
 

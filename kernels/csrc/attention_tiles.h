@@ -73,9 +73,17 @@ inline __attribute__((always_inline)) void transpose(Floats* x) {
 #endif
 }
 
-// Keys at keys + offsets[t] -> [words, kKeys], of the first `count` keys at least.
-template <typename Type>
-void pack_keys(const Shape& shape, const char* keys, const int64_t* offsets, int count, float* packed) {
+// The scale of what lies in this slot; 1 where the cache has none.
+template <typename Source>
+inline float scale_of(const char* scales, int64_t offset) {
+    if constexpr (Source::kHasScales) return scale_at(scales + offset);
+    return 1.0f;
+}
+
+// Keys at keys + offsets[t], with scales at scales + offsets[t], -> [words, kKeys], of the first `count` keys at least.
+template <typename Type, typename Source>
+void pack_keys(const Shape& shape, const char* keys, const char* scales, const int64_t* offsets, int count,
+               float* packed) {
     constexpr int kParts = kDepth<Type> == 2 ? 1 : Type::kVectors;
     const int units = (shape.head_dim + Type::kElements - 1) / Type::kElements;
     for (int first = 0; first < count; first += WIDTH)
@@ -83,12 +91,13 @@ void pack_keys(const Shape& shape, const char* keys, const int64_t* offsets, int
             const int64_t skipped = int64_t(u) * Type::kElements, valid = shape.head_dim - skipped;
             Floats squares[kParts][WIDTH];
             for (int t = 0; t < WIDTH; ++t) {
-                const char* from = keys + offsets[first + t] + skipped * Type::kBytes;
+                const char* from = keys + offsets[first + t] + skipped * Source::kBytes;
+                const float scale = scale_of<Source>(scales, offsets[first + t]);
                 if constexpr (kDepth<Type> == 2) {
-                    squares[0][t] = (Floats)Type::raw(from, valid);
+                    squares[0][t] = (Floats)Source::raw(from, valid, scale);
                 } else {
                     Floats parts[kParts];
-                    Type::unit(from, valid, parts);
+                    Source::unit(from, valid, scale, parts);
                     for (int p = 0; p < kParts; ++p) squares[p][t] = parts[p];
                 }
             }
@@ -100,21 +109,25 @@ void pack_keys(const Shape& shape, const char* keys, const int64_t* offsets, int
         }
 }
 
-// Values at values + offsets[t] -> [keys or pairs of keys, value_dim], a unit's even dimensions before its odd ones.
-template <typename Type>
-void pack_values(const Shape& shape, const char* values, const int64_t* offsets, int count, float* packed) {
+// Values likewise -> [keys or pairs of keys, value_dim], a unit's even dimensions before its odd ones.
+template <typename Type, typename Source>
+void pack_values(const Shape& shape, const char* values, const char* scales, const int64_t* offsets, int count,
+                 float* packed) {
     const int units = (shape.head_dim + Type::kElements - 1) / Type::kElements;
     for (int t = 0; t < count; t += kDepth<Type>)
         for (int u = 0; u < units; ++u, packed += Type::kVectors * WIDTH) {
             const int64_t skipped = int64_t(u) * Type::kElements, valid = shape.head_dim - skipped;
-            const char* from = values + skipped * Type::kBytes;
+            const char* from = values + skipped * Source::kBytes;
+            const float scale = scale_of<Source>(scales, offsets[t]);
             Floats parts[Type::kVectors];
             if constexpr (kDepth<Type> == 2) {
-                const Words a = Type::raw(from + offsets[t], valid), b = Type::raw(from + offsets[t + 1], valid);
+                const float next_scale = scale_of<Source>(scales, offsets[t + 1]);
+                const Words a = Source::raw(from + offsets[t], valid, scale);
+                const Words b = Source::raw(from + offsets[t + 1], valid, next_scale);
                 parts[0] = (Floats)((a & 0xffffu) | (b << 16));
                 parts[1] = (Floats)((a >> 16) | (b & 0xffff0000u));
             } else {
-                Type::unit(from + offsets[t], valid, parts);
+                Source::unit(from + offsets[t], valid, scale, parts);
             }
             for (int v = 0; v < Type::kVectors; ++v) store(packed + v * WIDTH, parts[v]);
         }
@@ -298,12 +311,12 @@ inline void attend_tile(const Shape& shape, const Scratch& scratch, const QueryR
     }
 }
 
-template <typename Type>
+template <typename Type, typename Source>
 inline void pack_tile(const Shape& shape, const Call& call, const Scratch& scratch, int kv_head,
                       const int64_t* offsets, int count) {
-    const int64_t head = kv_head * shape.head_bytes();
-    pack_keys<Type>(shape, call.keys + head, offsets, count, scratch.keys);
-    pack_values<Type>(shape, call.values + head, offsets, count, scratch.values);
+    const int64_t head = kv_head * shape.head_bytes(), scale = shape.scale_offset(kv_head);
+    pack_keys<Type, Source>(shape, call.keys + head, call.keys + scale, offsets, count, scratch.keys);
+    pack_values<Type, Source>(shape, call.values + head, call.values + scale, offsets, count, scratch.values);
 }
 
 // The first `bytes` of each slot's keys and values, from `head` on, will be read soon.
@@ -314,9 +327,10 @@ inline void prefetch_slots(const Call& call, int64_t head, int64_t bytes, const 
     }
 }
 
-template <typename Type>
+template <typename Type, typename Source = Stored<Type>>
 void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
-    const int64_t head_bytes = shape.head_bytes(), head = piece.kv_head * head_bytes, query = head * shape.group;
+    const int64_t head_bytes = shape.head_bytes(), head = piece.kv_head * head_bytes;
+    const int64_t query = piece.kv_head * shape.row_head_bytes() * shape.group;
     for (int64_t i = 0; i < piece.num_tokens; ++i)
         begin_rows<Type>(shape, scratch, int(i) * shape.group, shape.group,
                          call.queries + (piece.row + i) * call.query_row_bytes + query);
@@ -327,7 +341,7 @@ void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, 
     int64_t offsets[kKeys];
     int count = slot_offsets<kKeys>(shape, call, piece.blocks, first, last, offsets);
     while (count) {
-        pack_tile<Type>(shape, call, scratch, piece.kv_head, offsets, count);
+        pack_tile<Type, Source>(shape, call, scratch, piece.kv_head, offsets, count);
         const Tile tile = {first, count};
         first += kKeys;
         count = slot_offsets<kKeys>(shape, call, piece.blocks, first, last, offsets);
@@ -339,28 +353,33 @@ void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, 
                          call.out + (piece.row + i) * call.out_row_bytes + query);
 }
 
-void decode_piece(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
-                  float* partials) {
+template <typename Type>
+inline void decode_any(const Shape& shape, const Call& call, const Piece& piece, const Piece* next,
+                       const Scratch& scratch, float* partials) {
     // Where every query head has keys of its own, memory is the limit, and slots are read one after another; where heads
     // share keys, arithmetic is, and each query is loaded once for several tokens.
     constexpr int kMore = WIDTH < 8 ? WIDTH : 8;
-    const auto decode = shape.is_bfloat16 ? shape.group == 1 ? decode_typed<BFloat16, 1> : decode_typed<BFloat16, kMore>
-                        : shape.group == 1 ? decode_typed<Float32, 1> : decode_typed<Float32, kMore>;
+    const auto decode = shape.group == 1 ? decode_typed<Type, 1> : decode_typed<Type, kMore>;
+    decode(shape, call, piece, next, scratch, partials);
+}
+
+void decode_piece(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
+                  float* partials) {
+    const auto decode = shape.is_int8 ? shape.is_bfloat16 ? decode_any<Int8<NaturalBFloat16>> : decode_any<Int8<Float32>>
+                        : shape.is_bfloat16 ? decode_any<BFloat16> : decode_any<Float32>;
     decode(shape, call, piece, next, scratch, partials);
 }
 
 void chunk_piece(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
-    if (shape.is_bfloat16)
-        chunk_typed<BFloat16>(shape, call, piece, scratch);
-    else
-        chunk_typed<Float32>(shape, call, piece, scratch);
+    const auto chunk = shape.is_bfloat16 ? shape.is_int8 ? chunk_typed<BFloat16, StoredInt8<BFloat16>> : chunk_typed<BFloat16>
+                       : shape.is_int8 ? chunk_typed<Float32, StoredInt8<Float32>> : chunk_typed<Float32>;
+    chunk(shape, call, piece, scratch);
 }
 
 void merge(const Shape& shape, const Call& call, int64_t row, const Scratch& scratch, const float* partials, int64_t count) {
-    if (shape.is_bfloat16)
-        merge_typed<BFloat16>(shape, call, row, scratch, partials, count);
-    else
-        merge_typed<Float32>(shape, call, row, scratch, partials, count);
+    const auto merge_rows = shape.is_bfloat16 ? shape.is_int8 ? merge_typed<NaturalBFloat16> : merge_typed<BFloat16>
+                            : merge_typed<Float32>;
+    merge_rows(shape, call, row, scratch, partials, count);
 }
 
 }  // namespace

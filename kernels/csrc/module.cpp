@@ -78,9 +78,9 @@ using Tables = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device:
 class Cache {
    public:
     Cache(const std::string& level, uintptr_t address, int64_t num_blocks, int num_layers, int block_size,
-          int kv_heads, int group, int head_dim, bool is_bfloat16)
+          int kv_heads, int group, int head_dim, bool is_bfloat16, bool is_int8)
         : level_(level_named(level)),
-          shape_{kv_heads, group, head_dim, block_size, is_bfloat16, 1.0f / std::sqrt(float(head_dim))},
+          shape_{kv_heads, group, head_dim, block_size, is_bfloat16, is_int8, 1.0f / std::sqrt(float(head_dim))},
           base_(reinterpret_cast<const char*>(address)),
           num_blocks_(num_blocks),
           num_layers_(num_layers) {
@@ -91,7 +91,7 @@ class Cache {
     const Level& level() const { return level_; }
     const Shape& shape() const { return shape_; }
     int64_t num_blocks() const { return num_blocks_; }
-    int64_t element_bytes() const { return shape_.is_bfloat16 ? 2 : 4; }
+    int64_t row_element_bytes() const { return shape_.is_bfloat16 ? 2 : 4; }
 
     Call call(int layer) const {
         if (layer < 0 || layer >= num_layers_) throw std::invalid_argument("no such layer");
@@ -123,13 +123,13 @@ const int64_t* blocks_of(const Cache& cache, const Tables& tables, int64_t row, 
     return blocks;
 }
 
-// Tensors [rows, num_heads, head_dim] of the cache's dtype, by address; rows `..._stride` elements apart.
+// Tensors [rows, num_heads, head_dim], float32 or bfloat16, by address; rows `..._stride` elements apart.
 Call call_of(const Cache& cache, int layer, uintptr_t queries, int64_t query_stride, uintptr_t out, int64_t out_stride) {
     Call call = cache.call(layer);
     call.queries = reinterpret_cast<const char*>(queries);
-    call.query_row_bytes = query_stride * cache.element_bytes();
+    call.query_row_bytes = query_stride * cache.row_element_bytes();
     call.out = reinterpret_cast<char*>(out);
-    call.out_row_bytes = out_stride * cache.element_bytes();
+    call.out_row_bytes = out_stride * cache.row_element_bytes();
     return call;
 }
 
@@ -194,7 +194,7 @@ class DecodePlan {
         windowed_.build(contexts, num_threads);
     }
 
-    // Addresses of [rows, num_heads, head_dim] tensors of the cache's dtype, rows `..._stride` elements apart.
+    // Addresses of [rows, num_heads, head_dim] tensors, rows `..._stride` elements apart.
     void run(int layer, bool is_windowed, uintptr_t queries, int64_t query_stride, uintptr_t out, int64_t out_stride) {
         const Call call = call_of(cache_, layer, queries, query_stride, out, out_stride);
         const bool is_narrow = is_windowed && !windowed_.pieces.empty();
@@ -338,7 +338,7 @@ NB_MODULE(_native, module) {
     products::bind(module);
     products::bind_blocks(module);
     nb::class_<Cache>(module, "Cache")
-        .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool>());
+        .def(nb::init<const std::string&, uintptr_t, int64_t, int, int, int, int, int, bool, bool>());
     nb::class_<DecodePlan>(module, "DecodePlan")
         .def(nb::init<const Cache&, Tables, Ids, Ids, int64_t, int>())
         .def_prop_ro("num_rows", &DecodePlan::num_rows)

@@ -42,7 +42,8 @@ struct GateRows {
 };
 
 // Rows of queries, keys and values side by side: queries and keys are rotated in place, then keys and values copied
-// into the slots of the cache.
+// into the slots of the cache, or rounded to int8: the heads of a slot, then the scale of each (float32). The scale of a
+// head that is not finite is NaN.
 struct HeadRows {
     char* heads;  // [rows, (num_heads + 2 * kv_heads) * head_dim]
     int64_t row_bytes;
@@ -54,6 +55,7 @@ struct HeadRows {
     char* keys;            // of slot 0
     char* values;
     bool is_bfloat16;
+    bool is_int8;  // the cache
 };
 
 // x [rows, width] -> the first index of the highest element, and the element; NaN where the row holds one.

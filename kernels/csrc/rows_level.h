@@ -133,6 +133,41 @@ inline void rotate(char* head, const float* cos, const float* sin, int64_t half)
     }
 }
 
+typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+
+// One head -> int8 elements at `to`, and the scale that they are to be multiplied with: the largest magnitude / 127.
+template <typename Type>
+inline float round_to_bytes(const char* head, int64_t head_dim, char* to) {
+    Floats largest{}, remainders{};  // remainders: NaN where an element is not finite, else 0
+    for (int64_t i = 0; i < head_dim; i += WIDTH) {
+        const Floats x = Type::widened(get<Type>(head + i * Type::kBytes, head_dim - i));
+        largest = larger(largest, larger(x, -x));
+        remainders += x - x;
+    }
+    float most = largest[0];
+    for (int v = 1; v < WIDTH; ++v) most = largest[v] > most ? largest[v] : most;
+    const bool is_zero = !(most > 1e-30f);
+    const float inverse = is_zero ? 0.0f : 127.0f / most;
+    const Floats magic = same(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the rounded integer
+    for (int64_t i = 0; i < head_dim; i += WIDTH) {
+        const Floats x = Type::widened(get<Type>(head + i * Type::kBytes, head_dim - i));
+        const Bytes bytes = __builtin_convertvector((Ints)(x * inverse + magic) - (Ints)magic, Bytes);
+        std::memcpy(to + i, &bytes, head_dim - i >= WIDTH ? WIDTH : head_dim - i);
+    }
+    return (is_zero ? 0.0f : most / 127.0f) + total(remainders);
+}
+
+// The heads of one row, `kv_heads` of them, -> one slot.
+template <typename Type>
+inline void round_slot(const HeadRows& call, const char* heads, char* slot) {
+    char* scales = slot + call.kv_heads * call.head_dim;
+    for (int64_t h = 0; h < call.kv_heads; ++h) {
+        const float scale =
+            round_to_bytes<Type>(heads + h * call.head_dim * Type::kBytes, call.head_dim, slot + h * call.head_dim);
+        std::memcpy(scales + h * sizeof scale, &scale, sizeof scale);
+    }
+}
+
 template <typename Type>
 void place_typed(const HeadRows& call, int64_t first, int64_t last) {
     const int64_t head_bytes = call.head_dim * Type::kBytes, kv_bytes = call.kv_heads * head_bytes;
@@ -143,6 +178,12 @@ void place_typed(const HeadRows& call, int64_t first, int64_t last) {
                 rotate<Type>(row + h * head_bytes, call.cos + index * call.half, call.sin + index * call.half,
                              call.half);
         const char* keys = row + call.num_heads * head_bytes;
+        if (call.is_int8) {
+            const int64_t slot_bytes = call.kv_heads * (call.head_dim + int64_t(sizeof(float)));
+            round_slot<Type>(call, keys, call.keys + call.slots[index] * slot_bytes);
+            round_slot<Type>(call, keys + kv_bytes, call.values + call.slots[index] * slot_bytes);
+            continue;
+        }
         std::memcpy(call.keys + call.slots[index] * kv_bytes, keys, kv_bytes);
         std::memcpy(call.values + call.slots[index] * kv_bytes, keys + kv_bytes, kv_bytes);
     }

@@ -106,13 +106,13 @@ class Placer {
           head_dim_(head_dim),
           is_bfloat16_(is_bfloat16) {}
 
-    // cos 0: nothing is rotated. Slots from `num_slots` on are refused before anything is written.
+    // cos 0: nothing is rotated. is_int8: of the cache, see HeadRows. Slots from `num_slots` on are refused before anything is written.
     void run(uintptr_t heads, int64_t stride, uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t slots,
-             uintptr_t keys, uintptr_t values, int64_t num_slots, int64_t num_rows, int num_threads) {
+             uintptr_t keys, uintptr_t values, int64_t num_slots, bool is_int8, int64_t num_rows, int num_threads) {
         const int64_t size = is_bfloat16_ ? 2 : 4;
         const HeadRows call{at<char>(heads),  stride * size,     num_heads_, kv_heads_,          head_dim_,
                             at<float>(cos),   at<float>(sin),    half,       at<int64_t>(slots), at<char>(keys),
-                            at<char>(values), is_bfloat16_};
+                            at<char>(values), is_bfloat16_,       is_int8};
         for (int64_t i = 0; i < num_rows; ++i)
             if (call.slots[i] < 0 || call.slots[i] >= num_slots) throw std::invalid_argument("a slot outside the storage");
         divide(num_rows, (num_heads_ + 2 * kv_heads_) * head_dim_, num_threads,

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from alignedserve.config.sections import ClusterConfig, Topology
 from alignedserve.core.request import FinishReason, SamplingParams
@@ -21,7 +22,11 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> ClusterConfig:
     return small_config(tmp_path / "model", topology=request.param)
 
 
-async def test_greedy_answers_equal_one_engine_alone(config: ClusterConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+async def test_greedy_answers_equal_one_engine_alone(
+    config: ClusterConfig, kv_cache_dtype: str, tmp_path: Path
+) -> None:
+    config = replace(config, engine=replace(config.engine, kv_cache_dtype=kv_cache_dtype))
     sampling = SamplingParams(max_tokens=30, temperature=0.0)
     async with running(config, tmp_path) as cluster:
         work = prompts(12)

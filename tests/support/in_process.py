@@ -104,7 +104,7 @@ class RoomCluster:
 
     def __init__(self, config: ClusterConfig, folder: Path) -> None:
         self.config = config
-        self.served: ServedModel = resolve_model(config.model)
+        self.served: ServedModel = resolve_model(config.model, kv_cache_dtype=config.engine.kv_cache_dtype)
         self.addresses = AddressBook(folder)
         self.folder = folder
         self.cluster_id = f"test-{os.getpid()}-{next(_CLUSTERS)}"
@@ -117,7 +117,7 @@ class RoomCluster:
 
     async def start(self) -> None:
         await self.start_router()
-        if self.config.topology is Topology.DISAGGREGATED:
+        if self.config.chosen_topology is Topology.DISAGGREGATED:
             await self.start_pool()
             for index in range(self.config.prefill.count):
                 await self.start_prefill(f"prefill-{index}")
@@ -175,7 +175,7 @@ class RoomCluster:
 
     async def start_decode(self, name: str) -> None:
         section = self.config.decode
-        if self.config.topology is Topology.COLOCATED:
+        if self.config.chosen_topology is Topology.COLOCATED:
             await self._start_colocated(name)
             return
         executor = self._engine(section.kv_cache_bytes, section.max_running_requests)

@@ -21,7 +21,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.engine.step_batch import BatchBuilder
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weight_files import load_weights
 
 # Tiny products gain nothing from a second thread, and wait for it where tests run side by side.
@@ -36,14 +36,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
 def tiny_decoder(
     folder: Path, dtype: str = "float32", quantization: str | None = None, device: torch.device | str = "cpu"
 ) -> Decoder:
-    config = read_model_config(folder)
+    config = read_config(folder)
     return Decoder(config, load_weights(folder, config, torch_dtype(dtype), device, quantization))
 
 
-def poisoned_storage(decoder: Decoder, block_size: int = BLOCK_SIZE, *, has_scratch: bool = False) -> BlockStorage:
-    layout = decoder.config.block_layout(block_size, decoder.dtype_name)
+def poisoned_storage(
+    decoder: Decoder, block_size: int = BLOCK_SIZE, *, has_scratch: bool = False, cache_dtype: str | None = None
+) -> BlockStorage:
+    layout = decoder.config.block_layout(block_size, cache_dtype or decoder.dtype_name)
     storage = BlockStorage(layout, NUM_BLOCKS, decoder.device, has_scratch=has_scratch)
-    storage.blocks.fill_(float("nan"))
+    storage.bytes.fill_(0xFF)  # NaN in every dtype, scales of int8 as well
     return storage
 
 
@@ -66,8 +68,10 @@ class TinyEngine:
         streams: DeviceStreams | None = None,
         capture: Capture | None = None,
         has_hidden_cache: bool = False,
+        cache_dtype: str | None = None,
     ) -> None:
-        self.storage = poisoned_storage(decoder, has_scratch=capture is not None or decoder.device.type != "cpu")
+        has_scratch = capture is not None or decoder.device.type != "cpu"
+        self.storage = poisoned_storage(decoder, has_scratch=has_scratch, cache_dtype=cache_dtype)
         self.engine = Engine(
             model=decoder,
             storage=self.storage,
@@ -117,11 +121,13 @@ class TinyEngine:
 class LogitsProbe:
     """The decoder and the batch builder without a sampler: logits of every token of given sequences."""
 
-    def __init__(self, decoder: Decoder, block_size: int = BLOCK_SIZE, attention: str = AUTO) -> None:
+    def __init__(
+        self, decoder: Decoder, block_size: int = BLOCK_SIZE, attention: str = AUTO, cache_dtype: str | None = None
+    ) -> None:
         self._decoder = decoder
-        self._storage = poisoned_storage(decoder, block_size)
+        self._storage = poisoned_storage(decoder, block_size, cache_dtype=cache_dtype)
         self._table = SequenceTable(max_sequences=8, max_context_len=MAX_CONTEXT_LEN, block_size=block_size)
-        planner = attention_planner(attention, self._table, self._storage, decoder.config)
+        planner = attention_planner(attention, self._table, self._storage, decoder.config, decoder.dtype)
         self._builder = BatchBuilder(self._table, self._storage, planner)
         self._free_blocks = shuffled_blocks(1)
         self._parts: dict[int, list[Tensor]] = {}

@@ -44,6 +44,7 @@ def _bench_workload(options: EngineOptions, suited: _Suited, device: str) -> int
         groups=parse_workload(suited.workload, options.seed),
         dtype=suited.dtype,
         quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
         device=device,
         attention=options.attention_backend,
         seed=options.seed,
@@ -61,6 +62,8 @@ def _bench_workload(options: EngineOptions, suited: _Suited, device: str) -> int
 def _bench_iterations(options: EngineOptions, suited: _Suited, device: str) -> int:
     if options.quantization is not None:
         raise ConfigError("--quantization: single iterations are measured without; name a --workload.")
+    if options.kv_cache_dtype != "auto":
+        raise ConfigError("--kv-cache-dtype: single iterations are measured without; name a --workload.")
     spec = replace(
         TOY if suited.model == TOY.model else IterationSpec(suited.model),
         dtype=suited.dtype,

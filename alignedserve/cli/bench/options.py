@@ -100,6 +100,7 @@ class EngineOptions:
         typer.Option(help="float32, bfloat16 or float16.", show_default="float32; GPU: bfloat16"),
     ] = None
     quantization: Annotated[str | None, typer.Option(help="int8: linear layers with weights of 8 bits.")] = None
+    kv_cache_dtype: Annotated[str, typer.Option(help="Keys and values: auto (the dtype), or int8.")] = "auto"
     device: DeviceOption = "auto"
     attention_backend: Annotated[str, typer.Option(help="auto, triton, torch or an instruction set of the CPU.")] = (
         "auto"

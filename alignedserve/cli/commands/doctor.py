@@ -83,6 +83,7 @@ def _engine() -> list[Finding]:
         Finding("Threads", _threads()),
         Finding("Weights", _weights()),
         Finding("Attention", _attention()),
+        Finding("KV cache", _kv_cache()),
         *_gpu(),
         _pocket(),
     ]
@@ -112,6 +113,11 @@ def _attention() -> str:
     if not others:
         return "plain PyTorch: the native kernels are not built (needs a C++ compiler, then install again)"
     return f"native, straight from blocks: {best}; engine.attention_backend also takes {', '.join(others)}"
+
+
+def _kv_cache() -> str:
+    is_native = "in native attention" if supported_levels() else "in plain PyTorch"
+    return f"the model's dtype; engine.kv_cache_dtype=int8: 8 bits, with a scale per token and head, {is_native}"
 
 
 def _threads() -> str:

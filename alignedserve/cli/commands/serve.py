@@ -5,12 +5,15 @@ import sys
 import time
 from types import FrameType
 
+import msgspec
 import typer
 from rich.panel import Panel
 from rich.table import Table
 
 from alignedserve.cli.commands.options import ServeOptions
+from alignedserve.cli.commands.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, notes, results
+from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.launch import RunningCluster
 from alignedserve.config.environment import api_keys
@@ -27,6 +30,7 @@ def serve(options: ServeOptions) -> None:
     config = load_config(options.config, options.all_overrides)
     ending = _StopSignals()
     try:
+        config = msgspec.structs.replace(config, model=fetch_model(config.model))
         cluster = _start(config, ending)
     except KeyboardInterrupt:
         notes().print("Interrupted before it was up; nothing is left running.")
@@ -60,8 +64,8 @@ class _StopSignals:
 
 
 def _start(config: ClusterConfig, ending: _StopSignals) -> RunningCluster:
-    with notes().status("Starting the cluster …"):
-        cluster = start_cluster(config)
+    with StartScreen() as screen:
+        cluster = start_cluster(config, screen)
     if ending.is_asked_for:
         cluster.stop()
         raise KeyboardInterrupt
@@ -77,7 +81,11 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     table.add_row("Web page", f"[bold]{cluster.url}/[/]")
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")
     table.add_row("Try", f"curl {cluster.url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'")
+    if cluster.served.stored is not None:
+        table.add_row("Weights", cluster.served.stored.description)
     table.add_row("Running", _shape(cluster))
+    if cluster.served.cache_dtype is not None:
+        table.add_row("KV cache", f"{cluster.served.cache_dtype}, with a scale per token and head")
     table.add_row("Logs", str(cluster.folder / "logs"))
     table.add_row("Stop", "Ctrl-C")
     return Panel(table, title=f"AlignedServe serves [bold]{cluster.served.name}[/] (ready in {seconds:.1f} s)")
@@ -85,7 +93,7 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
 
 def _shape(cluster: RunningCluster) -> str:
     config = cluster.config
-    if config.topology is Topology.COLOCATED:
+    if config.chosen_topology is Topology.COLOCATED:
         return f"{config.gateway.count} gateway, 1 router, {config.decode.count} colocated workers"
     return (
         f"{config.gateway.count} gateway, 1 router, 1 KV pool, "

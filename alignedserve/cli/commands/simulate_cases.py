@@ -12,7 +12,7 @@ import yaml
 from alignedserve.cli.commands.options import SimulateOptions
 from alignedserve.config.environment import data_dir
 from alignedserve.config.loading import current_field_name, load_config
-from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.config.sections import ClusterConfig, Topology, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 from alignedserve.costmodel.choice import FITTED, WorkerSpec
 from alignedserve.costmodel.profile_file import MachineProfile, read_profile
@@ -116,7 +116,7 @@ def _cluster(options: SimulateOptions) -> ClusterConfig:
         if field in _FOLLOWS and not options.costs.startswith(FITTED):
             raise ConfigError(f"--set {field}: memory follows from --model, --hardware and --tensor-parallel")
     sizes = () if options.config is not None else _SERVER
-    return load_config(options.config, (*sizes, *options.overrides))
+    return with_fixed_sizes(load_config(options.config, (*sizes, *options.overrides)))
 
 
 def _default_variants(options: SimulateOptions, cluster: ClusterConfig) -> list[Variant]:
@@ -161,7 +161,7 @@ def _topology(options: SimulateOptions, cluster: ClusterConfig) -> Topology | No
     return cluster.topology if is_named or is_served else None
 
 
-def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology) -> ClusterConfig:
+def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology | None) -> ClusterConfig:
     """Return the cluster with as many workers as asked for.
 
     Where separate ones were `given`, colocated ones are as many as both kinds.
@@ -169,7 +169,7 @@ def _sized(options: SimulateOptions, cluster: ClusterConfig, given: Topology) ->
     changed = msgspec.structs.replace
     num_prefill = options.num_prefill or cluster.prefill.count
     num_decode = options.num_decode or cluster.decode.count
-    if cluster.topology is Topology.COLOCATED:
+    if cluster.chosen_topology is Topology.COLOCATED:
         num_together = num_decode if given is Topology.COLOCATED else num_prefill + num_decode
         num_decode = options.num_colocated or num_together
     return changed(

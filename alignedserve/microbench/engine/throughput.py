@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
+from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
@@ -26,8 +27,8 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import DecoderWeights, random_weights
 
@@ -50,6 +51,7 @@ class EngineBenchmarkSpec:
     groups: tuple[RequestGroup, ...]
     dtype: str = "float32"
     quantization: str | None = None  # int8: the linear layers
+    kv_cache_dtype: str = "auto"  # of keys and values: auto (`dtype`) or int8
     device: str = "cpu"
     attention: str = AUTO  # one of CHOICES of runtime.attention
     max_sequences: int = 128
@@ -62,9 +64,16 @@ class EngineBenchmarkSpec:
             raise ConfigError("groups must name at least one group of requests.")
         if self.quantization not in (None, "int8"):
             raise ConfigError(f"quantization {self.quantization!r} must be int8 or unset.")
+        if self.kv_cache_dtype not in ("auto", INT8):
+            raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype!r} must be auto or int8.")
         for name in ("max_sequences", "max_step_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
+
+    @property
+    def cache_dtype(self) -> str:
+        """Return the dtype of keys and values."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def max_context_len(self) -> int:
@@ -74,7 +83,7 @@ class EngineBenchmarkSpec:
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
     """Load a named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
-    return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, None, device, seed=seed)))
+    return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, device=device, seed=seed)))
 
 
 def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
@@ -83,9 +92,9 @@ def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
         config = SHAPES[spec.model]
         return config, random_weights(config, spec.seed, dtype, spec.device, spec.quantization)
     folder = Path(spec.model)
-    if not folder.is_dir():
-        raise ConfigError(f"model {spec.model!r} is neither a folder nor one of {', '.join(SHAPES)}.")
-    config = read_model_config(folder)
+    if not folder.exists():
+        raise ConfigError(f"model {spec.model!r} is neither a folder, a GGUF file nor one of {', '.join(SHAPES)}.")
+    config = read_config(folder)
     return config, load_weights(folder, config, dtype, spec.device, spec.quantization)
 
 
@@ -130,7 +139,7 @@ def peak_rss_bytes() -> int:
 def make_engine(decoder: Decoder, spec: EngineBenchmarkSpec) -> Engine:
     """Make an engine with blocks for just the `max_sequences` longest requests of the workload; on a GPU with
     its decode steps recorded."""
-    layout = decoder.config.block_layout(spec.block_size, spec.dtype)
+    layout = decoder.config.block_layout(spec.block_size, spec.cache_dtype)
     blocks = [blocks_for(group.prompt_len + group.output_len, spec.block_size) for group in spec.groups]
     counts = [group.num_requests for group in spec.groups]
     num_blocks = int(np.sort(np.repeat(blocks, counts))[-spec.max_sequences :].sum())
@@ -275,6 +284,7 @@ def _result(
         model=spec.model,
         dtype=spec.dtype,
         quantization=spec.quantization,
+        kv_cache_dtype=spec.cache_dtype,
         device=spec.device,
         attention=spec.attention,
         threads=torch.get_num_threads(),
@@ -300,7 +310,7 @@ def _result(
         read_gb_per_s=None if ceilings is None else ceilings.read_bytes_per_s / 1e9,
         outside_forward_share=1.0 - forward_s / wall_s,
         weight_bytes=config.loaded_weight_bytes(spec.dtype, spec.quantization),
-        kv_token_bytes=config.kv_token_bytes(spec.dtype),
+        kv_token_bytes=engine.storage.layout.token_bytes,
         kv_bytes=engine.storage.num_blocks * engine.storage.layout.block_bytes,
         peak_rss_bytes=measured.peak_rss_bytes,
         peak_device_bytes=measured.peak_device_bytes,

@@ -42,7 +42,9 @@ class AttentionBatch(NamedTuple):
         for choice in CHOICES:
             if choice not in (AUTO, TRITON):
                 try:
-                    found[choice] = attention_planner(choice, self.table, self.storage, config)
+                    found[choice] = attention_planner(
+                        choice, self.table, self.storage, config, self.storage.blocks.dtype
+                    )
                 except ConfigError:  # not on this device, or not for this dtype
                     continue
         if gpu_kernels_available(self.storage.device) and self.storage.has_scratch:

@@ -7,33 +7,38 @@ from typing import NamedTuple, cast
 import torch
 
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.attention.backend import TORCH, TRITON, AttentionPlanner, Contexts, attention_level
 from alignedserve.runtime.attention.native_backend import PagedPlanner
 from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.attention.torch_backend import GatheredPlanner
-from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
-from kernels.cpu.paged_attention import PagedAttention
+from kernels.cpu.paged_attention import Int8Heads, PagedAttention
 from kernels.gpu_dispatch import gpu_kernels_available
 
 _GROUP = 4  # query heads per key head of the model that doctor measures with
 logger = logging.getLogger(__name__)
 
 
-def attention_planner(choice: str, table: Contexts, storage: BlockStorage, config: ModelConfig) -> AttentionPlanner:
+def attention_planner(
+    choice: str, table: Contexts, storage: BlockStorage, config: ModelConfig, dtype: torch.dtype
+) -> AttentionPlanner:
     """Return the planner for `choice`; plain PyTorch, with a warning, where the GPU kernels do not run.
 
-    Raises ConfigError for an unavailable choice.
+    `dtype`: of queries, and of the cache unless it is int8. Raises ConfigError for an unavailable choice.
     """
-    level = attention_level(choice, storage.device, torch_dtype(storage.layout.dtype))
+    if storage.layout.is_int8 and storage.device.type != "cpu":
+        raise ConfigError(f"kv_cache_dtype=int8 is computed on CPUs alone, not on {storage.device}; leave it at auto.")
+    level = attention_level(choice, storage.device, dtype)
     if level == TRITON:
         on_gpu = _gpu_planner(table, storage, config)
         if on_gpu is not None:
             return on_gpu
     if level in (TORCH, TRITON):
-        return GatheredPlanner(table, storage, config.sliding_window)
-    paged = PagedAttention(storage.blocks, group=config.group_size, level=level)
+        return GatheredPlanner(table, storage, config.sliding_window, dtype)
+    int8 = Int8Heads(config.num_kv_heads, dtype) if storage.layout.is_int8 else None
+    paged = PagedAttention(storage.blocks, group=config.group_size, level=level, int8=int8)
     return PagedPlanner(table, config.sliding_window, paged)
 
 

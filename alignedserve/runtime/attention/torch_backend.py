@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.backend import Contexts
@@ -53,8 +54,9 @@ class GatheredStep(NamedTuple):
         if chunk.run_ids is None:
             rows = slice(chunk.first, chunk.last)
             return new[0][rows].view(shape), new[1][rows].view(shape)
-        keys = gather_context(storage.key_runs(layer), chunk.run_ids, shape, "keys", self.buffers)
-        values = gather_context(storage.value_runs(layer), chunk.run_ids, shape, "values", self.buffers)
+        dtype = new[0].dtype
+        keys = gather_context(storage.key_runs(layer), chunk.run_ids, shape, dtype, "keys", self.buffers)
+        values = gather_context(storage.value_runs(layer), chunk.run_ids, shape, dtype, "values", self.buffers)
         return keys, values
 
 
@@ -64,7 +66,9 @@ class GatheredPlanner:
     reads_unused_slots = True
     plans_ahead = False
 
-    def __init__(self, table: Contexts, storage: BlockStorage, window: int | None) -> None:
+    def __init__(self, table: Contexts, storage: BlockStorage, window: int | None, dtype: torch.dtype) -> None:
+        """`dtype`: of queries."""
+        self._dtype = dtype
         self._table = table
         self._storage = storage
         self._window = window
@@ -86,7 +90,7 @@ class GatheredPlanner:
         """Plan a step of chunks alone, whose token rows start at `first`."""
         plans = []
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            plans.append(plan_chunk(self._table, self._storage, row, first, count, self._window))
+            plans.append(plan_chunk(self._table, self._storage, row, first, count, self._window, self._dtype))
             first += count
         return GatheredStep(self._storage, self._buffers, rows[:0], 0.0, (), tuple(plans))
 

@@ -46,7 +46,7 @@ class ChunkPlan:
     first: int
     last: int
     context_len: int  # tokens before the chunk and in it
-    run_ids: Tensor | None  # int64: all blocks of the context; None when nothing lies before the chunk
+    run_ids: Tensor | None  # int64: all blocks of the context; None: the new tokens are all, as they are
     mask: Tensor | None  # [last - first, context_len]; None: causal over the chunk alone
     window_mask: Tensor | None  # the same for windowed layers; None: as `mask`
 
@@ -194,13 +194,23 @@ def bucket_bounds(blocks: list[int], max_blocks: int) -> list[tuple[int, int]]:
 
 
 def plan_chunk(
-    table: Contexts, storage: BlockStorage, row: int, first: int, num_tokens: int, window: int | None
+    table: Contexts,
+    storage: BlockStorage,
+    row: int,
+    first: int,
+    num_tokens: int,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> ChunkPlan:
-    """Plan the next `num_tokens` tokens of the sequence in `row`, which are token rows from `first` on."""
+    """Plan the next `num_tokens` tokens of the sequence in `row`, which are token rows from `first` on.
+
+    `dtype`: of queries. Where the cache rounds, new tokens too are read from it: however a prompt is cut, its results
+    are the same.
+    """
     before = int(table.num_computed[row])
     context_len = before + num_tokens
     run_ids = None
-    if before:
+    if before or storage.layout.is_int8:
         num_blocks = -(-context_len // table.block_size)
         run_ids = torch.from_numpy(table.block_tables[row, :num_blocks] * storage.run_stride).to(storage.device)
     is_window_narrow = window is not None and context_len > window
@@ -209,17 +219,17 @@ def plan_chunk(
         last=first + num_tokens,
         context_len=context_len,
         run_ids=run_ids,
-        mask=_chunk_mask(before, num_tokens, None, storage) if before else None,
-        window_mask=_chunk_mask(before, num_tokens, window, storage) if is_window_narrow else None,
+        mask=_chunk_mask(before, num_tokens, None, dtype, storage.device) if before else None,
+        window_mask=_chunk_mask(before, num_tokens, window, dtype, storage.device) if is_window_narrow else None,
     )
 
 
-def _chunk_mask(before: int, num_tokens: int, window: int | None, storage: BlockStorage) -> Tensor:
+def _chunk_mask(before: int, num_tokens: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Build a mask [num_tokens, before + num_tokens]: 0 where new token i reads slot j, else -inf."""
-    own = torch.arange(before, before + num_tokens, device=storage.device)[:, None]
-    others = torch.arange(before + num_tokens, device=storage.device)
+    own = torch.arange(before, before + num_tokens, device=device)[:, None]
+    others = torch.arange(before + num_tokens, device=device)
     is_hidden = others > own
     if window is not None:
         is_hidden |= others <= own - window
-    mask = torch.zeros(is_hidden.shape, dtype=storage.blocks.dtype, device=storage.device)
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=device)
     return mask.masked_fill_(is_hidden, -float("inf"))

@@ -2,7 +2,9 @@
 
 import torch
 
+from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import UnsupportedModel
+from kernels.cpu.paged_attention import supported_levels
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -14,6 +16,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def cache_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of the elements of blocks, as their layout names it."""
+    return torch.int8 if name == INT8 else torch_dtype(name)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a torch dtype that `torch_dtype` knows."""
     return str(dtype).removeprefix("torch.")
+
+
+def has_native_bfloat16() -> bool:
+    """Return whether this processor multiplies bfloat16 natively, and the kernels that do so are built."""
+    return "avx512bf16" in supported_levels()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alignedserve.core.block_layout import INT8
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob
 from alignedserve.runtime.attention.backend import AUTO, AttentionPlanner, Contexts
@@ -114,7 +115,9 @@ class Engine:
         assert config.rope is not None or max_context_len <= config.max_position_embeddings, (
             "more context than positions"
         )
-        assert layout == config.block_layout(layout.block_size, model.dtype_name), "the storage is not of this model"
+        dtype = INT8 if layout.is_int8 else model.dtype_name
+        assert layout == config.block_layout(layout.block_size, dtype), "the storage is not of this model"
+        assert not (layout.is_int8 and hidden_block_tokens), "blocks of int8 hold no layer inputs"
         self.model = model
         self.storage = storage
         self._table = SequenceTable(
@@ -125,7 +128,7 @@ class Engine:
         )
 
         def make_planner(contexts: Contexts, storage: BlockStorage) -> AttentionPlanner:
-            return attention_planner(attention, contexts, storage, config)
+            return attention_planner(attention, contexts, storage, config, model.dtype)
 
         planner, hidden = make_planner(self._table, storage), None
         if hidden_block_tokens is not None:

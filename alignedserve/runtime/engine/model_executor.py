@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -38,6 +39,7 @@ from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import random_weights
 from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.process.loading_progress import LoadingProgress
 from alignedserve.runtime.process.worker_threads import WorkerThreads
 from alignedserve.scheduling.policies import wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
@@ -100,8 +102,14 @@ def storage_blocks(layout: BlockLayout, kv_cache_bytes: int, hidden_block_tokens
     """
     if hidden_block_tokens is None:
         return layout.blocks_in(kv_cache_bytes)
-    one_layer = recomputed_blocks(hidden_block_tokens, layout.block_size) * layout.block_bytes // layout.num_layers
-    return kv_cache_bytes // (layout.block_bytes + one_layer)
+    return kv_cache_bytes // (layout.block_bytes + recomputing_bytes(layout, hidden_block_tokens))
+
+
+def recomputing_bytes(layout: BlockLayout, hidden_block_tokens: int | None) -> int:
+    """Return the bytes beside each block in which one layer of a hidden cache is recomputed; 0: there are none."""
+    if hidden_block_tokens is None:
+        return 0
+    return recomputed_blocks(hidden_block_tokens, layout.block_size) * layout.block_bytes // layout.num_layers
 
 
 class ModelExecutor:
@@ -110,7 +118,8 @@ class ModelExecutor:
     Construction takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError.
     """
 
-    def __init__(self, served: ServedModel, sizes: EngineSizes) -> None:
+    def __init__(self, served: ServedModel, sizes: EngineSizes, progress_path: Path | None = None) -> None:
+        """`progress_path`: the file for how far the loading has come."""
         torch.set_num_threads(sizes.num_threads or num_cores())
         device = torch.device(sizes.device)
         _check_memory(served, sizes, device)
@@ -127,7 +136,7 @@ class ModelExecutor:
         streams = streams_of(device)
         self._swap_space = SwapSpace(self._storage, streams, is_int8=sizes.has_int8_swaps)
         self._engine = Engine(
-            model=_load_decoder(served, device),
+            model=_load_decoder(served, device, progress_path),
             storage=self._storage,
             max_sequences=sizes.max_sequences,
             max_context_len=served.max_context_len,
@@ -212,12 +221,16 @@ def _times_of(step: StepTimes, started: float, changed: float) -> IterationTimes
     )
 
 
-def _load_decoder(served: ServedModel, device: torch.device) -> Decoder:
+def _load_decoder(served: ServedModel, device: torch.device, progress_path: Path | None) -> Decoder:
     config = served.config.for_context(served.max_context_len)
     dtype, quantization = torch_dtype(served.dtype), served.quantization
+    progress = LoadingProgress(progress_path, config.weight_bytes(served.dtype), config.num_layers)
     if served.has_random_weights:
-        return Decoder(config, random_weights(config, 0, dtype, device, quantization))
-    return Decoder(config, load_weights(served.folder, config, dtype, device, quantization))
+        weights = random_weights(config, 0, dtype, device, quantization, observer=progress)
+    else:
+        weights = load_weights(served.folder, config, dtype, device, quantization, observer=progress)
+    progress.finish()
+    return Decoder(config, weights)
 
 
 def _check_memory(served: ServedModel, sizes: EngineSizes, device: torch.device) -> None:

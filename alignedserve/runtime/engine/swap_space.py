@@ -24,6 +24,7 @@ class SwapSpace:
 
     def __init__(self, storage: BlockStorage, streams: DeviceStreams, *, is_int8: bool = False) -> None:
         """`is_int8`: copies on the host are rounded to 8 bits per channel (ALISE, section 3.2)."""
+        assert not (is_int8 and storage.layout.is_int8), "blocks of int8 are not rounded again"
         self._storage = storage
         self._is_int8 = is_int8
         self._offload, self._prefetch = streams.stream(OFFLOAD), streams.stream(PREFETCH)

@@ -1,6 +1,7 @@
 """The memory of KV blocks on one device.
 
-Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim]: one block is one contiguous run
+Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head_dim], the last two one slot_width where
+the cache is int8: one block is one contiguous run
 of bytes, which pool and transports copy as a whole (docs/decisions/0002-block-layout.md).
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.core.ids import BlockId
-from alignedserve.runtime.device.dtypes import torch_dtype
+from alignedserve.runtime.device.dtypes import cache_dtype
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.pending_copies import PendingCopies
@@ -57,7 +58,7 @@ class BlockStorage:
         flat = with_scratch.view(-1)
         starts = range(0, layout.block_elements, layout.run_elements)
         runs = [flat[start:].view(-1, layout.run_elements) for start in starts]
-        slots = [flat[start:].view(-1, layout.kv_width) for start in starts]
+        slots = [flat[start:].view(-1, layout.slot_width) for start in starts]
         self._key_runs, self._value_runs = runs[::2], runs[1::2]
         self._key_slots, self._value_slots = slots[::2], slots[1::2]
 
@@ -84,13 +85,16 @@ class BlockStorage:
 
     @property
     def blocks(self) -> Tensor:
-        """All blocks [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on their device."""
+        """All blocks [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], on their device.
+
+        Of int8: [.., block_size, slot_width].
+        """
         layout = self.layout
-        sizes = (layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        return self._blocks.view(self.num_blocks, *sizes)
+        slot = (layout.slot_width,) if layout.is_int8 else (layout.num_kv_heads, layout.head_dim)
+        return self._blocks.view(self.num_blocks, layout.num_layers, 2, layout.block_size, *slot)
 
     def key_runs(self, layer: int) -> Tensor:
-        """Return contiguous rows [.., block_size * kv_width], first block 0's keys of this layer; see `run_stride`."""
+        """Return contiguous rows [.., run_elements], first block 0's keys of this layer; see `run_stride`."""
         return self._key_runs[layer]
 
     def value_runs(self, layer: int) -> Tensor:
@@ -98,7 +102,7 @@ class BlockStorage:
         return self._value_runs[layer]
 
     def key_slots(self, layer: int) -> Tensor:
-        """Return contiguous rows [.., kv_width] from block 0's first key of this layer on; see `slot_stride`."""
+        """Return contiguous rows [.., slot_width] from block 0's first key of this layer on; see `slot_stride`."""
         return self._key_slots[layer]
 
     def value_slots(self, layer: int) -> Tensor:
@@ -108,7 +112,8 @@ class BlockStorage:
     def input_slots(self, layer: int, hidden_size: int) -> Tensor:
         """Return contiguous rows [.., hidden_size] from block 0's first layer input of this layer on.
 
-        Blocks hold layer inputs [num_layers, tokens, hidden_size]; the next block is num_layers * tokens rows further.
+        Blocks, which are not int8, hold layer inputs [num_layers, tokens, hidden_size]; the next block is num_layers *
+        tokens rows further.
         """
         start = layer * (self.layout.block_elements // self.layout.num_layers)
         return self._blocks.view(-1)[start:].view(-1, hidden_size)
@@ -148,9 +153,9 @@ class BlockStorage:
         self._slots_of(block_id)[:, :, first_slot:] = 0
 
     def _slots_of(self, block_id: BlockId) -> Tensor:
-        """Return one block as [num_layers, 2, block_size, kv_width]."""
+        """Return one block as [num_layers, 2, block_size, slot_width]."""
         layout = self.layout
-        shape = (layout.num_layers, 2, layout.block_size, layout.kv_width)
+        shape = (layout.num_layers, 2, layout.block_size, layout.slot_width)
         return self._blocks[self._checked([block_id])[0]].view(shape)
 
     def _staged(self, stream_name: str) -> StagedCopies:
@@ -171,8 +176,8 @@ def _allocate(layout: BlockLayout, num_blocks: int, device: torch.device) -> Ten
     shape = (num_blocks, layout.block_elements)
     try:
         if device.type == "cpu":
-            return torch.frombuffer(_huge_pages(needed), dtype=torch_dtype(layout.dtype)).view(shape)
-        return torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device)
+            return torch.frombuffer(_huge_pages(needed), dtype=cache_dtype(layout.dtype)).view(shape)
+        return torch.empty(shape, dtype=cache_dtype(layout.dtype), device=device)
     except (RuntimeError, OSError, MemoryError) as error:
         raise NotEnoughMemory(f"{message}; lower the number of blocks.") from error
 

@@ -14,7 +14,7 @@ from alignedserve.runtime.model.json_fields import read_json_object
 MAX_INDEX_BYTES = 64 << 20
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class WeightIndex:
@@ -26,7 +26,7 @@ class WeightIndex:
     """
 
     def __init__(self, folder: Path, framework: str = "numpy") -> None:
-        self.files: dict[Path, Any] = {path: _open(path, framework) for path in _listed_shards(folder)}
+        self.files: dict[Path, Any] = {path: _open(path, framework) for path in listed_shards(folder)}
         self.file_of: dict[str, Path] = {}
         for path, file in self.files.items():
             self.file_of.update(dict.fromkeys(file.keys(), path))
@@ -35,12 +35,13 @@ class WeightIndex:
                 raise ModelError(f"{path} does not hold tensor {name}, which {INDEX_NAME} places there.")
 
 
-def _listed_shards(folder: Path) -> list[Path]:
+def listed_shards(folder: Path) -> list[Path]:
+    """Return the files of weights, whether they are there or not. Raises like WeightIndex."""
     if (folder / INDEX_NAME).exists():
         return sorted(set(_weight_map(folder).values()))
     if (folder / SINGLE_NAME).exists():
         return [folder / SINGLE_NAME]
-    unsafe = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    unsafe = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if unsafe:
         raise UnsafeWeights(
             f"{folder} holds weights only as {unsafe[0]}, a pickle format that can run code when loaded; "

@@ -9,18 +9,20 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import uvloop
 
 from alignedserve.core.errors import AlignedServeError
+from alignedserve.runtime.process.loading_progress import read_progress
 from alignedserve.runtime.process.process_spec import ProcessSpec
 
 logger = logging.getLogger(__name__)
 
 _EXIT_BROKEN = 70  # EX_SOFTWARE
-_START_TIMEOUT_S = 600.0  # weights of a large model take their time
+_STALL_S = 600.0  # without progress, a start has failed
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -47,7 +49,7 @@ class ActorHost:
         self._loop.set_exception_handler(self._on_unhandled)
         threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
         try:
-            self._service = asyncio.run_coroutine_threadsafe(build(), self._loop).result(_START_TIMEOUT_S)
+            self._service = _result(asyncio.run_coroutine_threadsafe(build(), self._loop), process_spec)
         except AlignedServeError as error:
             logger.exception("%s cannot start", self._name)
             self._failure = error
@@ -70,6 +72,19 @@ class ActorHost:
         logger.critical("%s is broken and ends: %s", self._name, context.get("message"), exc_info=error)
         logging.shutdown()
         os._exit(_EXIT_BROKEN)
+
+
+def _result(built: "Future[HostedService]", process_spec: ProcessSpec) -> HostedService:
+    """Wait for the service as long as the loading of its model makes progress. Raises TimeoutError."""
+    path, known = process_spec.progress_path(), None
+    while True:
+        try:
+            return built.result(_STALL_S)
+        except TimeoutError:
+            progress = read_progress(path)
+            if built.done() or progress == known:
+                raise
+            known = progress
 
 
 def _log_to_file(folder: Path, name: str) -> None:

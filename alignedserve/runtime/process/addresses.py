@@ -19,3 +19,7 @@ class AddressBook:
             if known == name:
                 return f"tcp:{host_and_port}"
         return f"unix:{self.folder / name}.sock"
+
+    def progress_of(self, name: str) -> Path:
+        """Return the file in which this process reports how far its model is loaded."""
+        return self.folder / f"{name}.progress"

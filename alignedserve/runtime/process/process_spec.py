@@ -35,6 +35,10 @@ class ProcessSpec:
         """Return a recorder of the decisions of the logic that `make` makes; None: recording is off."""
         return open_recorder(self.recording, self.name, make)
 
+    def progress_path(self) -> Path:
+        """Return the file in which it reports how far its model is loaded."""
+        return self.addresses.progress_of(self.name)
+
     def own_address(self) -> str:
         """Return the address at which it listens."""
         return self.addresses.of(self.name)

@@ -23,6 +23,7 @@ HEAVY = (
     "msgspec",
     "orjson",
     "redis",
+    "huggingface_hub",
 )
 PATHS: tuple[list[str], ...] = (
     [],
@@ -49,6 +50,10 @@ PATHS: tuple[list[str], ...] = (
     ["bench", "schedule"],
     ["bench", "predictor"],
     ["replay"],
+    ["pull"],
+    ["models"],
+    ["models", "list"],
+    ["models", "rm"],
 )
 HELP_OF_ALL = f"""
 import contextlib, io, sys

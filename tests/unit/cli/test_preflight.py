@@ -12,9 +12,10 @@ from msgspec.structs import replace
 
 from alignedserve.cluster import preflight
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
-from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound, NotEnoughMemory
+from alignedserve.core.errors import AddressInUse, ConfigError, ModelError, ModelNotFound, NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from tests.support.in_process import TINY_LLAMA, small_config
+from tests.support.tiny_gguf import write_tiny_gguf
 
 
 class Free(NamedTuple):
@@ -173,6 +174,34 @@ def test_a_hidden_cache_that_would_not_be_smaller_is_refused_with_what_to_do(unu
     preflight.check(apt_serve(unused_tcp_port, hybrid_cache=False), POCKET)
 
 
+def test_a_cache_of_8_bits_needs_less_and_excludes_what_rounds_or_replaces_it(
+    unused_tcp_port: int, tmp_path: Path
+) -> None:
+    int8 = {"engine": {"kv_cache_dtype": "int8"}}
+    served = resolve_model(ModelSectionConfig(), kv_cache_dtype="int8")
+    layout, exact = served.block_layout(16), POCKET.block_layout(16)
+    per_head = exact.head_dim + 4
+    assert layout.token_bytes * 4 * exact.head_dim == exact.token_bytes * per_head
+    needed = {"kv_cache_bytes": layout.token_bytes * (served.max_context_len + 16)}
+    fits = config(unused_tcp_port, decode=needed, prefill=needed, **int8)
+    preflight.check(fits, served)
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes is .* one request of"):
+        preflight.check(fits, POCKET)
+    for sections, message in (
+        ({"decode": {"swap_format": "int8"}}, r"swap_format=int8 would round what engine.kv_cache_dtype=int8 has"),
+        ({"engine": {"kv_cache_dtype": "int8", "device": "cuda"}}, r"kv_cache_dtype=int8 is computed on CPUs alone"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            preflight._check_int8_cache(config(unused_tcp_port, **{**int8, **sections}))
+    of_own = {**TINY_LLAMA, "num_key_value_heads": TINY_LLAMA["num_attention_heads"]}
+    small = small_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(of_own))
+    made = apt_serve(unused_tcp_port)
+    made = replace(made, engine=replace(made.engine, kv_cache_dtype="int8"))
+    with pytest.raises(ConfigError, match=r"int8 rounds keys and values, and policy 'apt_serve' keeps layer inputs"):
+        preflight.check(made, resolve_model(replace(small.model, random_weights=True)))
+
+
 def test_what_is_made_anew_of_hidden_caches_needs_room_as_well(unused_tcp_port: int, tmp_path: Path) -> None:
     small = small_config(tmp_path)
     of_own = {**TINY_LLAMA, "num_key_value_heads": TINY_LLAMA["num_attention_heads"]}
@@ -188,3 +217,12 @@ def test_what_is_made_anew_of_hidden_caches_needs_room_as_well(unused_tcp_port: 
     preflight.check(made, served)
     with pytest.raises(ConfigError, match=r"swap_format=int8 is for keys and values, and policy 'apt_serve'"):
         preflight.check(replace(made, decode=replace(made.decode, swap_format="int8")), served)
+
+
+def test_a_gguf_file_is_checked_whole(unused_tcp_port: int, tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "a.gguf", "llama", ("Q4_K", "Q6_K"))
+    served = resolve_model(ModelSectionConfig(path=str(path)))
+    preflight.check(config(unused_tcp_port), served)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ModelError, match="may be truncated"):
+        preflight.check(config(unused_tcp_port), served)

@@ -69,7 +69,7 @@ def workers_of(*policies: str, **options: object) -> dict[str, tuple[Topology, i
     """Topology, prefill workers and decode workers by policy."""
     planned = plan_cases(SimulateOptions(policies=policies, workload=LINE, **options))  # type: ignore[arg-type]
     clusters = {one.policy: one.case.config.cluster for one in planned}
-    return {name: (one.topology, one.prefill.count, one.decode.count) for name, one in clusters.items()}
+    return {name: (one.chosen_topology, one.prefill.count, one.decode.count) for name, one in clusters.items()}
 
 
 def test_colocated_policies_get_as_many_accelerators_as_separate_ones() -> None:

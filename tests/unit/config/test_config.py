@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from alignedserve.config.environment import api_keys, run_root
 from alignedserve.config.loading import MAX_CONFIG_BYTES, load_config, parse_size
-from alignedserve.config.sections import MIB, BatchingConfig, ClusterConfig, Topology
+from alignedserve.config.sections import MIB, BatchingConfig, ClusterConfig, DefaultSize, Topology, with_fixed_sizes
 from alignedserve.core.errors import ConfigError
 
 
@@ -24,6 +25,19 @@ def test_without_a_file_everything_has_its_default() -> None:
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
 def test_an_empty_file_is_all_defaults(tmp_path: Path, text: str) -> None:
     assert load_config(written(tmp_path, text)) == ClusterConfig()
+
+
+@pytest.mark.parametrize("more", [(), ("pool.memory_bytes=null",)])
+def test_sizes_that_are_unset_say_so_and_can_be_fixed(more: tuple[str, ...]) -> None:
+    config = load_config(None, ["decode.kv_cache_bytes=256MiB", *more])
+    assert isinstance(config.pool.memory_bytes, DefaultSize)
+    assert not isinstance(config.decode.kv_cache_bytes, DefaultSize)
+    assert config.topology is None
+    fixed = with_fixed_sizes(config)
+    assert type(fixed.pool.memory_bytes) is int
+    assert (fixed.pool, fixed.prefill, fixed.decode) == (config.pool, config.prefill, config.decode)
+    assert fixed.topology is Topology.DISAGGREGATED
+    assert msgspec.json.decode(msgspec.json.encode(fixed), type=ClusterConfig) == fixed
 
 
 def test_a_file_sets_what_it_names(tmp_path: Path) -> None:

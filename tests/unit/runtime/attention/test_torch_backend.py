@@ -46,8 +46,8 @@ def test_chunk_on_top_of_its_context(group: int, before: int) -> None:
     runs = torch.tensor([7, 2, 5])
     shape = (before + num_tokens, kv_heads, HEAD_DIM)
     buffers = GatherBuffers(torch.device("cpu"))
-    chunk_keys = gather_context(keys, runs, shape, "keys", buffers)
-    chunk_values = gather_context(values, runs, shape, "values", buffers)
+    chunk_keys = gather_context(keys, runs, shape, torch.float32, "keys", buffers)
+    chunk_values = gather_context(values, runs, shape, torch.float32, "values", buffers)
     queries = torch.randn(num_tokens, kv_heads, group, HEAD_DIM)
     hidden = torch.arange(before + num_tokens) > torch.arange(before, before + num_tokens)[:, None]
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")) if before else None

@@ -46,6 +46,13 @@ def test_cache_and_weights_have_the_named_dtype_and_float32_otherwise(folder: Pa
     assert served(folder, dtype="bfloat16").block_layout(8) == expected
 
 
+def test_a_processor_with_bfloat16_uses_it_for_all_but_the_pocket_model(folder: Path) -> None:
+    section = ModelSectionConfig(path=str(folder))
+    assert resolve_model(section, has_bfloat16=True).dtype == "bfloat16"
+    assert resolve_model(ModelSectionConfig(path=str(folder), dtype="float32"), has_bfloat16=True).dtype == "float32"
+    assert resolve_model(ModelSectionConfig(), has_bfloat16=True).dtype == "float32"
+
+
 def test_the_context_may_be_shortened_but_not_lengthened(folder: Path) -> None:
     assert served(folder).max_context_len == 512
     assert served(folder, max_context_len=100).max_context_len == 100

@@ -1,0 +1,20 @@
+"""`alignedserve pull`: download a model from a hub, without serving it."""
+
+from alignedserve.cli.console import INTERRUPTED, notes
+from alignedserve.cli.downloads import fetch_model
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.model.hub.hub_name import names_hub_model, parse_hub_name
+
+
+def pull(model: str) -> int:
+    """Download what is missing and print the folder or file. Raises like Hub.fetch; ConfigError for a wrong name."""
+    parse_hub_name(model)
+    if not names_hub_model(model):
+        raise ConfigError(f"{model} is a file or folder of this machine, not a model on a hub")
+    try:
+        print(fetch_model(ModelSectionConfig(path=model)).path)
+    except KeyboardInterrupt:
+        notes().print("Interrupted; the next pull goes on from here.")
+        return INTERRUPTED
+    return 0

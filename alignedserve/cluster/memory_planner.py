@@ -1,0 +1,228 @@
+"""Plans the memories of a cluster on one machine: what has to fit, where it lies, how long a context that allows.
+
+Every memory has a least size, which holds one request of the longest context, and a wanted one, which holds as many
+tokens as a full batch of ordinary requests. Where the wanted ones do not fit they shrink together, down to the least.
+"""
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from alignedserve.config.sections import (
+    MIB,
+    ClusterConfig,
+    DecodeWorkerConfig,
+    DefaultSize,
+    PrefillWorkerConfig,
+    Section,
+    Topology,
+)
+from alignedserve.core.block_layout import DTYPE_BYTES
+from alignedserve.runtime.model.served_model import ServedModel
+
+_TOKENS_PER_REQUEST = 768  # in the caches, of an ordinary request; twice that is a long conversation
+LEAST_CONTEXT_LEN = 256  # shorter is of no use
+_STEP = 1024  # of a shortened context
+_KEPT_SHARE = 8  # one part in so many of the memory stays free
+_SYSTEM_BYTES = 512 * MIB  # gateway, router, Ray
+_PROCESS_BYTES = 300 * MIB  # a worker's libraries and intermediate results
+_OBJECT_STORE_BYTES = 96 * MIB  # Ray's, in the pool's folder
+_GPU_SHARE = 0.85  # of a GPU's memory, for weights and blocks
+SIZED = ("prefill", "decode", "pool")  # sections with memories
+_MEMORY_FIELDS = ("kv_cache_bytes", "candidate_buffer_bytes", "swap_space_bytes", "memory_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The free resources of one machine."""
+
+    available_bytes: int  # memory
+    shared_bytes: int  # of it, in the folder of the KV pool
+    num_cores: int
+    has_bfloat16: bool  # the processor multiplies it natively
+    gpu_bytes: tuple[int, ...] = ()  # of each GPU that workers use; none: they compute on the CPU
+
+
+class Place(enum.Enum):
+    """A place that memories share."""
+
+    HOST = "memory"
+    SHARED = "the folder of the KV pool"
+    PREFILL_GPU = "the GPU of a prefill worker"
+    DECODE_GPU = "the GPU of a decode worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One kind of memory of the cluster."""
+
+    section: str
+    field: str
+    least: int
+    wanted: int
+    counts: Mapping[Place, int]  # how many of it lie where
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One topology, and the longest context that fits; None: none that is of use."""
+
+    topology: Topology
+    context_len: int | None
+
+    def reaches(self, context_len: int) -> bool:
+        """Return whether requests of this context fit."""
+        return self.context_len is not None and self.context_len >= context_len
+
+
+class MemoryPlanner:
+    """The needs of one configuration on one machine."""
+
+    def __init__(self, config: ClusterConfig, served: ServedModel, machine: Machine, recomputing_bytes: int) -> None:
+        self.config, self.served, self.machine = config, served, machine
+        self._recomputing_bytes = recomputing_bytes
+
+    def plan(self, topology: Topology) -> Plan:
+        """Return the longest context that fits. One that was set is not shortened."""
+        longest = self.served.max_context_len
+        if self._fits(topology, longest):
+            return Plan(topology, longest)
+        if self.config.model.max_context_len is not None or is_any_set(self.config):
+            return Plan(topology, None)
+        return Plan(topology, self.longest_that_fits(topology))
+
+    def longest_that_fits(self, topology: Topology) -> int | None:
+        """Return the longest context that fits, in whole steps where it is long; None: none that is of use."""
+        low, high = min(LEAST_CONTEXT_LEN, self.served.max_context_len), self.served.max_context_len
+        if not self._fits(topology, low):
+            return None
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._fits(topology, middle) else (low, middle - 1)
+        return low // _STEP * _STEP if self.served.max_context_len > low > _STEP else low
+
+    def with_(self, *, config: ClusterConfig | None = None, served: ServedModel | None = None) -> "MemoryPlanner":
+        """Return the planner of another configuration or model on the same machine."""
+        return MemoryPlanner(config or self.config, served or self.served, self.machine, self._recomputing_bytes)
+
+    def num_workers(self, topology: Topology) -> int:
+        """Return how many workers hold the weights."""
+        config = self.config
+        return config.decode.count + (config.prefill.count if topology is Topology.DISAGGREGATED else 0)
+
+    def needed_bytes(self, topology: Topology, context_len: int) -> int:
+        """Return the available memory that would do for requests of this context."""
+        needed = sum(
+            memory.least * memory.counts.get(Place.HOST, 0) for memory in self._memories(topology, context_len)
+        )
+        needed += self._host_weights(topology)
+        return max(-(-needed * _KEPT_SHARE // (_KEPT_SHARE - 1)) + _KEPT_SHARE, needed + self._overhead(topology))
+
+    def sizes_of(self, topology: Topology, context_len: int) -> dict[tuple[str, str], int]:
+        """Return every memory's size by section and field: wanted where all fit, less where they do not."""
+        memories, limits = self._memories(topology, context_len), self._limits(topology)
+        shares = {place: _share(memories, place, limit) for place, limit in limits.items()}
+        sizes: dict[tuple[str, str], int] = {}
+        for memory in memories:
+            share = min(shares[place] for place in memory.counts)
+            size = memory.least + int((memory.wanted - memory.least) * share)
+            sizes[memory.section, memory.field] = max(size // MIB * MIB, memory.least)
+        return sizes
+
+    def _fits(self, topology: Topology, context_len: int) -> bool:
+        memories = self._memories(topology, context_len)
+        return all(
+            sum(memory.least * memory.counts.get(place, 0) for memory in memories) <= limit
+            for place, limit in self._limits(topology).items()
+        )
+
+    def _host_weights(self, topology: Topology) -> int:
+        return 0 if self.machine.gpu_bytes else self.num_workers(topology) * self.served.weight_bytes
+
+    def _overhead(self, topology: Topology) -> int:
+        """Return what processes take beside weights and blocks; while they load, the largest tensor once more."""
+        config = self.served.config
+        largest = config.vocab_size * config.embedding_size * DTYPE_BYTES[self.served.dtype]
+        return _SYSTEM_BYTES + self.num_workers(topology) * (_PROCESS_BYTES + largest)
+
+    def _limits(self, topology: Topology) -> dict[Place, int]:
+        """Return the bytes for caches, by place."""
+        machine = self.machine
+        kept = max(machine.available_bytes // _KEPT_SHARE, self._overhead(topology))
+        limits = {Place.HOST: machine.available_bytes - kept - self._host_weights(topology)}
+        if topology is Topology.DISAGGREGATED:
+            shared = machine.shared_bytes * 9 // 10
+            limits[Place.SHARED] = max(shared - _OBJECT_STORE_BYTES, shared // 2)
+        if machine.gpu_bytes:
+            sharing = math.ceil(self.num_workers(topology) / len(machine.gpu_bytes))
+            per_worker = int(min(machine.gpu_bytes) * _GPU_SHARE) // sharing - self.served.weight_bytes
+            limits |= {Place.PREFILL_GPU: per_worker, Place.DECODE_GPU: per_worker}
+        return limits
+
+    def _memories(self, topology: Topology, context_len: int) -> list[Memory]:
+        config, is_on_gpu = self.config, bool(self.machine.gpu_bytes)
+        block = self.served.block_layout(config.engine.block_size)
+        one = block.token_bytes * (context_len + config.engine.block_size)
+        hidden = -(-one // block.block_bytes) * (block.block_bytes + self._recomputing_bytes)
+        decode_places = {Place.DECODE_GPU: 1} if is_on_gpu else {Place.HOST: config.decode.count}
+        prefill_places = {Place.PREFILL_GPU: 1} if is_on_gpu else {Place.HOST: config.prefill.count}
+        wanted = max(self._wanted(config.decode), hidden, config.decode.kv_cache_bytes)
+        on_gpu = max(self._limits(topology).get(Place.DECODE_GPU, 0), hidden)
+        decode = self._memory(
+            "decode",
+            "kv_cache_bytes",
+            hidden if self._recomputing_bytes else one,
+            on_gpu if is_on_gpu else wanted,
+            decode_places,
+        )
+        if topology is Topology.COLOCATED:
+            swap = max(wanted // 2, config.decode.swap_space_bytes)
+            return [decode, self._memory("decode", "swap_space_bytes", 0, swap, {Place.HOST: config.decode.count})]
+        pool = max(self._wanted(config.decode) * config.decode.count, one, config.pool.memory_bytes)
+        buffers = max(wanted * config.decode.count // config.prefill.count // 4, config.prefill.candidate_buffer_bytes)
+        in_pool, in_buffers = ({Place.HOST: n, Place.SHARED: n} for n in (1, config.prefill.count))
+        prefill = max(self._wanted(config.prefill), one, config.prefill.kv_cache_bytes)
+        return [
+            decode,
+            self._memory("prefill", "kv_cache_bytes", one, prefill, prefill_places),
+            self._memory("prefill", "candidate_buffer_bytes", 0, buffers, in_buffers),
+            self._memory("pool", "memory_bytes", one, pool, in_pool),
+        ]
+
+    def _wanted(self, worker: PrefillWorkerConfig | DecodeWorkerConfig) -> int:
+        """Return the bytes of a full batch of ordinary requests."""
+        tokens = worker.max_running_requests * _TOKENS_PER_REQUEST
+        return tokens * self.served.block_layout(self.config.engine.block_size).token_bytes
+
+    def _memory(self, section: str, field: str, least: int, wanted: int, counts: Mapping[Place, int]) -> Memory:
+        """Describe a memory; one that is set has just that size."""
+        size = getattr(getattr(self.config, section), field)
+        if not isinstance(size, DefaultSize):
+            least = wanted = size
+        return Memory(section, field, least, wanted, counts)
+
+
+def _share(memories: list[Memory], place: Place, limit: int) -> float:
+    """Return the part of what is wanted beyond the least that fits."""
+    least = sum(memory.least * memory.counts.get(place, 0) for memory in memories)
+    more = sum(memory.wanted * memory.counts.get(place, 0) for memory in memories) - least
+    return min(max((limit - least) / more, 0.0), 1.0) if more else 1.0
+
+
+def is_set(section: Section) -> bool:
+    """Return whether a memory or a count of workers of this section is set."""
+    return getattr(section, "count", 1) != 1 or any(
+        not isinstance(getattr(section, field), DefaultSize) for field in _MEMORY_FIELDS if hasattr(section, field)
+    )
+
+
+def is_any_set(config: ClusterConfig) -> bool:
+    """Return whether the size of any memory is set."""
+    sections = (getattr(config, name) for name in SIZED)
+    return any(
+        not isinstance(getattr(section, field), DefaultSize)
+        for section in sections
+        for field in _MEMORY_FIELDS
+        if hasattr(section, field)
+    )

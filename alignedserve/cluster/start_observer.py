@@ -1,0 +1,63 @@
+"""Whoever watches the start of a cluster, and its patience: a start may take as long as it makes progress."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from alignedserve.cluster.sizing import SizeChoice
+from alignedserve.runtime.process.loading_progress import Progress, read_progress
+
+logger = logging.getLogger(__name__)
+
+
+class StartObserver(Protocol):
+    """A receiver of what happens while a cluster starts."""
+
+    def sizes_chosen(self, choice: SizeChoice) -> None:
+        """Say what was chosen, before anything is started."""
+
+    def model_loading(self, progress: Progress) -> None:
+        """Show how much of the model all workers together have loaded."""
+
+
+class LoggingObserver:
+    """Writes what was chosen to the log."""
+
+    def sizes_chosen(self, choice: SizeChoice) -> None:
+        """Log the choice."""
+        logger.info(choice.line)
+        for warning in choice.warnings:
+            logger.warning(warning)
+
+    def model_loading(self, progress: Progress) -> None:
+        """Show nothing."""
+
+
+class Patience:
+    """The time left to a start: `timeout_s` from its last progress."""
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        timeout_s: float,
+        observer: StartObserver,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`files`: of the workers' progress."""
+        self._files, self._timeout_s, self._observer, self._clock = files, timeout_s, observer, clock
+        self._known: list[Progress | None] = []
+        self._ends_s = clock() + timeout_s
+
+    def is_over(self) -> bool:
+        """Look at the progress, show it, and return whether there was none for too long."""
+        found = [read_progress(path) for path in self._files]
+        if found != self._known:
+            self._known, self._ends_s = found, self._clock() + self._timeout_s
+            self._observer.model_loading(_sum([progress for progress in found if progress is not None]))
+        return self._clock() >= self._ends_s
+
+
+def _sum(found: Sequence[Progress]) -> Progress:
+    return Progress(*(sum(counts) for counts in zip(Progress(), *found, strict=True)))

@@ -1,0 +1,22 @@
+"""The model section of a configuration with a folder or file of this machine in place of a name on a hub."""
+
+import msgspec
+
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.runtime.model.hub.hub_name import names_hub_model, parse_hub_name
+from alignedserve.runtime.model.hub.repository import Hub, Report
+
+
+def with_local_model(
+    section: ModelSectionConfig, report: Report | None = None, hub: Hub | None = None
+) -> ModelSectionConfig:
+    """Download the model that the section names, if that is one on a hub, and name its folder or GGUF file instead.
+
+    Clients call it by its name on the hub, unless the section says otherwise. A path of this machine and a built-in
+    name are left as they are. Raises like Hub.fetch.
+    """
+    if not names_hub_model(section.path):
+        return section
+    name = parse_hub_name(section.path)
+    path = (hub or Hub()).fetch(name, report, has_weights=not section.random_weights)
+    return msgspec.structs.replace(section, path=str(path), served_model_name=section.served_model_name or name.repo_id)

@@ -1,0 +1,186 @@
+"""Models on a Hugging Face hub, fetched into huggingface_hub's cache: only what serving needs, gone on with after a
+kill, found again without a network.
+
+Address, token, cache and offline mode are those of huggingface_hub (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE).
+"""
+
+import glob
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import HfApi, RepoFile, constants
+from huggingface_hub.errors import CachedRepoTreeNotFoundError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # documented, and exported without saying so
+
+from alignedserve.core.errors import ModelNotFound, StorageFull
+from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.hub.failures import explained
+from alignedserve.runtime.model.hub.file_choice import choose_gguf, choose_text_files, wants_gguf
+from alignedserve.runtime.model.hub.hub_name import HubName
+from alignedserve.runtime.model.hub.resumed_download import Download, RemoteFile
+from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME, listed_shards
+
+Report = Callable[[int, int], None]  # bytes that are here, of how many
+
+_NUM_CONNECTIONS = 4
+_TIMEOUT_S = 20.0
+
+
+class Hub:
+    """A hub and the cache of what came from it. What is unset is as huggingface_hub has it from the environment."""
+
+    def __init__(self, *, endpoint: str | None = None, cache: Path | None = None, token: str | None = None) -> None:
+        self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
+        self._cache = cache or Path(constants.HF_HUB_CACHE)
+        self._token = token
+        self._api = HfApi(endpoint=self.endpoint, token=token)
+
+    def fetch(self, name: HubName, report: Report | None = None, *, has_weights: bool = True) -> Path:
+        """Return the folder of a model, or its GGUF file, downloading what is not here.
+
+        May be repeated and called by several processes at once; one that was killed is gone on with. Nothing of what
+        comes is executed. `has_weights=False` leaves safetensors out. Raises ModelError and its kinds when hub or
+        repository do not have what is needed, StorageFull when the disk does not take it.
+        """
+        with explained(name, self.endpoint):
+            commit = self._resolve(name)
+            sizes = self._list(name, commit)
+            if wants_gguf(name, sizes):
+                file = choose_gguf(name, sizes)
+                return self._complete(name, commit, {file: sizes[file]}, report) / file
+            text_files = choose_text_files(name, sizes)
+            folder = self._link(name, commit, text_files)
+            read_model_config(folder)  # refused, if so, before the weights have come
+            if not has_weights:
+                return folder
+            return self._complete(name, commit, _sizes_of_shards(folder, name, sizes), report)
+
+    def _resolve(self, name: HubName) -> str:
+        """Return the commit; where the hub does not answer, the one that was known when it last did."""
+        return self._api.resolve_revision(
+            name.repo_id,
+            revision=name.revision,
+            cache_dir=self._cache,
+            local_files_only=constants.is_offline_mode(),
+        ).resolved
+
+    def _list(self, name: HubName, commit: str) -> dict[str, int]:
+        """Return the bytes of every file of the repository at this commit."""
+        try:
+            listed: list[Any] = huggingface_hub.get_cached_repo_tree(
+                name.repo_id, revision=commit, cache_dir=self._cache
+            )
+        except CachedRepoTreeNotFoundError:
+            if constants.is_offline_mode():
+                return self._list_folder(name, commit)
+            listed = list(self._api.list_repo_tree(name.repo_id, recursive=True, revision=commit))
+        return {file.path: file.size for file in listed if isinstance(file, RepoFile)}
+
+    def _list_folder(self, name: HubName, commit: str) -> dict[str, int]:
+        """Return the files that another program, of which no list remains, has downloaded."""
+        folder = self._folder(name, commit)
+        if not folder.is_dir():
+            raise ModelNotFound(f"{name} is not downloaded, or not completely, and HF_HUB_OFFLINE is set.")
+        return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+    def _complete(self, name: HubName, commit: str, sizes: dict[str, int], report: Report | None) -> Path:
+        """Download what is missing of these files and return the folder."""
+        missing = [file for file in sizes if not (self._folder(name, commit) / file).exists()]
+        if missing:
+            if constants.is_offline_mode():
+                raise ModelNotFound(f"{name} is only half downloaded, without {missing[0]}, and HF_HUB_OFFLINE is set.")
+            self._download(name, commit, {file: sizes[file] for file in missing}, report)
+        return self._link(name, commit, list(sizes))
+
+    def _link(self, name: HubName, commit: str, files: list[str]) -> Path:
+        """Give the folder these files: from blobs that are here, otherwise from the hub. Returns the folder."""
+        folder = self._folder(name, commit)
+        if all((folder / file).exists() for file in files):
+            return folder
+        huggingface_hub.snapshot_download(
+            name.repo_id,
+            revision=commit,
+            allow_patterns=[glob.escape(file) for file in files],
+            cache_dir=self._cache,
+            endpoint=self.endpoint,
+            token=self._token,
+            etag_timeout=_TIMEOUT_S,
+            tqdm_class=_NoBar,
+        )
+        missing = [file for file in files if not (folder / file).exists()]
+        if missing:
+            raise ModelNotFound(f"{name} is only half downloaded, without {missing[0]}, and {self.endpoint} fails.")
+        return folder
+
+    def _download(self, name: HubName, commit: str, sizes: dict[str, int], report: Report | None) -> None:
+        """Download files of weights into blobs, some at a time; the first failure stops them all."""
+        blobs = self._folder(name, commit).parent.parent / "blobs"
+        blobs.mkdir(parents=True, exist_ok=True)
+        stop, counted = threading.Event(), _ByteCount(sum(sizes.values()), report)
+        with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
+            try:
+                files = list(pool.map(lambda file: self._look_up(name, commit, file, sizes[file]), sizes))
+                _check_space(name, files, blobs)
+                downloads = [Download(file, blobs, count=counted.add, stop=stop, token=self._token) for file in files]
+                for ended in as_completed([pool.submit(download.run) for download in downloads]):
+                    ended.result()
+            except BaseException:
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _look_up(self, name: HubName, commit: str, file: str, num_bytes: int) -> RemoteFile:
+        url = huggingface_hub.hf_hub_url(name.repo_id, file, revision=commit, endpoint=self.endpoint)
+        found = huggingface_hub.get_hf_file_metadata(
+            url, token=self._token, timeout=_TIMEOUT_S, endpoint=self.endpoint, retry_on_errors=True
+        )
+        return RemoteFile(url, found.etag or "", num_bytes)
+
+    def _folder(self, name: HubName, commit: str) -> Path:
+        return self._cache / repo_folder_name(repo_id=name.repo_id, repo_type="model") / "snapshots" / commit
+
+
+class _ByteCount:
+    """Adds up what several threads receive."""
+
+    def __init__(self, total: int, report: Report | None) -> None:
+        self._num_bytes, self._total, self._report = 0, total, report
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_bytes += num_bytes
+            if self._report is not None:
+                self._report(self._num_bytes, self._total)
+
+
+class _NoBar(tqdm):
+    """Progress of huggingface_hub that shows nothing: small files come at once, large ones have our own bar."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
+
+
+def _sizes_of_shards(folder: Path, name: HubName, sizes: dict[str, int]) -> dict[str, int]:
+    """Return the bytes of the files of weights: those of the index, or the only one."""
+    files = [path.name for path in listed_shards(folder)] if INDEX_NAME in sizes else [SINGLE_NAME]
+    missing = [file for file in files if file not in sizes]
+    if missing:
+        raise ModelNotFound(f"{name} has no {missing[0]}, which its {INDEX_NAME} names.")
+    return {file: sizes[file] for file in files}
+
+
+def _check_space(name: HubName, files: list[RemoteFile], blobs: Path) -> None:
+    needed = sum(file.num_bytes - file.num_bytes_in(blobs) for file in files)
+    free = shutil.disk_usage(blobs).free
+    if needed > free:
+        raise StorageFull(
+            f"{name} needs {needed / 1e6:.0f} MB more, and {blobs} has {free / 1e6:.0f} MB left; "
+            "HF_HOME names another folder, `alignedserve models rm` removes models."
+        )

@@ -1,0 +1,41 @@
+"""Rows of a cache of 8 bits, in plain PyTorch: one token's keys (or values) on one layer.
+
+A row holds the elements of all heads, int8, and behind them the scale of each head, float32, as bytes: int8
+[kv_heads * head_dim + 4 * kv_heads]. An element's value is its integer times its head's scale. The scale is the head's
+largest magnitude / 127, so that a value changes by at most half of it; that of a head that is not finite is NaN.
+"""
+
+import torch
+from torch import Tensor
+
+SCALE_BYTES = 4
+_LARGEST = 127.0
+# Heads without an element above this are stored as zeros: the quotient would overflow.
+_SMALLEST = 1e-30
+
+
+def int8_row_width(kv_heads: int, head_dim: int) -> int:
+    """Return the bytes of one row."""
+    return kv_heads * (head_dim + SCALE_BYTES)
+
+
+def quantise_rows(heads: Tensor) -> Tensor:
+    """Round heads [tokens, kv_heads, head_dim] to rows [tokens, row_width] int8."""
+    x = heads.float()
+    largest = x.abs().amax(dim=-1)
+    is_zero = largest <= _SMALLEST
+    factors = torch.where(is_zero, 0.0, _LARGEST / largest)
+    scales = torch.where(is_zero, 0.0, largest / _LARGEST)
+    scales = torch.where(x.isfinite().all(dim=-1), scales, float("nan"))
+    rounded = (x * factors[..., None]).round().nan_to_num(0.0).clamp(-_LARGEST, _LARGEST).to(torch.int8)
+    return torch.cat((rounded.flatten(1), scales.contiguous().view(torch.int8)), dim=1)
+
+
+def dequantise_rows(rows: Tensor, kv_heads: int, out: Tensor) -> Tensor:
+    """Write the values of rows [tokens, row_width] int8, contiguous, to `out` [tokens, kv_heads * head_dim]; return
+    it."""
+    width = rows.shape[1] - SCALE_BYTES * kv_heads
+    scales = rows[:, width:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    elements = rows[:, :width].reshape(rows.shape[0], kv_heads, width // kv_heads)
+    out.view(elements.shape).copy_(elements * scales[..., None])
+    return out

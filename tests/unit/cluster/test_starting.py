@@ -1,0 +1,104 @@
+"""A start takes as long as it makes progress, and what it shows meanwhile."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from alignedserve.cli.commands.start_screen import StartScreen
+from alignedserve.cluster import machine
+from alignedserve.cluster.sizing import SizeChoice
+from alignedserve.cluster.start_observer import LoggingObserver, Patience
+from alignedserve.config.sections import ClusterConfig, ModelSectionConfig
+from alignedserve.runtime.model.served_model import resolve_model
+from alignedserve.runtime.model.weight_loader import random_weights
+from alignedserve.runtime.process.loading_progress import LoadingProgress, Progress, read_progress
+from tests.support.tiny_models import make_tiny_model
+
+CHOICE = SizeChoice(ClusterConfig(), resolve_model(ModelSectionConfig()), ("the context is shortened",))
+
+
+class Watching(LoggingObserver):
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[Progress] = []
+
+    def model_loading(self, progress: Progress) -> None:
+        self.shown.append(progress)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_progress_prolongs_the_wait_and_all_workers_count(tmp_path: Path) -> None:
+    files = [tmp_path / "prefill-0.progress", tmp_path / "decode-0.progress"]
+    watching, clock = Watching(), Clock()
+    patience = Patience(files, 10.0, watching, clock)
+    assert not patience.is_over()
+    clock.now_s = 9.0
+    first = LoadingProgress(files[0], 100, 2)
+    LoadingProgress(files[1], 100, 2)
+    assert not patience.is_over()
+    clock.now_s = 18.0
+    assert not patience.is_over()
+    first.finish()
+    assert not patience.is_over()
+    assert watching.shown == [Progress(), Progress(0, 200, 0, 4), Progress(100, 200, 2, 4)]
+    clock.now_s = 28.0
+    assert patience.is_over()
+
+
+def test_loading_reports_every_byte_and_layer(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", "llama")
+    served = resolve_model(ModelSectionConfig(path=str(tmp_path / "model")))
+    path = tmp_path / "decode-0.progress"
+    total = served.config.weight_bytes("float32")
+    progress = LoadingProgress(path, total, served.config.num_layers)
+    assert read_progress(path) == Progress(0, total, 0, 3)
+    random_weights(served.config, 0, torch.float32, observer=progress)
+    progress.finish()
+    assert read_progress(path) == Progress(total, total, 3, 3)
+
+
+def test_a_progress_that_is_absent_or_half_written_is_none(tmp_path: Path) -> None:
+    assert read_progress(tmp_path / "absent") is None
+    (tmp_path / "half").write_bytes(b"1234")
+    assert read_progress(tmp_path / "half") is None
+
+
+def test_a_full_disk_does_not_end_the_loading(tmp_path: Path) -> None:
+    progress = LoadingProgress(tmp_path / "no folder" / "x", 10, 1)
+    progress.tensor_read(20)
+    progress.finish()
+
+
+def test_without_a_terminal_only_the_sizes_and_warnings_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with StartScreen() as screen:
+        screen.sizes_chosen(CHOICE)
+        screen.model_loading(Progress())
+        screen.model_loading(Progress(5, 10, 1, 2))
+        screen.model_loading(Progress(10, 10, 2, 2))
+    assert capsys.readouterr().err == f"{CHOICE.line}\nwarning: the context is shortened\n"
+
+
+@pytest.mark.parametrize(("limit", "left"), [("3000\n", 2200), ("max\n", None), ("100\n", 0)])
+def test_the_limit_of_a_container_counts(tmp_path: Path, limit: str, left: int | None) -> None:
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("anon 800\ninactive_file 200\n")
+    found = machine._left_in_container(tmp_path)
+    assert found == left or (left is None and found > 2**60)
+    assert machine._left_in_container(tmp_path / "absent") > 2**60
+
+
+def test_this_machine_has_what_the_system_says() -> None:
+    found = machine.this_machine("cpu")
+    assert found.available_bytes > 0
+    assert found.num_cores == len(os.sched_getaffinity(0))
+    assert found.gpu_bytes == ()

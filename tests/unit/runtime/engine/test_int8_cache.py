@@ -1,0 +1,97 @@
+"""Engines over a cache of int8: how far logits move, and that generation is the same however it is cut."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from alignedserve.config.sections import ClusterConfig, ModelSectionConfig, from_mapping
+from alignedserve.core.block_layout import INT8
+from alignedserve.core.errors import ConfigError
+from alignedserve.core.ids import RequestId
+from alignedserve.runtime.attention.backend import AUTO, TORCH
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.engine import NewSequence
+from alignedserve.runtime.model.served_model import resolve_model
+from kernels.cpu.paged_attention import supported_levels
+from tests.support.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
+from tests.support.tiny_models import make_tiny_model
+
+FAMILIES = ("llama", "llama_mqa", "opt", "mistral_window", "qwen3")
+KERNELS = (TORCH, *supported_levels())
+TOKENS = random_tokens(1, 60)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp(request.param)
+    make_tiny_model(made, request.param)
+    return made
+
+
+def logits_of(decoder: Decoder, cuts: list[int], attention: str = AUTO, cache_dtype: str | None = INT8) -> torch.Tensor:
+    probe = LogitsProbe(decoder, 8, attention, cache_dtype)
+    probe.add("a", TOKENS)
+    for count in cuts:
+        probe.step(a=count)
+    return probe.logits("a").double()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_logits_move_little_and_alike_by_every_kernel(folder: Path, dtype: str) -> None:
+    decoder = tiny_decoder(folder, dtype)
+    cuts = [37, 1, 1, 20, 1]
+    exact = logits_of(tiny_decoder(folder), cuts, cache_dtype=None)
+    moved = {}
+    for attention in KERNELS if dtype != "float16" else (TORCH,):
+        error = (logits_of(decoder, cuts, attention) - exact).norm() / exact.norm()
+        moved[attention] = float(error)
+    assert all(0.0 < error < 0.03 for error in moved.values()), moved
+    assert max(moved.values()) < 1.2 * min(moved.values()), moved
+
+
+@pytest.mark.parametrize("attention", KERNELS)
+def test_a_prompt_has_the_same_logits_however_it_is_cut(folder: Path, attention: str) -> None:
+    decoder = tiny_decoder(folder)
+    whole = logits_of(decoder, [60], attention)
+    for cuts in ([20, 40], [7] * 8 + [4], [1] * 60):
+        # An element halfway between two steps may be rounded either way when the sums before it differ in their last
+        # bits; it then moves by a step of 1 / 127.
+        error = (logits_of(decoder, cuts, attention) - whole).norm() / whole.norm()
+        assert float(error) < 3e-3, cuts
+
+
+def test_sequences_do_not_disturb_each_other(folder: Path) -> None:
+    decoder = tiny_decoder(folder)
+    alone, together = (TinyEngine(decoder, seed=seed, cache_dtype=INT8) for seed in (1, 2))
+    alone.add("a", TOKENS[:20])
+    expected = [token.token_id for token in alone.generate("a", 12)]
+    for name, tokens in (("b", TOKENS[5:]), ("a", TOKENS[:20])):
+        together.add(name, tokens)
+    together.step(b=55)
+    assert [token.token_id for token in together.generate("a", 12, "b")] == expected
+
+
+def test_bytes_of_blocks_carry_a_sequence_to_another_engine(folder: Path) -> None:
+    """Pool, transports and swaps copy blocks as bytes: a copy is the same cache."""
+    decoder = tiny_decoder(folder)
+    source, target = (TinyEngine(decoder, seed=seed, cache_dtype=INT8) for seed in (1, 2))
+    source.add("a", TOKENS[:30])
+    source.generate("a", 3)
+    known = source.tokens("a")
+    blocks = target.take_blocks(60)
+    written = target.storage.rows_to_write(blocks[:8])  # of 4 tokens each: the first 32
+    for row, into in zip(source.storage.rows_to_read(source.blocks["a"][:8]), written, strict=True):
+        into[:] = row
+    sequence = NewSequence(RequestId("a"), tuple(known), 30, len(known) - 1, blocks, GREEDY)
+    target.engine.add_sequence(sequence)
+    rest = [token.token_id for token in source.generate("a", 10)]
+    assert [token.token_id for token in target.generate("a", 10)] == rest
+
+
+def test_names_of_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype must be one of auto, int8"):
+        from_mapping({"engine": {"kv_cache_dtype": "fp8"}})
+    assert ClusterConfig().engine.kv_cache_dtype == "auto"
+    assert resolve_model(ModelSectionConfig()).block_layout(16).dtype == "float32"
+    assert resolve_model(ModelSectionConfig(), kv_cache_dtype="int8").block_layout(16).dtype == INT8

@@ -1,0 +1,85 @@
+"""Which files of a repository are downloaded."""
+
+import pytest
+
+from alignedserve.core.errors import ModelError, ModelNotFound, UnsafeWeights, UnsupportedModel
+from alignedserve.runtime.model.hub.file_choice import choose_gguf, choose_text_files, wants_gguf
+from alignedserve.runtime.model.hub.hub_name import parse_hub_name
+
+PLAIN = parse_hub_name("org/model")
+TEXT = ["config.json", "tokenizer.json"]
+
+
+def test_only_what_serving_reads() -> None:
+    listed = [
+        *TEXT,
+        "generation_config.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "README.md",
+        "tokenizer.model",
+        "modeling_custom.py",
+        "onnx/model.onnx",
+        "original/config.json",
+        "model.Q4_K_M.gguf",
+    ]
+    assert not wants_gguf(PLAIN, listed)
+    expected = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert choose_text_files(PLAIN, listed) == [*expected, "chat_template.jinja"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "error", "message"),
+    [
+        ([*TEXT, "pytorch_model.bin"], UnsafeWeights, r"only as pytorch_model\.bin, a pickle format"),
+        ([*TEXT, "weights/consolidated.00.pth"], UnsafeWeights, r"consolidated\.00\.pth"),
+        ([*TEXT, "tf_model.h5"], ModelNotFound, r"neither model\.safetensors nor .*; it has .*tf_model\.h5"),
+        ([], ModelNotFound, r"neither model\.safetensors"),
+        (["config.json", "model.safetensors", "tokenizer.model"], UnsupportedModel, r"no tokenizer\.json"),
+        (["tokenizer.json", "model.safetensors.index.json"], UnsupportedModel, r"no config\.json"),
+    ],
+)
+def test_what_cannot_be_served(listed: list[str], error: type[ModelError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        choose_text_files(PLAIN, listed)
+
+
+GGUF = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-q8_0.gguf", "m.f16.gguf", "mmproj-m-F16.gguf", "big/m-Q6_K.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "file"),
+    [
+        ("Q4_K_M", "m-Q4_K_M.gguf"),
+        ("q4_k_s", "m-Q4_K_S.gguf"),
+        ("Q8_0", "m-q8_0.gguf"),
+        ("F16", "m.f16.gguf"),
+        ("m.f16.gguf", "m.f16.gguf"),
+    ],
+)
+def test_one_quantisation(quantization: str, file: str) -> None:
+    name = parse_hub_name(f"org/model:{quantization}")
+    assert wants_gguf(name, [*GGUF, *TEXT, "model.safetensors"])
+    assert choose_gguf(name, [*GGUF, *TEXT]) == file
+
+
+def test_without_safetensors_the_usual_quantisation_or_the_only_one() -> None:
+    assert wants_gguf(PLAIN, GGUF)
+    assert choose_gguf(PLAIN, GGUF) == "m-Q4_K_M.gguf"
+    assert choose_gguf(PLAIN, ["m.Q5_1.gguf"]) == "m.Q5_1.gguf"
+    with pytest.raises(ModelNotFound, match=r"names several files; it has m\.Q5_1\.gguf, m\.Q6_K\.gguf"):
+        choose_gguf(PLAIN, ["m.Q5_1.gguf", "m.Q6_K.gguf"])
+
+
+@pytest.mark.parametrize("quantization", ["Q4_K", "Q2_K", "Q6_K", "mmproj"])
+def test_a_quantisation_that_is_not_there(quantization: str) -> None:
+    with pytest.raises(ModelNotFound, match=r"is not there; it has m-Q4_K_M\.gguf, m-Q4_K_S\.gguf, m-q8_0\.gguf"):
+        choose_gguf(parse_hub_name(f"org/model:{quantization}"), GGUF)
+
+
+def test_split_files_are_refused_by_name() -> None:
+    parts = [f"m-Q8_0-{part:05}-of-00002.gguf" for part in (1, 2)]
+    with pytest.raises(UnsupportedModel, match=r"split into several GGUF files.*00001-of-00002"):
+        choose_gguf(parse_hub_name("org/model:Q8_0"), parts)
