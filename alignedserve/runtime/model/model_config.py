@@ -84,7 +84,6 @@ class ExpertConfig:
     intermediate_size: int
     normalises: bool  # the shares of the chosen experts add up to 1
     dense_layers: tuple[int, ...] = ()  # those with a feed-forward part after all
-    frequency_factors: tuple[float, ...] = ()  # divisors of the frequencies, one each, where a file has its own
 
 
 @dataclass(frozen=True, slots=True)
