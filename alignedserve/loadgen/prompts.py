@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.loadgen.client import CompletionApi, CompletionCall
 from alignedserve.loadgen.load_plan import LoadRequest, TrafficClass
+from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.gguf.tokenizer import gguf_tokenizer
 
 # Short, common words: one token each, with the space before them, in nearly every tokenizer.
 # fmt: off
@@ -35,13 +37,21 @@ CountTokens = Callable[[str], int]
 def load_tokenizer(folder: Path) -> CountTokens:
     """Return a function that counts the tokens of a text, without special ones.
 
-    `folder` holds a tokenizer.json. Raises ConfigError.
+    `folder` holds a tokenizer.json, or is a GGUF file. Raises ConfigError.
     """
     try:
-        tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer: Any = _read_tokenizer(folder)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
     except Exception as error:  # the library raises nothing more precise
         raise ConfigError(f"{folder / 'tokenizer.json'}: not a tokenizer: {error}") from error
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    if is_gguf(folder):
+        return Tokenizer.from_str(gguf_tokenizer(GgufFile(folder)).definition)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def words(num_words: int, rng: random.Random) -> str:

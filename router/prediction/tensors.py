@@ -7,9 +7,21 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.gguf.block_values import unpack_rows
+from alignedserve.runtime.model.gguf.config import EMBEDDING
+from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.weight_index import WeightIndex
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+def gguf_embedding(path: Path) -> npt.NDArray[np.float32]:
+    """Read the token embedding of a GGUF file. Raises ModelError."""
+    file = GgufFile(path)
+    tensor = file.tensors.get(EMBEDDING)
+    if tensor is None or len(tensor.shape) != 2:
+        raise ModelError(f"{path} holds no token embedding ({EMBEDDING}).")
+    return unpack_rows(file.raw_rows(tensor), tensor.type.name)
 
 
 class FloatTensors:

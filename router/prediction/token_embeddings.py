@@ -7,10 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.gguf.file import is_gguf
 from alignedserve.runtime.model.model_config import Family
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 from router.prediction.encoders import KEY_LEN, PromptCode, normalised, random_projection, window_of
-from router.prediction.tensors import FloatTensors
+from router.prediction.tensors import FloatTensors, gguf_embedding
 
 _MAX_FEATURES = 256
 
@@ -34,7 +35,9 @@ class TokenEmbeddings:
 
     @classmethod
     def of_model(cls, folder: Path, family: Family, *, seed: int = 0) -> "TokenEmbeddings":
-        """Load the embeddings of the model in this folder. Raises ModelError if its files hold none."""
+        """Load the embeddings of the model in this folder or GGUF file. Raises ModelError if its files hold none."""
+        if is_gguf(folder):
+            return cls(gguf_embedding(folder), seed=seed)
         names = PARAMETER_NAMES[family]
         tensors = FloatTensors(folder)
         for prefix in names.prefixes:

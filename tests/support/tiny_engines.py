@@ -21,7 +21,7 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.engine.step_batch import BatchBuilder
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weight_files import load_weights
 
 # Tiny products gain nothing from a second thread, and wait for it where tests run side by side.
@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
 def tiny_decoder(
     folder: Path, dtype: str = "float32", quantization: str | None = None, device: torch.device | str = "cpu"
 ) -> Decoder:
-    config = read_model_config(folder)
+    config = read_config(folder)
     return Decoder(config, load_weights(folder, config, torch_dtype(dtype), device, quantization))
 
 

@@ -7,20 +7,19 @@ from rich.table import Table
 from alignedserve.cli.commands.options import EvalOptions
 from alignedserve.cli.console import FAILURE, printable, progress, results, write_json
 from alignedserve.config.environment import client_api_key
-from alignedserve.evaluation.accuracy import EvalAnswer, EvalItem, EvalReport, GroupScore, make_items, score
-from alignedserve.evaluation.pocket_calls import pocket_tokenizer, task_call
+from alignedserve.evaluation.accuracy import EvalAnswer, EvalReport, GroupScore, score
+from alignedserve.evaluation.suites import Suite, make_suite
 from alignedserve.loadgen.client import CompletionOutcome, OpenAiClient
-from alignedserve.loadgen.prompts import CountTokens, to_json
+from alignedserve.loadgen.prompts import to_json
 
 _SHOWN_CHARACTERS = 300
 
 
 def evaluate(options: EvalOptions) -> int:
     """Run the command and return its exit code (1 when a skill is below the threshold)."""
-    count_tokens = pocket_tokenizer()
-    items = make_items(options.num_per_skill, options.seed, count_tokens)
-    report = score(asyncio.run(_ask_all(options, items, count_tokens)))
-    below = report.below(options.threshold)
+    suite = make_suite(options.suite, options.num_per_skill, options.seed)
+    report = score(asyncio.run(_ask_all(options, suite)))
+    below = report.below(options.least_share)
     if options.json_output:
         write_json(_as_json(report, options), "-")
     else:
@@ -28,8 +27,9 @@ def evaluate(options: EvalOptions) -> int:
     return FAILURE if below else 0
 
 
-async def _ask_all(options: EvalOptions, items: list[EvalItem], count_tokens: CountTokens) -> list[EvalAnswer]:
+async def _ask_all(options: EvalOptions, suite: Suite) -> list[EvalAnswer]:
     """Return the answers, in the order of the tasks."""
+    items = suite.items
     answers: list[EvalAnswer | None] = [None] * len(items)
     waiting = iter(enumerate(items))
     client = OpenAiClient(url=options.url, api_key=client_api_key())
@@ -40,7 +40,7 @@ async def _ask_all(options: EvalOptions, items: list[EvalItem], count_tokens: Co
 
             async def ask_in_turn() -> None:
                 for index, item in waiting:
-                    outcome = await client.complete(task_call(item.task, model, count_tokens), CompletionOutcome())
+                    outcome = await client.complete(suite.call(item, model), CompletionOutcome())
                     failure = None if outcome.failure is None else f"{outcome.failure.label}: {outcome.failure.message}"
                     answers[index] = EvalAnswer(item, outcome.text, failure)
                     bar.advance(task_id)
@@ -58,18 +58,18 @@ def _print_report(report: EvalReport, options: EvalOptions) -> None:
         console.print(f"\n{answer.item.group}: {_shortened(task.prompt)}", markup=False)
         console.print(f"  expected: {_shortened(task.answer)}", markup=False)
         console.print(f"  answered: {_shortened(answer.failure or answer.text)}", markup=False)
-    table = Table(title="exact match", title_justify="left", header_style="bold")
+    table = Table(title="right answers", title_justify="left", header_style="bold")
     for heading in ("", "tasks", "correct", "failed", "accuracy", ""):
         table.add_column(heading, justify="left" if not heading else "right")
     for group in report.skills:
-        table.add_row(*_row(group), "" if group.accuracy >= options.threshold else f"below {options.threshold:.0%}")
+        table.add_row(*_row(group), "" if group.accuracy >= options.least_share else f"below {options.least_share:.0%}")
     table.add_section()
     for group in report.contexts:
         table.add_row(*_row(group), "")
     console.print(table)
-    below = report.below(options.threshold)
+    below = report.below(options.least_share)
     verdict = "every skill reaches" if not below else f"{', '.join(group.name for group in below)}: below"
-    console.print(f"{verdict} {options.threshold:.0%}", markup=False)
+    console.print(f"{verdict} {options.least_share:.0%}", markup=False)
 
 
 def _row(group: GroupScore) -> tuple[str, ...]:
@@ -106,12 +106,12 @@ def _as_json(report: EvalReport, options: EvalOptions) -> bytes:
         }
         for answer in report.wrong[: options.show_failures]
     ]
-    below = [group.name for group in report.below(options.threshold)]
+    below = [group.name for group in report.below(options.least_share)]
     return to_json(
         {
             "suite": options.suite,
             "seed": options.seed,
-            "threshold": options.threshold,
+            "threshold": options.least_share,
             "skills": scores(report.skills),
             "contexts": scores(report.contexts),
             "below_threshold": below,

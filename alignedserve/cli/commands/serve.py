@@ -81,6 +81,8 @@ def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     table.add_row("Web page", f"[bold]{cluster.url}/[/]")
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")
     table.add_row("Try", f"curl {cluster.url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'")
+    if cluster.served.stored is not None:
+        table.add_row("Weights", cluster.served.stored.description)
     table.add_row("Running", _shape(cluster))
     if cluster.served.cache_dtype is not None:
         table.add_row("KV cache", f"{cluster.served.cache_dtype}, with a scale per token and head")

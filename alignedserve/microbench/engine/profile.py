@@ -69,8 +69,10 @@ class ProfileSpec:
         """Return the name that `load_decoder` understands. Raises ConfigError listing the names."""
         if self.model == POCKET:
             return str(pocket_folder())
-        if self.model not in SHAPES and not Path(self.model).is_dir():
-            raise ConfigError(f"model {self.model!r} is neither a folder nor one of {POCKET}, {', '.join(SHAPES)}.")
+        if self.model not in SHAPES and not Path(self.model).exists():
+            raise ConfigError(
+                f"model {self.model!r} is neither a folder, a GGUF file nor one of {POCKET}, {', '.join(SHAPES)}."
+            )
         return self.model
 
 

@@ -27,8 +27,8 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import DecoderWeights, random_weights
 
@@ -92,9 +92,9 @@ def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
         config = SHAPES[spec.model]
         return config, random_weights(config, spec.seed, dtype, spec.device, spec.quantization)
     folder = Path(spec.model)
-    if not folder.is_dir():
-        raise ConfigError(f"model {spec.model!r} is neither a folder nor one of {', '.join(SHAPES)}.")
-    config = read_model_config(folder)
+    if not folder.exists():
+        raise ConfigError(f"model {spec.model!r} is neither a folder, a GGUF file nor one of {', '.join(SHAPES)}.")
+    config = read_config(folder)
     return config, load_weights(folder, config, dtype, spec.device, spec.quantization)
 
 

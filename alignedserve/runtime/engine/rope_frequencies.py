@@ -12,7 +12,10 @@ from alignedserve.runtime.model.model_config import RopeConfig, RopeScaling
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Return radians per position of each rotated pair: [rotary_dim / 2] float32."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
-    return _SCALINGS[rope.scaling](1.0 / (rope.theta**exponents), rope)
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.frequency_factors:
+        frequencies = frequencies / torch.tensor(rope.frequency_factors)
+    return _SCALINGS[rope.scaling](frequencies, rope)
 
 
 def _plain(frequencies: Tensor, rope: RopeConfig) -> Tensor:

@@ -72,6 +72,7 @@ class RopeConfig:
     long_divisors: tuple[float, ...] = ()  # for contexts beyond the original one
     is_long: bool = False  # the context that is served is beyond the original one
     angle_factor: float = 1.0  # multiplies cosines and sines
+    frequency_factors: tuple[float, ...] = ()  # divisors of the frequencies, one each, where a file has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class ExpertConfig:
     intermediate_size: int
     normalises: bool  # the shares of the chosen experts add up to 1
     dense_layers: tuple[int, ...] = ()  # those with a feed-forward part after all
+    frequency_factors: tuple[float, ...] = ()  # divisors of the frequencies, one each, where a file has its own
 
 
 @dataclass(frozen=True, slots=True)

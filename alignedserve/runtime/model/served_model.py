@@ -7,8 +7,12 @@ from pathlib import Path
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.gguf.config import gguf_config
+from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.gguf.stored_weights import StoredWeights, stored_weights
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.smollm2 import SMOLLM2, smollm2_file
 
 POCKET = "pocket"
 
@@ -18,17 +22,20 @@ class ServedModel:
     """The served model's facts, fixed when the cluster starts. Plain values, so that every actor can receive it."""
 
     name: str  # what clients call it
-    folder: Path
+    folder: Path  # or GGUF file
     config: ModelConfig
     dtype: str  # of weights, and of the cache unless cache_dtype is set
     max_context_len: int
     has_random_weights: bool
     quantization: str | None = None  # of the linear layers: None or int8
+    stored: StoredWeights | None = None  # of a GGUF file
     cache_dtype: str | None = None  # of keys and values: int8, or None: as `dtype`
 
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of the weights in one worker; while loading, one more layer is held at a time."""
+        if self.stored is not None:
+            return self.stored.num_bytes
         return self.config.loaded_weight_bytes(self.dtype, self.quantization)
 
     def block_layout(self, block_size: int) -> BlockLayout:
@@ -44,25 +51,44 @@ def resolve_model(
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
-    folder = pocket_folder() if section.path == POCKET else Path(section.path)
-    config = read_model_config(folder)
+    folder = _model_path(section.path)
+    file = GgufFile(folder) if is_gguf(folder) else None
+    config = read_config(folder) if file is None else gguf_config(file)
     longest = config.max_position_embeddings
     if section.max_context_len is not None and section.max_context_len > longest:
         raise ConfigError(f"model.max_context_len is {section.max_context_len}; the model was made for {longest}")
+    dtype = section.dtype
+    if dtype == "auto":
+        dtype = _default_dtype(device, has_bfloat16=has_bfloat16 and section.path != POCKET)
+    stored = None
+    if file is not None and not section.random_weights:
+        stored = stored_weights(file, dtype, device, section.quantization)
     return ServedModel(
-        name=section.served_model_name or folder.resolve().name
-        if section.path != POCKET
-        else section.served_model_name or POCKET,
+        name=section.served_model_name or _default_name(section.path, folder),
         folder=folder,
         config=config,
-        dtype=_default_dtype(device, has_bfloat16=has_bfloat16 and section.path != POCKET)
-        if section.dtype == "auto"
-        else section.dtype,
+        dtype=dtype,
         max_context_len=section.max_context_len or longest,
         has_random_weights=section.random_weights,
         quantization=section.quantization,
+        stored=stored,
         cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
     )
+
+
+def _model_path(name: str) -> Path:
+    """Return the folder or GGUF file of a built-in model's name, or of a path."""
+    if name == POCKET:
+        return pocket_folder()
+    if name == SMOLLM2 and not Path(name).exists():
+        return smollm2_file()
+    return Path(name)
+
+
+def _default_name(name: str, path: Path) -> str:
+    if name in (POCKET, SMOLLM2):
+        return name
+    return path.stem if is_gguf(path) else path.resolve().name
 
 
 def _default_dtype(device: str, *, has_bfloat16: bool) -> str:

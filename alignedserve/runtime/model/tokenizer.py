@@ -19,6 +19,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from alignedserve.core.errors import InvalidRequest, ModelNotFound, UnsupportedModel
+from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.gguf.tokenizer import gguf_tokenizer
 
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024
 MAX_TEXT_FILE_BYTES = 8 * 1024 * 1024
@@ -62,7 +64,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template. Raises ModelError."""
+        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template, or those of a GGUF file.
+
+        Raises ModelError.
+        """
+        if is_gguf(folder):
+            found = gguf_tokenizer(GgufFile(folder))
+            return cls(found.definition, found.special_tokens, found.chat_template)
         definition = _read_text(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
         if definition is None:
             raise ModelNotFound(f"{folder}: tokenizer.json is missing")

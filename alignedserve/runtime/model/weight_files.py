@@ -7,6 +7,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_index import WeightIndex
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver, assemble_weights
@@ -23,12 +25,17 @@ def load_weights(
     *,
     observer: LoadingObserver | None = None,
 ) -> DecoderWeights:
-    """Load the weights in `folder` as `dtype`; those of linear layers with 8 bits when `quantization` is "int8".
+    """Load the weights in `folder`, which may be a GGUF file, as `dtype`.
+
+    Those of linear layers with 8 bits when `quantization` is "int8".
 
     Raises UnsafeWeights when there are only pickle-based files, ModelNotFound when a file is missing, ModelError
     naming the file that is truncated, the tensor that is missing or has the wrong shape or dtype, or the layer that
     cannot be packed with 8 bits.
     """
+    if is_gguf(folder):
+        source = GgufSource(GgufFile(folder), config, dtype, torch.device(device))
+        return assemble_weights(config, source, quantization, blocks=source, observer=observer)
     return assemble_weights(
         config, SafetensorsSource(folder, dtype, torch.device(device)), quantization, observer=observer
     )

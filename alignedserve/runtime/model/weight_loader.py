@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.block_products import BlockRows, block_product
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, NormKind
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
@@ -64,6 +65,16 @@ class TensorSource(Protocol):
         """Return the tensor in its final dtype and on its device. Raises ModelError naming it."""
 
 
+class BlockSource(TensorSource, Protocol):
+    """A source whose matrices may lie in blocks that products are computed in, under names of its own."""
+
+    names: ParameterNames
+    dtype: torch.dtype
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
+        """Return the matrix in its blocks; None when it is to be unpacked. Raises ModelError naming it."""
+
+
 class LoadingObserver(Protocol):
     """A receiver of how far the loading has come."""
 
@@ -79,13 +90,15 @@ def assemble_weights(
     source: TensorSource,
     quantization: str | None = None,
     *,
+    blocks: BlockSource | None = None,
     observer: LoadingObserver | None = None,
 ) -> DecoderWeights:
     """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
 
-    `quantization`: None, or "int8" for the linear layers. Raises ModelError naming a layer that cannot be quantized.
+    `quantization`: None, or "int8" for the linear layers. `blocks`: the source, if it is one of blocks. Raises
+    ModelError naming a layer that cannot be quantized.
     """
-    return _WeightAssembler(config, source, quantization, observer).weights()
+    return _WeightAssembler(config, source, quantization, blocks, observer).weights()
 
 
 class _Nonlinearity(NamedTuple):
@@ -100,13 +113,19 @@ _NONE = _Nonlinearity()
 
 class _WeightAssembler:
     def __init__(
-        self, config: ModelConfig, source: TensorSource, quantization: str | None, observer: LoadingObserver | None
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        quantization: str | None,
+        blocks: BlockSource | None,
+        observer: LoadingObserver | None,
     ) -> None:
         self._observer = observer
         self._config = config
         self._source = source
         self._is_int8 = quantization == "int8"
-        self._names = PARAMETER_NAMES[config.family]
+        self._blocks = blocks
+        self._names = blocks.names if blocks else PARAMETER_NAMES[config.family]
         self._prefix = _find_prefix(self._names, source)
         self._dtype = torch.float32  # of the weights; known when the first is read
 
@@ -126,7 +145,7 @@ class _WeightAssembler:
             layers=tuple(self._packed_layer(layer) for layer in range(config.num_layers)),
             final_norm=self._norm(f"{self._prefix}{names.final_norm}") if config.has_final_norm else None,
             project_out=self._projection(names.project_out, config.embedding_size) if is_projected else None,
-            lm_head=self._projected("lm_head", embedding if config.ties_embeddings else self._lm_head()),
+            lm_head=self._head(embedding),
         )
 
     def _packed_layer(self, layer: int) -> LayerWeights:
@@ -204,11 +223,31 @@ class _WeightAssembler:
         then: _Nonlinearity = _NONE,
     ) -> Projection:
         """Stack the weights of modules that read the same input."""
-        weights = [self._tensor(f"{name}.weight", count, in_width) for name, count in zip(modules, rows, strict=True)]
         bias = None
         if has_bias:
             bias = torch.cat([self._tensor(f"{name}.bias", n) for name, n in zip(modules, rows, strict=True)])
+        in_blocks = self._block_product(modules, rows, in_width, bias, then)
+        if in_blocks is not None:
+            return in_blocks
+        weights = [self._tensor(f"{name}.weight", count, in_width) for name, count in zip(modules, rows, strict=True)]
         return self._projected(modules[0], torch.cat(weights) if len(weights) > 1 else weights[0], bias, then)
+
+    def _block_product(
+        self, modules: Sequence[str], rows: Sequence[int], in_width: int, bias: Tensor | None, then: _Nonlinearity
+    ) -> Projection | None:
+        """Return the product of stacked modules in the blocks of their file; None where one has to be unpacked."""
+        source = self._blocks
+        if source is None or self._is_int8:
+            return None
+        parts = []
+        for name, count in zip(modules, rows, strict=True):
+            part = source.blocks(f"{name}.weight", (count, in_width))
+            if part is None:
+                return None
+            parts.append(part)
+            if self._observer is not None:  # as many bytes as unpacked, by which the whole is known
+                self._observer.tensor_read(count * in_width * source.dtype.itemsize)
+        return block_product(parts, bias, source.dtype, then.activation, then.is_gated)
 
     def _projected(
         self, name: str, weight: Tensor, bias: Tensor | None = None, then: _Nonlinearity = _NONE
@@ -224,10 +263,16 @@ class _WeightAssembler:
         columns = self._config.embedding_size + self._config.hidden_size - rows
         return self._linear([self._prefix + name], [rows], columns, has_bias=False)
 
-    def _lm_head(self) -> Tensor:
-        names = self._names.lm_heads
+    def _head(self, embedding: Tensor) -> Projection:
+        config, names = self._config, self._names.lm_heads
         found = next((name for name in names if self._source.has(f"{name}.weight")), names[0])
-        return self._tensor(f"{found}.weight", self._config.vocab_size, self._config.embedding_size)
+        stored = self._prefix + self._names.embedding if config.ties_embeddings else found
+        in_blocks = self._block_product([stored], [config.vocab_size], config.embedding_size, None, _NONE)
+        if in_blocks is not None:
+            return in_blocks
+        if config.ties_embeddings:
+            return self._projected("lm_head", embedding)
+        return self._projected("lm_head", self._tensor(f"{found}.weight", config.vocab_size, config.embedding_size))
 
     def _head_norms(self, prefix: str) -> HeadNorms:
         config, names = self._config, self._names

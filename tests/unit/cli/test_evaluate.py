@@ -9,6 +9,7 @@ from alignedserve.cli.commands.options import EvalOptions
 from alignedserve.core.errors import ConfigError
 from alignedserve.evaluation.accuracy import CONTEXT_BUCKETS, EvalAnswer, make_items, score
 from alignedserve.evaluation.pocket_calls import CONTEXT_LEN, pocket_tokenizer
+from alignedserve.evaluation.questions import make_questions
 from alignedserve.pocket.tasks import OFFERED_SKILLS, Skill
 from tests.support.fake_server import FakeServer, Script, running
 
@@ -96,5 +97,41 @@ def test_failing_server_is_below_every_threshold() -> None:
 
 
 def test_unknown_suite() -> None:
-    with pytest.raises(ConfigError, match="there is: pocket"):
+    with pytest.raises(ConfigError, match="there are: pocket, smollm2"):
         replace(options("http://127.0.0.1:1"), suite="mmlu")
+
+
+QUESTIONS = {question.prompt: question for question in make_questions()}
+
+
+def answer_questions(body: dict[str, Any]) -> Script:
+    return Script(pieces=("Well: it is ", QUESTIONS[body["messages"][-1]["content"]].answer, "."))
+
+
+def test_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = EvalOptions(suite="smollm2", num_per_skill=4)
+    with running(FakeServer(respond=answer_questions)) as server:
+        assert evaluate(replace(asked, url=server.url)) == 0
+    assert "every skill reaches 20%" in capsys.readouterr().out
+    assert len(server.requests) == 4 * len({question.group for question in QUESTIONS.values()})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "is_right"),
+    [
+        ("What is the capital of France?", "The capital of France is paris.", True),
+        ("What is the capital of France?", "The capital of France is Lyon. Parisians disagree.", False),
+        ("What is 2 + 2?", "2 + 2 = 4", True),
+        ("What is 2 + 2?", "2 + 2 = 44, or 3.4", False),
+        ("Is water wet? Answer with yes or no.", "Yes, water is wet; no doubt.", True),
+        ("Is water wet? Answer with yes or no.", "No. Yes.", False),
+        ("Is water wet? Answer with yes or no.", "Yesterday", False),
+    ],
+)
+def test_what_counts_as_right(prompt: str, text: str, is_right: bool) -> None:
+    assert QUESTIONS[prompt].accepts(text) == is_right
+
+
+def test_thresholds_by_suite() -> None:
+    assert (EvalOptions().least_share, EvalOptions(suite="smollm2").least_share) == (0.9, 0.2)
+    assert EvalOptions(threshold=0.0).least_share == 0.0

@@ -12,9 +12,10 @@ from msgspec.structs import replace
 
 from alignedserve.cluster import preflight
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
-from alignedserve.core.errors import AddressInUse, ConfigError, ModelNotFound, NotEnoughMemory
+from alignedserve.core.errors import AddressInUse, ConfigError, ModelError, ModelNotFound, NotEnoughMemory
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from tests.support.in_process import TINY_LLAMA, small_config
+from tests.support.tiny_gguf import write_tiny_gguf
 
 
 class Free(NamedTuple):
@@ -216,3 +217,12 @@ def test_what_is_made_anew_of_hidden_caches_needs_room_as_well(unused_tcp_port: 
     preflight.check(made, served)
     with pytest.raises(ConfigError, match=r"swap_format=int8 is for keys and values, and policy 'apt_serve'"):
         preflight.check(replace(made, decode=replace(made.decode, swap_format="int8")), served)
+
+
+def test_a_gguf_file_is_checked_whole(unused_tcp_port: int, tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "a.gguf", "llama", ("Q4_K", "Q6_K"))
+    served = resolve_model(ModelSectionConfig(path=str(path)))
+    preflight.check(config(unused_tcp_port), served)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ModelError, match="may be truncated"):
+        preflight.check(config(unused_tcp_port), served)

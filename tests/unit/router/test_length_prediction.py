@@ -1,11 +1,13 @@
 """The length predictor, piece by piece; the example of docs/policies/length_prediction.md is among them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from alignedserve.core.request import Request, RequestClass
+from alignedserve.runtime.model.model_config import Family
 from router.policies.forecast import doubled_past
 from router.prediction.encoders import KEY_LEN, WINDOW, HashedNgrams, PromptCode, Vector, normalised, window_of
 from router.prediction.mlp import LengthMlp
@@ -14,6 +16,7 @@ from router.prediction.prior import LengthPrior
 from router.prediction.store import FinishedRequests
 from router.prediction.token_embeddings import TokenEmbeddings
 from tests.support.samples import request
+from tests.support.tiny_gguf import HIDDEN, write_tiny_gguf
 
 
 class Planar:
@@ -185,3 +188,10 @@ def test_the_network_begins_with_the_first_length_and_learns_what_differs() -> N
         network.learn(long, 400.0)
     assert network.predict(short) == pytest.approx(20.0, rel=0.1)
     assert network.predict(long) == pytest.approx(400.0, rel=0.1)
+
+
+def test_embeddings_of_a_gguf_file(tmp_path: Path) -> None:
+    encoder = TokenEmbeddings.of_model(write_tiny_gguf(tmp_path / "a.gguf", "llama", ("Q4_K",)), Family.LLAMA)
+    assert encoder.num_features == HIDDEN
+    same, other = encoder.encode([5, 6, 7]), encoder.encode([90, 91, 92])
+    assert float(same.features @ encoder.encode([5, 6, 7]).features) > float(same.features @ other.features)

@@ -1,0 +1,148 @@
+"""Unpacks the blocks of GGUF tensors to float32, in numpy: for whoever looks values up, or cannot compute in blocks.
+
+A row is cut into blocks of 32 values, or superblocks of 256 in the K formats, whose blocks have integer scales (and
+minima) times a float16 of the superblock. A value is scale * quant, or scale * quant + minimum.
+
+Worked example: a Q5_0 block has scale 0.5 and the byte 0x3f first, with the fifth bit of place 0 set and that of place
+16 not: it holds (15 + 16 - 16) * 0.5 = 7.5 at place 0 and (3 - 16) * 0.5 = -6.5 at place 16.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+_CHUNK_VALUES = 1 << 22  # so many at a time: intermediate results are several times as large as the values
+
+
+def unpack_rows(raw_rows: Bytes, type_name: str) -> Floats:
+    """Return the values [rows, width] float32 of raw rows [rows, bytes of a row]; `type_name` as in TENSOR_TYPES."""
+    unpack, block_bytes = _UNPACKING[type_name]
+    num_rows = len(raw_rows)
+    if type_name in _PLAIN:
+        return unpack(np.ascontiguousarray(raw_rows)).reshape(num_rows, -1)
+    blocks = np.ascontiguousarray(raw_rows).reshape(-1, block_bytes)
+    step = max(1, _CHUNK_VALUES // 256)
+    first = unpack(blocks[:step])
+    values = np.empty((len(blocks), first.shape[1]), np.float32)
+    values[:step] = first
+    for start in range(step, len(blocks), step):
+        values[start : start + step] = unpack(blocks[start : start + step])
+    return values.reshape(num_rows, -1)
+
+
+def wider_blocks(raw_rows: Bytes, type_name: str) -> Bytes:
+    """Return rows of Q5_0 as Q8_0, which holds the same values; rows of other types as they are."""
+    if type_name != "Q5_0":
+        return raw_rows
+    blocks = np.ascontiguousarray(raw_rows).reshape(-1, 22)
+    quants = _q5_0_quants(blocks).view(np.int8) - np.int8(16)
+    return np.concatenate([blocks[:, :2], quants.view(np.uint8)], axis=1).reshape(len(raw_rows), -1)
+
+
+def _f32(rows: Bytes) -> Floats:
+    return rows.view("<f4")
+
+
+def _f16(rows: Bytes) -> Floats:
+    return _float32(rows.view("<f2"))
+
+
+def _bf16(rows: Bytes) -> Floats:
+    return (rows.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * (_float32(_nibbles(blocks[:, 2:])) - np.float32(8))
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)
+
+
+def _q5_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * (_float32(_q5_0_quants(blocks)) - np.float32(16))
+
+
+def _q5_0_quants(blocks: Bytes) -> Bytes:
+    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+
+
+def _q5_1(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * _float32(blocks[:, 2:].view(np.int8))
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    quants = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    return _scaled_k(blocks, quants)
+
+
+def _q5_k(blocks: Bytes) -> Floats:
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    places = np.arange(8, dtype=np.uint8)[None, :, None]
+    high = (blocks[:, None, 16:48] >> places) & np.uint8(1)
+    return _scaled_k(blocks, low | high << np.uint8(4))
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None]
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)
+    quants = _float32(low | high.reshape(-1, 2, 128) << np.uint8(4)).reshape(-1, 16, 16) - np.float32(32)
+    scales = _half(blocks, 208) * _float32(blocks[:, 192:208].view(np.int8))
+    return (scales[:, :, None] * quants).reshape(len(blocks), 256)
+
+
+def _scaled_k(blocks: Bytes, quants: Bytes) -> Floats:
+    """Return the values of superblocks with eight scales and minima of 6 bits; `quants` [blocks, 8, 32]."""
+    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    six, four = np.uint8(63), np.uint8(15)
+    scales = np.concatenate([low & six, high & four | low >> 6 << 4], axis=1)
+    minima = np.concatenate([middle & six, high >> 4 | middle >> 6 << 4], axis=1)
+    scaled = (_half(blocks, 0) * scales)[:, :, None] * quants
+    values: Floats = (scaled - (_half(blocks, 2) * minima)[:, :, None]).reshape(len(blocks), 256)
+    return values
+
+
+def _float32(numbers: npt.NDArray[Any]) -> Floats:
+    converted: Floats = numbers.astype(np.float32)
+    return converted
+
+
+def _half(blocks: Bytes, place: int) -> Floats:
+    """Return the column [blocks, 1] of the float16 numbers at `place`."""
+    return _float32(np.ascontiguousarray(blocks[:, place : place + 2]).view("<f2"))
+
+
+def _nibbles(raw: Bytes) -> Bytes:
+    """Return the low halves of bytes [..., n], then their high halves: [..., 2 n]."""
+    return np.concatenate([raw & np.uint8(15), raw >> np.uint8(4)], axis=-1)
+
+
+def _fifth_bits(raw: Bytes) -> Bytes:
+    """Return the bits of [blocks, 4] bytes, each worth 16: [blocks, 32]."""
+    return np.unpackbits(raw, axis=-1, bitorder="little") << np.uint8(4)
+
+
+_PLAIN = ("F32", "F16", "BF16")
+_UNPACKING: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
+    "F32": (_f32, 4),
+    "F16": (_f16, 2),
+    "BF16": (_bf16, 2),
+    "Q4_0": (_q4_0, 18),
+    "Q4_1": (_q4_1, 20),
+    "Q5_0": (_q5_0, 22),
+    "Q5_1": (_q5_1, 24),
+    "Q8_0": (_q8_0, 34),
+    "Q4_K": (_q4_k, 144),
+    "Q5_K": (_q5_k, 176),
+    "Q6_K": (_q6_k, 210),
+}

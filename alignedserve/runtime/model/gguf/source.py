@@ -1,0 +1,105 @@
+"""The tensors of a GGUF file as a source of weights: unpacked, or as the blocks that lie in the file."""
+
+import torch
+from torch import Tensor
+
+from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.block_products import BLOCK_DTYPES, BlockRows
+from alignedserve.runtime.model.gguf.block_values import unpack_rows, wider_blocks
+from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
+from alignedserve.runtime.model.gguf.tensor_types import computed_as
+from alignedserve.runtime.model.model_config import Family, ModelConfig, NormKind
+from alignedserve.runtime.model.weight_names import ParameterNames
+from kernels.cpu.block_quantized_linear import block_obstacle
+
+_NAMES = ParameterNames(
+    prefixes=("",),
+    embedding="token_embd",
+    final_norm="output_norm",
+    lm_heads=("output",),
+    layer="blk.{layer}.",
+    attention_norm="attn_norm",
+    mlp_norm="ffn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    output="attn_output",
+    gate_up=("ffn_gate", "ffn_up"),
+    down="ffn_down",
+    query_norm="attn_q_norm",
+    key_norm="attn_k_norm",
+    attention_post_norm="post_attention_norm",
+    mlp_post_norm="post_ffw_norm",
+)
+
+
+class GgufSource:
+    """The tensors of one file, in `dtype` on `device`; on a CPU most matrices stay in their blocks."""
+
+    names = _NAMES
+
+    def __init__(
+        self,
+        file: GgufFile,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        unpacks_all: bool = False,
+    ) -> None:
+        """`unpacks_all`: no product is computed in blocks, for comparison."""
+        has_kernels = device.type == "cpu" and dtype in BLOCK_DTYPES
+        self._has_blocks = has_kernels and not unpacks_all
+        self._file = file
+        self.dtype = dtype
+        self._device = device
+        # Files have 1 + weight where a norm scales by that: taken off again, it keeps all its bits.
+        self._has_added_ones = config.norm is NormKind.RMS_PLUS_ONE
+        # llama.cpp rotates neighbouring elements of a llama's heads and puts their rows side by side for that.
+        self._interleaved_heads = (
+            {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if config.family is Family.LLAMA else {}
+        )
+
+    def has(self, name: str) -> bool:
+        """Return whether the file holds a tensor of this name."""
+        return name in self._file.tensors
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor, unpacked, converted and moved. Raises ModelError naming tensor and file."""
+        stored = self._stored(name, shape)
+        values = torch.from_numpy(unpack_rows(self._file.raw_rows(stored), stored.type.name))
+        values = self._in_order(name, values if len(shape) == 2 else values[0])
+        if self._has_added_ones and name.endswith("norm.weight"):
+            values = values - 1.0
+        return values.to(device=self._device, dtype=self.dtype)
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
+        """Return the matrix in blocks that products are computed in; None when it is to be unpacked.
+
+        Raises ModelError naming tensor and file.
+        """
+        stored = self._stored(name, shape)
+        type_name = computed_as(stored.type.name)
+        if type_name is None or not self._has_blocks:
+            return None
+        raw = wider_blocks(self._file.raw_rows(stored), stored.type.name)
+        rows = self._in_order(name, torch.from_numpy(raw))
+        obstacle = block_obstacle(rows, type_name)
+        if obstacle is not None:
+            raise ModelError(f"{self._file.path}: tensor {name} cannot be used: {obstacle}.")
+        return BlockRows(rows, type_name, shape[1])
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        stored = self._file.tensors.get(name)
+        if stored is None:
+            raise ModelError(f"{self._file.path} holds no tensor {name}.")
+        if stored.shape != shape:
+            found, expected = list(stored.shape), list(shape)
+            raise ModelError(f"{self._file.path}: tensor {name} has shape {found}, expected {expected}.")
+        return stored
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        """Return the rows in the order that the engine rotates: the halves of a head, not its neighbours."""
+        num_heads = next((heads for part, heads in self._interleaved_heads.items() if part in name), None)
+        if num_heads is None:
+            return rows
+        pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)

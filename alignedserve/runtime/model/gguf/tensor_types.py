@@ -1,0 +1,67 @@
+"""The types of tensors in GGUF files: how many values a block of each holds, in how many bytes."""
+
+from typing import NamedTuple
+
+FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+# Types whose products are computed in blocks on a CPU, and the blocks: a Q5_0 is a Q8_0 of the same values.
+_COMPUTED_AS = {"Q8_0": "Q8_0", "Q5_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q4_K": "Q4_K", "Q6_K": "Q6_K"}
+
+
+def computed_as(type_name: str) -> str | None:
+    """Return the type in whose blocks products with this one are computed; None when it is unpacked."""
+    return _COMPUTED_AS.get(type_name)
+
+
+class TensorType(NamedTuple):
+    """One type of tensor."""
+
+    name: str
+    block_values: int
+    block_bytes: int
+
+    def row_bytes(self, width: int) -> int | None:
+        """Return the bytes of a row of `width` values; None when blocks do not fill it."""
+        num_blocks, rest = divmod(width, self.block_values)
+        return None if rest else num_blocks * self.block_bytes
+
+
+# By their numbers in files.
+TENSOR_TYPES = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    30: TensorType("BF16", 1, 2),
+}
+# Named in errors, not read.
+OTHER_TYPES = {
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}

@@ -1,0 +1,51 @@
+"""Unpacking of every type of GGUF tensor against the `gguf` package."""
+
+import gguf
+import numpy as np
+import pytest
+
+from alignedserve.runtime.model.gguf import block_values
+from alignedserve.runtime.model.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES
+from tests.support.tiny_gguf import random_rows
+
+NAMES = [known.name for known in TENSOR_TYPES.values()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_bits_unpack_as_in_the_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_values, "_CHUNK_VALUES", 1024)  # several chunks, the last one shorter
+    tensor_type = gguf.GGMLQuantizationType[name]
+    block_values_, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
+    rng = np.random.default_rng(1)
+    raw = rng.integers(0, 256, (7, 768 // block_values_ * block_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        ours = block_values.unpack_rows(raw, name)
+        theirs = gguf.quants.dequantize(raw, tensor_type)
+    assert ours.dtype == np.float32
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_usual_values(name: str) -> None:
+    rows, tensor_type = random_rows(np.random.default_rng(2), 5, 512, name)
+    raw = np.ascontiguousarray(rows).view(np.uint8).reshape(5, -1)
+    ours = block_values.unpack_rows(raw, name)
+    np.testing.assert_array_equal(ours, gguf.quants.dequantize(rows, tensor_type))
+    assert 0.01 < float(ours.std()) < 0.1
+
+
+def test_the_worked_example() -> None:
+    block = np.zeros((1, 22), np.uint8)
+    block[0, :2] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+    block[0, 2] = 1  # the fifth bit of place 0
+    block[0, 6] = 0x3F
+    values = block_values.unpack_rows(block, "Q5_0")[0]
+    assert (values[0], values[16]) == (7.5, -6.5)
+
+
+def test_types_have_the_packages_numbers_and_sizes() -> None:
+    for number, known in TENSOR_TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == known.name
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] == (known.block_values, known.block_bytes)
+    for number, name in OTHER_TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == name

@@ -1,0 +1,119 @@
+"""Configs of GGUF files: what the metadata and the tensors say, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.config.sections import ModelSectionConfig
+from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
+from alignedserve.runtime.model.gguf.config import gguf_config
+from alignedserve.runtime.model.gguf.file import GgufFile
+from alignedserve.runtime.model.model_config import Family
+from alignedserve.runtime.model.model_files import check_weight_files, read_config
+from alignedserve.runtime.model.served_model import resolve_model
+from tests.support.tiny_gguf import CONTEXT, FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, byte_level_tokens
+from tests.support.tiny_gguf import write_tiny_gguf as write
+
+
+def test_sizes(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path / "a.gguf"))
+    assert (config.family, config.vocab_size, config.hidden_size) == (Family.LLAMA, len(byte_level_tokens()), HIDDEN)
+    assert (config.intermediate_size, config.num_layers, config.max_position_embeddings) == (FFN, LAYERS, CONTEXT)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
+    assert config.ties_embeddings
+    assert not config.has_qkv_bias
+    assert config.dtype == "float32"
+
+
+def test_what_tensors_tell(tmp_path: Path) -> None:
+    qwen2 = read_config(write(tmp_path / "a.gguf", "qwen2", ("Q8_0",), has_head=True))
+    assert qwen2.has_qkv_bias
+    assert not qwen2.ties_embeddings
+    assert qwen2.dtype == "bfloat16"
+    assert read_config(write(tmp_path / "b.gguf", "qwen3")).has_qk_norm
+
+
+def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path / "a.gguf"))
+    assert config.eos_token_ids == (2, 0)  # the one named, and a control token of a known name
+    named = write(tmp_path / "b.gguf", metadata={"tokenizer.ggml.eot_token_id": 7})
+    assert set(read_config(named).eos_token_ids) == {2, 7, 0}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no layers": ({"block_count": None}, "block_count is missing"),
+    "text for a number": ({"block_count": "two"}, "block_count must be a whole number"),
+    "no heads": ({"attention.head_count": 0}, "head_count must be between 1"),
+    "too many layers": ({"block_count": 1 << 20}, "block_count must be between"),
+    "heads that do not fit": ({"attention.head_count_kv": 3}, "must divide the number of heads"),
+    "heads that do not divide": ({"attention.head_count": 7, "attention.head_count_kv": 7}, "must divide the width"),
+    "experts": ({"expert_count": 8}, "expert_count"),
+    "values of another width": ({"attention.value_length": 16}, "differs from key_length"),
+    "part of a head rotated": ({"rope.dimension_count": 16}, "must be the width of a head"),
+    "other scaling": ({"rope.scaling.type": "su"}, "RoPE scaling 'su'"),
+    "other embedding": ({"embedding_length": 128}, r"token_embd\.weight has shape"),
+    "an end token beyond the vocabulary": ({"tokenizer.ggml.eot_token_id": 1 << 20}, "must be a token id"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_metadata(case: str, tmp_path: Path) -> None:
+    metadata, problem = WRONG[case]
+    path = write(tmp_path / "a.gguf", metadata=metadata)
+    with pytest.raises(ModelError, match=problem):
+        gguf_config(GgufFile(path))
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", "mamba")
+    with pytest.raises(UnsupportedModel, match="'mamba' is not one of llama, qwen2, qwen3, gemma3"):
+        read_config(path)
+
+
+def test_more_tokens_than_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", num_extra_tokens=3)
+    with pytest.raises(ModelError, match=r"has 264 tokens, the embedding 261 rows"):
+        read_config(path)
+
+
+def test_served_under_the_files_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.Q4_K_M.gguf", "llama", ("Q4_K", "Q6_K"))
+    served = resolve_model(ModelSectionConfig(path=str(path)))
+    assert (served.name, served.folder) == ("tiny.Q4_K_M", path)
+    assert resolve_model(ModelSectionConfig(path=str(path), served_model_name="it")).name == "it"
+
+
+def test_weights_in_memory_are_those_of_the_file_and_the_embedding(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", "llama", ("Q8_0", "Q5_K"))
+    served = resolve_model(ModelSectionConfig(path=str(path), dtype="float32"))
+    assert served.stored is not None
+    assert served.stored.description == (
+        "matrices Q8_0 (8), Q5_K (7); Q5_K unpacked to float32, which takes more memory and time"
+    )
+    tensors = GgufFile(path).tensors.values()
+    unpacked = [tensor for tensor in tensors if tensor.type.name in ("Q5_K", "F32")]
+    expected = sum(tensor.num_bytes for tensor in tensors if tensor.type.name == "Q8_0")
+    expected += sum(4 * tensor.num_rows * tensor.shape[-1] for tensor in unpacked)
+    assert served.weight_bytes == expected + 4 * len(byte_level_tokens()) * HIDDEN
+    random = resolve_model(ModelSectionConfig(path=str(path), random_weights=True))
+    assert random.weight_bytes == random.config.loaded_weight_bytes(random.dtype)
+
+
+def test_paths_that_are_no_model(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFound, match=r"is a file; a model is a folder or a \.gguf file"):
+        read_config(tmp_path / "a.bin")
+    with pytest.raises(ModelNotFound, match="does not exist"):
+        read_config(tmp_path / "b.gguf")
+    (tmp_path / "c.gguf").mkdir()
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        read_config(tmp_path / "c.gguf")
+
+
+def test_weight_files_are_checked_by_their_header(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf")
+    check_weight_files(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="may be truncated"):
+        check_weight_files(path)
