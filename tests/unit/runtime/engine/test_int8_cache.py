@@ -72,6 +72,19 @@ def test_sequences_do_not_disturb_each_other(folder: Path) -> None:
     assert [token.token_id for token in together.generate("a", 12, "b")] == expected
 
 
+@pytest.mark.parametrize("attention", KERNELS)
+def test_a_cache_that_is_not_finite_fails_its_own_request(folder: Path, attention: str) -> None:
+    engine = TinyEngine(tiny_decoder(folder), attention=attention, cache_dtype=INT8)
+    for name in ("good", "bad"):
+        engine.add(name, TOKENS[:20])
+    engine.step(good=20, bad=20)
+    storage = engine.storage
+    # The 17th token: all bits set, scales are NaN.
+    storage.value_slots(1)[engine.blocks["bad"][4] * storage.slot_stride] = -1
+    output = engine.step(good=1, bad=1)
+    assert (output.failed, [token.request_id for token in output.sampled]) == (["bad"], ["good"])
+
+
 def test_bytes_of_blocks_carry_a_sequence_to_another_engine(folder: Path) -> None:
     """Pool, transports and swaps copy blocks as bytes: a copy is the same cache."""
     decoder = tiny_decoder(folder)
