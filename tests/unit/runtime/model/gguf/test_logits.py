@@ -105,7 +105,7 @@ def test_products_in_blocks_round_inputs_alone(
 @pytest.mark.parametrize("factor", [None, 8.0])
 def test_gemma_3(factor: float | None, tmp_path: Path) -> None:
     """Windows that cut the context, on all layers but the sixth, which alone is scaled."""
-    metadata = {"block_count": 7, "attention.sliding_window": 9, "rope.freq_base": 1e6}
+    metadata: dict[str, Any] = {"block_count": 7, "attention.sliding_window": 9, "rope.freq_base": 1e6}
     if factor is not None:
         metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
     path = write_tiny_gguf(tmp_path / "a.gguf", "gemma3", ("Q8_0",), metadata=metadata)
