@@ -1,6 +1,6 @@
 """Products with weights in the blocks of GGUF files: beside a plain read of as many bytes, and 8-bit products.
 
-    python -m benchmarks.block_quantized_products [seconds]
+    python -m benchmarks.block_quantized_products [seconds] [types, such as Q4_1,Q6_K]
 
 Weights come from memory, as in a pass over many layers: there are more of them than the caches hold. All take turns.
 The tenth percentile counts: other work on the machine delays some rounds, and a median says more about that work. A
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.recording import write_result
-from kernels.block_formats import BLOCK_FORMATS
+from kernels.block_formats import BLOCK_FORMATS, format_named
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, block_levels
 from kernels.cpu.packed_linear import INT8, PackedLinear, packed_levels
 
 # (inputs, columns): a layer of SmolLM2-135M, then layers of 0.5B and 1.7B Llama shapes.
 WIDTHS = ((576, 3072), (1024, 9728), (4864, 896), (2048, 8192))
 ROWS = (1, 4, 16, 64, 512)
-CACHE_BYTES = 128 << 20
+CACHE_BYTES = 64 << 20
 
 Product = Callable[[Tensor], object]
 
@@ -86,7 +86,8 @@ def main() -> None:
     assert block_levels(), "the native kernels are not built"
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 0.3
     figures: list[dict[str, Any]] = []
-    for type_name, layout in BLOCK_FORMATS.items():
+    for type_name in sys.argv[2].split(",") if len(sys.argv) > 2 else BLOCK_FORMATS:
+        layout = format_named(type_name)
         for in_width, columns in WIDTHS:
             if in_width % layout.num_values:
                 continue

@@ -5,6 +5,8 @@ model.
 
 Speed: sequences with contexts as in workload w4, half of their outputs generated, all decode one token per step, over
 an exact cache and over one of int8 by turns; random weights, medians. Then whole prompts of 1 024 tokens likewise.
+Kernel: decode attention of 16 contexts of 512 tokens by one thread, in processor time, which other work on the machine
+disturbs less, for the heads of some shapes.
 Accuracy: the tasks of `alignedserve eval`, and the logits of the right answers, in float32 against an exact cache.
 """
 
@@ -15,16 +17,18 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 import torch
 
 from alignedserve.core.block_allocator import blocks_for
-from alignedserve.core.block_layout import INT8
+from alignedserve.core.block_layout import INT8, BlockLayout
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.evaluation.accuracy import EvalItem, make_items
 from alignedserve.loadgen.prompts import load_tokenizer
 from alignedserve.microbench.engine.throughput import load_decoder
 from alignedserve.microbench.engine.workloads import parse_workload
+from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.kv.block_storage import BlockStorage
@@ -32,6 +36,7 @@ from alignedserve.runtime.model.served_model import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from benchmarks.quantization import distance, evaluate, load, logits_of, table_of
 from benchmarks.support.recording import write_result
+from kernels.cpu.paged_attention import Int8Heads, PagedAttention, PagedPlan, supported_levels
 from kernels.int8_rows import quantise_rows
 
 SHAPE, DTYPES = "opt-125m", ("float32", "bfloat16")
@@ -39,6 +44,8 @@ BLOCK_SIZE, NUM_SEQUENCES = 16, 64
 PROMPT_LEN, NUM_PROMPTS = 1024, 2
 DEFAULT_ROUNDS, DEFAULT_TASKS = 15, 10
 NUM_LOGIT_TASKS = 100
+HEADS = ((12, 1, 64), (8, 4, 128), (2, 7, 64), (2, 8, 128))  # kv_heads, group, head_dim
+NUM_CONTEXTS, CONTEXT_LEN, KERNEL_ROUNDS = 16, 512, 30
 
 
 class Batch:
@@ -123,6 +130,32 @@ def measure_speed(dtype: str, num_rounds: int) -> dict[str, Any]:
     }
 
 
+def measure_kernel(dtype: str, heads: tuple[int, int, int]) -> dict[str, float]:
+    """Return the median nanoseconds per token and query head. `heads`: kv_heads, group, head_dim."""
+    kv_heads, group, head_dim = heads
+    blocks_each = CONTEXT_LEN // BLOCK_SIZE
+    tables = np.arange(NUM_CONTEXTS * blocks_each).reshape(NUM_CONTEXTS, blocks_each)
+    rows, lengths = np.arange(NUM_CONTEXTS), np.full(NUM_CONTEXTS, CONTEXT_LEN)
+    queries = torch.randn(NUM_CONTEXTS, kv_heads, group, head_dim).to(torch_dtype(dtype))
+    out = torch.empty_like(queries)
+    runs: list[tuple[str, PagedAttention, PagedPlan, list[int]]] = []
+    for name in (dtype, INT8):
+        storage = BlockStorage(BlockLayout(BLOCK_SIZE, 1, kv_heads, head_dim, name), tables.size)
+        _fill(storage)
+        int8 = Int8Heads(kv_heads, queries.dtype) if name == INT8 else None
+        paged = PagedAttention(storage.blocks, group=group, level=supported_levels()[0], int8=int8)
+        runs.append((name, paged, paged.plan_decode(tables, rows, lengths, None, 1), []))
+    for _ in range(KERNEL_ROUNDS):
+        for _, paged, plan, times in runs:
+            started = time.thread_time_ns()
+            paged.run(plan, queries, out, 0, False)
+            times.append(time.thread_time_ns() - started)
+    num_read = NUM_CONTEXTS * CONTEXT_LEN * kv_heads * group
+    figures = {f"{name}_ns": statistics.median(times) / num_read for name, _, _, times in runs}
+    of_exact, of_int8 = figures.values()
+    return {**figures, "speedup": of_exact / of_int8}
+
+
 @torch.inference_mode()
 def compare_logits(items: list[EvalItem]) -> dict[str, float]:
     """Return the distances of logits from those of an exact cache, means over the texts."""
@@ -159,7 +192,8 @@ def main() -> None:
     started = time.monotonic()
     figures: dict[str, Any] = {"rounds": num_rounds, "threads": torch.get_num_threads()}
     for dtype in DTYPES:
-        figures[dtype] = measure_speed(dtype, num_rounds)
+        kernels = {f"{heads[0]} x {heads[1]} x {heads[2]}": measure_kernel(dtype, heads) for heads in HEADS}
+        figures[dtype] = {**measure_speed(dtype, num_rounds), "kernel": kernels}
         print(dtype, figures[dtype], flush=True)
     figures["accuracy"] = measure_accuracy(num_tasks)
     print(figures["accuracy"], f"{time.monotonic() - started:.0f} s", flush=True)

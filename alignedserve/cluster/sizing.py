@@ -67,19 +67,19 @@ def choose_sizes(
 
     Raises NotEnoughMemory naming what to change, where all sizes are unset and the least ones do not fit.
     """
-    machine_plan = MemoryPlanner(config, served, machine, recomputing_bytes)
-    plans = [machine_plan.plan(topology) for topology in _topologies(config)]
+    planner = MemoryPlanner(config, served, machine, recomputing_bytes)
+    plans = [planner.plan(topology) for topology in _topologies(config)]
     usable = [plan for plan in plans if plan.context_len is not None]
     if not usable and not is_any_set(config):
-        raise NotEnoughMemory(_refusal(machine_plan, plans[-1]))
+        raise NotEnoughMemory(_refusal(planner, plans[-1]))
     enough = min(served.max_context_len, _ENOUGH_CONTEXT_LEN)
     sufficient = [plan for plan in usable if plan.reaches(enough)]
     chosen = next(iter(sufficient), None) or max(usable, key=lambda plan: plan.context_len or 0, default=plans[0])
     context_len = chosen.context_len or served.max_context_len
-    warnings = [] if chosen is plans[0] else [_colocated_remark(machine_plan, plans[0])]
+    warnings = [] if chosen is plans[0] else [_colocated_remark(planner, plans[0])]
     if context_len < served.max_context_len:
-        warnings.append(_shortened_remark(machine_plan, chosen, context_len))
-    sized = _with_sizes(config, chosen, machine_plan.sizes_of(chosen.topology, context_len))
+        warnings.append(_shortened_remark(planner, chosen, context_len))
+    sized = _with_sizes(config, chosen, planner.sizes_of(chosen.topology, context_len))
     sized = _with_limits(config, sized, served, machine)
     return SizeChoice(with_fixed_sizes(sized), replace(served, max_context_len=context_len), tuple(warnings))
 

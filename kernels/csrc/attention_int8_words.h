@@ -121,17 +121,18 @@ inline void add_tile(const Shape& shape, const float* weights, const char* value
     }
 }
 
-// Query heads of one key head against one key: `dots` of each, `stride` floats apart, still to be summed.
+// One query head against the keys of WIDTH tokens, all products in registers; not yet scaled by the query.
 template <int kUnits>
-inline void dot_words(const Shape& shape, const float* queries, const char* key, float scale, float* dots,
-                      size_t stride) {
-    __m512i words[kUnits];
-    for (int u = 0; u < kUnits; ++u) words[u] = widened_words(key + 32 * u, 32);
-    const size_t padded = shape.padded_dim();
-    for (int h = 0; h < shape.group; ++h) {
+inline Floats score_words(const float* query, const char* keys, const char* scales, const int64_t* offsets) {
+    __m512i own[kUnits];
+    for (int u = 0; u < kUnits; ++u) own[u] = loaded(query + WIDTH * u);
+    Floats dots[WIDTH];
+#pragma GCC unroll 16
+    for (int t = 0; t < WIDTH; ++t) {
+        const char* key = keys + offsets[t];
         __m512i sum = _mm512_setzero_si512();
-        for (int u = 0; u < kUnits; ++u)
-            sum = _mm512_dpwssd_epi32(sum, words[u], loaded(queries + h * padded + WIDTH * u));
-        store(dots + h * stride, (Floats)_mm512_cvtepi32_ps(sum) * scale);
+        for (int u = 0; u < kUnits; ++u) sum = _mm512_dpwssd_epi32(sum, widened_words(key + 32 * u, 32), own[u]);
+        dots[t] = (Floats)_mm512_cvtepi32_ps(sum) * scale_at(scales + offsets[t]);
     }
+    return sums(dots);
 }

@@ -191,17 +191,19 @@ void score_units(const Shape& shape, const Scratch& scratch, const char* keys, c
     const int num_heads = shape.num_heads(), padded = shape.padded_dim();
     const int64_t head_bytes = kUnits ? int64_t(kUnits) * Type::kElements * Type::kBytes : shape.head_bytes();
 #if HAS_BF16_DOT
-    if constexpr (Type::kHasWords && kUnits > 0)
-        for (int t = 0; t < count; ++t)
-            for (int kv_head = 0, h = 0; kv_head < shape.kv_heads; ++kv_head, h += shape.group) {
-                for (int i = 0; i < shape.group; ++i) ahead.fetch();
-                dot_words<kUnits>(shape, scratch.queries + size_t(h) * padded, keys + kv_head * head_bytes + offsets[t],
-                                  scale_at(keys + shape.scale_offset(kv_head) + offsets[t]),
-                                  scratch.dots + (size_t(h) * WIDTH + t) * WIDTH, size_t(WIDTH) * WIDTH);
-            }
+    if constexpr (Type::kHasWords && kUnits > 0) {
+        for (int h = 0; h < num_heads; ++h) {
+            for (int t = 0; t < count; ++t) ahead.fetch();
+            const int kv_head = h / shape.group;
+            const float* query = scratch.queries + size_t(h) * padded;
+            const Floats own = score_words<kUnits>(query, keys + kv_head * head_bytes, keys + shape.scale_offset(kv_head),
+                                                   offsets);
+            store(scores + size_t(h) * kTile, own * (query[padded / 2] * shape.scale));
+        }
+        return;
+    }
 #endif
-    constexpr bool kIsDone = Type::kHasWords && kUnits > 0;
-    for (int t = 0; !kIsDone && t < count; t += kTogether)
+    for (int t = 0; t < count; t += kTogether)
         for (int h = 0; h < num_heads; ++h) {
             const float* query = scratch.queries + size_t(h) * padded;
             const char* head_keys = keys + h / shape.group * head_bytes;

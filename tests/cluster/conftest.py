@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.serving import Serving, serving, write_random_model
+from tests.cluster.serving import EXACT, Serving, serving, write_random_model
 
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder; serve it with model.random_weights=true."""
+    """A model folder; serve it with EXACT."""
     return write_random_model(tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
     """The default cluster. Its end is a test as well: nothing may be left."""
-    options = (str(random_model), "--set", "model.random_weights=true")
+    options = (str(random_model), *EXACT)
     with serving(tmp_path_factory.mktemp("run"), *options) as served:
         served.wait_ready()
         yield served

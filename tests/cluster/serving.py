@@ -24,8 +24,14 @@ COMMAND = Path(sys.executable).parent / "alignedserve"
 MODEL = "model"  # the name under which it is served
 READY_TIMEOUT_S = 240.0  # on a machine that others keep busy; 10 s on an idle one
 _POLL_S = 0.05
-_QUICK = ("--set", "engine.calibration_s=0.2")  # of two seconds, at every start of a worker
+# Two seconds of calibration at every start of a worker are too many. In float32 answers do not depend on the batch.
+_QUICK = ("--set", "engine.calibration_s=0.2", "--set", "model.dtype=float32")
 _SHARED_MEMORY = Path("/dev/shm")
+
+# In float32 a token is the same whichever requests share its batch, and whether its context was decoded or computed
+# again; in bfloat16, the default on some processors, it need not be.
+FLOAT32 = ("--set", "model.dtype=float32")
+EXACT = ("--set", "model.random_weights=true", *FLOAT32)
 
 
 def free_port() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.serving import MODEL, Serving, serving
+from tests.cluster.serving import EXACT, MODEL, Serving, serving
 
 pytestmark = pytest.mark.cluster
 
@@ -78,7 +78,7 @@ def test_a_batch_whose_driver_and_redis_are_killed(cluster: Serving) -> None:
 
 @pytest.mark.slow
 def test_a_driver_that_is_stopped_for_ever_is_replaced(tmp_path: Path, random_model: Path) -> None:
-    options = (str(random_model), "--set", "model.random_weights=true", "--set", "links.hang_timeout_s=3")
+    options = (str(random_model), *EXACT, "--set", "links.hang_timeout_s=3")
     with serving(tmp_path / "run", *options) as cluster:
         cluster.wait_ready()
         batch_id = submit(cluster, NUM_LINES)

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.serving import Serving, serving, token_prompts
+from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import Stream, make_client, stream_one
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -35,7 +35,7 @@ async def test_overload_keys_and_quotas(tmp_path: Path, random_model: Path) -> N
         "router.max_prefill_tokens_per_worker=64",
         "gateway.requests_per_minute=50",
     )
-    options = [part for limit in ("model.random_weights=true", *limits) for part in ("--set", limit)]
+    options = [*EXACT, *(part for limit in limits for part in ("--set", limit))]
     environment = {"ALIGNEDSERVE_API_KEYS": "first-key,second-key"}
     with serving(tmp_path / "run", str(random_model), *options, environment=environment) as cluster:
         cluster.wait_ready()

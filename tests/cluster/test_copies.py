@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.serving import Serving, serving, token_prompts
+from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import Stream, make_client, stream_all, stream_one
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -41,8 +41,8 @@ async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_cop
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 async def test_evicted_requests_come_back_unchanged(tmp_path: Path, random_model: Path, transport: str) -> None:
     """Half of the requests fit the decode worker at a time: they take turns, by way of the candidate buffers."""
-    settings = ("model.random_weights=true", "model.max_context_len=640", f"engine.kv_transport={transport}")
-    options = (str(random_model), *(part for setting in settings for part in ("--set", setting)))
+    settings = ("model.max_context_len=640", f"engine.kv_transport={transport}")
+    options = (str(random_model), *EXACT, *(part for setting in settings for part in ("--set", setting)))
     with serving(tmp_path / "roomy", *options) as roomy:
         roomy.wait_ready()
         undisturbed = await stream_all(roomy.url, PROMPTS, MAX_TOKENS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.cluster.serving import serving
+from tests.cluster.serving import FLOAT32, serving
 from tests.support.hub_server import HubServer
 from tests.support.tiny_models import make_tiny_model
 
@@ -41,7 +41,7 @@ def test_pulled_and_served_with_the_answers_of_transformers(tmp_path: Path) -> N
         repository = server.add(REPO, {**files, "pytorch_model.bin": b"never"})
         repository.is_gated = True
         environment = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": server.token}
-        with serving(tmp_path / "run", f"{REPO}@main", environment=environment) as cluster:
+        with serving(tmp_path / "run", f"{REPO}@main", *FLOAT32, environment=environment) as cluster:
             cluster.wait_ready()
             status, answer = cluster.complete(PROMPT, NUM_TOKENS, model=REPO, ignore_eos=True)
             assert (status, answer["choices"][0]["text"]) == (200, expected_text(model)), answer

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.serving import Serving, serving, token_prompts
+from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import Stream, make_client, stream_all, stream_one
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -26,7 +26,7 @@ def undisturbed(shared_cluster: Serving) -> list[str]:
 @pytest.fixture(scope="module")
 def larger_cluster(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Iterator[Serving]:
     counts = ("--set", "prefill.count=2", "--set", "decode.count=2")
-    options = (str(random_model), "--set", "model.random_weights=true", *counts)
+    options = (str(random_model), *EXACT, *counts)
     with serving(tmp_path_factory.mktemp("larger"), *options) as served:
         served.wait_ready()
         yield served

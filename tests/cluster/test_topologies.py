@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.serving import Serving, serving, token_prompts
+from tests.cluster.serving import EXACT, Serving, serving, token_prompts
 from tests.cluster.streams import stream_all
 from tests.gateway.support import write_tokenizer
 from tests.support.tiny_models import make_tiny_model
@@ -14,7 +14,6 @@ from tests.support.tiny_models import make_tiny_model
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPTS = token_prompts(8)
-RANDOM = ("--set", "model.random_weights=true")
 COLOCATED = ("--set", "topology=colocated")
 
 
@@ -27,7 +26,7 @@ def texts(cluster: Serving, max_tokens: int = 100) -> list[str]:
 @pytest.mark.parametrize("count", [1, 2])
 def test_colocated(cluster: Serving, tmp_path: Path, random_model: Path, count: int) -> None:
     options = (*COLOCATED, "--set", f"decode.count={count}")
-    with serving(tmp_path / "run", str(random_model), *RANDOM, *options) as colocated:
+    with serving(tmp_path / "run", str(random_model), *EXACT, *options) as colocated:
         colocated.wait_ready()
         assert not colocated.actors("KvPool")
         assert not colocated.actors("PrefillWorker")

@@ -2,10 +2,11 @@
 
 from types import TracebackType
 
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from alignedserve.cli.console import notes
 from alignedserve.cluster.sizing import SizeChoice
+from alignedserve.config.sections import MIB
 from alignedserve.runtime.process import loading_progress
 
 
@@ -17,16 +18,15 @@ class StartScreen:
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TextColumn("{task.fields[layers]}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[done]}"),
             TimeElapsedColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
             transient=True,
             refresh_per_second=4,  # drawing costs CPU that the loading needs
         )
-        self._task = self._bar.add_task("Starting the cluster …", total=None, layers="")
+        self._task = self._bar.add_task("Starting the cluster …", total=None, done="")
 
     def __enter__(self) -> "StartScreen":
         self._bar.start()
@@ -53,5 +53,6 @@ class StartScreen:
             description="Warming up …" if is_loaded else "Loading the model …",
             total=progress.total_bytes,
             completed=progress.read_bytes,
-            layers=f"{progress.num_layers} of {progress.total_layers} layers packed",
+            done=f"{progress.read_bytes // MIB} of {progress.total_bytes // MIB} MiB, "
+            f"{progress.num_layers} of {progress.total_layers} layers",
         )

@@ -13,8 +13,8 @@ from typing import Any, TypedDict
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.core.errors import ModelNotFound, UnsupportedModel
 from alignedserve.runtime.model.json_fields import JsonFields, read_json_object
-from alignedserve.runtime.model.model_config import Activation, ExpertConfig, Family, ModelConfig, NormKind, RopeScaling
-from alignedserve.runtime.model.rope_fields import MAX_CONTEXT, read_rope, read_rope_pair
+from alignedserve.runtime.model.model_config import Activation, ExpertConfig, Family, ModelConfig, NormKind
+from alignedserve.runtime.model.rope_fields import MAX_CONTEXT, longest_context_len, read_rope, read_rope_pair
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WIDTH = 1 << 18
@@ -155,9 +155,7 @@ def _parse_llama_like(fields: JsonFields, family: Family) -> ModelConfig:
     has_experts = family in _EXPERT_READERS
     window, windowed_layers = _window(fields, family, sizes["num_layers"])
     rope = read_rope(fields, head_dim, default_theta=_DEFAULT_THETA.get(family, 1e4))
-    if rope.scaling is RopeScaling.YARN:  # what it is for; published configs leave the length as it was
-        stretched = min(int(rope.factor * rope.original_context_len), MAX_CONTEXT)
-        sizes["max_position_embeddings"] = max(sizes["max_position_embeddings"], stretched)
+    sizes["max_position_embeddings"] = longest_context_len(fields, rope)
     return ModelConfig(
         **sizes,
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),

@@ -12,6 +12,7 @@ MAX_CONTEXT = 1 << 27
 _MAX_THETA = 1e12
 _MAX_FACTOR = 1e6
 _DEFAULT_THETA = 10000.0
+_ORIGINAL_LEN = "original_max_position_embeddings"
 
 
 def read_rope(
@@ -27,6 +28,19 @@ def read_rope(
         raise fields.error("head_dim", "must rotate a positive, even number of dimensions")
     rope = RopeConfig(theta=section.number("rope_theta", 1.0, _MAX_THETA, theta), rotary_dim=rotary_dim)
     return scaled_rope(fields, section, rope)
+
+
+def longest_context_len(fields: JsonFields, rope: RopeConfig) -> int:
+    """Return the model's own length, or the one to which YaRN stretches the original one that the config states.
+
+    Instructions for Qwen add the scaling and leave `max_position_embeddings` as it was.
+    """
+    own_len = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
+    sections = (fields, fields.section("rope_parameters"), fields.section("rope_scaling"))
+    is_stated = any(section is not None and section.has(_ORIGINAL_LEN) for section in sections)
+    if rope.scaling is not RopeScaling.YARN or not is_stated:
+        return own_len
+    return max(own_len, min(int(rope.factor * rope.original_context_len), MAX_CONTEXT))
 
 
 def read_rope_pair(fields: JsonFields, head_dim: int, *, thetas: tuple[float, float]) -> tuple[RopeConfig, RopeConfig]:
@@ -132,9 +146,8 @@ def _factor(fields: JsonFields, section: JsonFields, original_len: int) -> float
 
 def _original_context_len(fields: JsonFields, section: JsonFields) -> int:
     """Return the context of training; a field outside the section comes first, as in transformers."""
-    name = "original_max_position_embeddings"
-    inner = section.integer(name, 1, MAX_CONTEXT, fields.integer("max_position_embeddings", 1, MAX_CONTEXT))
-    return fields.integer(name, 1, MAX_CONTEXT, inner)
+    own_len = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
+    return fields.integer(_ORIGINAL_LEN, 1, MAX_CONTEXT, section.integer(_ORIGINAL_LEN, 1, MAX_CONTEXT, own_len))
 
 
 _OLD_NAMES_OF_LONG = ("su", "yarn")

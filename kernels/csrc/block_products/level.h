@@ -219,7 +219,7 @@ inline __attribute__((always_inline)) void for_blocks(const BlockWeights& weight
         read_heads<kFormat>(at, heads);
         at += head_bytes(kFormat) * kColumns;
         for (int i = 0; i < blocks_together(kFormat); ++i, ++index) {
-            constexpr int kLines = block_bytes(kFormat) * kColumns / 64 + 1;
+            constexpr int kLines = (superblock_bytes(kFormat) * kColumns / blocks_together(kFormat) + 63) / 64;
 #pragma GCC unroll 20
             for (int line = 0; line < kLines; ++line) __builtin_prefetch(at + kBytesAhead + line * 64, 0, 3);
             Block<kFormat> block;

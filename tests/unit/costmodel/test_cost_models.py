@@ -196,6 +196,12 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({**PROFILE.as_fields(), "samples": []}))
     assert read_profile(path) == PROFILE
+    of_earlier_versions = {
+        name: value for name, value in dataclasses.asdict(PROFILE.shape).items() if "exp" not in name
+    }
+    assert len(of_earlier_versions) == 12
+    path.write_text(json.dumps({**PROFILE.as_fields(), "shape": of_earlier_versions}))
+    assert read_profile(path) == PROFILE
     costs = make_cost_model(f"fitted:{path}")
     assert costs.iteration_s(prefill(7)) == LinearIterationModel(TRUE).iteration_s(prefill(7))
     assert costs.swap_s(100) == pytest.approx(100 * 36864 / 4e9)

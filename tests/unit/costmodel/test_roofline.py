@@ -8,7 +8,7 @@ from alignedserve.costmodel.curve import Curve
 from alignedserve.costmodel.hardware import HARDWARE, hardware
 from alignedserve.costmodel.links import LinkModel, nvlink_link, pcie_link
 from alignedserve.costmodel.memory import num_cache_blocks
-from alignedserve.costmodel.model_shapes import MODEL_SHAPES, model_shape
+from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape
 from alignedserve.costmodel.published.collectives import collective_curve
 from alignedserve.costmodel.roofline import Efficiency, RooflineModel
 from alignedserve.microbench.shapes import OPT_125M
@@ -136,3 +136,19 @@ def test_more_accelerators_are_faster_but_not_in_proportion() -> None:
     one, four = (RooflineModel(model_shape("opt-13b"), A100, tensor_parallel=degree) for degree in (1, 4))
     for work in (prefill(1024), decodes(32, 1000)):
         assert one.iteration_s(work) / 4 < four.iteration_s(work) < one.iteration_s(work)
+
+
+def test_experts_cost_the_products_of_a_few_and_the_bytes_of_those_that_are_met() -> None:
+    """Mixtral-8x7B (config.json): 8 experts, of which a token passes 2."""
+    shape = ModelShape(
+        "mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, is_gated=True, ties_embeddings=False, dtype="bfloat16",
+        num_experts=8, num_chosen_experts=2, expert_size=14336, num_expert_layers=32,
+    )  # fmt: skip
+    assert shape.num_parameters / 1e9 == pytest.approx(46.7, rel=0.005)
+    assert (shape.token_parameters + 2 * shape.head_parameters) / 1e9 == pytest.approx(12.9, rel=0.005)
+    costs = RooflineModel(shape, A100, tensor_parallel=2, efficiency=PERFECT)
+    bytes_per_s, flops_per_s = 2 * 2039e9, 2 * 312e12
+    assert costs.layers_s(1) == pytest.approx(2 * shape.token_parameters / bytes_per_s)
+    assert costs.layers_s(2) == pytest.approx(2 * shape.read_parameters(2) / bytes_per_s)
+    assert costs.layers_s(4096) == pytest.approx(2 * shape.token_parameters * 4096 / flops_per_s)
+    assert costs.layers_s(0) == 0.0

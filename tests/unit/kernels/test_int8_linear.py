@@ -86,6 +86,19 @@ def test_logits_stay_close(family: str, tmp_path: Path) -> None:
     assert 0.0 < relative_error(logits[1], logits[0]) < 0.05
 
 
+def test_experts_stay_close(tmp_path: Path) -> None:
+    """Token by token: where two experts have nearly the same share, rounding chooses the other one."""
+    make_tiny_model(tmp_path, "mixtral")
+    logits = []
+    for quantization in (None, "int8"):
+        probe = LogitsProbe(tiny_decoder(tmp_path, quantization=quantization), 4)
+        probe.add("a", random_tokens(1, 30))
+        probe.step(a=30)
+        logits.append(probe.logits("a"))
+    errors = sorted(relative_error(found, plain) for plain, found in zip(*logits, strict=True))
+    assert 0.0 < errors[15] < 0.05
+
+
 class _Broken:
     """Weights among which one is not a number."""
 

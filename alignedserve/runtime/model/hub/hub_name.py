@@ -43,13 +43,13 @@ def parse_hub_name(text: str) -> HubName:
 
 def names_hub_model(text: str) -> bool:
     """Return whether this names a model on a hub, and neither a file or folder that is here nor a file's path."""
-    if text.endswith(_FILE_SUFFIXES) or Path(text).exists():
+    if Path(text).exists():
         return False
     try:
-        parse_hub_name(text)
+        name = parse_hub_name(text)
     except ConfigError:
         return False
-    return True
+    return not name.repo_id.endswith(_FILE_SUFFIXES)
 
 
 def _is_forbidden(repo_id: str) -> bool:

@@ -91,6 +91,9 @@ def test_yarn_stretches_the_context() -> None:
     assert parse_model_config({**config, "max_position_embeddings": 40960}).max_position_embeddings == 40960
     stretched = parse_model_config({**config, "max_position_embeddings": 40960, "rope_scaling": section})
     assert stretched.max_position_embeddings == 131072
+    del section["original_max_position_embeddings"]
+    unknown = parse_model_config({**config, "max_position_embeddings": 40960, "rope_scaling": section})
+    assert unknown.max_position_embeddings == 40960
 
 
 def test_short_contexts_of_longrope(tmp_path: Path) -> None:

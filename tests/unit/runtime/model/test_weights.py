@@ -14,7 +14,8 @@ from alignedserve.core.errors import ModelError, ModelNotFound, UnsafeWeights
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.model.hf_config import read_model_config
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import random_weights
+from alignedserve.runtime.model.weight_loader import assemble_weights, random_weights
+from kernels.feed_forward import StackedExperts
 from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
 
@@ -71,6 +72,25 @@ def test_the_text_part_of_a_gemma3_with_images_loads(prefix: str, tmp_path: Path
         probe.step(a=9)
         logits.append(probe.logits("a"))
     assert torch.equal(*logits)
+
+
+class _MetaSource:
+    """Shapes alone, on another device than the CPU."""
+
+    def has(self, name: str) -> bool:
+        return name.startswith("model.")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_lie_side_by_side_on_a_gpu(family: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, family)
+    config = read_model_config(tmp_path)
+    for layer, weights in enumerate(assemble_weights(config, _MetaSource()).layers):
+        assert isinstance(weights.mlp, StackedExperts) == (config.experts_of(layer) is not None)
+        assert weights.mlp(torch.empty(7, 64, dtype=torch.bfloat16, device="meta")).shape == (7, 64)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])

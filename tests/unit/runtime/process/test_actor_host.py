@@ -97,6 +97,27 @@ def test_an_error_of_the_tree_is_kept(tmp_path: Path) -> None:
     assert "router cannot start" in log_of(tmp_path)
 
 
+@pytest.mark.parametrize(("steps", "outcome"), [(6, "None"), (1, "TimeoutError")])
+def test_a_start_may_take_as_long_as_its_loading_makes_progress(tmp_path: Path, steps: int, outcome: str) -> None:
+    script = f"""
+    from alignedserve.runtime.process import actor_host
+    from alignedserve.runtime.process.loading_progress import LoadingProgress
+    actor_host._STALL_S = 0.5
+    async def build():
+        for step in range(6):
+            if step < {steps}:
+                LoadingProgress(spec.progress_path(), 100 + step, 1)
+            await asyncio.sleep(0.2)
+        return Nothing()
+    try:
+        print(ActorHost(spec, build).failure())
+    except TimeoutError as error:
+        print(type(error).__name__)
+    """
+    over = run(tmp_path, script)
+    assert (over.returncode, over.stdout) == (0, f"{outcome}\n"), over.stderr
+
+
 def test_any_other_error_while_building_ends_the_process(tmp_path: Path) -> None:
     script = """
     async def build(): raise ValueError("not one of ours")

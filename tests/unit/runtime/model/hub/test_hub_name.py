@@ -47,6 +47,7 @@ def test_parts_of_a_name(text: str, name: HubName) -> None:
         "a/b.git",
         "a/" + "b" * 100,
         "a/b\n",
+        "a/b\0",
         "https://huggingface.co/a/b",
     ],
 )
@@ -62,6 +63,7 @@ def test_what_is_here_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     assert not names_hub_model("models/tiny")
     assert not names_hub_model("models/absent.gguf")
+    assert names_hub_model("models/absent:file.gguf")
 
 
 @given(st.text("ab/:@.-_ \n", max_size=12))
