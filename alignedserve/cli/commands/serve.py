@@ -19,6 +19,7 @@ from alignedserve.cluster.launch import RunningCluster
 from alignedserve.config.environment import api_keys
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig, Topology
+from alignedserve.runtime.model.served_model import POCKET
 
 _READY_TIMEOUT_S = 120.0
 _WATCH_S = 0.5  # between looks for an end whose interrupt was dropped
@@ -74,7 +75,8 @@ def _start(config: ClusterConfig, ending: _StopSignals) -> RunningCluster:
 
 def _welcome(cluster: RunningCluster, seconds: float) -> Panel:
     key = ' -H "Authorization: Bearer $ALIGNEDSERVE_API_KEY"' if api_keys() else ""
-    body = f'{{"model":"{cluster.served.name}","messages":[{{"role":"user","content":"spell otter"}}]}}'
+    question = "spell otter" if cluster.served.name == POCKET else "What is the capital of France?"
+    body = f'{{"model":"{cluster.served.name}","messages":[{{"role":"user","content":"{question}"}}]}}'
     table = Table.grid(padding=(0, 2))
     # As this command was called: the environment need not be activated.
     table.add_row("Chat here", f"[bold]{sys.argv[0]} chat[/]  (in another terminal)")

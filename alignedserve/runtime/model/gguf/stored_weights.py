@@ -26,17 +26,19 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
     is_in_blocks = not device.startswith("cuda") and quantization is None and dtype in _BLOCK_DTYPES and _HAS_KERNELS
     packed_bytes = 1 if quantization == "int8" else DTYPE_BYTES[dtype]
     num_bytes = 0
-    matrices, unpacked = Counter[str](), Counter[str]()
+    matrices, in_blocks, unpacked = Counter[str](), Counter[str](), Counter[str]()
     for tensor in file.tensors.values():
         num_values = _num_values(tensor)
         stays = len(tensor.shape) == 2 and is_in_blocks and computed_as(tensor.type.name) is not None
         num_bytes += tensor.num_bytes if stays else num_values * packed_bytes
         if len(tensor.shape) == 2:
             matrices[tensor.type.name] += 1
-            if not stays and tensor.type.name not in FLOAT_TYPES:
-                unpacked[tensor.type.name] += 1
+            if tensor.type.name not in FLOAT_TYPES:
+                (in_blocks if stays else unpacked)[tensor.type.name] += 1
     num_bytes += _num_values(file.tensors[EMBEDDING]) * DTYPE_BYTES[dtype]  # its rows are looked up unpacked
     described = "matrices " + ", ".join(f"{name} ({count})" for name, count in matrices.most_common())
+    if in_blocks:
+        described += f"; {', '.join(in_blocks)} multiplied in blocks"
     if unpacked:
         described += f"; {', '.join(unpacked)} unpacked to {quantization or dtype}, which takes more memory and time"
     return StoredWeights(num_bytes, described)

@@ -89,7 +89,8 @@ def test_weights_in_memory_are_those_of_the_file_and_the_embedding(tmp_path: Pat
     served = resolve_model(ModelSectionConfig(path=str(path), dtype="float32"))
     assert served.stored is not None
     assert served.stored.description == (
-        "matrices Q8_0 (8), Q5_K (7); Q5_K unpacked to float32, which takes more memory and time"
+        "matrices Q8_0 (8), Q5_K (7); Q8_0 multiplied in blocks; Q5_K unpacked to float32, which takes more memory and "
+        "time"
     )
     tensors = GgufFile(path).tensors.values()
     unpacked = [tensor for tensor in tensors if tensor.type.name in ("Q5_K", "F32")]
