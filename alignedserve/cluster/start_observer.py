@@ -1,4 +1,4 @@
-"""Whoever watches the start of a cluster, and its patience: a start may take as long as it makes progress."""
+"""Observers of a cluster's start, and its patience: a start may take as long as it makes progress."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""What `alignedserve eval` can ask: the pocket model's own tasks, and questions for instruct models."""
+"""The suites of `alignedserve eval`: the pocket model's own tasks, and questions for instruct models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ def supported_levels() -> tuple[str, ...]:
 
 
 class Int8Heads(NamedTuple):
-    """How the rows of a cache of int8 are read."""
+    """Layout of the rows of a cache of int8."""
 
     kv_heads: int
     dtype: torch.dtype  # of queries and results

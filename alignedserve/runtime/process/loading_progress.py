@@ -1,4 +1,4 @@
-"""Progress of loading a model, written by a worker to a small file and read by whoever waits for it."""
+"""Progress of loading a model, written by a worker to a small file and read by the process that waits for it."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Unpacks the blocks of GGUF tensors to float32, in numpy: for whoever looks values up, or cannot compute in blocks.
+"""Unpacks the blocks of GGUF tensors to float32, in numpy: where values are looked up or cannot be computed in blocks.
 
 A row is cut into blocks of 32 values, or superblocks of 256 in the K formats, whose blocks have integer scales (and
 minima) times a float16 of the superblock. A value is scale * quant, or scale * quant + minimum.

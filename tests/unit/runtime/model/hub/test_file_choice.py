@@ -1,4 +1,4 @@
-"""Which files of a repository are downloaded."""
+"""The choice of the files of a repository to download."""
 
 import pytest
 

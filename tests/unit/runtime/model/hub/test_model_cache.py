@@ -1,4 +1,4 @@
-"""What the cache of downloads holds, and its removal."""
+"""The contents of the cache of downloads, and their removal."""
 
 import shutil
 from pathlib import Path
