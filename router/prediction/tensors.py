@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.gguf.block_values import unpack_rows
 from alignedserve.runtime.model.gguf.config import EMBEDDING
 from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.weight_index import WeightIndex
+from kernels.block_values import unpack_rows
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.block_products import BLOCK_DTYPES, BlockRows
-from alignedserve.runtime.model.gguf.block_values import unpack_rows, wider_blocks
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
 from alignedserve.runtime.model.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.model_config import Family, ModelConfig, NormKind
 from alignedserve.runtime.model.weight_names import ParameterNames
+from kernels.block_values import unpack_rows, wider_blocks
 from kernels.cpu.block_quantized_linear import block_obstacle
 
 _NAMES = ParameterNames(

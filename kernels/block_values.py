@@ -19,8 +19,9 @@ Floats = npt.NDArray[np.float32]
 _CHUNK_VALUES = 1 << 22  # so many at a time: intermediate results are several times as large as the values
 
 
+@np.errstate(invalid="ignore", over="ignore")  # a scale that is not finite gives values that are not
 def unpack_rows(raw_rows: Bytes, type_name: str) -> Floats:
-    """Return the values [rows, width] float32 of raw rows [rows, bytes of a row]; `type_name` as in TENSOR_TYPES."""
+    """Return the values [rows, width] float32 of raw rows [rows, bytes of a row]; `type_name` is GGUF's."""
     unpack, block_bytes = _UNPACKING[type_name]
     num_rows = len(raw_rows)
     if type_name in _PLAIN:

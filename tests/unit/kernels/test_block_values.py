@@ -4,8 +4,8 @@ import gguf
 import numpy as np
 import pytest
 
-from alignedserve.runtime.model.gguf import block_values
 from alignedserve.runtime.model.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES
+from kernels import block_values
 from tests.support.tiny_gguf import random_rows
 
 NAMES = [known.name for known in TENSOR_TYPES.values()]
