@@ -239,10 +239,11 @@ def launch_cluster(
     choice = _choose(resolve_policy(config))
     config, served = choice.config, choice.served
     preflight.check(config, served)
-    observer.sizes_chosen(choice)
     config = prepare_recording(config, served)
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
-    cluster = RunningCluster(config, served, _make_folder(), actor_classes, observer)
+    folder = _make_folder()
+    observer.sizes_chosen(choice)  # when nothing is left that refuses the start in one line
+    cluster = RunningCluster(config, served, folder, actor_classes, observer)
     try:
         cluster.start()
     except BaseException:
