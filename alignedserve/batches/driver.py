@@ -181,20 +181,19 @@ class BatchDriver:
         while True:
             await self._has_pending.wait()
             self._has_pending.clear()
-            for run in list(self._runs.values()):
-                if run.has_pending:
-                    await self._write_results(run)
+            written = [await self._write_results(run) for run in list(self._runs.values()) if run.has_pending]
+            self._is_blocked = not all(written)
             self._start_lines()
             await asyncio.sleep(_FULL_S if self._is_blocked else _WRITE_S)
 
-    async def _write_results(self, run: BatchRun) -> None:
+    async def _write_results(self, run: BatchRun) -> bool:
+        """Write a batch's pending results; False: they could not be written and are pending again."""
         try:
             records = await run.write_results()
         except StorageError as error:
             if not self._is_blocked:
                 logger.error("results cannot be written, batches pause: %s", error)
-            self._is_blocked = True
             self._has_pending.set()
-        else:
-            self._is_blocked = False
-            self._statistics.note_ended(run, records)
+            return False
+        self._statistics.note_ended(run, records)
+        return True

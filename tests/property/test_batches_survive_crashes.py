@@ -170,3 +170,30 @@ def test_every_line_ends_once(steps: list[Step]) -> None:
 @given(STEPS)
 def test_every_line_ends_once_in_many_histories(steps: list[Step]) -> None:
     check(steps)
+
+
+async def test_a_run_that_fails_while_the_disk_is_full_blocks_no_lines_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    await world.submit()
+    waits = run_module.BatchRun._wait_for_change
+    is_broken = False
+
+    async def wait_for_change(run: run_module.BatchRun) -> None:
+        if is_broken:
+            raise RuntimeError("a fault of the server")
+        await waits(run)
+
+    monkeypatch.setattr(run_module.BatchRun, "_wait_for_change", wait_for_change)
+    monkeypatch.setattr(disk_log, "write_all", world.write_all)
+    world.runner.trouble = "refused"
+    world.start()
+    await asyncio.sleep(0.1)  # the log is open, and no line has run
+    world.is_full, world.runner.trouble = True, None
+    await asyncio.sleep(0.1)  # lines have ended, and their records wait for the disk
+    is_broken = True
+    await asyncio.sleep(0.1)
+    is_broken = False
+    assert (await world.end()).record.status is BatchStatus.COMPLETED
+    await world.crash()
