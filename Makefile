@@ -31,8 +31,9 @@ eval: install  ## the pocket model's accuracy per skill, through the running sys
 test: install-dev  ## the default tests: under two minutes on two cores, no GPU, no network
 	@$(BIN)/python -m pytest
 
-test-all: install-dev  ## the longer ones as well
-	@$(BIN)/python -m pytest -m "slow and not gpu"
+test-all: install-dev  ## the longer ones as well; clusters first and alone, as their time-outs are real
+	@$(BIN)/python -m pytest -m "slow and not gpu" tests/cluster
+	@$(BIN)/python -m pytest -m "slow and not gpu" --ignore=tests/cluster
 
 faults: install-dev  ## deliberate faults, each of which the default tests must catch: about ten minutes
 	@$(BIN)/python -m tests.faults.run --output benchmarks/results/faults_after.json
