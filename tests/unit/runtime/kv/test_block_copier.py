@@ -133,7 +133,7 @@ async def test_from_a_buffer_into_the_pool_under_a_stale_lease_is_refused(harnes
     assert harness.pool.is_stamped(blocks(2, 3), 10)
 
 
-async def test_what_does_not_verify_is_nobodys_in_the_buffer(harness: BlockCopierHarness) -> None:
+async def test_what_does_not_verify_has_no_lease_in_the_buffer(harness: BlockCopierHarness) -> None:
     copy = await harness.in_pool()
     harness.pool.blocks[4, 3] ^= 0x10
     assert (await harness.relay(POOL, copy, DECODE, (0, 10), 2)).runs is None
