@@ -147,7 +147,7 @@ def transfer_result(
     return TransferResult(
         *size,
         *way,
-        gb_per_s=round(num_bytes / measured_s / 1e9, 2),
-        plain_gb_per_s=round(num_bytes / plain_s / 1e9, 2),
+        gb_per_s=round(num_bytes / measured_s / 1e9, 4),
+        plain_gb_per_s=round(num_bytes / plain_s / 1e9, 4),
         share=round(plain_s / measured_s, 3),
     )
