@@ -33,7 +33,7 @@ class PackedLinear:
     """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype of the weight.
 
     With gates, the first half of the weight's rows: activation(gate) * up. With `element` INT8, see `int8_linear`: one
-    scale per output, and one per row of inputs.
+    scale per output, and one per row of inputs; of a weight that has scales, inputs and results are of `dtype`.
     """
 
     __slots__ = ("_dtype", "_weight", "in_width", "out_width")
@@ -47,20 +47,27 @@ class PackedLinear:
         element: torch.dtype | str,
         activation: str | None = None,
         is_gated: bool = False,
+        scales: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """`weight` [columns, in_width] and `bias` [columns]: read here, not kept. `element`: the weight's dtype, or
-        INT8. `activation`: a name in ACTIVATIONS. Raises ValueError for an unavailable level, MemoryError when
-        the packed weight does not fit."""
+        INT8. `activation`: a name in ACTIVATIONS. `scales` float32 [columns]: of a weight that is int8 already;
+        `dtype` is needed then. Raises ValueError for an unavailable level, MemoryError when the packed weight does
+        not fit."""
+        assert (weight.dtype == torch.int8) == (scales is not None), "int8 has scales"
+        assert (scales is None) == (dtype is None), "an int8 weight does not say what inputs are"
         columns, self.in_width = weight.shape
         self.out_width = columns // 2 if is_gated else columns
-        self._dtype = weight.dtype
+        self._dtype = dtype or weight.dtype
         weight = weight.contiguous()
         bias = None if bias is None else bias.float().contiguous()
         name = element if isinstance(element, str) else _ELEMENTS[element]
         address = 0 if bias is None else bias.data_ptr()
         shape = (columns, self.in_width)
+        scales = None if scales is None else scales.float().contiguous()
+        scale_address = 0 if scales is None else scales.data_ptr()
         source = (weight.data_ptr(), weight.dtype == torch.bfloat16, *shape, address)
-        self._weight = _native.PackedWeight(level, name, *source, activation or "none", is_gated)
+        self._weight = _native.PackedWeight(level, name, *source, activation or "none", is_gated, scale_address)
 
     @property
     def num_bytes(self) -> int:

@@ -60,11 +60,12 @@ std::vector<std::string> product_levels(const std::string& element) {
     return names;
 }
 
-// A weight as it comes: [columns, in_width], float32 or bfloat16.
+// A weight as it comes: [columns, in_width], float32 or bfloat16; or int8, with one scale per column.
 struct Source {
     const char* at;
     int64_t in_width;
     bool is_bfloat16;
+    const float* scales;  // of int8, otherwise null
 
     float value(int64_t column, int64_t k) const {
         const int64_t index = column * in_width + k;
@@ -74,6 +75,8 @@ struct Source {
         std::memcpy(&x, &bits, sizeof x);
         return x;
     }
+
+    int8_t integer(int64_t column, int64_t k) const { return int8_t(at[column * in_width + k]); }
 
     // One word of `per_word` inputs from `k` on, zeros behind the last.
     template <typename T>
@@ -87,9 +90,11 @@ struct Source {
 
 class PackedWeight {
    public:
-    // `weight` [columns, in_width] and `bias` (0, or [columns] float32) are read here and not kept.
+    // `weight` [columns, in_width] and `bias` (0, or [columns] float32) are read here and not kept. `scales`: 0, or
+    // [columns] float32 of a weight that is int8 already.
     PackedWeight(const std::string& level, const std::string& element, uintptr_t weight, bool is_bfloat16,
-                 int64_t columns, int64_t in_width, uintptr_t bias, const std::string& activation, bool is_gated)
+                 int64_t columns, int64_t in_width, uintptr_t bias, const std::string& activation, bool is_gated,
+                 uintptr_t scales)
         : element_(element_named(element)),
           level_(level_named(level, element_)),
           in_width_(in_width),
@@ -102,13 +107,15 @@ class PackedWeight {
         if (element_ == Element::bfloat16 && (!is_bfloat16 || in_width % 2))
             throw std::invalid_argument("pairs of bfloat16 do not fill these rows");
         if (element_ == Element::float32 && is_bfloat16) throw std::invalid_argument("a float32 weight is needed");
+        if (scales && element_ != Element::int8) throw std::invalid_argument("scales of a weight that is not int8");
         const size_t padded = size_t(num_panels_ * kVectors * level_.width);
         bias_.resize(padded);
         if (element_ == Element::int8) {
             scales_.resize(padded);
             sums_.resize(padded);
         }
-        const Source source{reinterpret_cast<const char*>(weight), in_width, is_bfloat16};
+        const Source source{reinterpret_cast<const char*>(weight), in_width, is_bfloat16,
+                            reinterpret_cast<const float*>(scales)};
         weights_ = {panels_.data(), bias_.data(),  scales_.data(), sums_.data(),
                     num_panels_,    num_steps_,    out_width_,     element_,
                     activation_named(activation), is_gated};
@@ -170,22 +177,27 @@ class PackedWeight {
             source.copy<uint16_t>(column, k, per_word_, to);
     }
 
-    // Symmetrically, with one scale per column.
+    // Symmetrically, with one scale per column; what is int8 already keeps its bits.
     void pack_rounded(const Source& source, int64_t column, int64_t at, char* to, int64_t step_bytes) {
-        float largest = 0.0f;
-        for (int64_t k = 0; column >= 0 && k < in_width_; ++k) largest = std::max(largest, std::abs(source.value(column, k)));
-        const float scale = std::max(largest / 127.0f, 1e-12f);
+        const float scale = column < 0 ? 1.0f : source.scales ? source.scales[column] : rounding_step(source, column);
         int32_t sum = 0;
         for (int64_t step = 0; step < num_steps_; ++step, to += step_bytes) {
             int8_t word[4] = {};
             for (int i = 0; column >= 0 && i < 4 && step * 4 + i < in_width_; ++i) {
-                word[i] = int8_t(std::nearbyint(source.value(column, step * 4 + i) / scale));
+                word[i] = source.scales ? source.integer(column, step * 4 + i)
+                                        : int8_t(std::nearbyint(source.value(column, step * 4 + i) / scale));
                 sum += word[i];
             }
             std::memcpy(to, word, 4);
         }
         scales_[at] = scale;
         sums_[at] = sum;
+    }
+
+    float rounding_step(const Source& source, int64_t column) const {
+        float largest = 0.0f;
+        for (int64_t k = 0; k < in_width_; ++k) largest = std::max(largest, std::abs(source.value(column, k)));
+        return std::max(largest / 127.0f, 1e-12f);
     }
 
     void round_inputs(Call& call, int64_t num_rows, bool is_bfloat16, char* out, float* scales, int num_threads) const {
@@ -238,7 +250,7 @@ void bind(nb::module_& module) {
     module.def("product_levels", product_levels);
     nb::class_<PackedWeight>(module, "PackedWeight")
         .def(nb::init<const std::string&, const std::string&, uintptr_t, bool, int64_t, int64_t, uintptr_t,
-                      const std::string&, bool>())
+                      const std::string&, bool, uintptr_t>())
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes)
         .def("run", &PackedWeight::run);
 }
