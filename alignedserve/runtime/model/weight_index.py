@@ -4,7 +4,7 @@ Pickle-based files are refused, whatever their name.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -17,6 +17,13 @@ SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
+class TensorHeader(NamedTuple):
+    """The form of a tensor, as its file's header has it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it, such as F16 or I32
+
+
 class WeightIndex:
     """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists.
 
@@ -26,6 +33,7 @@ class WeightIndex:
     """
 
     def __init__(self, folder: Path, framework: str = "numpy") -> None:
+        self.folder = folder
         self.files: dict[Path, Any] = {path: _open(path, framework) for path in listed_shards(folder)}
         self.file_of: dict[str, Path] = {}
         for path, file in self.files.items():
@@ -33,6 +41,14 @@ class WeightIndex:
         for name, path in _weight_map(folder).items():
             if self.file_of.get(name) != path:
                 raise ModelError(f"{path} does not hold tensor {name}, which {INDEX_NAME} places there.")
+
+    def header(self, name: str) -> TensorHeader | None:
+        """Return the form of a tensor; None: no file holds one of this name."""
+        path = self.file_of.get(name)
+        if path is None:
+            return None
+        part = self.files[path].get_slice(name)
+        return TensorHeader(tuple(part.get_shape()), part.get_dtype())
 
 
 def listed_shards(folder: Path) -> list[Path]:
