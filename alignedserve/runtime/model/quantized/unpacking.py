@@ -122,7 +122,7 @@ _READERS = {Packing.ROWS: _rows_of_words, Packing.INT8: _bytes, Packing.GPTQ: _g
 
 def _spread(words: Tensor, bits: int) -> Tensor:
     """Return the numbers of `bits` in int32 words [rows, n], lowest first: uint8 [rows, 32 / bits * n]."""
-    raw = words.contiguous().view(torch.uint8)
+    raw = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return raw if bits == 8 else torch.stack((raw & 15, raw >> 4), dim=-1).flatten(1)
 
 
