@@ -79,6 +79,8 @@ def choose_sizes(
     warnings = [] if chosen is plans[0] else [_colocated_remark(planner, plans[0])]
     if context_len < served.max_context_len:
         warnings.append(_shortened_remark(planner, chosen, context_len))
+    if served.stored is not None and served.stored.warning is not None:
+        warnings.append(f"Weights: {served.stored.warning}.")
     sized = _with_sizes(config, chosen, planner.sizes_of(chosen.topology, context_len))
     sized = _with_limits(config, sized, served, machine)
     return SizeChoice(with_fixed_sizes(sized), replace(served, max_context_len=context_len), tuple(warnings))

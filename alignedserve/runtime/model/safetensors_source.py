@@ -39,9 +39,16 @@ class SafetensorsSource:
         """Return the tensor as it is stored, possibly a view of the file. Raises ModelError naming tensor and file."""
         path = self.index.file_of.get(name)
         if path is None:
-            raise ModelError(f"Tensor {name} is in none of {', '.join(file.name for file in self.index.files)}.")
+            raise ModelError(self._absence(name))
         try:
             stored: Tensor = self.index.files[path].get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ModelError(f"{path}: tensor {name} cannot be read: {error}") from error
         return stored
+
+    def _absence(self, name: str) -> str:
+        packed = (name.removesuffix(".weight") + suffix for suffix in (".qweight", ".weight_packed"))
+        found = next((each for each in packed if self.has(each)), None)
+        if found is None:
+            return f"Tensor {name} is in none of {', '.join(file.name for file in self.index.files)}."
+        return f"{self.index.folder}: {found} is there, but config.json has no quantization_config for it."

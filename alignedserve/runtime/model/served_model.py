@@ -45,10 +45,15 @@ class ServedModel:
 
 
 def resolve_model(
-    section: ModelSectionConfig, device: str = "cpu", kv_cache_dtype: str = "auto", *, has_bfloat16: bool = False
+    section: ModelSectionConfig,
+    device: str = "cpu",
+    kv_cache_dtype: str = "auto",
+    *,
+    has_bfloat16: bool = False,
+    has_float8: bool = False,
 ) -> ServedModel:
     """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
-    multiplies it natively.
+    multiplies it natively; `has_float8`: the GPU multiplies FP8.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
@@ -63,7 +68,7 @@ def resolve_model(
         dtype = _default_dtype(device, has_bfloat16=has_bfloat16 and section.path != POCKET)
     stored = None
     if not section.random_weights:
-        stored = weights_in_files(file or folder, config, Computing(device, dtype), section.quantization)
+        stored = weights_in_files(file or folder, config, Computing(device, dtype, has_float8), section.quantization)
     return ServedModel(
         name=section.served_model_name or _default_name(section.path, folder),
         folder=folder,

@@ -1,8 +1,8 @@
 """Puts quantised matrices into the forms that kernels multiply, keeping every value as it is.
 
-A group of 4 bits becomes blocks of `kernels.block_formats`: G4_128 where 128 inputs share a scale; Q4_0 where the zero
-point is 8 and the scale is a float16; otherwise G4_32. The float32 minimum, -scale * zero point, is exact for scales of
-16 bits. 8 bits become Q8_0 where scales are float16 numbers.
+A group of 4 bits becomes blocks of `kernels.block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0 where
+zero points are 8 and scales are float16 numbers; otherwise G4_64 or G4_32. The float32 minimum, -scale * zero point, is
+exact for scales of 16 bits. 8 bits become Q8_0 where scales are float16 numbers.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alignedserve.runtime.model.packed_products import BlockRows, Float8Rows, Int8Rows
 from alignedserve.runtime.model.quantized.layout import StoredMatrix
-from alignedserve.runtime.model.quantized.product_form import ProductForm, has_wide_blocks
+from alignedserve.runtime.model.quantized.product_form import ProductForm, inputs_together
 from alignedserve.runtime.model.quantized.unpacking import Float8Matrix, IntegerMatrix
 
 _BLOCK = 32
@@ -48,16 +48,14 @@ def _int8_rows(integers: IntegerMatrix) -> Int8Rows | None:
 def _blocks_of_4(matrix: StoredMatrix, integers: IntegerMatrix) -> BlockRows:
     blocks = integers.numbers.view(matrix.rows, -1, _BLOCK)
     quants = blocks[:, :, :16] | blocks[:, :, 16:] << 4
-    is_wide = has_wide_blocks(matrix)
-    if not is_wide and bool((integers.zeros == 8).all()) and _are_halves(integers.scales):
+    together = inputs_together(matrix)
+    if together < 128 and bool((integers.zeros == 8).all()) and _are_halves(integers.scales):
         heads = _per_block(integers.scales.half(), matrix)[:, :, None]
         return _rows_of(heads, quants, "Q4_0", matrix)
     minima = -(integers.scales * integers.zeros.float())
-    heads = torch.stack((integers.scales, minima), dim=2)
-    if is_wide:
-        heads = heads.repeat_interleave(matrix.group_size // 128, 1)[:, : matrix.width // 128]
-        return _rows_of(heads, quants.view(matrix.rows, matrix.width // 128, 64), "G4_128", matrix)
-    return _rows_of(_per_block(heads, matrix), quants, "G4_32", matrix)
+    heads = _per_block(torch.stack((integers.scales, minima), dim=2), matrix, together)
+    quants = quants.view(matrix.rows, matrix.width // together, together // 2)
+    return _rows_of(heads, quants, f"G4_{together}", matrix)
 
 
 def _blocks_of_8(matrix: StoredMatrix, integers: IntegerMatrix) -> BlockRows | None:
@@ -71,9 +69,9 @@ def _are_halves(scales: Tensor) -> bool:
     return torch.equal(scales.half().float(), scales)
 
 
-def _per_block(heads: Tensor, matrix: StoredMatrix) -> Tensor:
-    """Return [rows, groups, ...] for every block of 32 inputs."""
-    return heads.repeat_interleave(matrix.group_size // _BLOCK, 1)[:, : matrix.width // _BLOCK]
+def _per_block(heads: Tensor, matrix: StoredMatrix, size: int = _BLOCK) -> Tensor:
+    """Return [rows, groups, ...] for every block of `size` inputs."""
+    return heads.repeat_interleave(matrix.group_size // size, 1)[:, : matrix.width // size]
 
 
 def _rows_of(heads: Tensor, quants: Tensor, type_name: str, matrix: StoredMatrix) -> BlockRows:

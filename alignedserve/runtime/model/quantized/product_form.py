@@ -9,7 +9,7 @@ from alignedserve.runtime.model.quantized.layout import Packing, StoredMatrix
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK = 32  # inputs of one block of the kernels
-_WIDE_BLOCK = 128
+_NARROW = 128  # float16 scales for every 32 inputs take less than float32 ones for fewer than this, with minima
 _GPU_STEP = 16  # rows and columns of FP8 products on a GPU are multiples of this
 
 
@@ -66,12 +66,14 @@ def form_bytes(matrix: StoredMatrix, form: ProductForm, dtype: str) -> int:
     if form is ProductForm.BLOCKS_8:
         return count * 34 // 32
     if form is ProductForm.BLOCKS_4:
+        together = inputs_together(matrix)
         # Scales of a symmetric matrix are nearly always float16 numbers; others have float32 minima beside them.
-        is_narrow = matrix.scheme.is_symmetric or has_wide_blocks(matrix)
-        return count * 18 // 32 if is_narrow else count * 24 // 32
+        if matrix.scheme.is_symmetric and together < _NARROW:
+            return count * 18 // 32
+        return count // 2 + count // together * 8
     return count + matrix.rows * 4
 
 
-def has_wide_blocks(matrix: StoredMatrix) -> bool:
-    """Return whether 128 inputs share a scale everywhere."""
-    return matrix.width % _WIDE_BLOCK == 0 and matrix.group_size % _WIDE_BLOCK == 0
+def inputs_together(matrix: StoredMatrix) -> int:
+    """Return how many inputs share a scale everywhere: 128, 64 or 32."""
+    return next(size for size in (128, 64, _BLOCK) if matrix.width % size == 0 == matrix.group_size % size)

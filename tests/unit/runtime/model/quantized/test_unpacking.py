@@ -128,7 +128,7 @@ def test_8_bits_and_fp8() -> None:
 
 CASES: dict[str, tuple[dict[str, Any], Any, ProductForm, str]] = {
     "awq in wide groups": ({**AWQ, "group_size": 128}, lambda w: awq_columns(w, 128), ProductForm.BLOCKS_4, "G4_128"),
-    "awq in groups of 64": ({**AWQ, "group_size": 64}, lambda w: awq_columns(w, 64), ProductForm.BLOCKS_4, "G4_32"),
+    "awq in groups of 64": ({**AWQ, "group_size": 64}, lambda w: awq_columns(w, 64), ProductForm.BLOCKS_4, "G4_64"),
     "gptq in wide groups, ordered": (
         {**GPTQ, "group_size": 128, "desc_act": True},
         lambda w: gptq_columns(w, 4, 128, seed=3),
