@@ -234,7 +234,8 @@ class EngineConfig(Section, frozen=True):
         self._require(
             self.kv_transport not in ("cuda_ipc", "nccl"),
             "kv_transport",
-            f"must be auto, shm, tcp or gloo; candidate buffers are in host memory, which {self.kv_transport} cannot reach",
+            f"must be auto, shm, tcp or gloo ({self.kv_transport} is not served yet: "
+            "candidate buffers lie in host memory)",
         )
         self._require(
             self.kv_transport in ("auto", "shm", "tcp", "gloo"), "kv_transport", "must be auto, shm, tcp or gloo"
