@@ -146,7 +146,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", nargs="?", type=Path)
     path: Path = parser.parse_args().file or smollm2_file()
-    tokenizer, figures = Tokenizer.load(path), {}
+    tokenizer = Tokenizer.load(path)
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         plain = Path(temporary) / "plain"
         config = write_plain(path, plain)

@@ -76,8 +76,6 @@ struct Source {
         return x;
     }
 
-    int8_t integer(int64_t column, int64_t k) const { return int8_t(at[column * in_width + k]); }
-
     // One word of `per_word` inputs from `k` on, zeros behind the last.
     template <typename T>
     void copy(int64_t column, int64_t k, int per_word, char* to) const {
@@ -183,11 +181,13 @@ class PackedWeight {
         int32_t sum = 0;
         for (int64_t step = 0; step < num_steps_; ++step, to += step_bytes) {
             int8_t word[4] = {};
-            for (int i = 0; column >= 0 && i < 4 && step * 4 + i < in_width_; ++i) {
-                word[i] = source.scales ? source.integer(column, step * 4 + i)
-                                        : int8_t(std::nearbyint(source.value(column, step * 4 + i) / scale));
-                sum += word[i];
-            }
+            const int count = column < 0 ? 0 : int(std::min<int64_t>(4, in_width_ - step * 4));
+            if (source.scales && column >= 0)
+                std::memcpy(word, source.at + column * in_width_ + step * 4, count);
+            else
+                for (int i = 0; i < count; ++i)
+                    word[i] = int8_t(std::nearbyint(source.value(column, step * 4 + i) / scale));
+            for (const int8_t number : word) sum += number;
             std::memcpy(to, word, 4);
         }
         scales_[at] = scale;

@@ -36,13 +36,9 @@ def packed_float8(stored: Float8Matrix) -> Float8Rows:
 
 
 def _int8_rows(integers: IntegerMatrix) -> Int8Rows | None:
-    if bool((integers.zeros != integers.zeros[0, 0]).any()):
+    if bool((integers.zeros != 128).any()):
         return None
-    middle = int(integers.zeros[0, 0])
-    numbers = integers.numbers.to(torch.int16) - middle
-    if int(numbers.min()) < -128 or int(numbers.max()) > 127:
-        return None
-    return Int8Rows(numbers.to(torch.int8), integers.scales[:, 0])
+    return Int8Rows((integers.numbers ^ 0x80).view(torch.int8), integers.scales[:, 0])
 
 
 def _blocks_of_4(matrix: StoredMatrix, integers: IntegerMatrix) -> BlockRows:

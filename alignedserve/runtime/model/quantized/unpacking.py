@@ -53,11 +53,20 @@ def read_float8(matrix: StoredMatrix, read: Read) -> Float8Matrix:
 def unpacked_integers(matrix: IntegerMatrix, dtype: torch.dtype) -> Tensor:
     """Return the values [rows, width], computed in float32."""
     values = torch.empty(matrix.numbers.shape, dtype=dtype)
-    step = max(1, _CHUNK_VALUES // values.shape[1])
+    width, groups = values.shape[1], matrix.scales.shape[1]
+    size = -(-width // groups)
+    are_runs = width % groups == 0 and torch.equal(matrix.group_of, torch.arange(width) // size)
+    numbers, into = matrix.numbers[:, :, None], values[:, :, None]
+    scales, zeros = matrix.scales, matrix.zeros
+    if are_runs:  # read once for a group, not for each of its inputs
+        numbers, into = (each.view(len(values), groups, size) for each in (matrix.numbers, values))
+    step = max(1, _CHUNK_VALUES // width)
     for first in range(0, len(values), step):
         part = slice(first, first + step)
-        zeros = matrix.zeros[part].float()[:, matrix.group_of]
-        values[part] = (matrix.numbers[part].float() - zeros) * matrix.scales[part][:, matrix.group_of]
+        part_zeros, part_scales = zeros[part].float(), scales[part]
+        if not are_runs:
+            part_zeros, part_scales = (each[:, matrix.group_of] for each in (part_zeros, part_scales))
+        into[part] = (numbers[part].float() - part_zeros[:, :, None]).mul_(part_scales[:, :, None])
     return values
 
 
@@ -109,12 +118,17 @@ def _gptq(matrix: StoredMatrix, read: Read, zero_offset: int) -> tuple[Tensor, T
 
 
 def _awq(matrix: StoredMatrix, read: Read, zero_offset: int) -> tuple[Tensor, Tensor]:
-    def in_order(words: Tensor) -> Tensor:
-        places = _spread(words, 4).view(len(words), -1, 8)
-        return places[:, :, _AWQ_PLACES].flatten(1)[:, : matrix.rows].T
+    numbers, zeros = (_outputs_in_order(read(f"{matrix.module}.{name}")) for name in ("qweight", "qzeros"))
+    return numbers[: matrix.rows], zeros[: matrix.rows].to(torch.int16)
 
-    numbers = in_order(read(f"{matrix.module}.qweight")).contiguous()
-    return numbers, in_order(read(f"{matrix.module}.qzeros")).to(torch.int16)
+
+def _outputs_in_order(words: Tensor) -> Tensor:
+    """Return the numbers of AWQ's words [n, outputs / 8]: uint8 [outputs, n]."""
+    columns = words.T.contiguous()
+    numbers = torch.empty((len(columns), 8, columns.shape[1]), dtype=torch.uint8)
+    for output, place in enumerate(_AWQ_PLACES):
+        numbers[:, output] = (columns >> 4 * place) & 15
+    return numbers.flatten(0, 1)
 
 
 _READERS = {Packing.ROWS: _rows_of_words, Packing.INT8: _bytes, Packing.GPTQ: _gptq, Packing.AWQ: _awq}
