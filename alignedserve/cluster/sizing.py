@@ -188,11 +188,11 @@ def _remedies(planner: MemoryPlanner, plan: Plan) -> Iterator[tuple[str, MemoryP
         fewer = {name: changed(getattr(config, name), count=1) for name in ("prefill", "decode")}
         yield "set decode.count=1 and prefill.count=1", planner.with_(config=changed(config, **fewer))
     if served.quantization is None:
-        yield "set model.quantization=int8", planner.with_(served=replace(served, quantization="int8"))
+        yield "set model.quantization=int8", planner.with_(served=replace(served, quantization="int8", stored=None))
     if DTYPE_BYTES[served.dtype] > DTYPE_BYTES["bfloat16"]:
         halved = replace(served, dtype="bfloat16")
         yield "set model.dtype=bfloat16", planner.with_(served=halved)
-        smallest = replace(halved, quantization="int8")
+        smallest = replace(halved, quantization="int8", stored=None)
         yield "set model.dtype=bfloat16 and model.quantization=int8", planner.with_(served=smallest)
 
 

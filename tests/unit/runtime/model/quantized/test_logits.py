@@ -12,8 +12,10 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.safetensors_source import SafetensorsSource
+from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
+from kernels.float8_linear import Float8Linear
 from tests.support.marks import slow
 from tests.support.quantized_checkpoints import FORMATS, quantize_folder
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
@@ -82,3 +84,14 @@ def test_every_family(family: str, name: str, tmp_path: Path) -> None:
     assert float((logits_of(unpacked(tmp_path)) - expected).abs().max() / expected.abs().max()) < 1e-5
     # Near a tie, rounded inputs make a router choose other experts.
     assert error(logits_of(tiny_decoder(tmp_path)), expected) < (0.2 if family == "mixtral" else 0.03)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 static, by tensor"])
+def test_products_in_fp8(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that multiplies FP8: a CPU computes the same product."""
+    expected = made(tmp_path, "llama_mha", name)
+    monkeypatch.setattr("alignedserve.runtime.model.quantized.source.has_float8_products", lambda device: True)
+    config = read_config(tmp_path)
+    weights = load_weights(tmp_path, config, torch.bfloat16)
+    assert all(isinstance(product, Float8Linear) for product in weights.layer_projections)
+    assert error(logits_of(Decoder(config, weights)), expected) < 0.1
