@@ -6,6 +6,7 @@
 The logic and the engine are those of a colocated worker behind the gateway; only the links are missing.
 """
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from alignedserve.runtime.model.tokenizer import Tokenizer
 from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.factory import make_colocated_logic, memory_of
 from kernels.float8_linear import has_float8_products
+
+logger = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
 _MAX_TOKENS = 2048
@@ -73,6 +76,8 @@ class LLM:
             has_bfloat16=has_native_bfloat16(),
             has_float8=has_float8_products(worker_device),
         )
+        if served.stored is not None and served.stored.warning is not None:
+            logger.warning("Weights: %s.", served.stored.warning)
         self._tokenizer = Tokenizer.load(served.folder)
         self._max_context_len = served.max_context_len
         self._executor = ModelExecutor(

@@ -57,7 +57,9 @@ def _matrices(folder: Path, config: ModelConfig, computing: Computing, stored: C
     prefix = find_prefix(names, lambda name: has_weight(index, name))
     share = 1.0 if config.experts is None else config.experts.num_chosen / config.experts.num_experts
     matrices = []
-    for module in linear_modules(config, names, prefix, lambda name: has_weight(index, name)):
+    for number, module in enumerate(linear_modules(config, names, prefix, lambda name: has_weight(index, name))):
+        if number >= len(index.file_of):
+            raise ModelError(f"{folder}: config.json has more matrices than the files have tensors.")
         try:
             matrix = stored_matrix(index, stored, module.name, (module.rows, module.width))
         except ModelError as error:

@@ -80,6 +80,13 @@ def test_a_warning_says_what_unpacking_costs(tmp_path: Path) -> None:
     assert stored.description.endswith(stored.warning)
 
 
+def test_more_matrices_than_tensors_are_refused(tmp_path: Path) -> None:
+    config = json.loads((made(tmp_path, "awq") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1000}))
+    with pytest.raises(ModelError, match="more matrices than the files have tensors"):
+        resolved(tmp_path)
+
+
 def test_matrices_that_are_not_quantised_stay_plain(tmp_path: Path) -> None:
     """Queries in blocks, keys and values in floats: one product of several kinds."""
     make_tiny_model(tmp_path, "llama")
