@@ -79,7 +79,7 @@ def _warning(matrices: list[_Matrix], computing: Computing) -> str | None:
     labels = ", ".join(dict.fromkeys(matrix.stored.scheme.label for matrix in unpacked))
     taken = sum(_bytes(matrix, computing) for matrix in unpacked) // _MIB
     packed = sum(_count(matrix) * matrix.stored.scheme.num_bits // 8 for matrix in unpacked) // _MIB
-    return f"{len(unpacked)} unpacked to {computing.dtype} ({labels}): {taken} MiB instead of {packed}"
+    return f"{len(unpacked)} matrices unpacked to {computing.dtype} ({labels}): {taken} MiB instead of {packed}"
 
 
 def _count(matrix: _Matrix) -> int:

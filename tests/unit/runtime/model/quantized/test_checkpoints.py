@@ -76,7 +76,7 @@ def _layers(served: ServedModel) -> list[_Layer]:
 def test_a_warning_says_what_unpacking_costs(tmp_path: Path) -> None:
     stored = resolved(made(tmp_path, "fp8")).stored
     assert stored is not None
-    assert stored.warning == "21 unpacked to bfloat16 (float8): 0 MiB instead of 0"
+    assert stored.warning == "21 matrices unpacked to bfloat16 (float8): 0 MiB instead of 0"
     assert stored.description.endswith(stored.warning)
 
 
