@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError
-from alignedserve.microbench.engine.throughput import EngineBenchmarkSpec, parse_workload, run_engine_benchmark
+from alignedserve.microbench.engine.throughput import weight_bytes
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from tests.support.quantized_checkpoints import FORMATS, quantize_folder
 from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
@@ -132,8 +132,10 @@ def test_generation(tmp_path: Path) -> None:
 
 def test_the_engine_benchmark_counts_packed_weights(tmp_path: Path) -> None:
     served = resolved(made(tmp_path, "awq"), "float32")
-    spec = EngineBenchmarkSpec(model=str(tmp_path), groups=parse_workload("2x9:3"))
-    assert run_engine_benchmark(spec).weight_bytes == served.weight_bytes
+    assert served.stored is not None
+    counted = weight_bytes(served.config, str(tmp_path), "float32")
+    assert counted == (served.weight_bytes, served.stored.step_bytes)
+    assert counted.step_bytes < 4 * served.config.num_multiplied
 
 
 INT = torch.int32
