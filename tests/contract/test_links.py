@@ -15,7 +15,7 @@ from alignedserve.messages.caches import LeasesReleased
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.link_manager import LinkManager
+from alignedserve.runtime.process.link_manager import _MAX_PENDING_MESSAGES, LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
 
 CODEC = Codec(AbortRequest | Ping)
@@ -80,6 +80,21 @@ async def test_sending_to_an_address_before_anybody_listens(address: str) -> Non
     await asyncio.sleep(0.05)
     await listener.listen(address)
     await here.wait_for(("message", "early"))
+    await dialler.close()
+    await listener.close()
+
+
+async def test_no_more_messages_are_kept_than_the_bound_for_an_address_where_nothing_listens(address: str) -> None:
+    here, there = Recorder(), Recorder()
+    listener, dialler = board("listener", here), board("dialler", there)
+    for number in range(_MAX_PENDING_MESSAGES + 20):
+        dialler.send_to(address, AbortRequest(RequestId(f"r{number}")))
+    await listener.listen(address)
+    await there.wait_for(("linked", "listener"))
+    assert dialler.send("listener", AbortRequest(RequestId("last")))
+    await here.wait_for(("message", "last"))
+    arrived = [what for kind, what in here.events if kind == "message"]
+    assert arrived == [*(f"r{number}" for number in range(_MAX_PENDING_MESSAGES)), "last"]
     await dialler.close()
     await listener.close()
 
