@@ -17,6 +17,7 @@ from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.process.link_manager import _MAX_PENDING_MESSAGES, LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
+from tests.support.waiting import holds
 
 CODEC = Codec(AbortRequest | Ping)
 
@@ -40,7 +41,7 @@ class Recorder:
         self.events.append((kind, what))
         self.changed.set()
 
-    async def wait_for(self, event: tuple[str, str], timeout_s: float = 5.0) -> None:
+    async def wait_for(self, event: tuple[str, str], timeout_s: float = 20.0) -> None:
         async with asyncio.timeout(timeout_s):
             while event not in self.events:
                 self.changed.clear()
@@ -104,10 +105,10 @@ async def test_a_peer_without_the_secret_is_refused(address: str, caplog: pytest
     listener, dialler = board("listener", here), board("dialler", there, secret=b"x" * 32)
     await listener.listen(address)
     dialler.dial(address)
-    await asyncio.sleep(0.2)
+    await holds(lambda: "does not know this cluster's secret" in caplog.text)
+    await asyncio.sleep(0.1)
     assert here.events == []
     assert there.events == []
-    assert "does not know this cluster's secret" in caplog.text
     await dialler.close()
     await listener.close()
 
@@ -140,7 +141,7 @@ async def test_garbage_before_the_handshake_ends_the_connection(tmp_path: Path, 
     await listener.listen(f"unix:{tmp_path}/a.sock")
     reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/a.sock")
     writer.write(payload)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
             await reader.readexactly(1 << 20)
     writer.close()
@@ -165,11 +166,9 @@ async def test_a_silent_peer_is_lost_within_its_timeout(tmp_path: Path) -> None:
     listener = board("listener", here, peer_timeout_s=0.5)
     await listener.listen(f"unix:{tmp_path}/a.sock")
     reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/a.sock")
-    started_s = asyncio.get_running_loop().time()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(4):  # the default is five
         while await reader.read(1024):
             pass
-    assert asyncio.get_running_loop().time() - started_s < 2.0
     writer.close()
     await listener.close()
 
@@ -188,10 +187,10 @@ def test_whoever_was_stalled_does_not_take_its_peers_for_silent(tmp_path: Path) 
 
     async def stall() -> list[tuple[str, str]]:
         here = Recorder()
-        stalled = board("stalled", here, peer_timeout_s=1.0)
+        stalled = board("stalled", here, peer_timeout_s=1.5)
         stalled.dial(address)
         await here.wait_for(("linked", "patient"))
-        time.sleep(1.5)  # noqa: ASYNC251  (stopped, or starved of CPU, while pings pile up in the socket)
+        time.sleep(1.8)  # noqa: ASYNC251  (stopped, or starved of CPU, while pings pile up in the socket)
         await asyncio.sleep(0.5)
         await stalled.close()
         return here.events
