@@ -3,7 +3,7 @@
 The model is one small layer, so that many steps fit a short run; the work around the pass is the same for any model but
 for the vocabulary, over which sampling takes a maximum.
 
-    python -m benchmarks.engine_overhead
+    python -m benchmarks.engine.overhead
 """
 
 import json

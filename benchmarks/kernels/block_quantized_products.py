@@ -1,6 +1,6 @@
 """Products with weights in the blocks of GGUF files: beside a plain read of as many bytes, and 8-bit products.
 
-    python -m benchmarks.block_quantized_products [seconds] [types, such as Q4_1,Q6_K]
+    python -m benchmarks.kernels.block_quantized_products [seconds] [types, such as Q4_1,Q6_K]
 
 Weights come from memory, as in a pass over many layers: there are more of them than the caches hold. All take turns.
 The tenth percentile counts: other work on the machine delays some rounds, and a median says more about that work. A

@@ -1,6 +1,6 @@
 """Distance of the roofline from what others have measured, and the time a cost model takes to answer and to learn.
 
-python -m benchmarks.cost_models
+python -m benchmarks.simulation.cost_models
 """
 
 import random

@@ -10,7 +10,7 @@ import json
 import subprocess
 from typing import Any
 
-from benchmarks.live_policies import ALIGNEDSERVE
+from benchmarks.scheduling.live_policies import ALIGNEDSERVE
 from benchmarks.support.recording import write_result
 
 CASES = (("opt-125m", "w1"), ("opt-125m", "w3"), ("llama-0.5b", "one"))

@@ -1,7 +1,7 @@
 """Cost of the gateway itself: streams over HTTP from a backend that answers at once.
 
 `server` runs the gateway with a scripted backend in this process; the client runs in a second process, so that the CPU
-time measured is the gateway's alone. Run: python -m benchmarks.gateway_streams [--streams 64] [--tokens 400]
+time measured is the gateway's alone. Run: python -m benchmarks.serving.gateway_streams [--streams 64] [--tokens 400]
 """
 
 import argparse

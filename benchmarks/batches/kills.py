@@ -1,7 +1,7 @@
 """Batches on a cluster whose processes are killed and stopped at random: is any line lost, doubled or wrong?
 
-    python -m benchmarks.batch_kills --schedules 200            # seeds 0 to 199, about 40 minutes
-    python -m benchmarks.batch_kills --schedules 1 --first 17   # one of them again
+    python -m benchmarks.batches.kills --schedules 200            # seeds 0 to 199, about 40 minutes
+    python -m benchmarks.batches.kills --schedules 1 --first 17   # one of them again
 
 Every schedule is one batch of 500 short tasks of the pocket model, each with one right answer, and one to three faults
 while it runs: gateway, batch driver, router, prefill worker, decode worker, pool, Redis, `serve` alone or all processes

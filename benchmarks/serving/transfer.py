@@ -1,6 +1,6 @@
 """Moving KV blocks, as `alignedserve bench transfer`, recorded.
 
-python -m benchmarks.transfer      # targets: shm 80 % of a plain copy, tcp 80 % of a bare stream
+python -m benchmarks.serving.transfer      # targets: shm 80 % of a plain copy, tcp 80 % of a bare stream
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Effect of 8-bit weights on the pocket model: the tasks of `alignedserve eval`, and the logits of the right answers.
 
-    python -m benchmarks.quantization [tasks per skill and context length]
+    python -m benchmarks.precision.quantization [tasks per skill and context length]
 
 Everything is greedy and runs in this process. Logits are compared at every token of prompt and answer, float32 against
 int8: relative error (norm of the difference over the norm), share of tokens where the likeliest is the same, and the

@@ -6,7 +6,7 @@ model of the pocket model's shape in a colocated worker, 64 requests of a peer p
 
 Then what is claimed as lost to padding, beside what attention really loses to it.
 
-    python -m benchmarks.iteration_log            # fails above 1 % of the median iteration, or off the wall time by 2 %
+    python -m benchmarks.engine.iteration_log  # fails above 1 % of the median iteration, or off the wall time by 2 %
 """
 
 import math
@@ -21,7 +21,7 @@ from alignedserve.core.request import Request, SampledToken, SamplingParams
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes
 from alignedserve.runtime.attention.torch_plan import CALL_BYTES
 from alignedserve.worker_core.iteration_log import IterationLog
-from benchmarks.iteration_gap import NUM_REQUESTS, serve_peer
+from benchmarks.engine.iteration_gap import NUM_REQUESTS, serve_peer
 from benchmarks.support.recording import write_result
 from decode_worker.state import RunningRequest
 from kernels.attention import GatherBuffers, attend_decode

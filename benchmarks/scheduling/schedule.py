@@ -1,6 +1,6 @@
 """The KV pool's index and its batch formers: what scheduling costs, and how narrow the batches are.
 
-    python -m benchmarks.schedule    # targets at 100 000: 5 us per change, 1 ms per batch (p99), 1 KiB per request
+    python -m benchmarks.scheduling.schedule  # targets at 100 000: 5 us a change, 1 ms a batch (p99), 1 KiB a request
 
 Every distribution of lengths is measured `--rounds` times, and of each figure the median of the rounds is recorded:
 on a machine that does other work as well, one round says little.

@@ -1,7 +1,7 @@
 """Aligned batches against first come, first served: the demo, with both, in turn.
 
-    python -m benchmarks.alignment                   # the mixed trace with more load than the decode worker holds
-    python -m benchmarks.alignment --rate 2 --max-running-requests 64 --trace
+    python -m benchmarks.scheduling.alignment  # the mixed trace with more load than the decode worker holds
+    python -m benchmarks.scheduling.alignment --rate 2 --max-running-requests 64 --trace
 
 Targets on the mixed trace: the spread of running batches (p90 of longest over mean context) at most half of that of
 fcfs; at most 12 % of the iterations in batch switch; throughput no lower.

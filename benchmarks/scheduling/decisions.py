@@ -1,7 +1,7 @@
 """Deciding one iteration: what `plan` of each policy costs on a worker that holds many requests.
 
-    python -m benchmarks.decisions                       # every policy; targets: 0.5 ms at 100 candidates,
-    python -m benchmarks.decisions --policy apt_serve    # 2 ms at 1 600, 10 ms at 20 000
+    python -m benchmarks.scheduling.decisions                       # every policy; targets: 0.5 ms at 100 candidates,
+    python -m benchmarks.scheduling.decisions --policy apt_serve    # 2 ms at 1 600, 10 ms at 20 000
 
 Half of the requests decode, 192 at most, of 256 places; the others wait. Lengths, classes, SLOs and progress are drawn
 from one seed. Three situations are timed, each on a view of its own: blocks are free, a tenth of what is held ("room");

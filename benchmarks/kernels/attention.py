@@ -1,7 +1,7 @@
 """Attention of one layer by every kernel that runs here. Decode: bytes read per second, beside reading alone.
 Prefill in chunks: arithmetic per second, beside that of a packed matrix product.
 
-    python -m benchmarks.attention [seconds]
+    python -m benchmarks.kernels.attention [seconds]
 
 Kernels take turns and the lower quartile of a kernel's times is kept, as other work disturbs many.
 """

@@ -1,6 +1,6 @@
 """Products of packed weights: the native kernels beside oneDNN's packed layout and plain PyTorch.
 
-    python -m benchmarks.products [seconds]
+    python -m benchmarks.kernels.products [seconds]
 
 Weights come from memory, as in a pass over many layers: there are more of them than the caches hold. All take turns;
 medians count.

@@ -1,6 +1,6 @@
 """Agreement of products in a GGUF file's blocks with its weights unpacked to float32: greedy answers to 40 prompts.
 
-    python -m benchmarks.gguf_agreement [FILE.gguf, otherwise SmolLM2 where it is installed] [--transformers]
+    python -m benchmarks.precision.gguf_agreement [FILE.gguf, otherwise SmolLM2 where it is installed] [--transformers]
 
 The reference answers are this engine's from unpacked float32 weights; with --transformers they are also compared with
 transformers' from the same file. For each form: the share of reference tokens that it would choose too after the same
@@ -22,7 +22,7 @@ from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.smollm2 import smollm2_file
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_loader import assemble_weights
-from benchmarks.quantization import logits_of
+from benchmarks.precision.quantization import logits_of
 from benchmarks.support.greedy import greedy_answers
 from benchmarks.support.recording import write_result
 

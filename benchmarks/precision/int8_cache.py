@@ -1,7 +1,7 @@
 """Effect of a KV cache of 8 bits (engine.kv_cache_dtype=int8): speed of the 125M OPT shape, accuracy of the pocket
 model.
 
-    python -m benchmarks.int8_cache [rounds] [tasks per skill and context length]
+    python -m benchmarks.precision.int8_cache [rounds] [tasks per skill and context length]
 
 Speed: sequences with contexts as in workload w4, half of their outputs generated, all decode one token per step, over
 an exact cache and over one of int8 by turns; random weights, medians. Then whole prompts of 1 024 tokens likewise.
@@ -34,7 +34,7 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence, StepTimes
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import pocket_folder
 from alignedserve.runtime.model.tokenizer import Tokenizer
-from benchmarks.quantization import distance, evaluate, load, logits_of, table_of
+from benchmarks.precision.quantization import distance, evaluate, load, logits_of, table_of
 from benchmarks.support.recording import write_result
 from kernels.cpu.paged_attention import Int8Heads, PagedAttention, PagedPlan, supported_levels
 from kernels.int8_rows import quantise_rows

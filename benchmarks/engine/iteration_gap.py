@@ -4,7 +4,7 @@ A colocated worker serves 64 requests of a peer that plays router and gateway in
 measured is from the end of one forward pass (logits included) to the beginning of the next: sampling, finishing,
 admitting, block tables, tokens handed to the gateway, the next batch prepared.
 
-    python -m benchmarks.iteration_gap            # target: at most 1 ms in the median, whatever the context length
+    python -m benchmarks.engine.iteration_gap  # target: at most 1 ms in the median, whatever the context length
 """
 
 import argparse

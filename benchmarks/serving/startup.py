@@ -1,6 +1,6 @@
 """From the command to the first token, and what a cluster takes while it is idle.
 
-python -m benchmarks.startup            # targets: ready in 20 s or less, at most 3 GiB idle
+python -m benchmarks.serving.startup            # targets: ready in 20 s or less, at most 3 GiB idle
 """
 
 import argparse

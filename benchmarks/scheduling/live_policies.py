@@ -1,7 +1,7 @@
 """Real-time chat beside best-effort documents, live, under each policy: BROS's headline (section 7) on this machine.
 
-    python -m benchmarks.live_policies                      # 60 s each: about 20 minutes
-    python -m benchmarks.live_policies --policy aligned_slo --topology colocated --duration 30
+    python -m benchmarks.scheduling.live_policies                      # 60 s each: about 20 minutes
+    python -m benchmarks.scheduling.live_policies --policy aligned_slo --topology colocated --duration 30
 
 A model of 125M OPT's shape with random weights in bfloat16. Real-time: Poisson, 2 requests/s, prompts log-normal around
 100 tokens, answers around 60; TTFT 0.4 s, TPOT 0.2 s. Best-effort: 64 requests outstanding, prompts 512 to 1 024,
@@ -39,7 +39,7 @@ from alignedserve.sim.policies import with_policy
 from alignedserve.sim.result import ALL, ClassResult
 from alignedserve.workload.build import build_workload
 from alignedserve.workload.catalogue import Library
-from benchmarks.startup import free_port, wait_ready
+from benchmarks.serving.startup import free_port, wait_ready
 from benchmarks.support.recording import write_result
 
 ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))

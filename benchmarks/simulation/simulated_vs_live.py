@@ -1,6 +1,7 @@
 """Distance of the simulator from the live system: serve under load twice, fit on the first run, judge on the second.
 
-    python -m benchmarks.simulated_vs_live [--topology colocated|disaggregated] [--model pocket|opt-125m] [--duration S]
+    python -m benchmarks.simulation.simulated_vs_live [--topology colocated|disaggregated]
+        [--model pocket|opt-125m] [--duration S]
 
 Both runs are recorded, and every decision of both is checked. The load of the second has another seed. Each run starts
 a cluster of its own; nothing else should compute meanwhile: the load average of the machine stands in the result.

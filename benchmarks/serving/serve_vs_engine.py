@@ -1,6 +1,6 @@
 """Share of engine speed that the whole system keeps: 128 requests at once, through gateway, router and workers.
 
-    python -m benchmarks.serve_vs_engine [--topology colocated disaggregated] [--rounds 3]
+    python -m benchmarks.serving.serve_vs_engine [--topology colocated disaggregated] [--rounds 3]
 
 The 125M OPT shape in bfloat16. A round is `bench engine` in a process of its own, then `bench serve` against a fresh
 server per topology; medians count. On this machine clients, gateway and router have the same cores as the workers.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.microbench.engine.workloads import parse_workload
-from benchmarks.live_policies import ALIGNEDSERVE, TOPOLOGIES, make_model, served
+from benchmarks.scheduling.live_policies import ALIGNEDSERVE, TOPOLOGIES, make_model, served
 from benchmarks.support.recording import write_result
 
 WORKLOAD = "w4"

@@ -3,7 +3,7 @@
 Both run the same weights, greedily, on the same threads; the rounds alternate in one process. transformers gets a
 static batch of 64 with its default (dynamic) cache and with its static cache; its better median counts.
 
-    python -m benchmarks.engine_vs_transformers [--rounds 5]      # target: a ratio of at least 1.0
+    python -m benchmarks.engine.vs_transformers [--rounds 5]      # target: a ratio of at least 1.0
 """
 
 import argparse

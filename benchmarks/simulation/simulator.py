@@ -1,6 +1,6 @@
 """Speed of the simulator: one hour of the Azure conversation trace on 4 prefill and 4 decode workers.
 
-    python -m benchmarks.simulator    # target for llama-2-13b on A100: 60 s of one core, 1 GiB
+    python -m benchmarks.simulation.simulator    # target for llama-2-13b on A100: 60 s of one core, 1 GiB
 
 Recorded arrivals and lengths, sped up to `--rate` requests per second and repeated until the hour is full. By default
 those of the slice that ships with the package; `--trace` names the whole one. Times are CPU seconds of this process.

@@ -1,6 +1,6 @@
 """Effect of 8-bit copies in host memory (decode.swap_format=int8; ALISE, section 3.2) on the pocket model's answers.
 
-    python -m benchmarks.int8_swaps [tasks per skill and context length]
+    python -m benchmarks.precision.int8_swaps [tasks per skill and context length]
 
 The tasks of `alignedserve eval`, greedy, in this process. Every request is swapped out and in again right after its
 prompt and then after every 8th token, so that its whole cache is rounded again and again; a fleet does so far less
