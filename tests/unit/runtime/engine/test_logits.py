@@ -1,6 +1,5 @@
 """Logits of every family against transformers on the same random checkpoint."""
 
-import itertools
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -19,30 +18,15 @@ from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import TINY_MODELS, make_tiny_model
 
 KERNELS = (TORCH, *supported_levels())
-BEST_KERNEL = next(iter(supported_levels()), TORCH)
 HAS_GPU_KERNELS = gpu_kernels_available(torch.device("cpu"))
-# Heads, sizes, scales and windows that no other family has as well.
-OF_OWN_ATTENTION = (
-    "llama",
-    "llama_mha",
-    "llama_mqa",
-    "mistral",
-    "mistral_window",
-    "qwen2_window",
-    "qwen3",
-    "granite",
-    "gemma3_text",
-    "opt",
-)
+# Heads, sizes and windows that no other family has as well.
+OF_OWN_ATTENTION = ("llama", "llama_mha", "llama_mqa", "mistral", "mistral_window", "qwen2_window", "qwen3")
 
 
 def runs(of_gpu_kernels: Iterable[str] = OF_OWN_ATTENTION) -> pytest.MarkDecorator:
-    """Every family by every kernel. Slow are those by which another family's attention runs just so; and a GPU's
-    kernels, which take milliseconds for each launch in Triton's interpreter: these families alone."""
-    every: list[object] = []
-    for family, kernel in itertools.product(TINY_MODELS, KERNELS):
-        is_quick = family in OF_OWN_ATTENTION or kernel == BEST_KERNEL
-        every.append(pytest.param(family, kernel, marks=() if is_quick else pytest.mark.slow))
+    """Every family by every kernel. A GPU's kernels, in Triton's interpreter, take milliseconds for each launch: these
+    families alone, and slow."""
+    every: list[object] = [(family, kernel) for family in TINY_MODELS for kernel in KERNELS]
     if HAS_GPU_KERNELS:
         every += [pytest.param(family, TRITON, marks=pytest.mark.slow) for family in of_gpu_kernels]
     return pytest.mark.parametrize(("case", "attention"), every, indirect=["case"])
