@@ -1,6 +1,6 @@
 """What one router carries: requests per second and core, from admission to end, with 10 000 in its queue.
 
-    python -m benchmarks.router_capacity [--nodes 8] [--queued 10000] [--seconds 10]     # target: 2 000 requests/s
+    python -m benchmarks.serving.router_capacity [--nodes 8] [--queued 10000] [--seconds 10]  # target: 2 000 requests/s
 
 The router runs as in a cluster (links, logic, length predictor), alone in its process, whose processor time counts. A
 second process speaks for all the others: a gateway that keeps the queue full, and on each node a pool, a prefill worker
