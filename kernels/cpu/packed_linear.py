@@ -4,12 +4,17 @@ Panels of 32 columns are read from memory once and multiplied by up to 14 rows a
 meanwhile the next panel is fetched. Bias, nonlinearity and gates are applied before a result is written.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kernels.cpu.native import load_native
 
 _ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_STORED = {**_ELEMENTS, torch.float16: "float16"}
+_IN_MEMORY = -1
 INT8 = "int8"
 
 
@@ -29,6 +34,16 @@ def fits(weight: Tensor) -> bool:
     return weight.dtype != torch.bfloat16 or weight.shape[1] % 2 == 0
 
 
+class FileRows(NamedTuple):
+    """Rows [num_rows, in_width] of a weight that lie in a file, one after another."""
+
+    file_descriptor: int
+    offset: int
+    num_rows: int
+    in_width: int
+    dtype: torch.dtype  # float32, bfloat16 or float16
+
+
 class PackedLinear:
     """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], dtype of the weight.
 
@@ -40,27 +55,37 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[FileRows],
         bias: Tensor | None,
         *,
         level: str,
         element: torch.dtype | str,
+        dtype: torch.dtype | None = None,
         activation: str | None = None,
         is_gated: bool = False,
     ) -> None:
-        """`weight` [columns, in_width] and `bias` [columns]: read here, not kept. `element`: the weight's dtype, or
-        INT8. `activation`: a name in ACTIVATIONS. Raises ValueError for an unavailable level, MemoryError when
-        the packed weight does not fit."""
-        columns, self.in_width = weight.shape
+        """`weight` [columns, in_width], or rows in files that follow each other, and `bias` [columns]: read here, not
+        kept. `element`: a dtype, or INT8. `dtype` of inputs and results: the weight's, and with INT8 that of rows in
+        files, too, is converted to it first. `activation`: a name in ACTIVATIONS. Raises ValueError for an unavailable
+        level and for numbers that INT8 cannot round, OSError when a file cannot be read, MemoryError when the packed
+        weight does not fit."""
+        if isinstance(weight, Tensor):
+            weight = weight.contiguous()
+            columns, self.in_width = weight.shape
+            self._dtype = weight.dtype
+            runs = [(_IN_MEMORY, weight.data_ptr(), columns, _STORED[weight.dtype])]
+        else:
+            assert dtype is not None, "rows in files are converted to a dtype"
+            columns, self.in_width = sum(rows.num_rows for rows in weight), weight[0].in_width
+            self._dtype = dtype
+            runs = [(rows.file_descriptor, rows.offset, rows.num_rows, _STORED[rows.dtype]) for rows in weight]
         self.out_width = columns // 2 if is_gated else columns
-        self._dtype = weight.dtype
-        weight = weight.contiguous()
         bias = None if bias is None else bias.float().contiguous()
-        name = element if isinstance(element, str) else _ELEMENTS[element]
         address = 0 if bias is None else bias.data_ptr()
-        shape = (columns, self.in_width)
-        source = (weight.data_ptr(), weight.dtype == torch.bfloat16, *shape, address)
-        self._weight = _native.PackedWeight(level, name, *source, activation or "none", is_gated)
+        name = element if isinstance(element, str) else _ELEMENTS[element]
+        source = (self._dtype == torch.bfloat16, runs, self.in_width, address)
+        threads = torch.get_num_threads()
+        self._weight = _native.PackedWeight(level, name, *source, activation or "none", is_gated, threads)
 
     @property
     def num_bytes(self) -> int:
