@@ -123,7 +123,7 @@ def make_model_folder(folder: Path, shape: FolderShape) -> Path:
 
 
 def _tokenizer(vocab_size: int) -> dict[str, Any]:
-    """Describe a byte-level tokenizer without merges, with two special tokens and with words that only decoding uses."""
+    """Describe a byte-level tokenizer without merges, with two special tokens and words that only decoding uses."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -179,7 +179,7 @@ def _write_shard(path: Path, tensors: list[tuple[str, tuple[int, ...]]], pool: T
 
 
 def _values(name: str, sizes: tuple[int, ...], pool: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor in pieces: ones for norms, zeros for biases, else numbers that keep the size of what they multiply."""
+    """Yield a tensor in pieces: ones for norms, zeros for biases, else numbers that keep the size of their inputs."""
     count = math.prod(sizes)
     if len(sizes) == 1:
         yield torch.full((count,), 0.0 if name.endswith(".bias") else 1.0, dtype=torch.bfloat16)

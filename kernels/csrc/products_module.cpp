@@ -80,10 +80,16 @@ int64_t num_rows(const std::vector<RowRun>& runs) {
     return sum;
 }
 
+// Numbers of each column, or null.
+struct ColumnNumbers {
+    const float* bias;
+    const float* scales;
+};
+
 // What a thread needs to pack panels.
 struct PanelPacker {
     RowReader reader;
-    bool is_bfloat16;
+    Numbers numbers;
     std::vector<const char*> rows{};
     std::vector<char> nothing{};
     std::vector<float> floats{};
@@ -95,7 +101,7 @@ struct PanelPacker {
     }
 
     const float* floats_of(const char* row, int64_t count, const Level& level) {
-        if (!is_bfloat16) return reinterpret_cast<const float*>(row);
+        if (numbers != Numbers::bfloat16) return reinterpret_cast<const float*>(row);
         floats.resize(count);
         level.convert(row, Numbers::bfloat16, count, Numbers::float32, reinterpret_cast<char*>(floats.data()));
         return floats.data();
@@ -110,11 +116,12 @@ struct PanelPacker {
 
 class PackedWeight {
    public:
-    // The rows of `runs`, one per column, and `bias` (0, or [columns] float32) are read here and not kept. Of int8: rounded
-    // from what `is_bfloat16` says the model computes with.
+    // The rows of `runs`, one per column, `bias` (0, or [columns] float32) and `scales` (0, or likewise, of rows that are
+    // int8 already) are read here and not kept. Other rows become int8 from what the model computes with: bfloat16, or
+    // float32.
     PackedWeight(const std::string& level, const std::string& element, bool is_bfloat16,
                  const std::vector<std::tuple<int, int64_t, int64_t, std::string>>& runs, int64_t in_width, uintptr_t bias,
-                 const std::string& activation, bool is_gated, int num_threads)
+                 const std::string& activation, bool is_gated, uintptr_t scales, int num_threads)
         : element_(element_named(element)),
           level_(level_named(level, element_)),
           runs_(runs_of(runs)),
@@ -129,6 +136,7 @@ class PackedWeight {
         if (element_ == Element::bfloat16 && (!is_bfloat16 || in_width % 2))
             throw std::invalid_argument("pairs of bfloat16 do not fill these rows");
         if (element_ == Element::float32 && is_bfloat16) throw std::invalid_argument("a float32 weight is needed");
+        if (scales && element_ != Element::int8) throw std::invalid_argument("scales of a weight that is not int8");
         const size_t padded = size_t(num_panels_ * kVectors * level_.width);
         bias_.resize(padded);
         if (element_ == Element::int8) {
@@ -139,7 +147,8 @@ class PackedWeight {
                     num_panels_,    num_steps_,    out_width_,     element_,
                     activation_named(activation), is_gated};
         nb::gil_scoped_release released;
-        pack_all(is_bfloat16 ? Numbers::bfloat16 : Numbers::float32, reinterpret_cast<const float*>(bias), num_threads);
+        const Numbers wanted = scales ? Numbers::int8 : is_bfloat16 ? Numbers::bfloat16 : Numbers::float32;
+        pack_all(wanted, {reinterpret_cast<const float*>(bias), reinterpret_cast<const float*>(scales)}, num_threads);
     }
 
     // x [rows, in_width] of the weight's element, or, for int8, float32 or bfloat16 -> out [rows, out_width].
@@ -171,23 +180,24 @@ class PackedWeight {
         return column < out_width_ ? column + vector % kVectors * out_width_ : -1;
     }
 
-    void pack_all(Numbers wanted, const float* bias, int num_threads) {
+    void pack_all(Numbers wanted, const ColumnNumbers& numbers, int num_threads) {
         std::atomic<int> error{0};
+        const RowReader reader(runs_, level_, in_width_, wanted);
 #pragma omp parallel num_threads(num_threads)
         {
-            PanelPacker packer{RowReader(runs_, level_, in_width_, wanted), wanted == Numbers::bfloat16};
+            PanelPacker packer{reader.another(), wanted};
             packer.reader.reserve(int64_t(kVectors) * level_.width);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t panel = 0; panel < num_panels_; ++panel)
                 if (error.load(std::memory_order_relaxed) == 0)
-                    if (const int failed = pack(packer, bias, panel)) error = failed;
+                    if (const int failed = pack(packer, numbers, panel)) error = failed;
         }
         runs_.clear();
-        if (error == kNotFinite) throw std::invalid_argument("the weight holds numbers that are not finite");
+        if (error == kNotFinite) throw std::invalid_argument("it holds numbers that are not finite");
         if (error) throw std::system_error(error, std::generic_category(), "the rows of a weight cannot be read");
     }
 
-    int pack(PanelPacker& packer, const float* bias, int64_t panel) {
+    int pack(PanelPacker& packer, const ColumnNumbers& numbers, int64_t panel) {
         const int64_t vector_columns = level_.width, panel_columns = kVectors * vector_columns;
         char* words = panels_.data() + panel * num_steps_ * panel_columns * 4;
         packer.reader.clear();
@@ -198,35 +208,40 @@ class PackedWeight {
             packer.rows.assign(vector_columns, packer.zeros(num_steps_ * 4));
             if (const int error = packer.reader.read(first, count, packer.rows.data())) return error;
             for (int64_t i = 0; i < count; ++i) {
-                bias_[first_at + i] = bias ? bias[first + i] : 0.0f;
-                if (element_ == Element::int8 && !round_row(packer, i, first_at + i)) return kNotFinite;
+                bias_[first_at + i] = numbers.bias ? numbers.bias[first + i] : 0.0f;
+                const float* scale = numbers.scales ? numbers.scales + first + i : nullptr;
+                if (element_ == Element::int8 && !pack_integers(packer, i, first_at + i, scale)) return kNotFinite;
             }
             level_.interleave(packer.rows.data(), num_steps_, words + j * vector_columns * 4);
         }
         return 0;
     }
 
-    // Row `i` to integers, symmetrically, with a scale of its own. Returns whether all of it is finite.
-    bool round_row(PanelPacker& packer, int64_t i, int64_t at) {
-        const float* values = packer.floats_of(packer.rows[i], in_width_, level_);
+    // Row `i` of a vector's as integers: rounded symmetrically, or those that it is, whose scale is given. Returns whether
+    // all of it is finite.
+    bool pack_integers(PanelPacker& packer, int64_t i, int64_t at, const float* scale) {
+        int8_t* integers = packer.integers_of(i, num_steps_ * 4, level_.width);
+        if (scale)
+            std::memcpy(integers, packer.rows[i], in_width_);
+        else if (!round_row(packer.floats_of(packer.rows[i], in_width_, level_), scales_[at], integers))
+            return false;
+        if (scale) scales_[at] = *scale;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < in_width_; ++k) sum += integers[k];
+        sums_[at] = sum;
+        packer.rows[i] = reinterpret_cast<const char*>(integers);
+        return true;
+    }
+
+    bool round_row(const float* values, float& scale, int8_t* integers) const {
         float largest = 0.0f, difference = 0.0f;
         for (int64_t k = 0; k < in_width_; ++k) {
             largest = std::max(largest, std::abs(values[k]));
             difference += values[k] - values[k];  // NaN where a value is not finite
         }
-        if (difference != 0.0f) return false;
-        const float scale = std::max(largest / 127.0f, 1e-12f);
-        int8_t* integers = packer.integers_of(i, num_steps_ * 4, level_.width);
-        int32_t sum = 0;
-        for (int64_t k = 0; k < in_width_; ++k) {
-            const float rounded = values[k] / scale + kRounding - kRounding;
-            integers[k] = int8_t(rounded);
-            sum += integers[k];
-        }
-        packer.rows[i] = reinterpret_cast<const char*>(integers);
-        scales_[at] = scale;
-        sums_[at] = sum;
-        return true;
+        scale = std::max(largest / 127.0f, 1e-12f);
+        for (int64_t k = 0; k < in_width_; ++k) integers[k] = int8_t(int32_t(values[k] / scale + kRounding - kRounding));
+        return difference == 0.0f;
     }
 
     void round_inputs(Call& call, int64_t num_rows, bool is_bfloat16, char* out, float* scales, int num_threads) const {
@@ -277,12 +292,22 @@ class PackedWeight {
 
 }  // namespace
 
+void raise_os_error(const std::exception_ptr& exception, void*) {
+    try {
+        std::rethrow_exception(exception);
+    } catch (const std::system_error& error) {
+        const nb::object arguments = nb::steal(Py_BuildValue("(is)", error.code().value(), error.what()));
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+}
+
 void bind(nb::module_& module) {
+    nb::register_exception_translator(raise_os_error);
     module.def("product_levels", product_levels);
     nb::class_<PackedWeight>(module, "PackedWeight")
         .def(nb::init<const std::string&, const std::string&, bool,
                       const std::vector<std::tuple<int, int64_t, int64_t, std::string>>&, int64_t, uintptr_t,
-                      const std::string&, bool, int>())
+                      const std::string&, bool, uintptr_t, int>())
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes)
         .def("run", &PackedWeight::run);
 }

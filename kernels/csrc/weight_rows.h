@@ -28,17 +28,25 @@ inline Numbers numbers_named(const std::string& name) {
     if (name == "float32") return Numbers::float32;
     if (name == "bfloat16") return Numbers::bfloat16;
     if (name == "float16") return Numbers::float16;
+    if (name == "int8") return Numbers::int8;
     throw std::invalid_argument("no weights of " + name);
 }
 
-inline int64_t bytes_of(Numbers numbers) { return numbers == Numbers::float32 ? 4 : 2; }
+inline int64_t bytes_of(Numbers numbers) { return numbers == Numbers::float32 ? 4 : numbers == Numbers::int8 ? 1 : 2; }
 
 // Reads rows into buffers that stay in a core's caches, so that a file goes from the system's page cache to where it is
 // packed, and no copy of it ever takes memory. One thread's: rows stay valid until the next are read.
 class RowReader {
    public:
     RowReader(const std::vector<RowRun>& runs, const Level& level, int64_t in_width, Numbers wanted)
-        : runs_(runs), level_(level), in_width_(in_width), wanted_(wanted) {}
+        : runs_(runs), level_(level), in_width_(in_width), wanted_(wanted) {
+        for (const RowRun& run : runs)
+            if ((run.numbers == Numbers::int8) != (wanted == Numbers::int8))
+                throw std::invalid_argument("int8 rows, and they alone, have scales");
+    }
+
+    // Of the same rows, for another thread.
+    RowReader another() const { return RowReader(runs_, level_, in_width_, wanted_); }
 
     // Forgets the rows that were read.
     void clear() { used_ = 0; }

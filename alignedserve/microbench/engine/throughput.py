@@ -29,8 +29,9 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, 
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import DecoderWeights, random_weights
+from alignedserve.runtime.model.weight_loader import DecoderWeights
 
 __all__ = [
     "EngineBenchmarkSpec",

@@ -35,9 +35,9 @@ from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.registry import AUTO as AUTO_TRANSPORT
+from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import random_weights
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.loading_progress import LoadingProgress
 from alignedserve.runtime.process.worker_threads import WorkerThreads

@@ -3,17 +3,12 @@
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from torch import Tensor
 
-from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.weight_index import WeightIndex
+from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver, assemble_weights
-
-_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_weights(
@@ -36,35 +31,6 @@ def load_weights(
     if is_gguf(folder):
         source = GgufSource(GgufFile(folder), config, dtype, torch.device(device))
         return assemble_weights(config, source, quantization, blocks=source, observer=observer)
-    return assemble_weights(
-        config, SafetensorsSource(folder, dtype, torch.device(device)), quantization, observer=observer
-    )
-
-
-class SafetensorsSource:
-    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` lists."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._index = WeightIndex(folder, "pt")
-
-    def has(self, name: str) -> bool:
-        """Return whether a file holds a tensor of this name."""
-        return name in self._index.file_of
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor, converted and moved. Raises ModelError naming tensor and file."""
-        path = self._index.file_of.get(name)
-        if path is None:
-            raise ModelError(f"Tensor {name} is in none of {', '.join(file.name for file in self._index.files)}.")
-        try:
-            stored: Tensor = self._index.files[path].get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ModelError(f"{path}: tensor {name} cannot be read: {error}") from error
-        if tuple(stored.shape) != shape:
-            raise ModelError(f"{path}: tensor {name} has shape {list(stored.shape)}, expected {list(shape)}.")
-        if stored.dtype not in _WEIGHT_DTYPES:
-            raise ModelError(f"{path}: tensor {name} has dtype {stored.dtype}, expected a float of 16 or 32 bits.")
-        # A copy even where nothing changes: the stored tensor may be a view of the mapped file.
-        return stored.to(device=self._device, dtype=self._dtype, copy=True)
+    stored = SafetensorsSource(folder, dtype, torch.device(device))
+    files = stored if torch.device(device).type == "cpu" else None
+    return assemble_weights(config, stored, quantization, files=files, observer=observer)

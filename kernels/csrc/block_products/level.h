@@ -125,8 +125,14 @@ struct Heads {
 template <Format kFormat>
 inline void read_heads(const char* from, Heads& heads) {
     for (int j = 0; j < kVectors; ++j) {
-        heads.scales[j] = from_halves(from + j * WIDTH * 2);
-        if (has_minima(kFormat)) heads.minima[j] = from_halves(from + (kVectors + j) * WIDTH * 2);
+        const char* second = from + (kVectors + j) * WIDTH * scale_bytes(kFormat);
+        if (has_groups(kFormat)) {
+            heads.scales[j] = load((const float*)(from + j * WIDTH * 4));
+            heads.minima[j] = load((const float*)second);
+        } else {
+            heads.scales[j] = from_halves(from + j * WIDTH * 2);
+            if (has_minima(kFormat)) heads.minima[j] = from_halves(second);
+        }
     }
 }
 
@@ -316,6 +322,8 @@ void multiply(const BlockWeights& weights, const BlockCall& call, const BlockPar
         case Format::q4_1: return multiply_format<Format::q4_1>(weights, call, part);
         case Format::q4_k: return multiply_format<Format::q4_k>(weights, call, part);
         case Format::q6_k: return multiply_format<Format::q6_k>(weights, call, part);
+        case Format::g4_32: return multiply_format<Format::g4_32>(weights, call, part);
+        case Format::g4_128: return multiply_format<Format::g4_128>(weights, call, part);
     }
 }
 

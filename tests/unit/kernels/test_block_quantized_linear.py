@@ -110,7 +110,7 @@ def test_close_to_the_product_of_unrounded_inputs(dtype: torch.dtype, type_name:
 
 
 @levels
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1", "G4_32"])
 @pytest.mark.parametrize("width", [32, 96, 160])
 def test_rows_of_a_few_blocks(width: int, type_name: str, level: str) -> None:
     raw, x = random_blocks(type_name, 35, width), randoms(1, 6, width)

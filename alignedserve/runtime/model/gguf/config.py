@@ -8,7 +8,7 @@ import numpy as np
 from alignedserve.core.errors import ModelError, UnsupportedModel
 from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES
-from alignedserve.runtime.model.hf_config import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
+from alignedserve.runtime.model.hf_fields import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
 from alignedserve.runtime.model.json_fields import JsonFields
 from alignedserve.runtime.model.model_config import Activation, Family, ModelConfig, NormKind, RopeConfig, RopeScaling
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT

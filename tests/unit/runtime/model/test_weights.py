@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsafeWeights
 from alignedserve.microbench.shapes import SHAPES
 from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import assemble_weights, random_weights
+from alignedserve.runtime.model.weight_loader import assemble_weights
 from kernels.feed_forward import StackedExperts
 from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, reference_generation, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
