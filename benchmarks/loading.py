@@ -2,10 +2,11 @@
 
     python -m benchmarks.loading [--shape llama-8b-quarter] [--folder /tmp/models] [--rounds 5]
 
-Random weights in bfloat16; an 8B shape with a quarter of its layers, so that files and packed weights both fit in memory.
-Every load and every read is a process of its own, and they alternate; medians count. The plain read goes into new memory
-by large pieces, on huge pages (as packed weights are) and on ordinary ones. Memory is what the process has beyond what
-it had before (proportional set size, read every few milliseconds), by the bytes of the weights as they are held.
+Random weights in bfloat16; an 8B shape with a quarter of its layers, so that files and packed weights both fit in
+memory. Every load and every read is a process of its own, and they alternate; medians count. The plain read goes into
+new memory by large pieces, on huge pages (as packed weights are) and on ordinary ones. Memory is what the process has
+beyond what it had before (proportional set size, read every few milliseconds), by the bytes of the weights as they are
+held.
 Targets: the time of the read on huge pages, and 1.15 times the weights.
 """
 
@@ -125,7 +126,9 @@ def measure(folder: Path, num_threads: int, rounds: int) -> dict[str, Any]:
         "weights_mib": round(weight_bytes / 2**20),
         "rounds": {what: [round(run["s"], 2) for run in done] for what, done in runs.items()},
         "median_s": {what: round(seconds, 3) for what, seconds in medians.items()},
-        "median_cpu_s": {what: round(statistics.median(run["cpu_s"] for run in done), 2) for what, done in runs.items()},
+        "median_cpu_s": {
+            what: round(statistics.median(run["cpu_s"] for run in done), 2) for what, done in runs.items()
+        },
         "load_gb_per_s": round(file_bytes / medians[LOAD] / 1e9, 2),
         "read_gb_per_s": round(file_bytes / medians[READ] / 1e9, 2),
         "speed_of_read": round(medians[READ] / medians[LOAD], 3),
