@@ -3,21 +3,20 @@
     python -m benchmarks.loading [--shape llama-8b-quarter] [--folder /tmp/models] [--rounds 5]
 
 Random weights in bfloat16; an 8B shape with a quarter of its layers, so that files and packed weights both fit in
-memory. Every load and every read is a process of its own, and they alternate; medians count. The plain read goes into
-new memory by large pieces, on huge pages (as packed weights are) and on ordinary ones. Memory is what the process has
-beyond what it had before (proportional set size, read every few milliseconds), by the bytes of the weights as they are
-held.
+memory. Loads and reads alternate in one process; medians count, after a first round that fills the page cache. The
+plain read goes into new memory by large pieces, on huge pages (as packed weights are) and on ordinary ones. Memory is
+what the process has beyond what it had before (proportional set size, read every few milliseconds), by the bytes of the
+weights as they are held.
 Targets: the time of the read on huge pages, and 1.15 times the weights.
 """
 
 import argparse
+import gc
 import json
 import mmap
 import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -89,20 +88,19 @@ def _read_file(path: Path, memory: memoryview, num_threads: int) -> None:
 
 
 def run_one(what: str, folder: Path, num_threads: int) -> dict[str, float]:
-    """Load or read, in this process; return seconds, processor seconds and memory."""
-    torch.set_num_threads(num_threads)
-    config = read_model_config(folder)
+    """Load or read, and forget it again; return seconds, processor seconds and memory."""
     peak = _Peak()
     peak.start()
     began_s, cpu_s = time.perf_counter(), sum(os.times()[:2])
     kept: Any
     if what == LOAD:
-        kept = load_weights(folder, config, torch.bfloat16)
+        kept = load_weights(folder, read_model_config(folder), torch.bfloat16)
     else:
         kept = read_files(folder, num_threads, wants_huge_pages=what == READ)
     seconds, used_s = time.perf_counter() - began_s, sum(os.times()[:2]) - cpu_s
     memory = peak.stop()
     del kept
+    gc.collect()
     return {"s": seconds, "cpu_s": used_s, "memory_bytes": memory}
 
 
@@ -111,23 +109,21 @@ def measure(folder: Path, num_threads: int, rounds: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, float]]] = {LOAD: [], READ: [], READ_ORDINARY: []}
     file_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     weight_bytes = read_model_config(folder).loaded_weight_bytes("bfloat16")
-    for index in range(-1, rounds):  # the first fills the page cache
-        for what in runs:
-            command = [sys.executable, "-m", "benchmarks.loading", "--one", what, "--folder", str(folder)]
-            command += ["--threads", str(num_threads)]
-            environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # as workers have it
-            answer = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-            if index >= 0:
-                runs[what].append(json.loads(answer.stdout))
+    torch.set_num_threads(num_threads)
+    for index in range(rounds + 1):
+        for what, done in runs.items():
+            run = run_one(what, folder, num_threads)
+            print(index, what, {name: round(value, 2) for name, value in run.items()}, flush=True)
+            done += [run] * (index > 0)
     medians = {what: statistics.median(run["s"] for run in done) for what, done in runs.items()}
     return {
         "threads": num_threads,
         "file_mib": round(file_bytes / 2**20),
         "weights_mib": round(weight_bytes / 2**20),
-        "rounds": {what: [round(run["s"], 2) for run in done] for what, done in runs.items()},
+        "rounds_s": {what: [round(run["s"], 2) for run in done] for what, done in runs.items()},
         "median_s": {what: round(seconds, 3) for what, seconds in medians.items()},
         "median_cpu_s": {
-            what: round(statistics.median(run["cpu_s"] for run in done), 2) for what, done in runs.items()
+            what: round(statistics.median(one["cpu_s"] for one in done), 2) for what, done in runs.items()
         },
         "load_gb_per_s": round(file_bytes / medians[LOAD] / 1e9, 2),
         "read_gb_per_s": round(file_bytes / medians[READ] / 1e9, 2),
@@ -144,11 +140,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "alignedserve-models")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=num_cores())
-    parser.add_argument("--one", choices=(LOAD, READ, READ_ORDINARY), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(run_one(arguments.one, arguments.folder, arguments.threads)))
-        return
     figures = {}
     for name in arguments.shape:
         folder = make_model_folder(arguments.folder / name, SHAPES[name])

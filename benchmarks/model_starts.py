@@ -46,17 +46,22 @@ class MemoryWatch(threading.Thread):
         self._is_over = threading.Event()
         self.available_before = self.least_available = psutil.virtual_memory().available
         self.peak_bytes = self.last_bytes = 0
-        self.peak_by_process: dict[str, int] = {}
+        self._peaks: dict[int, tuple[str, int]] = {}
 
     def run(self) -> None:
         """Look until it is over."""
         while not self._is_over.wait(_BETWEEN_S):
-            sizes = dict(_sizes(self._root))
-            self.last_bytes = sum(sizes.values())
+            sizes = list(_sizes(self._root))
+            self.last_bytes = sum(size for _, _, size in sizes)
             self.peak_bytes = max(self.peak_bytes, self.last_bytes)
             self.least_available = min(self.least_available, psutil.virtual_memory().available)
-            for name, size in sizes.items():
-                self.peak_by_process[name] = max(self.peak_by_process.get(name, 0), size)
+            for pid, name, size in sizes:
+                peak = max(self._peaks.get(pid, ("", 0))[1], size)
+                self._peaks[pid] = (name, peak)  # a Ray actor gets its name after its start
+
+    def peaks_mib(self) -> dict[str, int]:
+        """Return the highest memory of each large process."""
+        return {name: round(size / 2**20) for name, size in sorted(self._peaks.values()) if size > 2**26}
 
     def stop(self) -> None:
         """End looking."""
@@ -64,16 +69,17 @@ class MemoryWatch(threading.Thread):
         self.join()
 
 
-def _sizes(root: psutil.Process) -> Iterator[tuple[str, int]]:
+def _sizes(root: psutil.Process) -> Iterator[tuple[int, str, int]]:
     try:
         processes = [root, *root.children(recursive=True)]
     except psutil.Error:
         return
     for process in processes:
         try:
-            name = process.name() if "ray::" not in process.name() else process.cmdline()[0].split(".")[0]
-            yield f"{name} {process.pid}", _proportional_bytes(process.pid)
-        except (psutil.Error, OSError):
+            name = process.name()
+            title = process.cmdline()[0] if name.startswith("ray::") else name
+            yield process.pid, title.split(".")[0], _proportional_bytes(process.pid)
+        except (psutil.Error, OSError, IndexError):
             continue
 
 
@@ -152,7 +158,6 @@ def measure(name: str, folder: Path, deadline_s: float) -> dict[str, Any]:
         chat_tokens = chat(port, folder.name)
         streamed = stream(port, folder.name, NUM_TOKENS.get(name, _NUM_TOKENS))
         time.sleep(1.0)
-        by_process = {key: round(size / 2**20) for key, size in sorted(watch.peak_by_process.items()) if size > 2**26}
         return {
             "file_mib": round(file_bytes / 2**20),
             "lines": notes.read_text().splitlines(),
@@ -162,7 +167,7 @@ def measure(name: str, folder: Path, deadline_s: float) -> dict[str, Any]:
             "peak_pss_mib": round(watch.peak_bytes / 2**20),
             "peak_pss_until_ready_mib": round(loading_bytes / 2**20),
             "last_pss_mib": round(watch.last_bytes / 2**20),
-            "peak_pss_by_process_mib": by_process,
+            "peak_pss_by_process_mib": watch.peaks_mib(),
             "available_before_mib": round(watch.available_before / 2**20),
             "least_available_mib": round(watch.least_available / 2**20),
         }
