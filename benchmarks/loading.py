@@ -115,22 +115,28 @@ def measure(folder: Path, num_threads: int, rounds: int) -> dict[str, Any]:
             run = run_one(what, folder, num_threads)
             print(index, what, {name: round(value, 2) for name, value in run.items()}, flush=True)
             done += [run] * (index > 0)
-    medians = {what: statistics.median(run["s"] for run in done) for what, done in runs.items()}
+    medians = {what: _median(done, "s") for what, done in runs.items()}
     return {
         "threads": num_threads,
         "file_mib": round(file_bytes / 2**20),
         "weights_mib": round(weight_bytes / 2**20),
         "rounds_s": {what: [round(run["s"], 2) for run in done] for what, done in runs.items()},
         "median_s": {what: round(seconds, 3) for what, seconds in medians.items()},
-        "median_cpu_s": {
-            what: round(statistics.median(one["cpu_s"] for one in done), 2) for what, done in runs.items()
-        },
+        "median_cpu_s": {what: round(_median(done, "cpu_s"), 2) for what, done in runs.items()},
         "load_gb_per_s": round(file_bytes / medians[LOAD] / 1e9, 2),
         "read_gb_per_s": round(file_bytes / medians[READ] / 1e9, 2),
         "speed_of_read": round(medians[READ] / medians[LOAD], 3),
         "speed_of_read_ordinary_pages": round(medians[READ_ORDINARY] / medians[LOAD], 3),
         "peak_over_weights": round(max(run["memory_bytes"] for run in runs[LOAD]) / weight_bytes, 3),
     }
+
+
+def _median(runs: list[dict[str, float]], name: str) -> float:
+    return statistics.median(run[name] for run in runs)
+
+
+def _median(runs: list[dict[str, float]], name: str) -> float:
+    return statistics.median(run[name] for run in runs)
 
 
 def main() -> None:

@@ -4,9 +4,7 @@ Files are read, not mapped: what is read does not count as memory of the process
 meanwhile is an error, not a signal that ends the process.
 """
 
-import contextlib
 import math
-import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
+from alignedserve.runtime.device.huge_pages import huge_pages
 from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
 from kernels.cpu.packed_linear import FileRows
 
@@ -88,14 +87,11 @@ def _read(location: TensorLocation, dtype: torch.dtype) -> Tensor:
 
 
 def _new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory for a tensor, on huge pages where it is large: it is filled several times as fast."""
+    """Return memory for a tensor, on huge pages where it is large."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _PIECE_BYTES:
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a wish: kernels without them refuse it
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(huge_pages(num_bytes, populates=False), dtype=dtype).view(shape)
 
 
 def _fill(values: Tensor, file_descriptor: int, offset: int) -> None:
