@@ -135,10 +135,6 @@ def _median(runs: list[dict[str, float]], name: str) -> float:
     return statistics.median(run[name] for run in runs)
 
 
-def _median(runs: list[dict[str, float]], name: str) -> float:
-    return statistics.median(run[name] for run in runs)
-
-
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -16,8 +16,8 @@ class FileSource(Protocol):
 
     dtype: torch.dtype  # that products are computed in
 
-    def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows:
-        """Return where the matrix lies. Raises ModelError naming it."""
+    def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
+        """Return where the matrix lies; None where it cannot be packed from there. Raises ModelError naming it."""
 
 
 class NotFiniteError(ValueError):
@@ -29,6 +29,13 @@ def packs_files(dtype: torch.dtype, in_width: int, *, is_int8: bool) -> bool:
     if is_int8:
         return dtype in (torch.float32, torch.bfloat16) and bool(packed_levels(INT8, _CPU))
     return fits(dtype, in_width) and bool(packed_levels(dtype, _CPU))
+
+
+def file_parts(source: FileSource, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> list[FileRows] | None:
+    """Return where all these matrices lie; None where one cannot be packed from its file."""
+    parts = [source.file_rows(name, shape) for name, shape in zip(names, shapes, strict=True)]
+    found = [part for part in parts if part is not None]
+    return found if len(found) == len(parts) else None
 
 
 def file_product(

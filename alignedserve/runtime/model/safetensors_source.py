@@ -42,8 +42,11 @@ class SafetensorsSource:
         except (OSError, EOFError) as error:
             raise ModelError(f"{location.path}: tensor {name} cannot be read: {error}") from error
 
-    def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows:
-        """Return where the matrix lies. Raises ModelError naming tensor and file."""
+    def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
+        """Return where the matrix lies; None for another device than the CPU. Raises ModelError naming tensor and
+        file."""
+        if self.device.type != "cpu":
+            return None
         location = self._location(name, shape)
         return FileRows(location.path, location.offset, *shape, _DTYPES[location.dtype])
 

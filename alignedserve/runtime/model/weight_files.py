@@ -29,8 +29,7 @@ def load_weights(
     cannot be packed with 8 bits.
     """
     if is_gguf(folder):
-        source = GgufSource(GgufFile(folder), config, dtype, torch.device(device))
-        return assemble_weights(config, source, quantization, blocks=source, observer=observer)
-    stored = SafetensorsSource(folder, dtype, torch.device(device))
-    files = stored if torch.device(device).type == "cpu" else None
-    return assemble_weights(config, stored, quantization, files=files, observer=observer)
+        file = GgufSource(GgufFile(folder), config, dtype, torch.device(device))
+        return assemble_weights(config, file, quantization, blocks=file, files=file, observer=observer)
+    source = SafetensorsSource(folder, dtype, torch.device(device))
+    return assemble_weights(config, source, quantization, files=source, observer=observer)

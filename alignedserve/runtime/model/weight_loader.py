@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.block_products import BlockRows, block_product
-from alignedserve.runtime.model.file_products import FileSource, NotFiniteError, file_product, packs_files
+from alignedserve.runtime.model.file_products import FileSource, NotFiniteError, file_parts, file_product, packs_files
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, NormKind
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
@@ -267,7 +267,9 @@ class _WeightAssembler:
         source = self._files
         if source is None or not packs_files(source.dtype, in_width, is_int8=self._is_int8):
             return None
-        parts = [source.file_rows(f"{name}.weight", (n, in_width)) for name, n in zip(modules, rows, strict=True)]
+        parts = file_parts(source, [f"{name}.weight" for name in modules], [(count, in_width) for count in rows])
+        if parts is None:
+            return None
         try:
             product = file_product(parts, bias, source.dtype, *then, is_int8=self._is_int8)
         except OSError as error:
