@@ -6,6 +6,7 @@
 The logic and the engine are those of a colocated worker behind the gateway; only the links are missing.
 """
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,9 @@ from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.factory import make_colocated_logic, memory_of
+from kernels.float8_linear import has_float8_products
+
+logger = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
 _MAX_TOKENS = 2048
@@ -65,7 +69,15 @@ class LLM:
         engine = EngineConfig(device=device, kv_cache_dtype=kv_cache_dtype)
         (worker_device,) = worker_devices(engine.device, 1)
         section = with_local_model(ModelSectionConfig(path=model, dtype=dtype, quantization=quantization))
-        served = resolve_model(section, worker_device, engine.kv_cache_dtype, has_bfloat16=has_native_bfloat16())
+        served = resolve_model(
+            section,
+            worker_device,
+            engine.kv_cache_dtype,
+            has_bfloat16=has_native_bfloat16(),
+            has_float8=has_float8_products(worker_device),
+        )
+        if served.stored is not None and served.stored.warning is not None:
+            logger.warning("Weights: %s.", served.stored.warning)
         self._tokenizer = Tokenizer.load(served.folder)
         self._max_context_len = served.max_context_len
         self._executor = ModelExecutor(

@@ -47,7 +47,7 @@ def load(file: GgufFile, dtype: torch.dtype, *, unpacks_all: bool) -> Decoder:
     """Load the model, with products in blocks or without."""
     config = gguf_config(file)
     source = GgufSource(file, config, dtype, torch.device("cpu"), unpacks_all=unpacks_all)
-    return Decoder(config, assemble_weights(config, source, blocks=source))
+    return Decoder(config, assemble_weights(config, source, packed=source))
 
 
 def prompts_of(tokenizer: Tokenizer) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Layouts of the blocks whose products are computed in place; `block_values` unpacks them.
 
-Those of GGUF files, by GGUF's names; and G4_32 and G4_128, of 4 bits with a float32 scale and minimum for every 32 or
-128 values, for weights in groups whose scales or zero points no other block holds exactly.
+Those of GGUF files, by GGUF's names; and G4_32, G4_64 and G4_128, of 4 bits with a float32 scale and minimum for every
+32, 64 or 128 values, for weights in groups whose scales or zero points no other block holds exactly.
 """
 
 from typing import NamedTuple
@@ -67,5 +67,6 @@ BLOCK_FORMATS = {
     "Q4_K": BlockFormat(256, 144, (0, 2)),
     "Q6_K": BlockFormat(256, 210, (208,)),
     "G4_32": BlockFormat(32, 24, (0, 4), 4),
+    "G4_64": BlockFormat(64, 40, (0, 4), 4),
     "G4_128": BlockFormat(128, 72, (0, 4), 4),
 }

@@ -154,5 +154,6 @@ _UNPACKING: dict[str, tuple[Callable[[Bytes], Floats], int]] = {
     "Q5_K": (_q5_k, 176),
     "Q6_K": (_q6_k, 210),
     "G4_32": (_g4, 24),
+    "G4_64": (_g4, 40),
     "G4_128": (_g4, 72),
 }

@@ -47,6 +47,7 @@ class Machine:
     num_cores: int
     has_bfloat16: bool  # the processor multiplies it natively
     gpu_bytes: tuple[int, ...] = ()  # of each GPU that workers use; none: they compute on the CPU
+    has_float8: bool = False  # the GPUs multiply FP8
 
 
 class Kept(enum.IntEnum):

@@ -80,6 +80,8 @@ def choose_sizes(
     warnings = [] if chosen is plans[0] else [_colocated_remark(planner, plans[0])]
     if context_len < served.max_context_len:
         warnings.append(_shortened_remark(planner, chosen, context_len))
+    if served.stored is not None and served.stored.warning is not None:
+        warnings.append(f"Weights: {served.stored.warning}.")
     sized = _with_sizes(config, chosen, planner.sizes_of(chosen.topology, context_len))
     sized = _with_limits(config, sized, served, machine)
     return SizeChoice(with_fixed_sizes(sized), replace(served, max_context_len=context_len), tuple(warnings))
@@ -189,11 +191,11 @@ def _remedies(planner: MemoryPlanner, plan: Plan) -> Iterator[tuple[str, MemoryP
         fewer = {name: changed(getattr(config, name), count=1) for name in ("prefill", "decode")}
         yield "set decode.count=1 and prefill.count=1", planner.with_(config=changed(config, **fewer))
     if served.quantization is None:
-        yield "set model.quantization=int8", planner.with_(served=replace(served, quantization="int8"))
+        yield "set model.quantization=int8", planner.with_(served=replace(served, quantization="int8", stored=None))
     if DTYPE_BYTES[served.dtype] > DTYPE_BYTES["bfloat16"]:
         halved = replace(served, dtype="bfloat16")
         yield "set model.dtype=bfloat16", planner.with_(served=halved)
-        smallest = replace(halved, quantization="int8")
+        smallest = replace(halved, quantization="int8", stored=None)
         yield "set model.dtype=bfloat16 and model.quantization=int8", planner.with_(served=smallest)
 
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,10 +29,12 @@ from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.model_files import read_config, weights_in_files
+from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import DecoderWeights
+from kernels.float8_linear import has_float8_products
 
 __all__ = [
     "EngineBenchmarkSpec",
@@ -117,13 +120,28 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
         peaks = (peak_rss_bytes(), int(torch.cuda.max_memory_allocated()))
         return _result(spec, engine, _TimedRun(run.times, None, wall_s, *peaks), None)
     measured = _TimedRun(run.times, clock.seconds, wall_s, peak_rss_bytes(), None)
-    bytes_per_step = step_weight_bytes(config, spec.dtype, spec.quantization)
+    bytes_per_step = weight_bytes(config, spec.model, spec.dtype, spec.device, spec.quantization).step_bytes
     return _result(spec, engine, measured, measure_ceilings(weights, clock, bytes_per_step, run.times.num_steps))
 
 
-def step_weight_bytes(config: ModelConfig, dtype: str, quantization: str | None) -> int:
-    """Return the weights that every step reads whole, whatever its tokens; of experts, those of a single token."""
-    return config.num_multiplied * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
+class WeightBytes(NamedTuple):
+    """The bytes of a model's weights."""
+
+    num_bytes: int  # of all in memory
+    step_bytes: int  # that every step reads whole, whatever its tokens; of experts, those of a single token
+
+
+def weight_bytes(
+    config: ModelConfig, model: str, dtype: str, device: str = "cpu", quantization: str | None = None
+) -> WeightBytes:
+    """Return the bytes of the weights of a named shape, or of the model in a folder."""
+    stored = None
+    if model not in SHAPES and quantization is None:
+        stored = weights_in_files(Path(model), config, Computing(device, dtype, has_float8_products(device)))
+    if stored is not None:
+        return WeightBytes(stored.num_bytes, stored.step_bytes)
+    step_bytes = config.num_multiplied * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
+    return WeightBytes(config.loaded_weight_bytes(dtype, quantization), step_bytes)
 
 
 def _warm_up(engine: Engine, spec: EngineBenchmarkSpec) -> None:
@@ -310,7 +328,7 @@ def _result(
         share_of_weight_reading=None if ceilings is None else ceilings.weight_reading_s / wall_s,
         read_gb_per_s=None if ceilings is None else ceilings.read_bytes_per_s / 1e9,
         outside_forward_share=1.0 - forward_s / wall_s,
-        weight_bytes=config.loaded_weight_bytes(spec.dtype, spec.quantization),
+        weight_bytes=weight_bytes(config, spec.model, spec.dtype, spec.device, spec.quantization).num_bytes,
         kv_token_bytes=engine.storage.layout.token_bytes,
         kv_bytes=engine.storage.num_blocks * engine.storage.layout.block_bytes,
         peak_rss_bytes=measured.peak_rss_bytes,

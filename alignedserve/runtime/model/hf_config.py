@@ -12,6 +12,7 @@ from alignedserve.core.errors import ModelNotFound, UnsupportedModel
 from alignedserve.runtime.model.hf_families import PARSERS
 from alignedserve.runtime.model.json_fields import JsonFields, read_json_object
 from alignedserve.runtime.model.model_config import Family, ModelConfig
+from alignedserve.runtime.model.quantized.config import read_quantization
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -41,6 +42,5 @@ def parse_model_config(content: dict[str, Any], where: str = "config.json") -> M
     names = [family.value for family in Family]
     if model_type not in names:
         raise UnsupportedModel(f"{where}: model_type {model_type!r} is not one of {', '.join(names)}.")
-    if fields.has("quantization_config"):
-        raise UnsupportedModel(f"{where}: quantization_config is not supported.")
-    return PARSERS[Family(model_type)](fields, Family(model_type))
+    config = PARSERS[Family(model_type)](fields, Family(model_type))
+    return replace(config, stored_quantization=read_quantization(fields))

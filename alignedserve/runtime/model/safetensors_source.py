@@ -17,8 +17,19 @@ from alignedserve.runtime.device.huge_pages import huge_pages
 from alignedserve.runtime.model.weight_index import TensorLocation, WeightIndex
 from kernels.cpu.packed_linear import FileRows
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_OTHER_DTYPES = {"F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+_WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {
+    **_WEIGHT_DTYPES,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _PIECE_BYTES = 16 << 20  # that are read at a time
 
 
@@ -36,37 +47,58 @@ class SafetensorsSource:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor, converted and moved. Raises ModelError naming tensor and file."""
-        location = self._location(name, shape)
-        try:
-            return _read(location, self.dtype).to(self.device)
-        except (OSError, EOFError) as error:
-            raise ModelError(f"{location.path}: tensor {name} cannot be read: {error}") from error
+        return _read(name, self._matrix(name, shape), self.dtype).to(self.device)
+
+    def stored(self, name: str) -> Tensor:
+        """Return the tensor as it is stored, on the CPU. Raises ModelError naming tensor and file."""
+        location = self._location(name)
+        return _read(name, location, _DTYPES[location.dtype])
 
     def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
         """Return where the matrix lies; None for another device than the CPU. Raises ModelError naming tensor and
         file."""
         if self.device.type != "cpu":
             return None
-        location = self._location(name, shape)
+        location = self._matrix(name, shape)
         return FileRows(location.path, location.offset, *shape, _DTYPES[location.dtype])
 
-    def _location(self, name: str, shape: tuple[int, ...]) -> TensorLocation:
-        found = self.index.location(name)
-        if found is None:
-            raise ModelError(f"Tensor {name} is in none of {', '.join(file.name for file in self.index.files)}.")
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> TensorLocation:
+        """Look up a tensor of plain floats and of this shape."""
+        found = self._location(name)
         if found.shape != shape:
             raise ModelError(f"{found.path}: tensor {name} has shape {list(found.shape)}, expected {list(shape)}.")
-        dtype = _DTYPES.get(found.dtype)
-        if dtype is None:
-            stored = _OTHER_DTYPES.get(found.dtype, found.dtype)
+        if found.dtype not in _WEIGHT_DTYPES:
+            stored = _DTYPES[found.dtype]
             raise ModelError(f"{found.path}: tensor {name} has dtype {stored}, expected a float of 16 or 32 bits.")
-        if found.num_bytes != math.prod(shape) * dtype.itemsize:
+        return found
+
+    def _location(self, name: str) -> TensorLocation:
+        found = self.index.location(name)
+        if found is None:
+            raise ModelError(self._absence(name))
+        if found.dtype not in _DTYPES:
+            raise ModelError(f"{found.path}: tensor {name} has dtype {found.dtype}, which is not supported.")
+        if found.num_bytes != math.prod(found.shape) * _DTYPES[found.dtype].itemsize:
             raise ModelError(f"{found.path}: tensor {name} has {found.num_bytes} bytes, which is not its shape's.")
         return found
 
+    def _absence(self, name: str) -> str:
+        packed = (name.removesuffix(".weight") + suffix for suffix in (".qweight", ".weight_packed"))
+        found = next((each for each in packed if self.has(each)), None)
+        if found is None:
+            return f"Tensor {name} is in none of {', '.join(file.name for file in self.index.files)}."
+        return f"{self.index.folder}: {found} is there, but config.json has no quantization_config for it."
 
-def _read(location: TensorLocation, dtype: torch.dtype) -> Tensor:
-    """Read a tensor as `dtype`. Raises OSError, or EOFError for a file that is too short."""
+
+def _read(name: str, location: TensorLocation, dtype: torch.dtype) -> Tensor:
+    """Read a tensor as `dtype`. Raises ModelError."""
+    try:
+        return _values(location, dtype)
+    except (OSError, EOFError) as error:
+        raise ModelError(f"{location.path}: tensor {name} cannot be read: {error}") from error
+
+
+def _values(location: TensorLocation, dtype: torch.dtype) -> Tensor:
     stored_dtype = _DTYPES[location.dtype]
     values = _new_memory(location.shape, dtype)
     flat, step = values.view(-1), _PIECE_BYTES // stored_dtype.itemsize

@@ -9,10 +9,11 @@ from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
-from alignedserve.runtime.model.gguf.stored_weights import StoredWeights, stored_weights
 from alignedserve.runtime.model.model_config import ModelConfig
-from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.model_files import read_config, weights_in_files
+from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.smollm2 import SMOLLM2, smollm2_file
+from alignedserve.runtime.model.stored_weights import StoredWeights
 
 POCKET = "pocket"
 
@@ -28,7 +29,7 @@ class ServedModel:
     max_context_len: int
     has_random_weights: bool
     quantization: str | None = None  # of the linear layers: None or int8
-    stored: StoredWeights | None = None  # of a GGUF file
+    stored: StoredWeights | None = None  # of files that have them packed
     cache_dtype: str | None = None  # of keys and values: int8, or None: as `dtype`
 
     @property
@@ -44,10 +45,15 @@ class ServedModel:
 
 
 def resolve_model(
-    section: ModelSectionConfig, device: str = "cpu", kv_cache_dtype: str = "auto", *, has_bfloat16: bool = False
+    section: ModelSectionConfig,
+    device: str = "cpu",
+    kv_cache_dtype: str = "auto",
+    *,
+    has_bfloat16: bool = False,
+    has_float8: bool = False,
 ) -> ServedModel:
     """Read the model's config; `device` and `kv_cache_dtype` as in the engine's section; `has_bfloat16`: the processor
-    multiplies it natively.
+    multiplies it natively; `has_float8`: the GPU multiplies FP8.
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
@@ -61,8 +67,8 @@ def resolve_model(
     if dtype == "auto":
         dtype = _default_dtype(device, has_bfloat16=has_bfloat16 and section.path != POCKET)
     stored = None
-    if file is not None and not section.random_weights:
-        stored = stored_weights(file, dtype, device, section.quantization)
+    if not section.random_weights:
+        stored = weights_in_files(file or folder, config, Computing(device, dtype, has_float8), section.quantization)
     return ServedModel(
         name=section.served_model_name or _default_name(section.path, folder),
         folder=folder,

@@ -1,4 +1,4 @@
-"""Reads the safetensors files of a Hugging Face model folder. Pickle-based files are refused, whatever their name."""
+"""Loads the weights of a Hugging Face model folder, plain or quantised, or of a GGUF file."""
 
 from pathlib import Path
 
@@ -7,8 +7,10 @@ import torch
 from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
 from alignedserve.runtime.model.gguf.source import GgufSource
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LoadingObserver, assemble_weights
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 
 
 def load_weights(
@@ -24,12 +26,17 @@ def load_weights(
 
     Those of linear layers with 8 bits when `quantization` is "int8".
 
+    Matrices that the files have packed stay so where a kernel computes with them.
+
     Raises UnsafeWeights when there are only pickle-based files, ModelNotFound when a file is missing, ModelError
     naming the file that is truncated, the tensor that is missing or has the wrong shape or dtype, or the layer that
     cannot be packed with 8 bits.
     """
     if is_gguf(folder):
-        file = GgufSource(GgufFile(folder), config, dtype, torch.device(device))
-        return assemble_weights(config, file, quantization, blocks=file, files=file, observer=observer)
-    source = SafetensorsSource(folder, dtype, torch.device(device))
-    return assemble_weights(config, source, quantization, files=source, observer=observer)
+        source = GgufSource(GgufFile(folder), config, dtype, torch.device(device))
+        return assemble_weights(config, source, quantization, packed=source, files=source, observer=observer)
+    plain = SafetensorsSource(folder, dtype, torch.device(device))
+    if config.stored_quantization is None:
+        return assemble_weights(config, plain, quantization, files=plain, observer=observer)
+    quantized = QuantizedSource(plain, config.stored_quantization, PARAMETER_NAMES[config.family])
+    return assemble_weights(config, quantized, quantization, packed=quantized, files=quantized, observer=observer)

@@ -20,6 +20,13 @@ SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
+class TensorHeader(NamedTuple):
+    """The form of a tensor, as its file's header has it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it, such as F16 or I32
+
+
 class TensorLocation(NamedTuple):
     """The place of a tensor's numbers in a file, and their form, as the file's header has them."""
 
@@ -39,6 +46,7 @@ class WeightIndex:
     """
 
     def __init__(self, folder: Path, framework: str = "numpy") -> None:
+        self.folder = folder
         self.files: dict[Path, Any] = {path: _open(path, framework) for path in listed_shards(folder)}
         self.file_of: dict[str, Path] = {}
         self._headers: dict[Path, dict[str, Any]] = {}
@@ -60,13 +68,13 @@ class WeightIndex:
             begin, end = header[name]["data_offsets"]
             first = header[_FIRST_BYTE]
             return TensorLocation(path, first + begin, end - begin, header[name]["dtype"], tuple(header[name]["shape"]))
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:  # it is another file by now
+        except (OSError, ValueError, LookupError, TypeError) as error:  # another file than was checked
             raise ModelError(f"{path}: tensor {name} cannot be read: {error}") from error
+
+    def header(self, name: str) -> TensorHeader | None:
+        """Return the form of a tensor; None: no file holds one of this name. Raises ModelError."""
+        location = self.location(name)
+        return None if location is None else TensorHeader(location.shape, location.dtype)
 
 
 def _read_header(path: Path) -> dict[str, Any]:

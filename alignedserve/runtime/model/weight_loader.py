@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.block_products import BlockRows, block_product
 from alignedserve.runtime.model.file_products import FileSource, NotFiniteError, file_parts, file_product, packs_files
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, NormKind
-from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames
+from alignedserve.runtime.model.packed_products import PlainRows, Rows, packed_product
+from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames, find_head, find_prefix
 from kernels.cpu.int8_linear import Int8Linear, int8_obstacle
 from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, StackedExperts
 from kernels.linear import Linear, Projection
@@ -65,14 +65,15 @@ class TensorSource(Protocol):
         """Return the tensor in its final dtype and on its device. Raises ModelError naming it."""
 
 
-class BlockSource(TensorSource, Protocol):
-    """A source whose matrices may lie in blocks that products are computed in, under names of its own."""
+class PackedSource(TensorSource, Protocol):
+    """A source whose matrices may be packed, under names of its own."""
 
     names: ParameterNames
     dtype: torch.dtype
 
-    def blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
-        """Return the matrix in its blocks; None when it is to be unpacked. Raises ModelError naming it."""
+    def packed(self, name: str, shape: tuple[int, ...]) -> Rows | None:
+        """Return the matrix as products are computed with it; None when it is to be unpacked. Raises ModelError
+        naming it."""
 
 
 class LoadingObserver(Protocol):
@@ -90,23 +91,23 @@ def assemble_weights(
     source: TensorSource,
     quantization: str | None = None,
     *,
-    blocks: BlockSource | None = None,
+    packed: PackedSource | None = None,
     files: FileSource | None = None,
     observer: LoadingObserver | None = None,
 ) -> DecoderWeights:
     """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
 
-    `quantization`: None, or "int8" for the linear layers. `blocks`: the source, if it is one of blocks; `files`: if its
-    matrices need not be read before they are packed, so that none is held twice. Raises ModelError naming a layer that
-    cannot be quantized.
+    `quantization`: None, or "int8" for the linear layers. `packed`: the source, if its matrices may be; `files`:
+    if its matrices need not be read before they are packed, so that none is held twice. Raises ModelError naming a
+    layer that cannot be quantized.
     """
-    return _WeightAssembler(config, source, quantization, _Forms(blocks, files), observer).weights()
+    return _WeightAssembler(config, source, quantization, _Forms(packed, files), observer).weights()
 
 
 class _Forms(NamedTuple):
     """The source again, as what else it is."""
 
-    blocks: BlockSource | None
+    packed: PackedSource | None
     files: FileSource | None
 
 
@@ -133,9 +134,9 @@ class _WeightAssembler:
         self._config = config
         self._source = source
         self._is_int8 = quantization == "int8"
-        self._blocks, self._files = forms
-        self._names = forms.blocks.names if forms.blocks else PARAMETER_NAMES[config.family]
-        self._prefix = _find_prefix(self._names, source)
+        self._packed, self._files = None if self._is_int8 else forms.packed, forms.files
+        self._names = forms.packed.names if forms.packed else PARAMETER_NAMES[config.family]
+        self._prefix = find_prefix(self._names, source.has)
         self._dtype = torch.float32  # of the weights; known when the first is read
 
     def weights(self) -> DecoderWeights:
@@ -218,10 +219,10 @@ class _WeightAssembler:
             rows = rows if len(modules) == 3 else [sum(rows)]
             return self._linear(modules, rows, config.hidden_size, config.has_qkv_bias)
         rows_in_all = 3 * config.query_width
-        weight = self._tensor(f"{modules[0]}.weight", rows_in_all, config.hidden_size)
         bias = self._tensor(f"{modules[0]}.bias", rows_in_all) if config.has_qkv_bias else None
         bias = None if bias is None else _heads_to_qkv(bias, config)
-        return self._projected(modules[0], _heads_to_qkv(weight, config), bias)
+        weight = self._rows(modules[0], rows_in_all, config.hidden_size).changed(lambda x: _heads_to_qkv(x, config))
+        return self._product(modules, [weight], bias)
 
     def _linear(
         self,
@@ -235,30 +236,11 @@ class _WeightAssembler:
         bias = None
         if has_bias:
             bias = torch.cat([self._tensor(f"{name}.bias", n) for name, n in zip(modules, rows, strict=True)])
-        in_blocks = self._block_product(modules, rows, in_width, bias, then)
-        if in_blocks is not None:
-            return in_blocks
         from_files = self._file_product(modules, rows, in_width, bias, then)
         if from_files is not None:
             return from_files
-        weights = [self._tensor(f"{name}.weight", count, in_width) for name, count in zip(modules, rows, strict=True)]
-        return self._projected(modules[0], torch.cat(weights) if len(weights) > 1 else weights[0], bias, then)
-
-    def _block_product(
-        self, modules: Sequence[str], rows: Sequence[int], in_width: int, bias: Tensor | None, then: _Nonlinearity
-    ) -> Projection | None:
-        """Return the product of stacked modules in the blocks of their file; None where one has to be unpacked."""
-        source = self._blocks
-        if source is None or self._is_int8:
-            return None
-        parts = []
-        for name, count in zip(modules, rows, strict=True):
-            part = source.blocks(f"{name}.weight", (count, in_width))
-            if part is None:
-                return None
-            parts.append(part)
-            self._count(count * in_width, source.dtype)  # as unpacked, by which the whole is known
-        return block_product(parts, bias, source.dtype, then.activation, then.is_gated)
+        weights = [self._rows(name, count, in_width) for name, count in zip(modules, rows, strict=True)]
+        return self._product(modules, weights, bias, then)
 
     def _file_product(
         self, modules: Sequence[str], rows: Sequence[int], in_width: int, bias: Tensor | None, then: _Nonlinearity
@@ -279,6 +261,26 @@ class _WeightAssembler:
         self._count(sum(rows) * in_width, source.dtype)
         return product
 
+    def _rows(self, module: str, count: int, in_width: int) -> Rows:
+        packed = self._packed_rows(f"{module}.weight", count, in_width)
+        return PlainRows(self._tensor(f"{module}.weight", count, in_width)) if packed is None else packed
+
+    def _packed_rows(self, name: str, count: int, in_width: int) -> Rows | None:
+        if self._packed is None:
+            return None
+        rows = self._packed.packed(name, (count, in_width))
+        if rows is not None:
+            self._count(count * in_width, self._packed.dtype)  # as unpacked, by which the whole is known
+        return rows
+
+    def _product(
+        self, modules: Sequence[str], weights: Sequence[Rows], bias: Tensor | None, then: _Nonlinearity = _NONE
+    ) -> Projection:
+        plain = [weight.rows for weight in weights if isinstance(weight, PlainRows)]
+        if len(plain) == len(weights):
+            return self._projected(modules[0], torch.cat(plain) if len(plain) > 1 else plain[0], bias, then)
+        return packed_product(weights, bias, self._dtype, then.activation, then.is_gated)
+
     def _projected(
         self, name: str, weight: Tensor, bias: Tensor | None = None, then: _Nonlinearity = _NONE
     ) -> Projection:
@@ -294,12 +296,12 @@ class _WeightAssembler:
         return self._linear([self._prefix + name], [rows], columns, has_bias=False)
 
     def _head(self, embedding: Tensor) -> Projection:
-        config, names = self._config, self._names.lm_heads
-        found = next((name for name in names if self._source.has(f"{name}.weight")), names[0])
+        config = self._config
+        found = find_head(self._names, self._source.has)
         stored = self._prefix + self._names.embedding if config.ties_embeddings else found
-        in_blocks = self._block_product([stored], [config.vocab_size], config.embedding_size, None, _NONE)
-        if in_blocks is not None:
-            return in_blocks
+        packed = self._packed_rows(f"{stored}.weight", config.vocab_size, config.embedding_size)
+        if packed is not None:
+            return self._product([stored], [packed], None)
         if config.ties_embeddings:
             return self._projected("lm_head", embedding)
         from_files = self._file_product([found], [config.vocab_size], config.embedding_size, None, _NONE)
@@ -338,11 +340,6 @@ class _WeightAssembler:
 
 def _not_quantizable(name: str, obstacle: str) -> ModelError:
     return ModelError(f"{name} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
-
-
-def _find_prefix(names: ParameterNames, source: TensorSource) -> str:
-    candidates = (prefix for prefix in names.prefixes if source.has(f"{prefix}{names.embedding}.weight"))
-    return next(candidates, names.prefixes[0])
 
 
 def _heads_to_qkv(rows: Tensor, config: ModelConfig) -> Tensor:

@@ -6,7 +6,7 @@
 // Formats without minima have them implied: Q4_0 and Q6_K subtract 8 and 32 from a quant, Q8_0's are stored plus 128.
 // In the K formats scale and minimum are integers of a block times a float16 of a superblock of 8 blocks. The G formats
 // have float32 scales and minima, which hold the products of float16 scales and zero points exactly: G4_32 for every
-// block, G4_128 for every 4.
+// block, G4_64 for every 2, G4_128 for every 4.
 //
 // Inputs are rounded to 8 bits, each block of 32 of a row by a scale of its own. Then
 //   out = sum over blocks of (sum of quant * input) * scale * input scale + minimum * (sum of inputs) * input scale
@@ -28,18 +28,22 @@
 
 namespace products {
 
-enum class Format { q8_0, q4_0, q4_1, q4_k, q6_k, g4_32, g4_128 };
+enum class Format { q8_0, q4_0, q4_1, q4_k, q6_k, g4_32, g4_64, g4_128 };
 
 constexpr int kBlock = 32;      // inputs
 constexpr int kSteps = 8;       // of 4 inputs, in a block
 constexpr int kMaxBlockRows = 112;  // that are multiplied by a block at a time: their sums stay in the first cache
 
 constexpr bool has_small_scales(Format format) { return format == Format::q4_k || format == Format::q6_k; }
-constexpr bool has_groups(Format format) { return format == Format::g4_32 || format == Format::g4_128; }
+constexpr bool has_groups(Format format) {
+    return format == Format::g4_32 || format == Format::g4_64 || format == Format::g4_128;
+}
 constexpr bool has_minima(Format format) {
     return format == Format::q4_1 || format == Format::q4_k || has_groups(format);
 }
-constexpr int blocks_together(Format format) { return has_small_scales(format) ? 8 : format == Format::g4_128 ? 4 : 1; }
+constexpr int blocks_together(Format format) {
+    return has_small_scales(format) ? 8 : format == Format::g4_128 ? 4 : format == Format::g4_64 ? 2 : 1;
+}
 constexpr int scales_per_block(Format format) { return format == Format::q6_k ? 2 : 1; }
 constexpr int quant_bits(Format format) { return format == Format::q8_0 ? 8 : format == Format::q6_k ? 6 : 4; }
 

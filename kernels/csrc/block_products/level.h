@@ -323,6 +323,7 @@ void multiply(const BlockWeights& weights, const BlockCall& call, const BlockPar
         case Format::q4_k: return multiply_format<Format::q4_k>(weights, call, part);
         case Format::q6_k: return multiply_format<Format::q6_k>(weights, call, part);
         case Format::g4_32: return multiply_format<Format::g4_32>(weights, call, part);
+        case Format::g4_64: return multiply_format<Format::g4_64>(weights, call, part);
         case Format::g4_128: return multiply_format<Format::g4_128>(weights, call, part);
     }
 }

@@ -58,6 +58,7 @@ Format format_named(const std::string& name) {
     if (name == "Q4_K") return Format::q4_k;
     if (name == "Q6_K") return Format::q6_k;
     if (name == "G4_32") return Format::g4_32;
+    if (name == "G4_64") return Format::g4_64;
     if (name == "G4_128") return Format::g4_128;
     throw std::invalid_argument("no products of blocks " + name);
 }

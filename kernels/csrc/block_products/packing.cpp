@@ -86,6 +86,7 @@ void take_apart(Format format, const uint8_t* from, SourceBlock& to) {
             to.minimum = half_at(from + 2);
             return split_halves(from + 4, 16, to.quants);
         case Format::g4_32:
+        case Format::g4_64:
         case Format::g4_128:
             to.scale = word_of(from);
             to.minimum = word_of(from + 4);

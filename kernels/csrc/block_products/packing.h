@@ -1,5 +1,5 @@
 // From the rows of a GGUF file, or of groups, to panels: the same bits in another order. A row of groups is laid out as
-// one of Q4_1, with float32 scales and minima before one or 4 blocks of quants.
+// one of Q4_1, with float32 scales and minima before 1, 2 or 4 blocks of quants.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,7 @@ constexpr int source_bytes(Format format) {
         case Format::q4_k: return 144;
         case Format::q6_k: return 210;
         case Format::g4_32: return 24;
+        case Format::g4_64: return 40;
         case Format::g4_128: return 72;
     }
     return 0;

@@ -126,8 +126,9 @@ def test_the_largest_quants_and_inputs(type_name: str, level: str) -> None:
     layout = BLOCK_FORMATS[type_name]
     for filling in (0x00, 0x7F, 0x80, 0xFF):
         raw = torch.full((20 * layout.row_bytes(512) // layout.num_bytes, layout.num_bytes), filling, dtype=torch.uint8)
-        for place in layout.half_places:
-            raw[:, place : place + 2] = torch.tensor([0.5], dtype=torch.float16).view(torch.uint8)
+        scale = torch.tensor([0.5], dtype=torch.float16 if layout.scale_bytes == 2 else torch.float32)
+        for place in layout.scale_places:
+            raw[:, place : place + layout.scale_bytes] = scale.view(torch.uint8)
         raw = raw.reshape(20, -1)
         linear = BlockQuantizedLinear(raw, type_name, 512, level=level)
         for x in (torch.full((3, 512), 2.0), torch.full((3, 512), -2.0)):

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.block_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
 from alignedserve.runtime.model.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.model_config import Family, ModelConfig, NormKind
+from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.block_values import unpack_rows, wider_blocks
 from kernels.cpu.block_quantized_linear import block_obstacle
@@ -75,7 +75,7 @@ class GgufSource:
             values = values - 1.0
         return values.to(device=self._device, dtype=self.dtype)
 
-    def blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
+    def packed(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
         """Return the matrix in blocks that products are computed in; None when it is to be unpacked.
 
         Raises ModelError naming tensor and file.

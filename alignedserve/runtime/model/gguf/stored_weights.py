@@ -1,36 +1,31 @@
 """The weights of a GGUF file as a worker holds them: their bytes in memory, and a line that says what is unpacked."""
 
 from collections import Counter
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 from alignedserve.core.block_layout import DTYPE_BYTES
-from alignedserve.runtime.model.gguf.config import EMBEDDING
+from alignedserve.runtime.model.gguf.config import EMBEDDING, HEAD
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
 from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES, computed_as
+from alignedserve.runtime.model.stored_weights import StoredWeights
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK_DTYPES = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """The weights of one file in one worker."""
-
-    num_bytes: int
-    description: str  # for people: the types in the file, and those that are unpacked
 
 
 def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | None = None) -> StoredWeights:
     """Return what a worker on `device`, computing in `dtype`, makes of the file's tensors."""
     is_in_blocks = not device.startswith("cuda") and quantization is None and dtype in _BLOCK_DTYPES and _HAS_KERNELS
     packed_bytes = 1 if quantization == "int8" else DTYPE_BYTES[dtype]
-    num_bytes = 0
+    num_bytes = step_bytes = 0
+    looked_up = None if HEAD not in file.tensors else EMBEDDING  # where it is not the head as well
     matrices, in_blocks, unpacked = Counter[str](), Counter[str](), Counter[str]()
     for tensor in file.tensors.values():
         num_values = _num_values(tensor)
         stays = len(tensor.shape) == 2 and is_in_blocks and computed_as(tensor.type.name) is not None
-        num_bytes += tensor.num_bytes if stays else num_values * packed_bytes
+        held = tensor.num_bytes if stays else num_values * packed_bytes
+        num_bytes += held
+        step_bytes += held if len(tensor.shape) == 2 and tensor.name != looked_up else 0
         if len(tensor.shape) == 2:
             matrices[tensor.type.name] += 1
             if tensor.type.name not in FLOAT_TYPES:
@@ -41,7 +36,7 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
         described += f"; {', '.join(in_blocks)} multiplied in blocks"
     if unpacked:
         described += f"; {', '.join(unpacked)} unpacked to {quantization or dtype}, which takes more memory and time"
-    return StoredWeights(num_bytes, described)
+    return StoredWeights(num_bytes, step_bytes, described)
 
 
 def _num_values(tensor: GgufTensor) -> int:
