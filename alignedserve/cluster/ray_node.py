@@ -27,9 +27,6 @@ RAY_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     # Ray's default is 15, with which a single busy program on this machine starves every actor for seconds.
     "RAY_worker_niceness": "0",
-    # At 95 % of the memory, whoever takes it, Ray would end actors, which would then load the model again. In a
-    # container it also counts page cache, which loading fills. Sizes are chosen with memory to spare instead.
-    "RAY_memory_monitor_refresh_ms": "0",
     # Two workers share the cores: a thread that waits must sleep, not spin.
     "OMP_WAIT_POLICY": "PASSIVE",
     # Every worker sees every GPU of its host, so that it can map the memory of others.
