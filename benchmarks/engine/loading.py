@@ -1,6 +1,6 @@
 """Loading of weights against a plain read of their files into memory: the same threads, the page cache warm.
 
-    python -m benchmarks.loading [--shape llama-8b-quarter] [--folder /tmp/models] [--rounds 5]
+    python -m benchmarks.engine.loading [--shape llama-8b-quarter] [--folder /tmp/models] [--rounds 5]
 
 Random weights in bfloat16; an 8B shape with a quarter of its layers, so that files and packed weights both fit in
 memory. Loads and reads alternate in one process; medians count, after a first round that fills the page cache. The

@@ -1,6 +1,6 @@
 """Starts of models of 135M to 8B parameters with no option: what is chosen, time to ready, memory, one stream.
 
-    python -m benchmarks.model_starts [--shape llama-135m qwen2-0.5b ...] [--folder /tmp/models]
+    python -m benchmarks.serving.model_starts [--shape llama-135m qwen2-0.5b ...] [--folder /tmp/models]
 
 Random weights in bfloat16, in folders as a hub has them (written on the first call, 2 bytes per parameter; the 8B one
 needs 16 GB of disk, and 24 GB of memory to start). A start is `alignedserve serve FOLDER`; when it is ready one chat,
@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.startup import free_port
+from benchmarks.serving.startup import free_port
 from benchmarks.support.model_folders import FOLDER_SHAPES, make_model_folder
 from benchmarks.support.recording import RESULTS, write_result
 

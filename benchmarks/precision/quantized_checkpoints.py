@@ -1,6 +1,6 @@
 """Quantised checkpoints of SmolLM2: greedy agreement with their values in float32, bytes and speed of one stream.
 
-    python -m benchmarks.quantized_checkpoints [FILE.gguf, otherwise SmolLM2 where it is installed]
+    python -m benchmarks.precision.quantized_checkpoints [FILE.gguf, otherwise SmolLM2 where it is installed]
 
 The file is unpacked to a folder of float32 weights, which the tests' quantisers round to the nearest number. After the
 same tokens (greedy answers of the float32 weights), for each format: the share of next tokens that products as they
@@ -36,8 +36,8 @@ from alignedserve.runtime.model.tokenizer import Tokenizer
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import assemble_weights
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
-from benchmarks.gguf_agreement import prompts_of
-from benchmarks.quantization import logits_of
+from benchmarks.precision.gguf_agreement import prompts_of
+from benchmarks.precision.quantization import logits_of
 from benchmarks.support.greedy import greedy_answers
 from benchmarks.support.recording import write_result
 from tests.support.quantized_checkpoints import (
