@@ -58,8 +58,9 @@ class StartScreen:
         if self._began_s is None:
             self._began_s = self._clock()
         if progress.read_bytes == progress.total_bytes:
-            # Without a total, as a finished bar would stand still until the workers answer.
-            self._bar.update(self._task, description="Warming up …", total=None, done=_amount(progress))
+            # Without a total, as a finished bar would stand still until the workers answer; `update` takes no None.
+            self._bar.tasks[0].total = None
+            self._bar.update(self._task, description="Warming up …", done=_amount(progress))
             return
         done = _amount(progress) + _left(progress, self._clock() - self._began_s)
         total, completed = progress.total_bytes, progress.read_bytes
