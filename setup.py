@@ -43,6 +43,8 @@ HEADERS = (
     "products_level",
     "results_level",
     "vectors",
+    "weight_level",
+    "weight_rows",
     "work",
     "block_products/block_products",
     "block_products/level",

@@ -70,7 +70,9 @@ class Linear:
         """
         columns, self.in_width = weight.shape
         self.out_width = columns // 2 if is_gated else columns
-        levels = packed_levels(weight.dtype, weight.device) if allow_packing and fits(weight) else ()
+        levels = (
+            packed_levels(weight.dtype, weight.device) if allow_packing and fits(weight.dtype, self.in_width) else ()
+        )
         self._multiply: Callable[[Tensor], Tensor]
         if levels:
             self._multiply = PackedLinear(

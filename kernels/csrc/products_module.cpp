@@ -1,19 +1,24 @@
 // The Python side of products: packs weights once, divides the work over cores, runs a level.
 //
-// Addresses are checked by the caller (kernels/products.py), which holds the tensors.
+// Addresses are checked by the caller (kernels/cpu/packed_linear.py), which holds the tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <system_error>
+#include <tuple>
 #include <vector>
 
 #include "products.h"
+#include "weight_rows.h"
 #include "work.h"
 
 namespace nb = nanobind;
@@ -60,48 +65,74 @@ std::vector<std::string> product_levels(const std::string& element) {
     return names;
 }
 
-// A weight as it comes: [columns, in_width], float32 or bfloat16; or int8, with one scale per column.
-struct Source {
-    const char* at;
-    int64_t in_width;
-    bool is_bfloat16;
-    const float* scales;  // of int8, otherwise null
+constexpr int kNotFinite = -1;                // beside the system's errors
+constexpr float kRounding = 12582912.0f;      // 1.5 * 2^23: a sum with it has no bits behind the point
 
-    float value(int64_t column, int64_t k) const {
-        const int64_t index = column * in_width + k;
-        if (!is_bfloat16) return reinterpret_cast<const float*>(at)[index];
-        const uint32_t bits = uint32_t(reinterpret_cast<const uint16_t*>(at)[index]) << 16;
-        float x;
-        std::memcpy(&x, &bits, sizeof x);
-        return x;
+std::vector<RowRun> runs_of(const std::vector<std::tuple<int, int64_t, int64_t, std::string>>& described) {
+    std::vector<RowRun> runs;
+    for (const auto& [fd, at, num_rows, numbers] : described) runs.push_back({fd, at, num_rows, numbers_named(numbers)});
+    return runs;
+}
+
+int64_t num_rows(const std::vector<RowRun>& runs) {
+    int64_t sum = 0;
+    for (const RowRun& run : runs) sum += run.num_rows;
+    return sum;
+}
+
+// Numbers of each column, or null.
+struct ColumnNumbers {
+    const float* bias;
+    const float* scales;
+};
+
+// What a thread needs to pack panels.
+struct PanelPacker {
+    RowReader reader;
+    Numbers numbers;
+    std::vector<const char*> rows{};
+    std::vector<char> nothing{};
+    std::vector<float> floats{};
+    std::vector<int8_t> integers{};
+
+    const char* zeros(int64_t count) {
+        nothing.resize(count);
+        return nothing.data();
     }
 
-    // One word of `per_word` inputs from `k` on, zeros behind the last.
-    template <typename T>
-    void copy(int64_t column, int64_t k, int per_word, char* to) const {
-        T word[4 / sizeof(T)] = {};
-        const int64_t count = std::min<int64_t>(per_word, in_width - k);
-        if (count > 0) std::memcpy(word, at + (column * in_width + k) * sizeof(T), count * sizeof(T));
-        std::memcpy(to, word, 4);
+    const float* floats_of(const char* row, int64_t count, const Level& level) {
+        if (numbers != Numbers::bfloat16) return reinterpret_cast<const float*>(row);
+        floats.resize(count);
+        level.convert(row, Numbers::bfloat16, count, Numbers::float32, reinterpret_cast<char*>(floats.data()));
+        return floats.data();
+    }
+
+    // Of row `i` of a vector's, zeros behind its last.
+    int8_t* integers_of(int64_t i, int64_t row_bytes, int num_rows) {
+        integers.resize(num_rows * row_bytes);
+        return integers.data() + i * row_bytes;
     }
 };
 
 class PackedWeight {
    public:
-    // `weight` [columns, in_width] and `bias` (0, or [columns] float32) are read here and not kept. `scales`: 0, or
-    // [columns] float32 of a weight that is int8 already.
-    PackedWeight(const std::string& level, const std::string& element, uintptr_t weight, bool is_bfloat16,
-                 int64_t columns, int64_t in_width, uintptr_t bias, const std::string& activation, bool is_gated,
-                 uintptr_t scales)
+    // The rows of `runs`, one per column, `bias` (0, or [columns] float32) and `scales` (0, or likewise, of rows that are
+    // int8 already) are read here and not kept. Other rows become int8 from what the model computes with: bfloat16, or
+    // float32.
+    PackedWeight(const std::string& level, const std::string& element, bool is_bfloat16,
+                 const std::vector<std::tuple<int, int64_t, int64_t, std::string>>& runs, int64_t in_width, uintptr_t bias,
+                 const std::string& activation, bool is_gated, uintptr_t scales, int num_threads)
         : element_(element_named(element)),
           level_(level_named(level, element_)),
+          runs_(runs_of(runs)),
+          columns_(num_rows(runs_)),
           in_width_(in_width),
           per_word_(element_ == Element::float32 ? 1 : element_ == Element::bfloat16 ? 2 : 4),
           num_steps_((in_width + per_word_ - 1) / per_word_),
-          out_width_(is_gated ? columns / 2 : columns),
+          out_width_(is_gated ? columns_ / 2 : columns_),
           num_panels_((out_width_ + panel_width(is_gated) - 1) / panel_width(is_gated)),
           panels_(size_t(num_panels_ * num_steps_ * kVectors * level_.width) * 4) {
-        if (columns < 1 || in_width < 1 || (is_gated && columns % 2)) throw std::invalid_argument("no such weight");
+        if (columns_ < 1 || in_width < 1 || (is_gated && columns_ % 2)) throw std::invalid_argument("no such weight");
         if (element_ == Element::bfloat16 && (!is_bfloat16 || in_width % 2))
             throw std::invalid_argument("pairs of bfloat16 do not fill these rows");
         if (element_ == Element::float32 && is_bfloat16) throw std::invalid_argument("a float32 weight is needed");
@@ -112,14 +143,12 @@ class PackedWeight {
             scales_.resize(padded);
             sums_.resize(padded);
         }
-        const Source source{reinterpret_cast<const char*>(weight), in_width, is_bfloat16,
-                            reinterpret_cast<const float*>(scales)};
         weights_ = {panels_.data(), bias_.data(),  scales_.data(), sums_.data(),
                     num_panels_,    num_steps_,    out_width_,     element_,
                     activation_named(activation), is_gated};
         nb::gil_scoped_release released;
-#pragma omp parallel for schedule(dynamic, 1)
-        for (int64_t panel = 0; panel < num_panels_; ++panel) pack(source, reinterpret_cast<const float*>(bias), panel);
+        const Numbers wanted = scales ? Numbers::int8 : is_bfloat16 ? Numbers::bfloat16 : Numbers::float32;
+        pack_all(wanted, {reinterpret_cast<const float*>(bias), reinterpret_cast<const float*>(scales)}, num_threads);
     }
 
     // x [rows, in_width] of the weight's element, or, for int8, float32 or bfloat16 -> out [rows, out_width].
@@ -151,53 +180,68 @@ class PackedWeight {
         return column < out_width_ ? column + vector % kVectors * out_width_ : -1;
     }
 
-    void pack(const Source& source, const float* bias, int64_t panel) {
-        const int64_t panel_columns = int64_t(kVectors) * level_.width;
+    void pack_all(Numbers wanted, const ColumnNumbers& numbers, int num_threads) {
+        std::atomic<int> error{0};
+        const RowReader reader(runs_, level_, in_width_, wanted);
+#pragma omp parallel num_threads(num_threads)
+        {
+            PanelPacker packer{reader.another(), wanted};
+            packer.reader.reserve(int64_t(kVectors) * level_.width);
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t panel = 0; panel < num_panels_; ++panel)
+                if (error.load(std::memory_order_relaxed) == 0)
+                    if (const int failed = pack(packer, numbers, panel)) error = failed;
+        }
+        runs_.clear();
+        if (error == kNotFinite) throw std::invalid_argument("it holds numbers that are not finite");
+        if (error) throw std::system_error(error, std::generic_category(), "the rows of a weight cannot be read");
+    }
+
+    int pack(PanelPacker& packer, const ColumnNumbers& numbers, int64_t panel) {
+        const int64_t vector_columns = level_.width, panel_columns = kVectors * vector_columns;
         char* words = panels_.data() + panel * num_steps_ * panel_columns * 4;
-        for (int64_t i = 0; i < panel_columns; ++i) {
-            const int64_t at = panel * panel_columns + i, column = column_of(at);
-            bias_[at] = bias && column >= 0 ? bias[column] : 0.0f;
-            char* to = words + i * 4;
-            if (element_ == Element::int8)
-                pack_rounded(source, column, at, to, panel_columns * 4);
-            else
-                for (int64_t step = 0; step < num_steps_; ++step, to += panel_columns * 4)
-                    pack_word(source, column, step * per_word_, to);
+        packer.reader.clear();
+        for (int j = 0; j < kVectors; ++j) {
+            const int64_t first_at = panel * panel_columns + j * vector_columns, first = column_of(first_at);
+            const int64_t end = weights_.is_gated && j == 0 ? out_width_ : columns_;
+            const int64_t count = first < 0 ? 0 : std::min(vector_columns, end - first);
+            packer.rows.assign(vector_columns, packer.zeros(num_steps_ * 4));
+            if (const int error = packer.reader.read(first, count, packer.rows.data())) return error;
+            for (int64_t i = 0; i < count; ++i) {
+                bias_[first_at + i] = numbers.bias ? numbers.bias[first + i] : 0.0f;
+                const float* scale = numbers.scales ? numbers.scales + first + i : nullptr;
+                if (element_ == Element::int8 && !pack_integers(packer, i, first_at + i, scale)) return kNotFinite;
+            }
+            level_.interleave(packer.rows.data(), num_steps_, words + j * vector_columns * 4);
         }
+        return 0;
     }
 
-    void pack_word(const Source& source, int64_t column, int64_t k, char* to) const {
-        if (column < 0)
-            std::memset(to, 0, 4);
-        else if (element_ == Element::float32)
-            source.copy<float>(column, k, per_word_, to);
-        else
-            source.copy<uint16_t>(column, k, per_word_, to);
-    }
-
-    // Symmetrically, with one scale per column; what is int8 already keeps its bits.
-    void pack_rounded(const Source& source, int64_t column, int64_t at, char* to, int64_t step_bytes) {
-        const float scale = column < 0 ? 1.0f : source.scales ? source.scales[column] : rounding_step(source, column);
+    // Row `i` of a vector's as integers: rounded symmetrically, or those that it is, whose scale is given. Returns whether
+    // all of it is finite.
+    bool pack_integers(PanelPacker& packer, int64_t i, int64_t at, const float* scale) {
+        int8_t* integers = packer.integers_of(i, num_steps_ * 4, level_.width);
+        if (scale)
+            std::memcpy(integers, packer.rows[i], in_width_);
+        else if (!round_row(packer.floats_of(packer.rows[i], in_width_, level_), scales_[at], integers))
+            return false;
+        if (scale) scales_[at] = *scale;
         int32_t sum = 0;
-        for (int64_t step = 0; step < num_steps_; ++step, to += step_bytes) {
-            int8_t word[4] = {};
-            const int count = column < 0 ? 0 : int(std::min<int64_t>(4, in_width_ - step * 4));
-            if (source.scales && column >= 0)
-                std::memcpy(word, source.at + column * in_width_ + step * 4, count);
-            else
-                for (int i = 0; i < count; ++i)
-                    word[i] = int8_t(std::nearbyint(source.value(column, step * 4 + i) / scale));
-            for (const int8_t number : word) sum += number;
-            std::memcpy(to, word, 4);
-        }
-        scales_[at] = scale;
+        for (int64_t k = 0; k < in_width_; ++k) sum += integers[k];
         sums_[at] = sum;
+        packer.rows[i] = reinterpret_cast<const char*>(integers);
+        return true;
     }
 
-    float rounding_step(const Source& source, int64_t column) const {
-        float largest = 0.0f;
-        for (int64_t k = 0; k < in_width_; ++k) largest = std::max(largest, std::abs(source.value(column, k)));
-        return std::max(largest / 127.0f, 1e-12f);
+    bool round_row(const float* values, float& scale, int8_t* integers) const {
+        float largest = 0.0f, difference = 0.0f;
+        for (int64_t k = 0; k < in_width_; ++k) {
+            largest = std::max(largest, std::abs(values[k]));
+            difference += values[k] - values[k];  // NaN where a value is not finite
+        }
+        scale = std::max(largest / 127.0f, 1e-12f);
+        for (int64_t k = 0; k < in_width_; ++k) integers[k] = int8_t(int32_t(values[k] / scale + kRounding - kRounding));
+        return difference == 0.0f;
     }
 
     void round_inputs(Call& call, int64_t num_rows, bool is_bfloat16, char* out, float* scales, int num_threads) const {
@@ -235,6 +279,8 @@ class PackedWeight {
 
     const Element element_;
     const Level& level_;
+    std::vector<RowRun> runs_;  // until they are packed
+    const int64_t columns_;
     const int64_t in_width_;
     const int per_word_;
     const int64_t num_steps_, out_width_, num_panels_;
@@ -246,11 +292,22 @@ class PackedWeight {
 
 }  // namespace
 
+void raise_os_error(const std::exception_ptr& exception, void*) {
+    try {
+        std::rethrow_exception(exception);
+    } catch (const std::system_error& error) {
+        const nb::object arguments = nb::steal(Py_BuildValue("(is)", error.code().value(), error.what()));
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+}
+
 void bind(nb::module_& module) {
+    nb::register_exception_translator(raise_os_error);
     module.def("product_levels", product_levels);
     nb::class_<PackedWeight>(module, "PackedWeight")
-        .def(nb::init<const std::string&, const std::string&, uintptr_t, bool, int64_t, int64_t, uintptr_t,
-                      const std::string&, bool, uintptr_t>())
+        .def(nb::init<const std::string&, const std::string&, bool,
+                      const std::vector<std::tuple<int, int64_t, int64_t, std::string>>&, int64_t, uintptr_t,
+                      const std::string&, bool, uintptr_t, int>())
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes)
         .def("run", &PackedWeight::run);
 }

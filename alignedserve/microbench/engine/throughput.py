@@ -31,8 +31,9 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.random_weights import random_weights
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weight_loader import DecoderWeights, random_weights
+from alignedserve.runtime.model.weight_loader import DecoderWeights
 from kernels.float8_linear import has_float8_products
 
 __all__ = [

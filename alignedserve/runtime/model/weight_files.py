@@ -34,9 +34,9 @@ def load_weights(
     """
     if is_gguf(folder):
         source = GgufSource(GgufFile(folder), config, dtype, torch.device(device))
-        return assemble_weights(config, source, quantization, packed=source, observer=observer)
+        return assemble_weights(config, source, quantization, packed=source, files=source, observer=observer)
     plain = SafetensorsSource(folder, dtype, torch.device(device))
     if config.stored_quantization is None:
-        return assemble_weights(config, plain, quantization, observer=observer)
+        return assemble_weights(config, plain, quantization, files=plain, observer=observer)
     quantized = QuantizedSource(plain, config.stored_quantization, PARAMETER_NAMES[config.family])
-    return assemble_weights(config, quantized, quantization, packed=quantized, observer=observer)
+    return assemble_weights(config, quantized, quantization, packed=quantized, files=quantized, observer=observer)

@@ -1,6 +1,5 @@
-"""Weights of a model: from a folder of safetensors files, or random for benchmarks. Pickle is never read."""
+"""Assembles the weights of a model out of the tensors of a source."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.errors import ModelError
+from alignedserve.runtime.model.file_products import FileSource, NotFiniteError, file_parts, file_product, packs_files
 from alignedserve.runtime.model.model_config import ExpertConfig, ModelConfig, NormKind
 from alignedserve.runtime.model.packed_products import PlainRows, Rows, packed_product
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES, ParameterNames, find_head, find_prefix
@@ -92,14 +92,23 @@ def assemble_weights(
     quantization: str | None = None,
     *,
     packed: PackedSource | None = None,
+    files: FileSource | None = None,
     observer: LoadingObserver | None = None,
 ) -> DecoderWeights:
     """Assemble all weights, reading one tensor at a time, so that at most one layer is held twice.
 
-    `quantization`: None, or "int8" for the linear layers. `packed`: the source, if its matrices may be. Raises
-    ModelError naming a layer that cannot be quantized.
+    `quantization`: None, or "int8" for the linear layers. `packed`: the source, if its matrices may be; `files`:
+    if its matrices need not be read before they are packed, so that none is held twice. Raises ModelError naming a
+    layer that cannot be quantized.
     """
-    return _WeightAssembler(config, source, quantization, packed, observer).weights()
+    return _WeightAssembler(config, source, quantization, _Forms(packed, files), observer).weights()
+
+
+class _Forms(NamedTuple):
+    """The source again, as what else it is."""
+
+    packed: PackedSource | None
+    files: FileSource | None
 
 
 class _Nonlinearity(NamedTuple):
@@ -118,15 +127,15 @@ class _WeightAssembler:
         config: ModelConfig,
         source: TensorSource,
         quantization: str | None,
-        packed: PackedSource | None,
+        forms: _Forms,
         observer: LoadingObserver | None,
     ) -> None:
         self._observer = observer
         self._config = config
         self._source = source
         self._is_int8 = quantization == "int8"
-        self._packed = None if self._is_int8 else packed
-        self._names = packed.names if packed else PARAMETER_NAMES[config.family]
+        self._packed, self._files = None if self._is_int8 else forms.packed, forms.files
+        self._names = forms.packed.names if forms.packed else PARAMETER_NAMES[config.family]
         self._prefix = find_prefix(self._names, source.has)
         self._dtype = torch.float32  # of the weights; known when the first is read
 
@@ -227,8 +236,30 @@ class _WeightAssembler:
         bias = None
         if has_bias:
             bias = torch.cat([self._tensor(f"{name}.bias", n) for name, n in zip(modules, rows, strict=True)])
+        from_files = self._file_product(modules, rows, in_width, bias, then)
+        if from_files is not None:
+            return from_files
         weights = [self._rows(name, count, in_width) for name, count in zip(modules, rows, strict=True)]
         return self._product(modules, weights, bias, then)
+
+    def _file_product(
+        self, modules: Sequence[str], rows: Sequence[int], in_width: int, bias: Tensor | None, then: _Nonlinearity
+    ) -> Projection | None:
+        """Return the product of stacked modules, packed from their files; None where the kernels pack none such."""
+        source = self._files
+        if source is None or not packs_files(source.dtype, in_width, is_int8=self._is_int8):
+            return None
+        parts = file_parts(source, [f"{name}.weight" for name in modules], [(count, in_width) for count in rows])
+        if parts is None:
+            return None
+        try:
+            product = file_product(parts, bias, source.dtype, *then, is_int8=self._is_int8)
+        except OSError as error:
+            raise ModelError(f"{parts[0].path}: {modules[0]} cannot be read: {error}") from error
+        except NotFiniteError as error:
+            raise _not_quantizable(modules[0], str(error)) from error
+        self._count(sum(rows) * in_width, source.dtype)
+        return product
 
     def _rows(self, module: str, count: int, in_width: int) -> Rows:
         packed = self._packed_rows(f"{module}.weight", count, in_width)
@@ -238,8 +269,8 @@ class _WeightAssembler:
         if self._packed is None:
             return None
         rows = self._packed.packed(name, (count, in_width))
-        if rows is not None and self._observer is not None:  # as many bytes as unpacked, by which the whole is known
-            self._observer.tensor_read(count * in_width * self._packed.dtype.itemsize)
+        if rows is not None:
+            self._count(count * in_width, self._packed.dtype)  # as unpacked, by which the whole is known
         return rows
 
     def _product(
@@ -257,7 +288,7 @@ class _WeightAssembler:
             return Linear(weight, bias, activation=then.activation, is_gated=then.is_gated)
         obstacle = int8_obstacle(weight)
         if obstacle is not None:
-            raise ModelError(f"{name} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
+            raise _not_quantizable(name, obstacle)
         return Int8Linear(weight, bias, activation=then.activation, is_gated=then.is_gated)
 
     def _projection(self, name: str, rows: int) -> Projection:
@@ -273,6 +304,9 @@ class _WeightAssembler:
             return self._product([stored], [packed], None)
         if config.ties_embeddings:
             return self._projected("lm_head", embedding)
+        from_files = self._file_product([found], [config.vocab_size], config.embedding_size, None, _NONE)
+        if from_files is not None:
+            return from_files
         return self._projected("lm_head", self._tensor(f"{found}.weight", config.vocab_size, config.embedding_size))
 
     def _head_norms(self, prefix: str) -> HeadNorms:
@@ -296,46 +330,19 @@ class _WeightAssembler:
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         tensor = self._source.tensor(name, shape)
-        if self._observer is not None:
-            self._observer.tensor_read(tensor.nbytes)
+        self._count(tensor.numel(), tensor.dtype)
         return tensor
+
+    def _count(self, num_values: int, dtype: torch.dtype) -> None:
+        if self._observer is not None:
+            self._observer.tensor_read(num_values * dtype.itemsize)
+
+
+def _not_quantizable(name: str, obstacle: str) -> ModelError:
+    return ModelError(f"{name} cannot be packed with 8 bits: {obstacle}; leave model.quantization unset.")
 
 
 def _heads_to_qkv(rows: Tensor, config: ModelConfig) -> Tensor:
     """Reorder rows from [num_heads, 3, head_dim] to [3, num_heads, head_dim]."""
     shape = (config.num_heads, 3, config.head_dim, -1)
     return rows.view(shape).transpose(0, 1).reshape(rows.shape)
-
-
-class _RandomSource:
-    """Normally distributed weights, ones and zeros where a norm or a bias has them; any name, any shape."""
-
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._generator = torch.Generator(device=device).manual_seed(seed)
-        self._dtype = dtype
-        self._device = device
-
-    def has(self, name: str) -> bool:
-        return not name.startswith("decoder.")
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
-        deviation = 1.0 / math.sqrt(shape[1])
-        values = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return values.normal_(0.0, deviation, generator=self._generator)
-
-
-def random_weights(
-    config: ModelConfig,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    quantization: str | None = None,
-    *,
-    observer: LoadingObserver | None = None,
-) -> DecoderWeights:
-    """Make random weights of the model's shapes, the same for the same seed. No files needed."""
-    return assemble_weights(config, _RandomSource(seed, dtype, torch.device(device)), quantization, observer=observer)

@@ -11,6 +11,7 @@ from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
 from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.block_values import unpack_rows, wider_blocks
 from kernels.cpu.block_quantized_linear import block_obstacle
+from kernels.cpu.packed_linear import FileRows
 
 _NAMES = ParameterNames(
     prefixes=("",),
@@ -29,6 +30,9 @@ _NAMES = ParameterNames(
     attention_post_norm="post_attention_norm",
     mlp_post_norm="post_ffw_norm",
 )
+
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufSource:
@@ -87,6 +91,18 @@ class GgufSource:
             raise ModelError(f"{self._file.path}: tensor {name} cannot be used: {obstacle}.")
         return BlockRows(rows, type_name, shape[1])
 
+    def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
+        """Return where a matrix of plain floats lies; None when it is in blocks, its rows come in another order, or the
+        device is not the CPU.
+
+        Raises ModelError naming tensor and file.
+        """
+        stored = self._stored(name, shape)
+        dtype = _FLOATS.get(stored.type.name)
+        if dtype is None or self._heads_of(name) is not None or self._device.type != "cpu":
+            return None
+        return FileRows(self._file.path, stored.offset, *shape, dtype)
+
     def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         stored = self._file.tensors.get(name)
         if stored is None:
@@ -98,8 +114,11 @@ class GgufSource:
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         """Return the rows in the order that the engine rotates: the halves of a head, not its neighbours."""
-        num_heads = next((heads for part, heads in self._interleaved_heads.items() if part in name), None)
+        num_heads = self._heads_of(name)
         if num_heads is None:
             return rows
         pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
+
+    def _heads_of(self, name: str) -> int | None:
+        return next((heads for part, heads in self._interleaved_heads.items() if part in name), None)

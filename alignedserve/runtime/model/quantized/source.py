@@ -17,6 +17,7 @@ from alignedserve.runtime.model.quantized.unpacking import (
 from alignedserve.runtime.model.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.cpu.int8_linear import has_int8_products
+from kernels.cpu.packed_linear import FileRows
 from kernels.float8_linear import has_float8_products
 
 _WEIGHT = ".weight"
@@ -69,6 +70,10 @@ class QuantizedSource:
             return rows._replace(rows=rows.rows.to(self._plain.device), scales=rows.scales.to(self._plain.device))
         integers = read_integers(matrix, self._plain.stored, self._quantization.zero_offset)
         return packed_integers(matrix, integers, form)
+
+    def file_rows(self, name: str, shape: tuple[int, int]) -> FileRows | None:
+        """Return where a matrix that is not quantised lies; None for others. Raises ModelError naming it."""
+        return self._plain.file_rows(name, shape) if self._matrix(name, shape) is None else None
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> StoredMatrix | None:
         if len(shape) != 2 or not name.endswith(_WEIGHT):
