@@ -8,7 +8,7 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import ConfigError
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.runtime.model.gguf.stored_weights import StoredWeights, stored_weights
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
@@ -88,7 +88,7 @@ def _model_path(name: str) -> Path:
 def _default_name(name: str, path: Path) -> str:
     if name in (POCKET, SMOLLM2):
         return name
-    return path.stem if is_gguf(path) else path.resolve().name
+    return gguf_stem(path.name) if is_gguf(path) else path.resolve().name
 
 
 def _default_dtype(device: str, *, has_bfloat16: bool) -> str:

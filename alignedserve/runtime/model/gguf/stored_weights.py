@@ -29,9 +29,10 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
     matrices, in_blocks, unpacked = Counter[str](), Counter[str](), Counter[str]()
     for tensor in file.tensors.values():
         num_values = _num_values(tensor)
-        stays = len(tensor.shape) == 2 and is_in_blocks and computed_as(tensor.type.name) is not None
+        is_matrix = len(tensor.shape) > 1  # or, of experts, many
+        stays = is_matrix and is_in_blocks and computed_as(tensor.type.name) is not None
         num_bytes += tensor.num_bytes if stays else num_values * packed_bytes
-        if len(tensor.shape) == 2:
+        if is_matrix:
             matrices[tensor.type.name] += 1
             if tensor.type.name not in FLOAT_TYPES:
                 (in_blocks if stays else unpacked)[tensor.type.name] += 1

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
+from alignedserve.core.errors import ModelError, ModelNotFound
 from alignedserve.runtime.model.gguf import cursor
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile
@@ -117,7 +117,9 @@ HOSTILE: dict[str, tuple[tuple[bytes, ...], tuple[bytes, ...], str]] = {
     "offset beyond the file": ((), (tensor("t", (4,), 0, HUGE),), "lies outside the file"),
     "odd offset": ((), (tensor("t", (4,), 0, 1),), "lies outside the file"),
     "two tensors of a name": ((), (tensor("t", (4,)), tensor("t", (4,))), "two tensors named 't'"),
-    "one part of several": ((entry("split.count", 2, struct.pack("<H", 3)),), (), "one of several parts"),
+    "one part of several": ((entry("split.count", 2, struct.pack("<H", 3)),), (), "is part 1 of 3 of a model, but not"),
+    "too many parts": ((entry("split.count", 2, struct.pack("<H", 3000)),), (), "split.count must be a number"),
+    "parts in words": ((entry("split.count", STRING, text("3")),), (), "split.count must be a number"),
 }
 
 
@@ -222,9 +224,3 @@ def test_mutated_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
     tracemalloc.stop()
     assert peak_bytes < MODEST_BYTES
     assert num_refused > count // 10
-
-
-def test_parts_are_named(tmp_path: Path) -> None:
-    path = made(tmp_path / "a.gguf", (entry("split.count", 2, struct.pack("<H", 2)),))
-    with pytest.raises(UnsupportedModel, match="join them"):
-        GgufFile(path)
