@@ -60,7 +60,7 @@ def test_experts_and_fused_tensors_in_blocks(family: str, dtype: str, tmp_path: 
     path = write_converted(tmp_path, model.config, tmp_path / "a.gguf", "Q8_0")
     expected = expected_logits(model)
     errors = (logits_of(path, dtype) - expected).square().mean(-1).sqrt() / expected.std()
-    assert float(errors.median()) < 0.05  # a token whose experts are nearly as likely as others may choose otherwise
+    assert float(errors.median()) < 0.08  # a token whose experts are nearly as likely as others may choose otherwise
 
 
 def test_granite_without_positions(tmp_path: Path) -> None:
