@@ -114,9 +114,13 @@ class ChatOptions:
         typer.Option("--once", metavar="PROMPT", help="Answer one prompt and leave (so does a prompt on stdin)."),
     ] = None
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")] = 0.0
+    temperature: Annotated[
+        float,
+        typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token: the same answer every time."),
+    ] = 0.2
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer.", show_default="the server's limit")
+        int | None,
+        typer.Option(min=1, help="Longest answer.", show_default="1024, at most a quarter of the context"),
     ] = None
 
 
