@@ -6,13 +6,14 @@ from pathlib import Path
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.core.errors import ConfigError
+from alignedserve.core.errors import ConfigError, ModelError
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile, gguf_stem, is_gguf
 from alignedserve.runtime.model.gguf.stored_weights import StoredWeights, stored_weights
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.smollm2 import SMOLLM2, smollm2_file
+from alignedserve.runtime.model.tokenizer import Tokenizer
 
 POCKET = "pocket"
 
@@ -74,6 +75,17 @@ def resolve_model(
         stored=stored,
         cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
     )
+
+
+def load_tokenizer(served: ServedModel) -> Tokenizer:
+    """Load the model's tokenizer. Raises ModelError, also when it has tokens that the embedding lacks."""
+    tokenizer = Tokenizer.load(served.folder)
+    if tokenizer.vocab_size > served.config.vocab_size:
+        raise ModelError(
+            f"{served.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding "
+            f"{served.config.vocab_size} rows; they are of different models, or tokens were added without rows for them."
+        )
+    return tokenizer
 
 
 def _model_path(name: str) -> Path:

@@ -56,7 +56,7 @@ def choose_gguf(name: HubName, listed: Collection[str]) -> list[str]:
     else:
         found = _of_quantisation(name.quantization, files)
     if len(found) != 1:
-        raise ModelNotFound(f"{name} {_wrong_number(found)}; it has {_shown(files) or 'no GGUF file'}.")
+        raise _wrong_number(name, found, files)
     parts = part_names(found[0])
     missing = [part for part in parts if part not in listed]
     if missing:
@@ -86,8 +86,13 @@ def _of_quantisation(wanted: str, files: list[str]) -> list[str]:
     return [file for file in files if form.search(PurePosixPath(file).stem)]
 
 
-def _wrong_number(found: list[str]) -> str:
-    return "names several files" if found else "is not there"
+def _wrong_number(name: HubName, found: list[str], files: list[str]) -> ModelNotFound:
+    if found:
+        return ModelNotFound(
+            f"{name} has several GGUF files; name one of them, as in {name.repo_id}:{PurePosixPath(found[0]).name}: "
+            f"{_shown(files)}."
+        )
+    return ModelNotFound(f"{name} is not there; {name.repo_id} has {_shown(files) or 'no GGUF file'}.")
 
 
 def _refuse_weights(name: HubName, listed: Collection[str]) -> None:
