@@ -83,7 +83,7 @@ def load_tokenizer(served: ServedModel) -> Tokenizer:
     if tokenizer.vocab_size > served.config.vocab_size:
         raise ModelError(
             f"{served.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding "
-            f"{served.config.vocab_size} rows; they are of different models, or tokens were added without rows for them."
+            f"{served.config.vocab_size} rows; they are of different models, or tokens were added without rows."
         )
     return tokenizer
 
