@@ -30,8 +30,8 @@ class ServeOptions:
     model: Annotated[
         str | None,
         typer.Argument(
-            help='Model folder, ORG/NAME[:QUANTISATION][@REVISION] on a Hugging Face hub, or "pocket" for the model '
-            "that ships with AlignedServe."
+            help="Model folder, GGUF file, ORG/NAME[:QUANTISATION][@REVISION] on a Hugging Face hub, smollm2, or pocket "
+            "for the model that ships with AlignedServe."
         ),
     ] = None
     config: ConfigOption = None
@@ -193,7 +193,7 @@ class ProfileOptions:
     """Options of `alignedserve profile`."""
 
     model: Annotated[
-        str, typer.Argument(help='Model folder, "pocket", or a named shape with random weights (opt-125m, ...).')
+        str, typer.Argument(help="Model folder, GGUF file, pocket, smollm2, or a shape with random weights (opt-125m).")
     ]
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
     device: Annotated[str, typer.Option(help="cpu, cuda (the first GPU) or cuda:N.")] = "cpu"

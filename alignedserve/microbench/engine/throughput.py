@@ -8,7 +8,6 @@ import resource
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, 
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.served_model import BUILT_IN, model_path
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import DecoderWeights, random_weights
 
@@ -82,7 +82,7 @@ class EngineBenchmarkSpec:
 
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
-    """Load a named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
+    """Load a named shape with random weights, or a model by name or path. Raises ModelError or ConfigError."""
     return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, device=device, seed=seed)))
 
 
@@ -91,9 +91,10 @@ def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
     if spec.model in SHAPES:
         config = SHAPES[spec.model]
         return config, random_weights(config, spec.seed, dtype, spec.device, spec.quantization)
-    folder = Path(spec.model)
+    folder = model_path(spec.model)
     if not folder.exists():
-        raise ConfigError(f"model {spec.model!r} is neither a folder, a GGUF file nor one of {', '.join(SHAPES)}.")
+        names = ", ".join((*BUILT_IN, *SHAPES))
+        raise ConfigError(f"model {spec.model!r} is neither a folder, a GGUF file nor one of {names}.")
     config = read_config(folder)
     return config, load_weights(folder, config, dtype, spec.device, spec.quantization)
 

@@ -16,6 +16,7 @@ from alignedserve.runtime.model.smollm2 import SMOLLM2, smollm2_file
 from alignedserve.runtime.model.tokenizer import Tokenizer
 
 POCKET = "pocket"
+BUILT_IN = (POCKET, SMOLLM2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def resolve_model(
 
     Raises ModelError or ConfigError saying what is missing, unknown or too large.
     """
-    folder = _model_path(section.path)
+    folder = model_path(section.path)
     file = GgufFile(folder) if is_gguf(folder) else None
     config = read_config(folder) if file is None else gguf_config(file)
     longest = config.max_position_embeddings
@@ -88,8 +89,8 @@ def load_tokenizer(served: ServedModel) -> Tokenizer:
     return tokenizer
 
 
-def _model_path(name: str) -> Path:
-    """Return the folder or GGUF file of a built-in model's name, or of a path."""
+def model_path(name: str) -> Path:
+    """Return the folder or GGUF file of a built-in model's name, or of a path. Raises ModelNotFound."""
     if name == POCKET:
         return pocket_folder()
     if name == SMOLLM2 and not Path(name).exists():
@@ -98,7 +99,7 @@ def _model_path(name: str) -> Path:
 
 
 def _default_name(name: str, path: Path) -> str:
-    if name in (POCKET, SMOLLM2):
+    if name in BUILT_IN:
         return name
     return gguf_stem(path.name) if is_gguf(path) else path.resolve().name
 
