@@ -30,8 +30,8 @@ class ServeOptions:
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Model folder, GGUF file, ORG/NAME[:QUANTISATION][@REVISION] on a Hugging Face hub, smollm2, or pocket "
-            "for the model that ships with AlignedServe."
+            help="Model folder, GGUF file, ORG/NAME[:QUANTISATION][@REVISION] on a Hugging Face hub, smollm2, or "
+            "pocket for the model that ships with AlignedServe."
         ),
     ] = None
     config: ConfigOption = None

@@ -26,6 +26,8 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.engine.decoder import Decoder
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.gguf.file import GgufFile, is_gguf
+from alignedserve.runtime.model.gguf.stored_weights import StoredWeights, stored_weights
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.served_model import BUILT_IN, model_path
@@ -117,12 +119,24 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
         peaks = (peak_rss_bytes(), int(torch.cuda.max_memory_allocated()))
         return _result(spec, engine, _TimedRun(run.times, None, wall_s, *peaks), None)
     measured = _TimedRun(run.times, clock.seconds, wall_s, peak_rss_bytes(), None)
-    bytes_per_step = step_weight_bytes(config, spec.dtype, spec.quantization)
+    bytes_per_step = step_weight_bytes(config, spec.dtype, spec.quantization, _stored(spec))
     return _result(spec, engine, measured, measure_ceilings(weights, clock, bytes_per_step, run.times.num_steps))
 
 
-def step_weight_bytes(config: ModelConfig, dtype: str, quantization: str | None) -> int:
+def _stored(spec: EngineBenchmarkSpec) -> StoredWeights | None:
+    """Return the weights as a GGUF file has them; None where there is no such file."""
+    path = None if spec.model in SHAPES else model_path(spec.model)
+    if path is None or not is_gguf(path):
+        return None
+    return stored_weights(GgufFile(path), spec.dtype, spec.device, spec.quantization)
+
+
+def step_weight_bytes(
+    config: ModelConfig, dtype: str, quantization: str | None, stored: StoredWeights | None = None
+) -> int:
     """Return the weights that every step reads whole, whatever its tokens; of experts, those of a single token."""
+    if stored is not None:
+        return stored.num_step_bytes
     return config.num_multiplied * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
 
 
@@ -277,7 +291,7 @@ def _result(
     spec: EngineBenchmarkSpec, engine: Engine, measured: _TimedRun, ceilings: Ceilings | None
 ) -> EngineBenchmarkResult:
     config, times, wall_s = engine.model.config, measured.times, measured.wall_s
-    linear_s = measured.linear_s
+    linear_s, stored = measured.linear_s, _stored(spec)
     num_prompt_tokens = sum(group.num_requests * group.prompt_len for group in spec.groups)
     num_output_tokens = sum(group.num_requests * group.output_len for group in spec.groups)
     forward_s = times.prefill_s + times.decode_s
@@ -310,7 +324,7 @@ def _result(
         share_of_weight_reading=None if ceilings is None else ceilings.weight_reading_s / wall_s,
         read_gb_per_s=None if ceilings is None else ceilings.read_bytes_per_s / 1e9,
         outside_forward_share=1.0 - forward_s / wall_s,
-        weight_bytes=config.loaded_weight_bytes(spec.dtype, spec.quantization),
+        weight_bytes=stored.num_bytes if stored else config.loaded_weight_bytes(spec.dtype, spec.quantization),
         kv_token_bytes=engine.storage.layout.token_bytes,
         kv_bytes=engine.storage.num_blocks * engine.storage.layout.block_bytes,
         peak_rss_bytes=measured.peak_rss_bytes,

@@ -23,7 +23,7 @@ from alignedserve.runtime.model.model_config import (
 from alignedserve.runtime.model.rope_fields import MAX_CONTEXT
 
 EMBEDDING = "token_embd.weight"
-_HEAD = "output.weight"
+HEAD = "output.weight"
 # Control tokens that end an answer, beside those that the metadata name.
 _END_TOKENS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"})
 _CONTROL = 3  # among tokenizer.ggml.token_type
@@ -155,7 +155,7 @@ class _Parser:
             has_output_bias=self._has("blk.0.attn_output.bias"),
             has_mlp_bias=self._has("blk.0.ffn_down.bias"),
             has_qk_norm=self._architecture.has_qk_norm,
-            ties_embeddings=not self._has(_HEAD),
+            ties_embeddings=not self._has(HEAD),
             experts=experts,
             eos_token_ids=self._end_tokens(vocab_size),
         )

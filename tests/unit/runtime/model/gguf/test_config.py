@@ -113,6 +113,9 @@ def test_weights_in_memory_are_those_of_the_file_and_the_embedding(tmp_path: Pat
     expected = sum(tensor.num_bytes for tensor in tensors if tensor.type.name == "Q8_0")
     expected += sum(4 * tensor.num_rows * tensor.shape[-1] for tensor in unpacked)
     assert served.weight_bytes == expected + 4 * len(byte_level_tokens()) * HIDDEN
+    assert served.stored is not None
+    vectors = sum(4 * tensor.shape[0] for tensor in tensors if len(tensor.shape) == 1)
+    assert served.stored.num_step_bytes == expected - vectors
     random = resolve_model(ModelSectionConfig(path=str(path), random_weights=True))
     assert random.weight_bytes == random.config.loaded_weight_bytes(random.dtype)
 
