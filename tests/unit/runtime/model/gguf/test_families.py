@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import UnsupportedModel
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile
 from alignedserve.runtime.model.model_files import read_config
+from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.converted_gguf import write_converted
 from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.tiny_models import make_tiny_model
@@ -61,6 +63,18 @@ def test_experts_and_fused_tensors_in_blocks(family: str, dtype: str, tmp_path: 
     expected = expected_logits(model)
     errors = (logits_of(path, dtype) - expected).square().mean(-1).sqrt() / expected.std()
     assert float(errors.median()) < 0.08  # a token whose experts are nearly as likely as others may choose otherwise
+
+
+def test_a_step_reads_the_experts_that_a_token_chooses(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, "mixtral")
+    path = write_converted(tmp_path, model.config, tmp_path / "a.gguf", "Q8_0")
+    stored = resolve_model(ModelSectionConfig(path=str(path), dtype="float32")).stored
+    assert stored is not None
+    matrices = [tensor for tensor in GgufFile(path).tensors.values() if len(tensor.shape) > 1]
+    expected = {tensor.name: tensor.num_bytes for tensor in matrices if tensor.name != "token_embd.weight"}
+    assert stored.num_step_bytes == sum(
+        num_bytes * 2 // 5 if "_exps" in name else num_bytes for name, num_bytes in expected.items()
+    )
 
 
 def test_granite_without_positions(tmp_path: Path) -> None:

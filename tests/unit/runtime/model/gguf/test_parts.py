@@ -1,5 +1,6 @@
 """Models in several GGUF files: read as one, and refused when a part is missing, of another model, or not the first."""
 
+import random
 import shutil
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError, ModelNotFound
 from alignedserve.runtime.model.gguf import file as gguf_file
+from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.gguf.file import GgufFile, part_names
 from alignedserve.runtime.model.served_model import resolve_model
 from alignedserve.runtime.model.tokenizer import Tokenizer
 from tests.support.converted_gguf import split_in_parts
-from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_gguf import mutated_header, write_tiny_gguf
 
 
 @pytest.fixture
@@ -93,6 +95,24 @@ def test_truncated_part(whole: Path) -> None:
     second.write_bytes(second.read_bytes()[:-64])
     with pytest.raises(ModelError, match=r"00002-of-00002\.gguf is not a valid GGUF file"):
         GgufFile(first)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_mutated_parts_are_read_or_refused(count: int, whole: Path) -> None:
+    first, second = split_in_parts(whole, 2)
+    tensors = [tensor for tensor in GgufFile(first).tensors.values() if tensor.path == second]
+    header = second.read_bytes()[: min(tensor.offset for tensor in tensors)]
+    rng = random.Random(count)
+    num_refused = 0
+    with second.open("r+b", buffering=0) as file:
+        for _ in range(count):
+            file.seek(0)
+            file.write(mutated_header(header, rng))
+            try:
+                gguf_config(GgufFile(first))
+            except ModelError:
+                num_refused += 1
+    assert num_refused > count // 4
 
 
 @pytest.mark.parametrize("name", ["a-00000-of-00002.gguf", "a-00003-of-00002.gguf", "a-00001-of-09999.gguf"])
