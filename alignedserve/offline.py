@@ -26,8 +26,7 @@ from alignedserve.runtime.device.devices import worker_devices
 from alignedserve.runtime.device.dtypes import has_native_bfloat16
 from alignedserve.runtime.engine.model_executor import EngineSizes, ModelExecutor
 from alignedserve.runtime.model.hub.local_model import with_local_model
-from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
 from decode_worker.colocated.logic import ColocatedCommand
 from decode_worker.factory import make_colocated_logic, memory_of
 from kernels.float8_linear import has_float8_products
@@ -78,7 +77,7 @@ class LLM:
         )
         if served.stored is not None and served.stored.warning is not None:
             logger.warning("Weights: %s.", served.stored.warning)
-        self._tokenizer = Tokenizer.load(served.folder)
+        self._tokenizer = load_tokenizer(served)
         self._max_context_len = served.max_context_len
         self._executor = ModelExecutor(
             served, EngineSizes(memory_bytes, max_running, _BLOCK_SIZE, device=worker_device)

@@ -86,7 +86,9 @@ class EngineOptions:
         str | None,
         typer.Option("--shape", help="Named shape with random weights.", show_default="opt-125m; GPU: llama-3-8b"),
     ] = None
-    model: Annotated[str | None, typer.Option("--model", help="Model folder, in place of a shape.")] = None
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model folder, GGUF file, pocket or smollm2, in place of a shape.")
+    ] = None
     workload: Annotated[
         str | None,
         typer.Option(

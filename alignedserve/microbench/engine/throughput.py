@@ -8,7 +8,6 @@ import resource
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +31,7 @@ from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config, weights_in_files
 from alignedserve.runtime.model.quantized.product_form import Computing
 from alignedserve.runtime.model.random_weights import random_weights
+from alignedserve.runtime.model.served_model import BUILT_IN, model_path
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weight_loader import DecoderWeights
 from kernels.float8_linear import has_float8_products
@@ -86,7 +86,7 @@ class EngineBenchmarkSpec:
 
 
 def load_decoder(model: str, dtype: str, device: str = "cpu", seed: int = 0) -> Decoder:
-    """Load a named shape with random weights, or the model in a folder. Raises ModelError or ConfigError."""
+    """Load a named shape with random weights, or a model by name or path. Raises ModelError or ConfigError."""
     return Decoder(*_load(EngineBenchmarkSpec(model, (RequestGroup(1, 1, 1),), dtype, device=device, seed=seed)))
 
 
@@ -95,9 +95,10 @@ def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
     if spec.model in SHAPES:
         config = SHAPES[spec.model]
         return config, random_weights(config, spec.seed, dtype, spec.device, spec.quantization)
-    folder = Path(spec.model)
+    folder = model_path(spec.model)
     if not folder.exists():
-        raise ConfigError(f"model {spec.model!r} is neither a folder, a GGUF file nor one of {', '.join(SHAPES)}.")
+        names = ", ".join((*BUILT_IN, *SHAPES))
+        raise ConfigError(f"model {spec.model!r} is neither a folder, a GGUF file nor one of {names}.")
     config = read_config(folder)
     return config, load_weights(folder, config, dtype, spec.device, spec.quantization)
 
@@ -136,8 +137,9 @@ def weight_bytes(
 ) -> WeightBytes:
     """Return the bytes of the weights of a named shape, or of the model in a folder."""
     stored = None
-    if model not in SHAPES and quantization is None:
-        stored = weights_in_files(Path(model), config, Computing(device, dtype, has_float8_products(device)))
+    if model not in SHAPES:
+        computing = Computing(device, dtype, has_float8_products(device))
+        stored = weights_in_files(model_path(model), config, computing, quantization)
     if stored is not None:
         return WeightBytes(stored.num_bytes, stored.step_bytes)
     step_bytes = config.num_multiplied * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)

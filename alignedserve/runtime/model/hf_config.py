@@ -24,7 +24,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     option that the engine does not have, ModelError naming the field that is wrong.
     """
     if not folder.is_dir():
-        raise ModelNotFound(f"{folder} is not a folder, nor a name on a hub (ORG/NAME).")
+        raise ModelNotFound(
+            f"{folder} is neither a folder here nor a name on a hub (ORG/NAME, such as Qwen/Qwen3-0.6B)."
+        )
     path = folder / "config.json"
     config = parse_model_config(read_json_object(path, MAX_CONFIG_BYTES), where=str(path))
     generation_path = folder / "generation_config.json"

@@ -5,31 +5,16 @@ from torch import Tensor
 
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
+from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
 from alignedserve.runtime.model.gguf.tensor_types import computed_as
 from alignedserve.runtime.model.model_config import Family, ModelConfig, NormKind
 from alignedserve.runtime.model.packed_products import BLOCK_DTYPES, BlockRows
-from alignedserve.runtime.model.weight_names import ParameterNames
 from kernels.block_values import unpack_rows, wider_blocks
 from kernels.cpu.block_quantized_linear import block_obstacle
 from kernels.cpu.packed_linear import FileRows
 
-_NAMES = ParameterNames(
-    prefixes=("",),
-    embedding="token_embd",
-    final_norm="output_norm",
-    lm_heads=("output",),
-    layer="blk.{layer}.",
-    attention_norm="attn_norm",
-    mlp_norm="ffn_norm",
-    qkv=("attn_q", "attn_k", "attn_v"),
-    output="attn_output",
-    gate_up=("ffn_gate", "ffn_up"),
-    down="ffn_down",
-    query_norm="attn_q_norm",
-    key_norm="attn_k_norm",
-    attention_post_norm="post_attention_norm",
-    mlp_post_norm="post_ffw_norm",
-)
+# llama.cpp rotates neighbouring elements of these families' heads and puts their rows side by side for that.
+_INTERLEAVED = (Family.LLAMA, Family.MIXTRAL, Family.GRANITE)
 
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,8 +22,6 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 class GgufSource:
     """The tensors of one file, in `dtype` on `device`; on a CPU most matrices stay in their blocks."""
-
-    names = _NAMES
 
     def __init__(
         self,
@@ -53,18 +36,18 @@ class GgufSource:
         has_kernels = device.type == "cpu" and dtype in BLOCK_DTYPES
         self._has_blocks = has_kernels and not unpacks_all
         self._file = file
+        self.names = tensor_names(file)
         self.dtype = dtype
         self._device = device
         # Files have 1 + weight where a norm scales by that: taken off again, it keeps all its bits.
         self._has_added_ones = config.norm is NormKind.RMS_PLUS_ONE
-        # llama.cpp rotates neighbouring elements of a llama's heads and puts their rows side by side for that.
         self._interleaved_heads = (
-            {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if config.family is Family.LLAMA else {}
+            {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads} if config.family in _INTERLEAVED else {}
         )
 
     def has(self, name: str) -> bool:
         """Return whether the file holds a tensor of this name."""
-        return name in self._file.tensors
+        return find_tensor(self._file, name) is not None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor, unpacked, converted and moved. Raises ModelError naming tensor and file."""
@@ -104,7 +87,7 @@ class GgufSource:
         return FileRows(self._file.path, stored.offset, *shape, dtype)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
-        stored = self._file.tensors.get(name)
+        stored = find_tensor(self._file, name)
         if stored is None:
             raise ModelError(f"{self._file.path} holds no tensor {name}.")
         if stored.shape != shape:

@@ -18,15 +18,15 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
     is_in_blocks = not device.startswith("cuda") and quantization is None and dtype in _BLOCK_DTYPES and _HAS_KERNELS
     packed_bytes = 1 if quantization == "int8" else DTYPE_BYTES[dtype]
     num_bytes = step_bytes = 0
-    looked_up = None if HEAD not in file.tensors else EMBEDDING  # where it is not the head as well
     matrices, in_blocks, unpacked = Counter[str](), Counter[str](), Counter[str]()
     for tensor in file.tensors.values():
         num_values = _num_values(tensor)
-        stays = len(tensor.shape) == 2 and is_in_blocks and computed_as(tensor.type.name) is not None
-        held = tensor.num_bytes if stays else num_values * packed_bytes
-        num_bytes += held
-        step_bytes += held if len(tensor.shape) == 2 and tensor.name != looked_up else 0
-        if len(tensor.shape) == 2:
+        is_matrix = len(tensor.shape) > 1  # or, of experts, many
+        stays = is_matrix and is_in_blocks and computed_as(tensor.type.name) is not None
+        loaded_bytes = tensor.num_bytes if stays else num_values * packed_bytes
+        num_bytes += loaded_bytes
+        if is_matrix:
+            step_bytes += _step_bytes(file, tensor, loaded_bytes)
             matrices[tensor.type.name] += 1
             if tensor.type.name not in FLOAT_TYPES:
                 (in_blocks if stays else unpacked)[tensor.type.name] += 1
@@ -37,6 +37,16 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
     if unpacked:
         described += f"; {', '.join(unpacked)} unpacked to {quantization or dtype}, which takes more memory and time"
     return StoredWeights(num_bytes, step_bytes, described)
+
+
+def _step_bytes(file: GgufFile, tensor: GgufTensor, loaded_bytes: int) -> int:
+    if tensor.name == EMBEDDING and HEAD in file.tensors:
+        return 0  # only looked up
+    if len(tensor.shape) == 2:
+        return loaded_bytes
+    num_chosen = file.metadata.get(f"{file.metadata['general.architecture']}.expert_used_count")
+    assert isinstance(num_chosen, int), "not checked by the config"
+    return loaded_bytes * num_chosen // tensor.shape[0]
 
 
 def _num_values(tensor: GgufTensor) -> int:
