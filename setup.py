@@ -29,6 +29,7 @@ SOURCES = (
     "block_products/plain",
     "block_products/avx2",
     "block_products/avx512vnni",
+    "decode_pass/module",
     "nanobind",
 )
 HEADERS = (
@@ -47,6 +48,7 @@ HEADERS = (
     "block_products/block_products",
     "block_products/level",
     "block_products/packing",
+    "decode_pass/parts",
 )
 
 

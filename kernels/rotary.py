@@ -56,6 +56,11 @@ class HeadPlacement:
         is_plain = self._fused is None and self._rows is None
         self.angle_dtype = dtype if is_plain else torch.float32
 
+    @property
+    def native_rows(self) -> HeadRows | None:
+        """Return the native kernel, where it runs."""
+        return self._rows
+
     def __call__(
         self,
         fused: Tensor,

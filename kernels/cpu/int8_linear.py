@@ -8,6 +8,7 @@ has scale 0.02 and becomes [127, 64]; the product is (127 * 50 - 64 * 127) * 0.0
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,11 @@ class Int8Linear:
             assert activation is not None, "gates without a nonlinearity"
             then = Gated(activation, weight.dtype, weight.device)
         self._multiply = _OneDnnInt8(weight, bias, then)
+
+    @property
+    def native_parts(self) -> tuple[Any, ...]:
+        """Return the native product, see `kernels.cpu.decode_pass`; none where there is none."""
+        return self._multiply.native_parts if isinstance(self._multiply, PackedLinear) else ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""

@@ -4,6 +4,8 @@ Panels of 32 columns are read from memory once and multiplied by up to 14 rows a
 meanwhile the next panel is fetched. Bias, nonlinearity and gates are applied before a result is written.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,11 @@ class PackedLinear:
         shape = (columns, self.in_width)
         source = (weight.data_ptr(), weight.dtype == torch.bfloat16, *shape, address)
         self._weight = _native.PackedWeight(level, name, *source, activation or "none", is_gated)
+
+    @property
+    def native_parts(self) -> tuple[Any, ...]:
+        """Return the native product, see `kernels.cpu.decode_pass`."""
+        return (self._weight,)
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,98 @@
+"""Decodes through all layers in one call of the native kernels: the same bits as layer by layer."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from alignedserve.runtime.attention.backend import TORCH
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.engine.native_pass import NativePass, PassResult
+from kernels.cpu.decode_pass import decode_pass_available
+from kernels.cpu.paged_attention import supported_levels
+from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built")
+
+# Of norms, biases, windows, two rotary embeddings, and a cache of few heads.
+FAMILIES = ("llama", "opt", "mistral_window", "qwen2_window", "phi3")
+BLOCKS = (("Q4_1", "Q8_0"), ("Q4_0",), ("Q4_K", "Q6_K"))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def make(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        make_tiny_model(folder, family)
+        return folder
+
+    return cache(make)
+
+
+def logits_of(decoder: Decoder, *, attention: str | None = None, cache_dtype: str | None = None) -> torch.Tensor:
+    """Logits of a prompt in a chunk, and of decodes of one to three rows, some past a window and past a block."""
+    probe = LogitsProbe(decoder, attention=attention or supported_levels()[0], cache_dtype=cache_dtype)
+    for seed, (name, count) in enumerate({"a": 41, "b": 7, "c": 22}.items()):
+        probe.add(name, random_tokens(seed, count, 128))
+    probe.step(a=5, b=1, c=3)
+    for step in range(36):
+        probe.step(**{name: 1 for name, last in {"a": 36, "b": 6, "c": 19}.items() if step < last})
+    return torch.cat([probe.logits(name) for name in "abc"])
+
+
+def in_one_call_and_by_layers(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, cache_dtype: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    results: list[PassResult | None] = []
+    run = NativePass.run
+
+    def noted(self: NativePass, *args) -> PassResult | None:
+        results.append(run(self, *args))
+        return results[-1]
+
+    monkeypatch.setattr(NativePass, "run", noted)
+    fused = logits_of(decoder, cache_dtype=cache_dtype)
+    assert [result is None for result in results] == [True] + [False] * 36, "the prompt alone goes layer by layer"
+    monkeypatch.setattr(NativePass, "run", lambda *args: None)
+    return fused, logits_of(decoder, cache_dtype=cache_dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits_as_layer_by_layer(
+    family: str, dtype: str, threads: int, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = tiny_decoder(folder_of(family), dtype)
+    torch.set_num_threads(threads)
+    try:
+        fused, separate = in_one_call_and_by_layers(decoder, monkeypatch)
+    finally:
+        torch.set_num_threads(1)
+    assert fused.isfinite().all()
+    assert torch.equal(fused, separate)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_and_cache_of_8_bits(
+    dtype: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused, separate = in_one_call_and_by_layers(tiny_decoder(folder_of("llama"), dtype, "int8"), monkeypatch, "int8")
+    assert torch.equal(fused, separate)
+
+
+@pytest.mark.parametrize("types", BLOCKS)
+def test_weights_in_blocks(types: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = tiny_decoder(write_tiny_gguf(tmp_path / "tiny.gguf", types=types), "bfloat16")
+    fused, separate = in_one_call_and_by_layers(decoder, monkeypatch)
+    assert torch.equal(fused, separate)
+
+
+def test_another_attention_backend_goes_layer_by_layer(folder_of: Callable[[str], Path]) -> None:
+    decoder = tiny_decoder(folder_of("llama"))
+    close = torch.allclose(logits_of(decoder, attention=TORCH), logits_of(decoder), atol=1e-4)
+    assert close
