@@ -64,8 +64,8 @@ class Decoder:
                 return hidden.add_(passed.pending)
         run = _Pass(batch, storage, self._by_layer(rotations))
         if batch.hidden is not None:
-            rotations = self._by_layer(self._rotations(batch.hidden.positions))
-            run.hidden = HiddenPass(batch.hidden, storage, self._place, rotations)
+            own = self._by_layer(self._rotations(batch.hidden.positions))
+            run.hidden = HiddenPass(batch.hidden, storage, self._place, own)
         pending = None
         for layer, weights in enumerate(self._weights.layers):
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)

@@ -35,9 +35,11 @@ class PassResult(NamedTuple):
 
 
 class NativePass:
-    """All layers of a model whose every part has a native kernel; steps with chunks or hidden caches are not for it."""
+    """All layers of a model whose every part has a native kernel; only for steps without chunks and hidden caches."""
 
-    def __init__(self, layers: Sequence[LayerParts], place: HeadPlacement, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layers: Sequence[LayerParts], place: HeadPlacement, hidden_size: int, dtype: torch.dtype
+    ) -> None:
         assert place.native_rows is not None, "see native_pass"
         self._pass = DecodePass(layers, place.native_rows, hidden_size, dtype)
         self._num_layers = len(layers)
