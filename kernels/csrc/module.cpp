@@ -208,7 +208,7 @@ class DecodePlan : public decode_pass::Attention {
     void run(int layer, bool is_windowed, uintptr_t queries, int64_t query_stride, uintptr_t out, int64_t out_stride) {
         begin(layer, is_windowed, queries, query_stride, out, out_stride);
         nb::gil_scoped_release released;
-        const int num_threads = int(std::min<int64_t>(num_threads_, division_->pieces.size()));
+        const int num_threads = int(std::min<int64_t>(num_threads_, num_pieces(is_windowed)));
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
         {
             attend();
@@ -221,12 +221,13 @@ class DecodePlan : public decode_pass::Attention {
     int64_t num_layers() const override { return cache_.num_layers(); }
     int64_t query_width() const override { return int64_t(cache_.shape().num_heads()) * cache_.shape().head_dim; }
     bool is_bfloat16() const override { return cache_.shape().is_bfloat16; }
+    int64_t num_pieces(bool is_windowed) const override { return division(is_windowed).pieces.size(); }
     bool has_merges() const override { return !division_->merges.empty(); }
 
     void begin(int layer, bool is_windowed, uintptr_t queries, int64_t query_stride, uintptr_t out,
                int64_t out_stride) override {
         call_ = call_of(cache_, layer, queries, query_stride, out, out_stride);
-        division_ = is_windowed && !windowed_.pieces.empty() ? &windowed_ : &whole_;
+        division_ = &division(is_windowed);
         partials_.resize(size_t(division_->num_partials * partial_floats()));
         num_taken_.store(0, std::memory_order_relaxed);
     }
@@ -253,6 +254,10 @@ class DecodePlan : public decode_pass::Attention {
     const Piece* take() {
         const int64_t index = num_taken_.fetch_add(1, std::memory_order_relaxed);
         return index < int64_t(division_->pieces.size()) ? &division_->pieces[index] : nullptr;
+    }
+
+    const Division& division(bool is_windowed) const {
+        return is_windowed && !windowed_.pieces.empty() ? windowed_ : whole_;
     }
 
     int64_t partial_floats() const { return int64_t(cache_.shape().num_heads()) * cache_.shape().partial_floats(); }

@@ -108,7 +108,7 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
     engine = make_engine(Decoder(config, clock.watch(weights) if is_cpu else weights), spec)
     _warm_up(engine, spec)
     clock.reset()
-    run = WorkloadRun(engine, spec, spec.groups)
+    run = WorkloadRun(engine, spec, spec.groups, clock)
     started = time.perf_counter()
     run.run()
     wall_s = time.perf_counter() - started
@@ -192,6 +192,7 @@ class WorkloadRun:
     engine: Engine
     spec: EngineBenchmarkSpec
     groups: tuple[RequestGroup, ...]
+    clock: ProductClock | None = None
     times: WorkloadTimes = field(default_factory=WorkloadTimes)
     _running: dict[RequestId, _ActiveRequest] = field(default_factory=dict)
 
@@ -254,6 +255,8 @@ class WorkloadRun:
             times.prefill_s += output.times.forward_s
         else:
             times.decode_s += output.times.forward_s
+        if self.clock is not None and self.engine.model.products_s:
+            self.clock.note_pass(len(output.sampled), self.engine.model.products_s)
 
     def _finish(self, output: StepOutput, allocator: BlockAllocator) -> None:
         assert not output.failed, "the model's logits are not numbers"

@@ -32,6 +32,8 @@ class Decoder:
         # queued (a GPU).
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
+        # The same of its layers' products, where all layers were computed in one call; else 0.
+        self.products_s = 0.0
         rope_of_layer = [config.rope_of(layer) for layer in range(config.num_layers)]
         ropes = [rope for rope in dict.fromkeys(rope_of_layer) if rope is not None]
         self._ropes = [(inverse_frequencies(rope).to(self.device), rope.angle_factor) for rope in ropes]
@@ -60,7 +62,8 @@ class Decoder:
         if self._native_pass is not None:
             passed = self._native_pass.run(hidden, batch, storage, rotations)
             if passed is not None:
-                self.attention_s, self.chunk_attention_s = passed.times.attention_s, 0.0
+                self.attention_s, self.products_s = passed.times
+                self.chunk_attention_s = 0.0
                 return hidden.add_(passed.pending)
         run = _Pass(batch, storage, self._by_layer(rotations))
         if batch.hidden is not None:
@@ -71,6 +74,7 @@ class Decoder:
             hidden, pending = self._run_layer(hidden, pending, layer, weights, run)
         if self.device.type == "cpu":
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
+            self.products_s = 0.0
         return hidden if pending is None else hidden.add_(pending)
 
     @torch.inference_mode()

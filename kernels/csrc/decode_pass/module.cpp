@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <utility>
@@ -34,6 +35,9 @@ using products::Memory;
 using products::Shares;
 
 constexpr size_t kAlignment = 64;
+// Up to so many rows are normalised and rounded by every thread for itself, which takes less than waiting for another.
+constexpr int64_t kOwnRows = 2;
+constexpr int kProducts = 4;  // of a layer
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -54,6 +58,12 @@ struct JoinedProduct {
         for (const Product* part : parts) bytes += aligned(part->rounded_bytes(num_rows));
         return bytes;
     }
+
+    int64_t num_parts(int64_t num_rows) const {
+        int64_t count = 0;
+        for (const Product* part : parts) count += part->num_parts(num_rows);
+        return count;
+    }
 };
 
 struct Layer {
@@ -65,6 +75,11 @@ struct Layer {
     JoinedProduct down;
     int rope;  // index of its angles; -1: nothing is rotated
     bool is_windowed;
+
+    const JoinedProduct& product(int index) const {
+        const JoinedProduct* products[kProducts] = {&qkv, &output, &gate_up, &down};
+        return *products[index];
+    }
 };
 
 struct Angles {
@@ -80,19 +95,25 @@ struct CacheSlots {
     const int64_t* slots;  // [rows]
 };
 
-// Rows of the vectors between the parts of a layer.
-struct Buffers {
-    char *normed, *fused, *attended, *added, *inner, *rounded;
+// Rows between the parts of a layer that threads write together.
+struct SharedRows {
+    char *fused, *attended, *added, *inner, *pending;
+};
+
+// Rows that a thread writes for itself, or, where there are many, each thread some of: all threads then have the same.
+struct OwnRows {
+    char *residual, *normed, *rounded;
 };
 
 struct Step {
-    char* residual;  // [rows, hidden_size], one run of memory, as is pending
-    char* pending;
     int64_t num_rows;
     CacheSlots cache;
     std::vector<Angles> angles;
     Attention* attention;
-    Buffers buffers;
+    SharedRows shared;
+    std::vector<OwnRows> own;  // of each thread
+
+    bool has_own_rows() const { return num_rows <= kOwnRows; }
 };
 
 // Seconds that the first thread spent between barriers in attention and in products.
@@ -130,46 +151,11 @@ class DecodePass {
     std::pair<double, double> run(uintptr_t residual, uintptr_t pending, int64_t num_rows, Attention& attention,
                                   const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots, uintptr_t keys,
                                   uintptr_t values, int64_t layer_bytes, int64_t num_slots, bool is_int8,
-                                  int num_threads) {
-        Step step{reinterpret_cast<char*>(residual), reinterpret_cast<char*>(pending), num_rows,
-                  {reinterpret_cast<char*>(keys), reinterpret_cast<char*>(values), layer_bytes, is_int8,
-                   reinterpret_cast<const int64_t*>(slots)},
-                  {}, &attention, {}};
-        for (const std::vector<uintptr_t>& own : angles)
-            step.angles.push_back({reinterpret_cast<const float*>(own.at(0)), reinterpret_cast<const float*>(own.at(1)),
-                                   int64_t(own.at(2))});
-        check(step, num_slots, num_threads);
-        step.buffers = buffers(num_rows);
-        Shares shares(0, num_threads);
-        Times times;
-        nb::gil_scoped_release released;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-        {
-            Team team{omp_get_thread_num(), omp_get_num_threads(), shares, times};
-            for (size_t index = 0; index < layers_.size(); ++index) run_layer(step, int(index), team);
-        }
-        return {times.attention_s, times.products_s};
-    }
+                                  int num_threads);
 
    private:
     // One thread among those of the region.
-    struct Team {
-        const int thread, num_threads;
-        Shares& shares;
-        Times& times;
-
-        bool is_first() const { return thread == 0; }
-
-        static void wait() {
-#pragma omp barrier
-        }
-
-        template <typename Work>
-        void on_rows(int64_t num_rows, const Work& work) const {
-            const int64_t first = num_rows * thread / num_threads, last = num_rows * (thread + 1) / num_threads;
-            if (first < last) work(first, last);
-        }
-    };
+    class Thread;
 
     JoinedProduct joined(const std::vector<const Product*>& parts, int64_t in_width, int64_t out_width) const {
         if (parts.empty()) throw std::invalid_argument("no product");
@@ -196,128 +182,33 @@ class DecodePass {
                 throw std::invalid_argument("a slot outside the storage");
     }
 
-    // Carved out of one run of memory that is kept from step to step.
-    Buffers buffers(int64_t num_rows) {
+    // Out of one run of memory that is kept from step to step.
+    void divide_memory(Step& step, char* residual, int num_threads) {
         int64_t inner_width = 0;
-        size_t rounded_bytes = 0;
+        size_t rounded = 0;
         for (const Layer& layer : layers_) {
             inner_width = std::max(inner_width, layer.down.in_width());
-            for (const JoinedProduct* product : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-                rounded_bytes = std::max(rounded_bytes, product->rounded_bytes(num_rows));
+            for (int i = 0; i < kProducts; ++i) rounded = std::max(rounded, layer.product(i).rounded_bytes(step.num_rows));
         }
-        const size_t hidden = row_bytes(num_rows, hidden_size_), fused = row_bytes(num_rows, placement_.width()),
-                     attended = row_bytes(num_rows, placement_.query_width()), inner = row_bytes(num_rows, inner_width);
-        const size_t bytes = 2 * hidden + fused + attended + inner + rounded_bytes;
+        const size_t hidden = rows_bytes(step, hidden_size_), fused = rows_bytes(step, placement_.width()),
+                     attended = rows_bytes(step, placement_.query_width()), inner = rows_bytes(step, inner_width);
+        const size_t own = 2 * hidden + rounded, num_own = step.has_own_rows() ? num_threads : 1;
+        const size_t bytes = fused + attended + hidden + inner + num_own * own;
         if (!memory_ || memory_->bytes() < bytes) {
             memory_.reset();
             memory_ = std::make_unique<Memory>(bytes);
         }
-        Buffers own{};
-        own.normed = memory_->data();
-        own.added = own.normed + hidden;
-        own.fused = own.added + hidden;
-        own.attended = own.fused + fused;
-        own.inner = own.attended + attended;
-        own.rounded = own.inner + inner;
-        return own;
-    }
-
-    size_t row_bytes(int64_t num_rows, int64_t width) const { return aligned(size_t(num_rows * width * size_)); }
-
-    void run_layer(const Step& step, int index, const Team& team) const {
-        const Layer& layer = layers_[index];
-        const Buffers& buffers = step.buffers;
-        norm_and_multiply(step, *layer.attention_norm, index ? step.pending : nullptr, layer.qkv, buffers.fused, team);
-        place(step, index, team);
-        attend(step, index, team);
-        round_and_multiply(step, layer.output, buffers.attended, buffers.added, team);
-        norm_and_multiply(step, *layer.mlp_norm, buffers.added, layer.gate_up, buffers.inner, team);
-        round_and_multiply(step, layer.down, buffers.inner, step.pending, team);
-    }
-
-    // residual += added, if there is any; then product(norm(residual)).
-    void norm_and_multiply(const Step& step, const RowNorm& norm, const char* added, const JoinedProduct& product, char* out,
-                           const Team& team) const {
-        const int64_t row_bytes = hidden_size_ * size_;
-        char* normed = step.buffers.normed;
-        const rows::NormRows call{added ? added : step.residual,
-                                  row_bytes,
-                                  added ? step.residual : nullptr,
-                                  row_bytes,
-                                  normed,
-                                  row_bytes};
-        team.on_rows(step.num_rows, [&](int64_t first, int64_t last) { norm.normalise(call, first, last); });
-        round_and_multiply(step, product, normed, out, team);
-    }
-
-    // Each thread rounds the rows that it may have just written itself.
-    void round_and_multiply(const Step& step, const JoinedProduct& product, const char* x, char* out,
-                            const Team& team) const {
-        const auto on_parts = [&](const auto& work) {
-            ProductCall call{x,   product.in_width() * size_,  step.buffers.rounded,     out,
-                             product.out_width() * size_, step.num_rows, placement_.is_bfloat16()};
-            for (const Product* part : product.parts) {
-                if (!work(*part, call)) return;
-                call.rounded += aligned(part->rounded_bytes(step.num_rows));
-                call.out += part->out_width() * size_;
-            }
-        };
-        int64_t num_parts = 0;
-        on_parts([&](const Product& part, const ProductCall& call) {
-            team.on_rows(step.num_rows, [&](int64_t first, int64_t last) { part.round(call, first, last); });
-            num_parts += part.num_parts(step.num_rows);
-            return true;
-        });
-        if (team.is_first()) team.shares.restart(num_parts);
-        team.wait();
-        if (team.is_first()) team.times.restart();
-        for (int64_t taken = team.shares.take(team.thread); taken >= 0; taken = team.shares.take(team.thread))
-            on_parts([&](const Product& part, const ProductCall& call) {
-                const int64_t own = part.num_parts(step.num_rows);
-                if (taken < own) {
-                    part.multiply(call, taken);
-                    return false;
-                }
-                taken -= own;
-                return true;
-            });
-        team.wait();
-        if (team.is_first()) team.times.add_to(team.times.products_s);
-    }
-
-    void place(const Step& step, int index, const Team& team) const {
-        const CacheSlots& cache = step.cache;
-        rows::HeadRows call{};
-        call.heads = step.buffers.fused;
-        call.row_bytes = placement_.width() * size_;
-        if (layers_[index].rope >= 0) {
-            const Angles& angles = step.angles[layers_[index].rope];
-            call.cos = angles.cos;
-            call.sin = angles.sin;
-            call.half = angles.half;
+        char* at = memory_->data();
+        const auto next = [&](size_t size) { return std::exchange(at, at + size); };
+        step.shared = {next(fused), next(attended), next(hidden), next(inner), step.shared.pending};
+        for (size_t i = 0; i < num_own; ++i) {
+            step.own.push_back({next(hidden), next(hidden), next(rounded)});
+            if (i) std::memcpy(step.own[i].residual, residual, size_t(step.num_rows * hidden_size_ * size_));
         }
-        call.slots = cache.slots;
-        call.keys = cache.keys + index * cache.layer_bytes;
-        call.values = cache.values + index * cache.layer_bytes;
-        call.is_int8 = cache.is_int8;
-        team.on_rows(step.num_rows, [&](int64_t first, int64_t last) { placement_.place(call, first, last); });
-        if (team.is_first())
-            step.attention->begin(index, layers_[index].is_windowed, reinterpret_cast<uintptr_t>(step.buffers.fused),
-                                  placement_.width(), reinterpret_cast<uintptr_t>(step.buffers.attended),
-                                  placement_.query_width());
-        team.wait();
+        step.own[0].residual = residual;
     }
 
-    void attend(const Step& step, int index, const Team& team) const {
-        if (team.is_first()) team.times.restart();
-        step.attention->attend();
-        team.wait();
-        if (step.attention->has_merges()) {
-            step.attention->merge(team.thread, team.num_threads);
-            team.wait();
-        }
-        if (team.is_first()) team.times.add_to(team.times.attention_s);
-    }
+    size_t rows_bytes(const Step& step, int64_t width) const { return aligned(size_t(step.num_rows * width * size_)); }
 
     const Placement& placement_;
     const int64_t hidden_size_;
@@ -325,6 +216,176 @@ class DecodePass {
     std::vector<Layer> layers_;
     std::unique_ptr<Memory> memory_;
 };
+
+class DecodePass::Thread {
+   public:
+    // To be made by every thread of the region.
+    Thread(const DecodePass& pass, const Step& step, Shares* shares, Times& times)
+        : pass_(pass),
+          step_(step),
+          shares_(shares),
+          times_(times),
+          index_(omp_get_thread_num()),
+          num_threads_(omp_get_num_threads()),
+          own_(step.own[step.has_own_rows() ? index_ : 0]) {}
+
+    void run() {
+        const SharedRows& rows = step_.shared;
+        for (int layer = 0; layer < int(pass_.layers_.size()); ++layer) {
+            const Layer& parts = pass_.layers_[layer];
+            normalise(*parts.attention_norm, layer ? rows.pending : nullptr);
+            multiply(layer, 0, own_.normed, rows.fused);
+            attend(layer);
+            multiply(layer, 1, rows.attended, rows.added);
+            normalise(*parts.mlp_norm, rows.added);
+            multiply(layer, 2, own_.normed, rows.inner);
+            multiply(layer, 3, rows.inner, rows.pending);
+        }
+    }
+
+   private:
+    bool is_first() const { return index_ == 0; }
+
+    static void wait() {
+#pragma omp barrier
+    }
+
+    // Behind this, rows that `on_own_rows` wrote may be read by this thread.
+    void wait_for_own_rows() const {
+        if (!step_.has_own_rows()) wait();
+    }
+
+    template <typename Work>
+    void on_own_rows(const Work& work) const {
+        step_.has_own_rows() ? work(0, step_.num_rows) : on_rows(work);
+    }
+
+    template <typename Work>
+    void on_rows(const Work& work) const {
+        const int64_t first = step_.num_rows * index_ / num_threads_, last = step_.num_rows * (index_ + 1) / num_threads_;
+        if (first < last) work(first, last);
+    }
+
+    // normed = norm(residual += added), if anything is added.
+    void normalise(const RowNorm& norm, const char* added) const {
+        const int64_t row_bytes = pass_.hidden_size_ * pass_.size_;
+        const rows::NormRows call{added ? added : own_.residual, row_bytes,  added ? own_.residual : nullptr,
+                                  row_bytes,                     own_.normed, row_bytes};
+        on_own_rows([&](int64_t first, int64_t last) { norm.normalise(call, first, last); });
+    }
+
+    // A thread rounds the same rows as it normalises, so nothing is waited for in between.
+    void multiply(int layer, int index, const char* x, char* out) const {
+        const JoinedProduct& product = pass_.layers_[layer].product(index);
+        on_calls(product, x, out, [&](const Product& part, const ProductCall& call) {
+            on_own_rows([&](int64_t first, int64_t last) { part.round(call, first, last); });
+            return true;
+        });
+        wait_for_own_rows();
+        const int64_t place = layer * kProducts + index;
+        if (is_first()) {
+            const int64_t next = std::min<int64_t>(place + 1, pass_.layers_.size() * kProducts - 1);
+            shares_[(place + 1) % 2].restart(
+                pass_.layers_[next / kProducts].product(next % kProducts).num_parts(step_.num_rows));
+            times_.restart();
+        }
+        Shares& shares = shares_[place % 2];
+        for (int64_t taken = shares.take(index_); taken >= 0; taken = shares.take(index_))
+            on_calls(product, x, out, [&](const Product& part, const ProductCall& call) {
+                const int64_t count = part.num_parts(step_.num_rows);
+                if (taken < count) part.multiply(call, taken);
+                return (taken -= count) >= 0;
+            });
+        wait();
+        if (is_first()) times_.add_to(times_.products_s);
+    }
+
+    // work(part, call) for each of the joined products, until it returns false.
+    template <typename Work>
+    void on_calls(const JoinedProduct& product, const char* x, char* out, const Work& work) const {
+        const int64_t size = pass_.size_;
+        ProductCall call{x,    product.in_width() * size, own_.rounded, out, product.out_width() * size, step_.num_rows,
+                         pass_.placement_.is_bfloat16()};
+        for (const Product* part : product.parts) {
+            if (!work(*part, call)) return;
+            call.rounded += aligned(part->rounded_bytes(step_.num_rows));
+            call.out += part->out_width() * size;
+        }
+    }
+
+    // What one thread can do alone it does without waiting for others to place their rows.
+    void attend(int layer) const {
+        const bool is_windowed = pass_.layers_[layer].is_windowed;
+        const bool is_alone = step_.num_rows == 1 && step_.attention->num_pieces(is_windowed) == 1;
+        if (is_first()) times_.restart();
+        if (!is_alone || is_first()) {
+            place(layer, is_alone);
+            if (!is_alone) wait();
+            step_.attention->attend();
+        }
+        wait();
+        if (step_.attention->has_merges()) {
+            step_.attention->merge(index_, num_threads_);
+            wait();
+        }
+        if (is_first()) times_.add_to(times_.attention_s);
+    }
+
+    void place(int layer, bool is_alone) const {
+        const Placement& placement = pass_.placement_;
+        const CacheSlots& cache = step_.cache;
+        const int rope = pass_.layers_[layer].rope;
+        rows::HeadRows call{};
+        call.heads = step_.shared.fused;
+        call.row_bytes = placement.width() * pass_.size_;
+        if (rope >= 0) {
+            const Angles& angles = step_.angles[rope];
+            call.cos = angles.cos;
+            call.sin = angles.sin;
+            call.half = angles.half;
+        }
+        call.slots = cache.slots;
+        call.keys = cache.keys + layer * cache.layer_bytes;
+        call.values = cache.values + layer * cache.layer_bytes;
+        call.is_int8 = cache.is_int8;
+        const auto work = [&](int64_t first, int64_t last) { placement.place(call, first, last); };
+        is_alone ? work(0, step_.num_rows) : on_rows(work);
+        if (is_first())
+            step_.attention->begin(layer, pass_.layers_[layer].is_windowed,
+                                   reinterpret_cast<uintptr_t>(step_.shared.fused), placement.width(),
+                                   reinterpret_cast<uintptr_t>(step_.shared.attended), placement.query_width());
+    }
+
+    const DecodePass& pass_;
+    const Step& step_;
+    Shares* const shares_;
+    Times& times_;
+    const int index_, num_threads_;
+    const OwnRows own_;
+};
+
+std::pair<double, double> DecodePass::run(uintptr_t residual, uintptr_t pending, int64_t num_rows, Attention& attention,
+                                          const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots,
+                                          uintptr_t keys, uintptr_t values, int64_t layer_bytes, int64_t num_slots,
+                                          bool is_int8, int num_threads) {
+    Step step{num_rows,
+              {reinterpret_cast<char*>(keys), reinterpret_cast<char*>(values), layer_bytes, is_int8,
+               reinterpret_cast<const int64_t*>(slots)},
+              {}, &attention, {}, {}};
+    for (const std::vector<uintptr_t>& own : angles)
+        step.angles.push_back({reinterpret_cast<const float*>(own.at(0)), reinterpret_cast<const float*>(own.at(1)),
+                               int64_t(own.at(2))});
+    check(step, num_slots, num_threads);
+    step.shared.pending = reinterpret_cast<char*>(pending);
+    divide_memory(step, reinterpret_cast<char*>(residual), num_threads);
+    // A product's parts are handed out by one, while the next product's are counted into the other.
+    Shares shares[2] = {{layers_[0].qkv.num_parts(num_rows), num_threads}, {0, num_threads}};
+    Times times;
+    nb::gil_scoped_release released;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    Thread(*this, step, shares, times).run();
+    return {times.attention_s, times.products_s};
+}
 
 }  // namespace
 

@@ -61,6 +61,7 @@ class Attention {
     virtual int64_t num_layers() const = 0;
     virtual int64_t query_width() const = 0;
     virtual bool is_bfloat16() const = 0;
+    virtual int64_t num_pieces(bool is_windowed) const = 0;  // that threads take
     // By one thread, before any begins. Addresses of [rows, num_heads, head_dim], rows `..._stride` elements apart.
     virtual void begin(int layer, bool is_windowed, uintptr_t queries, int64_t query_stride, uintptr_t out,
                        int64_t out_stride) = 0;
