@@ -3,7 +3,6 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <atomic>
@@ -208,12 +207,18 @@ class DecodePlan : public decode_pass::Attention {
     void run(int layer, bool is_windowed, uintptr_t queries, int64_t query_stride, uintptr_t out, int64_t out_stride) {
         begin(layer, is_windowed, queries, query_stride, out, out_stride);
         nb::gil_scoped_release released;
-        const int num_threads = int(std::min<int64_t>(num_threads_, num_pieces(is_windowed)));
+        const int num_threads = int(std::min<int64_t>(num_threads_, num_pieces()));
+        std::atomic<int64_t> taken{0};
+        const auto take = [&] { return taken.fetch_add(1, std::memory_order_relaxed); };
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
         {
-            attend();
+            for (int64_t piece = take(), next; piece < num_pieces(); piece = next) {
+                next = take();
+                attend(piece, next);
+            }
 #pragma omp barrier
-            merge(omp_get_thread_num(), omp_get_num_threads());
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < num_merges(); ++i) merge(i);
         }
     }
 
@@ -221,43 +226,31 @@ class DecodePlan : public decode_pass::Attention {
     int64_t num_layers() const override { return cache_.num_layers(); }
     int64_t query_width() const override { return int64_t(cache_.shape().num_heads()) * cache_.shape().head_dim; }
     bool is_bfloat16() const override { return cache_.shape().is_bfloat16; }
-    int64_t num_pieces(bool is_windowed) const override { return division(is_windowed).pieces.size(); }
-    bool has_merges() const override { return !division_->merges.empty(); }
+    int64_t num_pieces() const override { return division_->pieces.size(); }
+    int64_t num_merges() const override { return division_->merges.size(); }
 
     void begin(int layer, bool is_windowed, uintptr_t queries, int64_t query_stride, uintptr_t out,
                int64_t out_stride) override {
         call_ = call_of(cache_, layer, queries, query_stride, out, out_stride);
-        division_ = &division(is_windowed);
+        division_ = is_windowed && !windowed_.pieces.empty() ? &windowed_ : &whole_;
         partials_.resize(size_t(division_->num_partials * partial_floats()));
-        num_taken_.store(0, std::memory_order_relaxed);
     }
 
-    void attend() override {
-        const Scratch scratch = scratch_of(cache_.shape());
-        for (const Piece *piece = take(), *next; piece; piece = next) {
-            next = take();
-            cache_.level().decode_piece(cache_.shape(), call_, *piece, next, scratch, partials_.data());
-        }
-    }
+    void attend(int64_t piece) override { attend(piece, piece + 1); }
 
-    void merge(int thread, int num_threads) override {
-        const Scratch scratch = scratch_of(cache_.shape());
-        const int64_t num_merges = division_->merges.size();
-        for (int64_t i = num_merges * thread / num_threads; i < num_merges * (thread + 1) / num_threads; ++i) {
-            const Merge& own = division_->merges[i];
-            const float* partials = partials_.data() + own.first * partial_floats();
-            cache_.level().merge(cache_.shape(), call_, own.row, scratch, partials, own.count);
-        }
+    void merge(int64_t index) override {
+        const Merge& own = division_->merges[index];
+        const float* partials = partials_.data() + own.first * partial_floats();
+        cache_.level().merge(cache_.shape(), call_, own.row, scratch_of(cache_.shape()), partials, own.count);
     }
 
    private:
-    const Piece* take() {
-        const int64_t index = num_taken_.fetch_add(1, std::memory_order_relaxed);
-        return index < int64_t(division_->pieces.size()) ? &division_->pieces[index] : nullptr;
-    }
-
-    const Division& division(bool is_windowed) const {
-        return is_windowed && !windowed_.pieces.empty() ? windowed_ : whole_;
+    // `next`: what this thread is likely to do next; past the last piece: nothing.
+    void attend(int64_t piece, int64_t next) {
+        const std::vector<Piece>& pieces = division_->pieces;
+        const Piece* ahead = next < num_pieces() ? &pieces[next] : nullptr;
+        cache_.level().decode_piece(cache_.shape(), call_, pieces[piece], ahead, scratch_of(cache_.shape()),
+                                    partials_.data());
     }
 
     int64_t partial_floats() const { return int64_t(cache_.shape().num_heads()) * cache_.shape().partial_floats(); }
@@ -271,7 +264,6 @@ class DecodePlan : public decode_pass::Attention {
     // Of the layer that is computed:
     Call call_{};
     const Division* division_ = &whole_;
-    std::atomic<int64_t> num_taken_{0};
 };
 
 // Pieces of chunks, longest first: cores take one after another.

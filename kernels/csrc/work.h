@@ -53,13 +53,9 @@ class Memory {
 // another; whoever is done takes from the end of what others have left, so that a core that is held up holds up nobody.
 class Shares {
    public:
-    Shares(int64_t num_parts, int num_threads) : shares_(num_threads) { restart(num_parts); }
-
-    // Hand out other parts, when nobody takes any.
-    void restart(int64_t num_parts) {
-        const int64_t count = shares_.size();
-        for (int64_t i = 0; i < count; ++i)
-            shares_[i].left.store(joined(num_parts * i / count, num_parts * (i + 1) / count));
+    Shares(int64_t num_parts, int num_threads) : shares_(num_threads) {
+        for (int i = 0; i < num_threads; ++i)
+            shares_[i].left.store(joined(num_parts * i / num_threads, num_parts * (i + 1) / num_threads));
     }
 
     // The next part for this thread; -1: there is none.

@@ -1,4 +1,4 @@
-// A step of decodes through all layers in one call: one parallel region, and barriers between the parts of a layer.
+// A step of decodes through all layers in one call, in one parallel region.
 //
 // Each row runs through the same kernels as it does part by part, so results are the same bit by bit. What this saves is
 // a call from Python and a waking of threads for each of some hundred parts, as much as a small model computes in a row.
@@ -8,15 +8,20 @@
 //   attended = attention(place(qkv(normed)))
 //   pending = down(gate_up(norm(residual += output(attended))))
 //
+// The step is a line of stages of some parts each (panels of a product, pieces of attention, rows of the rest). Threads
+// take parts of the current stage; who completes its last part goes on to the next one: it does a stage of a single part
+// by itself, as most are in a step of one row, and hands out the others. So nobody waits for a thread without work.
+//
 // Addresses are checked by the caller (kernels/cpu/decode_pass.py), which holds the tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 #include <omp.h>
+#include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <utility>
@@ -32,12 +37,13 @@ namespace decode_pass {
 namespace {
 
 using products::Memory;
-using products::Shares;
 
 constexpr size_t kAlignment = 64;
-// Up to so many rows are normalised and rounded by every thread for itself, which takes less than waiting for another.
-constexpr int64_t kOwnRows = 2;
+// Up to so many rows are one part of a stage: they take less than waking another thread's attention.
+constexpr int64_t kRowsTogether = 2;
 constexpr int kProducts = 4;  // of a layer
+// A thread that waits for a stage looks so often, some ten microseconds, before it offers its core to others.
+constexpr int kSpins = 1000;
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -95,36 +101,80 @@ struct CacheSlots {
     const int64_t* slots;  // [rows]
 };
 
-// Rows between the parts of a layer that threads write together.
-struct SharedRows {
-    char *fused, *attended, *added, *inner, *pending;
-};
-
-// Rows that a thread writes for itself, or, where there are many, each thread some of: all threads then have the same.
-struct OwnRows {
-    char *residual, *normed, *rounded;
+// Rows between the stages of a layer, and the rounded inputs of a product.
+struct Buffers {
+    char *normed, *fused, *attended, *added, *inner, *rounded;
 };
 
 struct Step {
+    char* residual;  // [rows, hidden_size], one run of memory, as is pending
+    char* pending;
     int64_t num_rows;
     CacheSlots cache;
     std::vector<Angles> angles;
     Attention* attention;
-    SharedRows shared;
-    std::vector<OwnRows> own;  // of each thread
-
-    bool has_own_rows() const { return num_rows <= kOwnRows; }
+    Buffers buffers;
 };
 
-// Seconds that the first thread spent between barriers in attention and in products.
+// The parts of a stage that are left, in a run for each thread; who is done takes from the end of another's. A thread that
+// comes late, with the number of an earlier stage, gets nothing.
+class StageParts {
+   public:
+    explicit StageParts(int num_threads) : runs_(num_threads) {}
+
+    void restart(int64_t stage, int64_t num_parts) {
+        const int64_t count = runs_.size();
+        for (int64_t i = 0; i < count; ++i)
+            runs_[i].left.store(joined(stage, num_parts * i / count, num_parts * (i + 1) / count),
+                                std::memory_order_relaxed);
+    }
+
+    // A part for this thread; -1: there is none.
+    int64_t take(int64_t stage, int thread) {
+        int64_t part = take_from(runs_[thread], stage, true);
+        for (size_t i = 1; part < 0 && i < runs_.size(); ++i)
+            part = take_from(runs_[(thread + i) % runs_.size()], stage, false);
+        return part;
+    }
+
+   private:
+    static constexpr int kBits = 24;  // of a part's number
+    static constexpr uint64_t kMask = (uint64_t(1) << kBits) - 1;
+
+    struct alignas(64) Run {
+        std::atomic<uint64_t> left{0};
+    };
+
+    static uint64_t joined(int64_t stage, int64_t first, int64_t last) {
+        return uint64_t(stage) << 2 * kBits | uint64_t(first) << kBits | uint64_t(last);
+    }
+
+    static int64_t take_from(Run& run, int64_t stage, bool is_first) {
+        uint64_t left = run.left.load(std::memory_order_relaxed);
+        while (true) {
+            const int64_t first = left >> kBits & kMask, last = left & kMask;
+            if (int64_t(left >> 2 * kBits) != stage || first >= last) return -1;
+            const uint64_t rest = is_first ? joined(stage, first + 1, last) : joined(stage, first, last - 1);
+            if (run.left.compare_exchange_weak(left, rest, std::memory_order_relaxed)) return is_first ? first : last - 1;
+        }
+    }
+
+    std::vector<Run> runs_;
+};
+
+// Seconds of attention and of products, from the beginning of their stages to the end.
 struct Times {
     using Clock = std::chrono::steady_clock;
 
     double attention_s = 0.0, products_s = 0.0;
     Clock::time_point since = Clock::now();
 
-    void restart() { since = Clock::now(); }
-    void add_to(double& seconds) { seconds += std::chrono::duration<double>(Clock::now() - since).count(); }
+    // Add the time since the last call to `seconds`, if given.
+    void lap(double* seconds) {
+        const Clock::time_point now = Clock::now();
+        if (seconds) *seconds += std::chrono::duration<double>(now - since).count();
+        since = now;
+    }
 };
 
 class DecodePass {
@@ -154,8 +204,7 @@ class DecodePass {
                                   int num_threads);
 
    private:
-    // One thread among those of the region.
-    class Thread;
+    class Run;
 
     JoinedProduct joined(const std::vector<const Product*>& parts, int64_t in_width, int64_t out_width) const {
         if (parts.empty()) throw std::invalid_argument("no product");
@@ -183,32 +232,25 @@ class DecodePass {
     }
 
     // Out of one run of memory that is kept from step to step.
-    void divide_memory(Step& step, char* residual, int num_threads) {
+    Buffers buffers(int64_t num_rows) {
         int64_t inner_width = 0;
         size_t rounded = 0;
         for (const Layer& layer : layers_) {
             inner_width = std::max(inner_width, layer.down.in_width());
-            for (int i = 0; i < kProducts; ++i) rounded = std::max(rounded, layer.product(i).rounded_bytes(step.num_rows));
+            for (int i = 0; i < kProducts; ++i) rounded = std::max(rounded, layer.product(i).rounded_bytes(num_rows));
         }
-        const size_t hidden = rows_bytes(step, hidden_size_), fused = rows_bytes(step, placement_.width()),
-                     attended = rows_bytes(step, placement_.query_width()), inner = rows_bytes(step, inner_width);
-        const size_t own = 2 * hidden + rounded, num_own = step.has_own_rows() ? num_threads : 1;
-        const size_t bytes = fused + attended + hidden + inner + num_own * own;
+        const auto bytes_of = [&](int64_t width) { return aligned(size_t(num_rows * width * size_)); };
+        const size_t hidden = bytes_of(hidden_size_), fused = bytes_of(placement_.width()),
+                     attended = bytes_of(placement_.query_width()), inner = bytes_of(inner_width);
+        const size_t bytes = 2 * hidden + fused + attended + inner + rounded;
         if (!memory_ || memory_->bytes() < bytes) {
             memory_.reset();
             memory_ = std::make_unique<Memory>(bytes);
         }
         char* at = memory_->data();
         const auto next = [&](size_t size) { return std::exchange(at, at + size); };
-        step.shared = {next(fused), next(attended), next(hidden), next(inner), step.shared.pending};
-        for (size_t i = 0; i < num_own; ++i) {
-            step.own.push_back({next(hidden), next(hidden), next(rounded)});
-            if (i) std::memcpy(step.own[i].residual, residual, size_t(step.num_rows * hidden_size_ * size_));
-        }
-        step.own[0].residual = residual;
+        return {next(hidden), next(fused), next(attended), next(hidden), next(inner), next(rounded)};
     }
-
-    size_t rows_bytes(const Step& step, int64_t width) const { return aligned(size_t(step.num_rows * width * size_)); }
 
     const Placement& placement_;
     const int64_t hidden_size_;
@@ -217,174 +259,215 @@ class DecodePass {
     std::unique_ptr<Memory> memory_;
 };
 
-class DecodePass::Thread {
+// The stages of one step, for all threads of the region.
+class DecodePass::Run {
    public:
-    // To be made by every thread of the region.
-    Thread(const DecodePass& pass, const Step& step, Shares* shares, Times& times)
+    Run(const DecodePass& pass, const Step& step, int num_threads)
         : pass_(pass),
           step_(step),
-          shares_(shares),
-          times_(times),
-          index_(omp_get_thread_num()),
-          num_threads_(omp_get_num_threads()),
-          own_(step.own[step.has_own_rows() ? index_ : 0]) {}
+          num_row_parts_(step.num_rows <= kRowsTogether ? 1 : std::min<int64_t>(step.num_rows, num_threads)),
+          end_(int64_t(pass.layers_.size()) * kStages),
+          parts_(num_threads) {
+        go_on(-1);
+    }
 
-    void run() {
-        const SharedRows& rows = step_.shared;
-        for (int layer = 0; layer < int(pass_.layers_.size()); ++layer) {
-            const Layer& parts = pass_.layers_[layer];
-            normalise(*parts.attention_norm, layer ? rows.pending : nullptr);
-            multiply(layer, 0, own_.normed, rows.fused);
-            attend(layer);
-            multiply(layer, 1, rows.attended, rows.added);
-            normalise(*parts.mlp_norm, rows.added);
-            multiply(layer, 2, own_.normed, rows.inner);
-            multiply(layer, 3, rows.inner, rows.pending);
+    // By every thread.
+    void work(int thread) {
+        for (int64_t stage = stage_.load(std::memory_order_acquire); stage < end_;) {
+            int64_t num_done = 0;
+            for (int64_t part = parts_.take(stage, thread); part >= 0; part = parts_.take(stage, thread)) {
+                compute(stage, part);
+                ++num_done;
+            }
+            if (num_done && completes(num_done)) go_on(stage);
+            stage = next_of(stage);
         }
     }
+
+    const Times& times() const { return times_; }
 
    private:
-    bool is_first() const { return index_ == 0; }
+    // Of a layer, in order.
+    enum Stage {
+        kNormQkv, kQkv, kPlace, kAttend, kMerge, kRoundAttended, kOutput, kNormMlp, kGateUp, kRoundInner, kDown, kStages
+    };
 
-    static void wait() {
-#pragma omp barrier
+    // Count parts of the current stage, which does not end before; true: they were the last.
+    bool completes(int64_t num_done) {
+        const int64_t num_parts = num_parts_;
+        return num_done_.fetch_add(num_done, std::memory_order_acq_rel) + num_done == num_parts;
     }
 
-    // Behind this, rows that `on_own_rows` wrote may be read by this thread.
-    void wait_for_own_rows() const {
-        if (!step_.has_own_rows()) wait();
+    // By the thread that completed the stage, alone: do stages of a single part, up to one that is handed out.
+    void go_on(int64_t stage) {
+        while (true) {
+            times_.lap(seconds_of(stage));
+            if (++stage == end_) break;
+            num_parts_ = num_parts(stage);
+            if (num_parts_ > 1) break;
+            if (num_parts_) compute(stage, 0);
+        }
+        num_done_.store(0, std::memory_order_relaxed);
+        if (stage < end_) parts_.restart(stage, num_parts_);
+        stage_.store(stage, std::memory_order_release);
     }
 
-    template <typename Work>
-    void on_own_rows(const Work& work) const {
-        step_.has_own_rows() ? work(0, step_.num_rows) : on_rows(work);
+    // Wait until the stage is another one.
+    int64_t next_of(int64_t stage) const {
+        for (int spins = 0;; ++spins) {
+            const int64_t current = stage_.load(std::memory_order_acquire);
+            if (current != stage) return current;
+            if (spins < kSpins)
+                pause();
+            else
+                sched_yield();
+        }
     }
 
-    template <typename Work>
-    void on_rows(const Work& work) const {
-        const int64_t first = step_.num_rows * index_ / num_threads_, last = step_.num_rows * (index_ + 1) / num_threads_;
-        if (first < last) work(first, last);
+    static void pause() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
     }
 
-    // normed = norm(residual += added), if anything is added.
-    void normalise(const RowNorm& norm, const char* added) const {
+    const Layer& layer_of(int64_t stage) const { return pass_.layers_[stage / kStages]; }
+
+    double* seconds_of(int64_t stage) {
+        if (stage < 0) return nullptr;
+        switch (stage % kStages) {
+            case kQkv:
+            case kOutput:
+            case kGateUp:
+            case kDown: return &times_.products_s;
+            case kAttend:
+            case kMerge: return &times_.attention_s;
+            default: return nullptr;
+        }
+    }
+
+    int64_t num_parts(int64_t stage) const {
+        const Layer& layer = layer_of(stage);
+        switch (stage % kStages) {
+            case kQkv: return layer.qkv.num_parts(step_.num_rows);
+            case kOutput: return layer.output.num_parts(step_.num_rows);
+            case kGateUp: return layer.gate_up.num_parts(step_.num_rows);
+            case kDown: return layer.down.num_parts(step_.num_rows);
+            case kAttend: begin_attention(stage / kStages); return step_.attention->num_pieces();
+            case kMerge: return step_.attention->num_merges();
+            default: return num_row_parts_;
+        }
+    }
+
+    void compute(int64_t stage, int64_t part) const {
+        const Layer& layer = layer_of(stage);
+        const Buffers& rows = step_.buffers;
+        switch (stage % kStages) {
+            case kNormQkv: return normalise(*layer.attention_norm, stage ? step_.pending : nullptr, layer.qkv, part);
+            case kQkv: return multiply(layer.qkv, rows.normed, rows.fused, part);
+            case kPlace: return place(stage / kStages, part);
+            case kAttend: return step_.attention->attend(part);
+            case kMerge: return step_.attention->merge(part);
+            case kRoundAttended: return round(layer.output, rows.attended, part);
+            case kOutput: return multiply(layer.output, rows.attended, rows.added, part);
+            case kNormMlp: return normalise(*layer.mlp_norm, rows.added, layer.gate_up, part);
+            case kGateUp: return multiply(layer.gate_up, rows.normed, rows.inner, part);
+            case kRoundInner: return round(layer.down, rows.inner, part);
+            case kDown: return multiply(layer.down, rows.inner, step_.pending, part);
+        }
+    }
+
+    int64_t first_row(int64_t part) const { return step_.num_rows * part / num_row_parts_; }
+
+    // normed = norm(residual += added), if anything is added; rounded for the product.
+    void normalise(const RowNorm& norm, const char* added, const JoinedProduct& product, int64_t part) const {
         const int64_t row_bytes = pass_.hidden_size_ * pass_.size_;
-        const rows::NormRows call{added ? added : own_.residual, row_bytes,  added ? own_.residual : nullptr,
-                                  row_bytes,                     own_.normed, row_bytes};
-        on_own_rows([&](int64_t first, int64_t last) { norm.normalise(call, first, last); });
+        const rows::NormRows call{added ? added : step_.residual, row_bytes,           added ? step_.residual : nullptr,
+                                  row_bytes,                      step_.buffers.normed, row_bytes};
+        norm.normalise(call, first_row(part), first_row(part + 1));
+        round(product, step_.buffers.normed, part);
     }
 
-    // A thread rounds the same rows as it normalises, so nothing is waited for in between.
-    void multiply(int layer, int index, const char* x, char* out) const {
-        const JoinedProduct& product = pass_.layers_[layer].product(index);
-        on_calls(product, x, out, [&](const Product& part, const ProductCall& call) {
-            on_own_rows([&](int64_t first, int64_t last) { part.round(call, first, last); });
+    void round(const JoinedProduct& product, const char* x, int64_t part) const {
+        on_calls(product, x, nullptr, [&](const Product& own, const ProductCall& call) {
+            own.round(call, first_row(part), first_row(part + 1));
             return true;
         });
-        wait_for_own_rows();
-        const int64_t place = layer * kProducts + index;
-        if (is_first()) {
-            const int64_t next = std::min<int64_t>(place + 1, pass_.layers_.size() * kProducts - 1);
-            shares_[(place + 1) % 2].restart(
-                pass_.layers_[next / kProducts].product(next % kProducts).num_parts(step_.num_rows));
-            times_.restart();
-        }
-        Shares& shares = shares_[place % 2];
-        for (int64_t taken = shares.take(index_); taken >= 0; taken = shares.take(index_))
-            on_calls(product, x, out, [&](const Product& part, const ProductCall& call) {
-                const int64_t count = part.num_parts(step_.num_rows);
-                if (taken < count) part.multiply(call, taken);
-                return (taken -= count) >= 0;
-            });
-        wait();
-        if (is_first()) times_.add_to(times_.products_s);
     }
 
-    // work(part, call) for each of the joined products, until it returns false.
+    void multiply(const JoinedProduct& product, const char* x, char* out, int64_t part) const {
+        on_calls(product, x, out, [&](const Product& own, const ProductCall& call) {
+            const int64_t count = own.num_parts(step_.num_rows);
+            if (part < count) own.multiply(call, part);
+            return (part -= count) >= 0;
+        });
+    }
+
+    // work(product, call) for each of the joined ones, until it returns false.
     template <typename Work>
     void on_calls(const JoinedProduct& product, const char* x, char* out, const Work& work) const {
         const int64_t size = pass_.size_;
-        ProductCall call{x,    product.in_width() * size, own_.rounded, out, product.out_width() * size, step_.num_rows,
-                         pass_.placement_.is_bfloat16()};
-        for (const Product* part : product.parts) {
-            if (!work(*part, call)) return;
-            call.rounded += aligned(part->rounded_bytes(step_.num_rows));
-            call.out += part->out_width() * size;
+        ProductCall call{x,   product.in_width() * size,  step_.buffers.rounded,           out,
+                         product.out_width() * size, step_.num_rows, pass_.placement_.is_bfloat16()};
+        for (const Product* own : product.parts) {
+            if (!work(*own, call)) return;
+            call.rounded += aligned(own->rounded_bytes(step_.num_rows));
+            if (out) call.out += own->out_width() * size;
         }
     }
 
-    // What one thread can do alone it does without waiting for others to place their rows.
-    void attend(int layer) const {
-        const bool is_windowed = pass_.layers_[layer].is_windowed;
-        const bool is_alone = step_.num_rows == 1 && step_.attention->num_pieces(is_windowed) == 1;
-        if (is_first()) times_.restart();
-        if (!is_alone || is_first()) {
-            place(layer, is_alone);
-            if (!is_alone) wait();
-            step_.attention->attend();
-        }
-        wait();
-        if (step_.attention->has_merges()) {
-            step_.attention->merge(index_, num_threads_);
-            wait();
-        }
-        if (is_first()) times_.add_to(times_.attention_s);
-    }
-
-    void place(int layer, bool is_alone) const {
-        const Placement& placement = pass_.placement_;
+    void place(int64_t layer, int64_t part) const {
         const CacheSlots& cache = step_.cache;
         const int rope = pass_.layers_[layer].rope;
         rows::HeadRows call{};
-        call.heads = step_.shared.fused;
-        call.row_bytes = placement.width() * pass_.size_;
+        call.heads = step_.buffers.fused;
+        call.row_bytes = pass_.placement_.width() * pass_.size_;
         if (rope >= 0) {
-            const Angles& angles = step_.angles[rope];
-            call.cos = angles.cos;
-            call.sin = angles.sin;
-            call.half = angles.half;
+            call.cos = step_.angles[rope].cos;
+            call.sin = step_.angles[rope].sin;
+            call.half = step_.angles[rope].half;
         }
         call.slots = cache.slots;
         call.keys = cache.keys + layer * cache.layer_bytes;
         call.values = cache.values + layer * cache.layer_bytes;
         call.is_int8 = cache.is_int8;
-        const auto work = [&](int64_t first, int64_t last) { placement.place(call, first, last); };
-        is_alone ? work(0, step_.num_rows) : on_rows(work);
-        if (is_first())
-            step_.attention->begin(layer, pass_.layers_[layer].is_windowed,
-                                   reinterpret_cast<uintptr_t>(step_.shared.fused), placement.width(),
-                                   reinterpret_cast<uintptr_t>(step_.shared.attended), placement.query_width());
+        pass_.placement_.place(call, first_row(part), first_row(part + 1));
+    }
+
+    void begin_attention(int64_t layer) const {
+        step_.attention->begin(int(layer), pass_.layers_[layer].is_windowed,
+                               reinterpret_cast<uintptr_t>(step_.buffers.fused), pass_.placement_.width(),
+                               reinterpret_cast<uintptr_t>(step_.buffers.attended), pass_.placement_.query_width());
     }
 
     const DecodePass& pass_;
     const Step& step_;
-    Shares* const shares_;
-    Times& times_;
-    const int index_, num_threads_;
-    const OwnRows own_;
+    const int64_t num_row_parts_;
+    const int64_t end_;
+    Times times_;  // written by the thread that goes on, as num_parts_
+    int64_t num_parts_ = 0;
+    StageParts parts_;
+    alignas(64) std::atomic<int64_t> stage_{0};
+    alignas(64) std::atomic<int64_t> num_done_{0};
 };
 
 std::pair<double, double> DecodePass::run(uintptr_t residual, uintptr_t pending, int64_t num_rows, Attention& attention,
                                           const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots,
                                           uintptr_t keys, uintptr_t values, int64_t layer_bytes, int64_t num_slots,
                                           bool is_int8, int num_threads) {
-    Step step{num_rows,
+    Step step{reinterpret_cast<char*>(residual), reinterpret_cast<char*>(pending), num_rows,
               {reinterpret_cast<char*>(keys), reinterpret_cast<char*>(values), layer_bytes, is_int8,
                reinterpret_cast<const int64_t*>(slots)},
-              {}, &attention, {}, {}};
+              {}, &attention, {}};
     for (const std::vector<uintptr_t>& own : angles)
         step.angles.push_back({reinterpret_cast<const float*>(own.at(0)), reinterpret_cast<const float*>(own.at(1)),
                                int64_t(own.at(2))});
     check(step, num_slots, num_threads);
-    step.shared.pending = reinterpret_cast<char*>(pending);
-    divide_memory(step, reinterpret_cast<char*>(residual), num_threads);
-    // A product's parts are handed out by one, while the next product's are counted into the other.
-    Shares shares[2] = {{layers_[0].qkv.num_parts(num_rows), num_threads}, {0, num_threads}};
-    Times times;
+    step.buffers = buffers(num_rows);
     nb::gil_scoped_release released;
+    Run run(*this, step, num_threads);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    Thread(*this, step, shares, times).run();
-    return {times.attention_s, times.products_s};
+    run.work(omp_get_thread_num());
+    return {run.times().attention_s, run.times().products_s};
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // What the kernels of a layer offer to a pass through all layers (module.cpp): work for threads that are there already.
 //
-// None of these starts or waits for a thread; the pass has a barrier wherever one thread needs what another wrote.
+// None of these starts or waits for a thread; the pass sees to it that what one thread needs of another is there.
 #pragma once
 
 #include <cstddef>
@@ -61,13 +61,14 @@ class Attention {
     virtual int64_t num_layers() const = 0;
     virtual int64_t query_width() const = 0;
     virtual bool is_bfloat16() const = 0;
-    virtual int64_t num_pieces(bool is_windowed) const = 0;  // that threads take
-    // By one thread, before any begins. Addresses of [rows, num_heads, head_dim], rows `..._stride` elements apart.
+    // By one thread, before any attends. Addresses of [rows, num_heads, head_dim], rows `..._stride` elements apart.
     virtual void begin(int layer, bool is_windowed, uintptr_t queries, int64_t query_stride, uintptr_t out,
                        int64_t out_stride) = 0;
-    virtual void attend() = 0;  // by every thread, until nothing is left
-    virtual bool has_merges() const = 0;
-    virtual void merge(int thread, int num_threads) = 0;  // by every thread, when all have attended
+    // Each by any thread, once; merges when all pieces are done.
+    virtual int64_t num_pieces() const = 0;
+    virtual void attend(int64_t piece) = 0;
+    virtual int64_t num_merges() const = 0;
+    virtual void merge(int64_t index) = 0;
 };
 
 }  // namespace decode_pass
