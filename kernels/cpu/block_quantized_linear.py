@@ -123,6 +123,10 @@ class PartLinear(Protocol):
     out_width: int
 
     @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the packed weight; 0 where it is unpacked."""
+
+    @property
     def native_parts(self) -> tuple[Any, ...]:
         """Return the native product, if it has one."""
 
@@ -142,6 +146,12 @@ class JoinedLinear:
         (self.in_width,) = widths
         self.out_width = sum(part.out_width for part in parts)
         self._parts = tuple(parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the packed weights; 0 where one is unpacked."""
+        sizes = [part.num_bytes for part in self._parts]
+        return sum(sizes) if all(sizes) else 0
 
     @property
     def native_parts(self) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.microbench.engine.ceilings import Ceilings, ProductClock, measure_ceilings
+from alignedserve.microbench.engine.random_blocks import BLOCK_TYPES, block_bytes, random_block_weights
 from alignedserve.microbench.engine.workloads import RequestGroup, parse_workload
 from alignedserve.microbench.results import EngineBenchmarkResult
 from alignedserve.microbench.shapes import SHAPES
@@ -50,7 +51,7 @@ class EngineBenchmarkSpec:
     model: str  # a name in SHAPES (random weights) or a model folder
     groups: tuple[RequestGroup, ...]
     dtype: str = "float32"
-    quantization: str | None = None  # int8: the linear layers
+    quantization: str | None = None  # of the linear layers: int8, or for a shape one of BLOCK_TYPES
     kv_cache_dtype: str = "auto"  # of keys and values: auto (`dtype`) or int8
     device: str = "cpu"
     attention: str = AUTO  # one of CHOICES of runtime.attention
@@ -62,13 +63,21 @@ class EngineBenchmarkSpec:
     def __post_init__(self) -> None:
         if not self.groups:
             raise ConfigError("groups must name at least one group of requests.")
-        if self.quantization not in (None, "int8"):
-            raise ConfigError(f"quantization {self.quantization!r} must be int8 or unset.")
+        if self.quantization not in (None, INT8) and not self.has_random_blocks:
+            types = ", ".join(BLOCK_TYPES)
+            raise ConfigError(
+                f"quantization {self.quantization!r} must be int8 or, for a shape on a CPU, one of {types}."
+            )
         if self.kv_cache_dtype not in ("auto", INT8):
             raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype!r} must be auto or int8.")
         for name in ("max_sequences", "max_step_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
+
+    @property
+    def has_random_blocks(self) -> bool:
+        """Return whether the weights are random ones in the blocks of GGUF files."""
+        return self.quantization in BLOCK_TYPES and self.model in SHAPES and self.device == "cpu"
 
     @property
     def cache_dtype(self) -> str:
@@ -90,6 +99,8 @@ def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
     dtype = torch_dtype(spec.dtype)
     if spec.model in SHAPES:
         config = SHAPES[spec.model]
+        if spec.has_random_blocks and spec.quantization is not None:
+            return config, random_block_weights(config, spec.seed, dtype, spec.quantization)
         return config, random_weights(config, spec.seed, dtype, spec.device, spec.quantization)
     folder = Path(spec.model)
     if not folder.exists():
@@ -115,8 +126,8 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
     if not is_cpu:
         peaks = (peak_rss_bytes(), int(torch.cuda.max_memory_allocated()))
         return _result(spec, engine, _TimedRun(run.times, None, wall_s, *peaks), None)
-    measured = _TimedRun(run.times, clock.seconds, wall_s, peak_rss_bytes(), None)
-    bytes_per_step = step_weight_bytes(config, spec.dtype, spec.quantization)
+    measured = _TimedRun(run.times, clock.seconds, wall_s, peak_rss_bytes(), None, block_bytes(weights))
+    bytes_per_step = measured.block_bytes or step_weight_bytes(config, spec.dtype, spec.quantization)
     return _result(spec, engine, measured, measure_ceilings(weights, clock, bytes_per_step, run.times.num_steps))
 
 
@@ -183,6 +194,7 @@ class _TimedRun:
     wall_s: float
     peak_rss_bytes: int
     peak_device_bytes: int | None
+    block_bytes: int | None = None  # of weights that are all in the blocks of GGUF files
 
 
 @dataclass(slots=True)
@@ -275,6 +287,12 @@ def _check_context(config: ModelConfig, spec: EngineBenchmarkSpec) -> None:
         raise ConfigError(f"workload needs {spec.max_context_len} tokens of context, the model has {limit}.")
 
 
+def _weight_bytes(config: ModelConfig, spec: EngineBenchmarkSpec, block_bytes: int | None) -> int:
+    if block_bytes is None:
+        return config.loaded_weight_bytes(spec.dtype, spec.quantization)
+    return config.loaded_weight_bytes(spec.dtype) - step_weight_bytes(config, spec.dtype, None) + block_bytes
+
+
 def _result(
     spec: EngineBenchmarkSpec, engine: Engine, measured: _TimedRun, ceilings: Ceilings | None
 ) -> EngineBenchmarkResult:
@@ -312,7 +330,7 @@ def _result(
         share_of_weight_reading=None if ceilings is None else ceilings.weight_reading_s / wall_s,
         read_gb_per_s=None if ceilings is None else ceilings.read_bytes_per_s / 1e9,
         outside_forward_share=1.0 - forward_s / wall_s,
-        weight_bytes=config.loaded_weight_bytes(spec.dtype, spec.quantization),
+        weight_bytes=_weight_bytes(config, spec, measured.block_bytes),
         kv_token_bytes=engine.storage.layout.token_bytes,
         kv_bytes=engine.storage.num_blocks * engine.storage.layout.block_bytes,
         peak_rss_bytes=measured.peak_rss_bytes,
