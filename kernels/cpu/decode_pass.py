@@ -6,6 +6,7 @@ are the same, bit by bit.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -43,10 +44,13 @@ class LayerParts(NamedTuple):
 
 
 class CacheSlots(NamedTuple):
-    """The rows of a cache that take new keys and values, of every layer in turn."""
+    """The place of the rows of a cache that take new keys and values, which must outlive it; see `slots_of`."""
 
-    keys: Sequence[Tensor]  # [slots, width] contiguous, as `HeadRows` takes them; equally far from layer to layer
-    values: Sequence[Tensor]
+    keys: int  # addresses, of the first layer
+    values: int
+    layer_bytes: int  # from a layer to the next
+    num_slots: int  # of the layer with the fewest
+    is_int8: bool
 
 
 class PassTimes(NamedTuple):
@@ -91,7 +95,7 @@ class DecodePass:
     ) -> tuple[Tensor, PassTimes]:
         """Run residual [rows, hidden_size] contiguous, updated in place, through all layers.
 
-        attention  of as many rows, over the blocks of `cached`
+        attention  of as many rows, over the blocks that `cached` lies in
         rotations  cos, sin [rows, 1, rotary_dim / 2] float32 of every rope
         slots      [rows] int64, all different, see HeadRows; one outside raises ValueError before anything is written
         returns    what the last layer adds to the residual [rows, hidden_size], and the times
@@ -109,18 +113,20 @@ class DecodePass:
             attention,
             [self._place.angles(rotation, count) for rotation in rotations],
             self._place.slots(slots, count),
-            *self._cache_addresses(cached),
+            *cached,
             torch.get_num_threads(),
         )
         return pending, PassTimes(*times)
 
-    def _cache_addresses(self, cached: CacheSlots) -> tuple[int, int, int, int, bool]:
-        """Return the first layer's keys and values, the bytes to the next layer's, slots, and whether they are int8."""
-        assert len(cached.keys) == len(cached.values) == self._num_layers, "keys and values of every layer"
-        keys, values = cached.keys[0].data_ptr(), cached.values[0].data_ptr()
-        layer_bytes = cached.keys[1].data_ptr() - keys if self._num_layers > 1 else 0
-        is_int8 = self._place.is_int8_cache(cached.keys[-1], cached.values[-1])
-        last = (self._num_layers - 1) * layer_bytes
-        assert cached.keys[-1].data_ptr() == keys + last, "layers are equally far from one another"
-        assert cached.values[-1].data_ptr() == values + last, "layers are equally far from one another"
-        return keys, values, layer_bytes, min(cached.keys[-1].shape[0], cached.values[-1].shape[0]), is_int8
+    def slots_of(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> CacheSlots:
+        """Find the place of every layer's keys and values [slots, width] contiguous, as `HeadRows` takes them."""
+        assert len(keys) == len(values) == self._num_layers, "keys and values of every layer"
+        is_int8 = {self._place.is_int8_cache(*both) for both in zip(keys, values, strict=True)}
+        assert len(is_int8) == 1, "layers of one kind"
+        distances = set()
+        for rows in (keys, values):
+            distances |= {after.data_ptr() - before.data_ptr() for before, after in pairwise(rows)}
+        assert len(distances) <= 1, "layers are equally far from one another"
+        num_slots = min(len(rows) for rows in (*keys, *values))
+        layer_bytes = distances.pop() if distances else 0
+        return CacheSlots(keys[0].data_ptr(), values[0].data_ptr(), layer_bytes, num_slots, is_int8.pop())

@@ -262,6 +262,8 @@ class Engine:
         hidden = self.model.forward(step.forward_batch(self.storage.device), self.storage)
         if not len(step.sampled_at):
             return hidden, hidden[:0]
+        if len(step.sampled_at) == len(hidden):  # all of them: the places ascend
+            return hidden, self.model.logits(hidden)
         (sampled_at,) = to_device([step.sampled_at], self.storage.device)
         return hidden, self.model.logits(hidden[sampled_at])
 

@@ -43,6 +43,8 @@ class NativePass:
         assert place.native_rows is not None, "see native_pass"
         self._pass = DecodePass(layers, place.native_rows, hidden_size, dtype)
         self._num_layers = len(layers)
+        self._storage: BlockStorage | None = None
+        self._slots = CacheSlots(0, 0, 0, 0, False)
 
     def run(
         self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[tuple[Tensor, Tensor]]
@@ -53,11 +55,15 @@ class NativePass:
         plan = step.decode_plan if isinstance(step, PagedStep) and batch.hidden is None else None
         if plan is None:
             return None
-        layers = range(self._num_layers)
-        cached = CacheSlots(
-            [storage.key_slots(layer) for layer in layers], [storage.value_slots(layer) for layer in layers]
-        )
-        return PassResult(*self._pass.run(hidden, plan, rotations, batch.slots, cached))
+        return PassResult(*self._pass.run(hidden, plan, rotations, batch.slots, self._slots_of(storage)))
+
+    def _slots_of(self, storage: BlockStorage) -> CacheSlots:
+        """Return where the storage's slots lie; an engine has one storage, so the latest is kept."""
+        if self._storage is not storage:
+            layers = range(self._num_layers)
+            keys, values = [storage.key_slots(layer) for layer in layers], map(storage.value_slots, layers)
+            self._storage, self._slots = storage, self._pass.slots_of(keys, list(values))
+        return self._slots
 
 
 def native_pass(
