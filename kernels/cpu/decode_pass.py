@@ -41,6 +41,7 @@ class LayerParts(NamedTuple):
     down: NativeParts
     rope: int | None  # index of its rotation; None: nothing is rotated
     is_windowed: bool
+    head_norms: tuple[NormRows, NormRows] | None = None  # of each query and of each key head
 
 
 class CacheSlots(NamedTuple):
@@ -83,7 +84,8 @@ class DecodePass:
             (qkv, output), (gate_up, down) = ([list(parts) for parts in pair] for pair in products)
             rope = -1 if layer.rope is None else layer.rope
             norms = layer.attention_norm.kernel, layer.mlp_norm.kernel
-            self._kernel.add_layer(norms[0], qkv, output, norms[1], gate_up, down, rope, layer.is_windowed)
+            of_heads = [rows.kernel for rows in layer.head_norms or ()]
+            self._kernel.add_layer(norms[0], qkv, output, norms[1], gate_up, down, of_heads, rope, layer.is_windowed)
 
     def run(
         self,

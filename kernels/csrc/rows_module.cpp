@@ -125,6 +125,7 @@ class Placer : public decode_pass::Placement {
                [&](int64_t first, int64_t last) { level_.place(call, first, last); });
     }
 
+    int64_t head_dim() const override { return head_dim_; }
     int64_t query_width() const override { return num_heads_ * head_dim_; }
     int64_t width() const override { return (num_heads_ + 2 * kv_heads_) * head_dim_; }
     bool is_bfloat16() const override { return is_bfloat16_; }

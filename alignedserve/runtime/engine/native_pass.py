@@ -86,15 +86,18 @@ def native_pass(
 
 
 def _layer_parts(layer: LayerWeights, rope: int | None, is_windowed: bool) -> LayerParts | None:
-    has_more = layer.head_norms is not None or layer.attention_post_norm is not None or layer.mlp_post_norm is not None
-    if has_more or not isinstance(layer.mlp, FeedForwardPart):
+    has_post_norms = layer.attention_post_norm is not None or layer.mlp_post_norm is not None
+    if has_post_norms or not isinstance(layer.mlp, FeedForwardPart):
+        return None
+    head_norms = None if layer.head_norms is None else layer.head_norms.native_rows
+    if layer.head_norms is not None and head_norms is None:
         return None
     attention_norm, mlp_norm = _native_norm(layer.attention_norm), _native_norm(layer.mlp_norm)
     products = [_native_parts(product) for product in (layer.qkv, layer.output, *layer.mlp.products)]
     if attention_norm is None or mlp_norm is None or not all(products):
         return None
     qkv, output, gate_up, down = products
-    return LayerParts(attention_norm, qkv, output, mlp_norm, gate_up, down, rope, is_windowed)
+    return LayerParts(attention_norm, qkv, output, mlp_norm, gate_up, down, rope, is_windowed, head_norms)
 
 
 def _native_norm(norm: Norm) -> NormRows | None:

@@ -5,7 +5,7 @@
 //
 // A layer of queries, keys and values side by side, norms before its two halves, and a feed-forward part of two products:
 //   normed = norm(residual += pending)          pending: what the layer before adds to the residual; the first has none
-//   attended = attention(place(qkv(normed)))
+//   attended = attention(place(qkv(normed)))    place: each head normalised, in some models, then rotated and cached
 //   pending = down(gate_up(norm(residual += output(attended))))
 //
 // The step is a line of stages of some parts each (panels of a product, pieces of attention, rows of the rest). Threads
@@ -79,7 +79,8 @@ struct Layer {
     const RowNorm* mlp_norm;
     JoinedProduct gate_up;
     JoinedProduct down;
-    int rope;  // index of its angles; -1: nothing is rotated
+    std::vector<const RowNorm*> head_norms;  // of each query head and of each key head; or none
+    int rope;                                // index of its angles; -1: nothing is rotated
     bool is_windowed;
 
     const JoinedProduct& product(int index) const {
@@ -184,14 +185,19 @@ class DecodePass {
 
     void add_layer(const RowNorm& attention_norm, const std::vector<const Product*>& qkv,
                    const std::vector<const Product*>& output, const RowNorm& mlp_norm,
-                   const std::vector<const Product*>& gate_up, const std::vector<const Product*>& down, int rope,
-                   bool is_windowed) {
+                   const std::vector<const Product*>& gate_up, const std::vector<const Product*>& down,
+                   const std::vector<const RowNorm*>& head_norms, int rope, bool is_windowed) {
         for (const RowNorm* norm : {&attention_norm, &mlp_norm})
             if (norm->width() != hidden_size_ || norm->is_bfloat16() != placement_.is_bfloat16())
                 throw std::invalid_argument("a norm of other rows");
+        if (!head_norms.empty() && head_norms.size() != 2) throw std::invalid_argument("norms of other heads");
+        for (const RowNorm* norm : head_norms)
+            if (norm->width() != placement_.head_dim() || norm->is_bfloat16() != placement_.is_bfloat16())
+                throw std::invalid_argument("norms of other heads");
         layers_.push_back({&attention_norm, joined(qkv, hidden_size_, placement_.width()),
                            joined(output, placement_.query_width(), hidden_size_), &mlp_norm,
-                           joined(gate_up, hidden_size_, -1), joined(down, -1, hidden_size_), rope, is_windowed});
+                           joined(gate_up, hidden_size_, -1), joined(down, -1, hidden_size_), head_norms, rope,
+                           is_windowed});
         if (layers_.back().gate_up.out_width() != layers_.back().down.in_width())
             throw std::invalid_argument("products that do not follow one another");
     }
@@ -415,7 +421,21 @@ class DecodePass::Run {
         }
     }
 
+    // Each query and key head by itself, in place.
+    void normalise_heads(const std::vector<const RowNorm*>& norms, int64_t row) const {
+        const int64_t head_dim = pass_.placement_.head_dim(), head_bytes = head_dim * pass_.size_;
+        const int64_t num_heads = pass_.placement_.query_width() / head_dim;
+        const int64_t kv_heads = (pass_.placement_.width() / head_dim - num_heads) / 2;
+        char* heads = step_.buffers.fused + row * pass_.placement_.width() * pass_.size_;
+        char* keys = heads + num_heads * head_bytes;
+        norms[0]->normalise({heads, head_bytes, nullptr, 0, heads, head_bytes}, 0, num_heads);
+        norms[1]->normalise({keys, head_bytes, nullptr, 0, keys, head_bytes}, 0, kv_heads);
+    }
+
     void place(int64_t layer, int64_t part) const {
+        const std::vector<const RowNorm*>& norms = pass_.layers_[layer].head_norms;
+        for (int64_t row = first_row(part); !norms.empty() && row < first_row(part + 1); ++row)
+            normalise_heads(norms, row);
         const CacheSlots& cache = step_.cache;
         const int rope = pass_.layers_[layer].rope;
         rows::HeadRows call{};

@@ -10,7 +10,7 @@
 
 namespace decode_pass {
 
-// Normalisation of rows, see rows::Norm.
+// Normalisation of rows, see rows::Norm; x may be normalised in place.
 class RowNorm {
    public:
     virtual ~RowNorm() = default;
@@ -23,6 +23,7 @@ class RowNorm {
 class Placement {
    public:
     virtual ~Placement() = default;
+    virtual int64_t head_dim() const = 0;
     virtual int64_t query_width() const = 0;
     virtual int64_t width() const = 0;  // of queries, keys and values
     virtual bool is_bfloat16() const = 0;

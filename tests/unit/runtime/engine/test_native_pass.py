@@ -19,8 +19,8 @@ from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not decode_pass_available(), reason="the native kernels are not built")
 
-# Of norms, biases, windows, two rotary embeddings, and a cache of few heads.
-FAMILIES = ("llama", "opt", "mistral_window", "qwen2_window", "phi3")
+# Of both norms, biases, windows, and norms of heads.
+FAMILIES = ("llama", "opt", "mistral_window", "qwen2_window", "qwen3", "phi3")
 # Of embedding and last product; queries, keys, values, attention's output, gates, ups.
 BLOCKS = (("Q4_1",), ("Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K"), ("Q8_0", *["Q4_0"] * 6))
 
