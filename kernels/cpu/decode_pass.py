@@ -44,6 +44,13 @@ class LayerParts(NamedTuple):
     head_norms: tuple[NormRows, NormRows] | None = None  # of each query and of each key head
 
 
+class HeadParts(NamedTuple):
+    """The kernels behind the last layer."""
+
+    norm: NormRows
+    products: NativeParts
+
+
 class CacheSlots(NamedTuple):
     """The place of the rows of a cache that take new keys and values, which must outlive it; see `slots_of`."""
 
@@ -69,10 +76,17 @@ def decode_pass_available() -> bool:
 class DecodePass:
     """All layers of a decoder, for rows that decode one token each."""
 
-    __slots__ = ("_dtype", "_hidden_size", "_kernel", "_num_layers", "_parts", "_place")
+    __slots__ = ("_dtype", "_head", "_hidden_size", "_kernel", "_num_layers", "_parts", "_place")
 
-    def __init__(self, layers: Sequence[LayerParts], place: HeadRows, hidden_size: int, dtype: torch.dtype) -> None:
-        """`dtype` of the rows. Raises ValueError for parts that do not fit together."""
+    def __init__(
+        self,
+        layers: Sequence[LayerParts],
+        place: HeadRows,
+        hidden_size: int,
+        dtype: torch.dtype,
+        head: HeadParts | None = None,
+    ) -> None:
+        """`dtype` of the rows. `head`: for logits. Raises ValueError for parts that do not fit together."""
         self._parts = tuple(layers)  # keeps what the kernel refers to
         self._num_layers = len(self._parts)
         self._place = place
@@ -86,6 +100,9 @@ class DecodePass:
             norms = layer.attention_norm.kernel, layer.mlp_norm.kernel
             of_heads = [rows.kernel for rows in layer.head_norms or ()]
             self._kernel.add_layer(norms[0], qkv, output, norms[1], gate_up, down, of_heads, rope, layer.is_windowed)
+        self._head = head
+        if head is not None:
+            self._kernel.set_head(head.norm.kernel, list(head.products))
 
     def run(
         self,
@@ -94,23 +111,32 @@ class DecodePass:
         rotations: Sequence[tuple[Tensor, Tensor]],
         slots: Tensor,
         cached: CacheSlots,
+        logits: Tensor | None = None,
     ) -> tuple[Tensor, PassTimes]:
         """Run residual [rows, hidden_size] contiguous, updated in place, through all layers.
 
         attention  of as many rows, over the blocks that `cached` lies in
         rotations  cos, sin [rows, 1, rotary_dim / 2] float32 of every rope
         slots      [rows] int64, all different, see HeadRows; one outside raises ValueError before anything is written
-        returns    what the last layer adds to the residual [rows, hidden_size], and the times
+        logits     [rows, columns of the head] contiguous, to be written; None: the head does not run
+        returns    what the last layer adds to the residual [rows, hidden_size], already added for logits; the times
         """
         count = residual.shape[0]
         assert residual.shape == (count, self._hidden_size), f"not rows of {self._hidden_size}: {residual.shape}"
         assert residual.dtype == self._dtype, f"rows are {self._dtype}, not {residual.dtype}"
         assert residual.is_contiguous(), "rows are one run of memory"
         assert residual.device.type == "cpu", "native kernels run on the CPU"
+        if logits is not None:
+            assert self._head is not None, "a pass without a head"
+            num_columns = sum(product.out_width for product in self._head.products)
+            assert logits.shape == (count, num_columns), f"not rows of {num_columns}: {logits.shape}"
+            assert logits.dtype == self._dtype, f"rows are {self._dtype}, not {logits.dtype}"
+            assert logits.is_contiguous(), "logits are one run of memory"
         pending = torch.empty_like(residual)
         times = self._kernel.run(
             residual.data_ptr(),
             pending.data_ptr(),
+            0 if logits is None else logits.data_ptr(),
             count,
             attention,
             [self._place.angles(rotation, count) for rotation in rotations],

@@ -54,6 +54,11 @@ class NormRows:
         self._kernel = _native.RowNormaliser(level, *addresses, self._width, eps, is_rms, is_bfloat16)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the rows."""
+        return self._dtype
+
+    @property
     def kernel(self) -> Any:
         """Return the native kernel."""
         return self._kernel

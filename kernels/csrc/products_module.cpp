@@ -278,6 +278,7 @@ void bind(nb::module_& module) {
         .def(nb::init<const std::string&, const std::string&, uintptr_t, bool, int64_t, int64_t, uintptr_t,
                       const std::string&, bool>())
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes)
+        .def_prop_ro("out_width", &PackedWeight::out_width)
         .def("run", &PackedWeight::run);
 }
 

@@ -34,10 +34,11 @@ class ProductClock:
         self.layer_rows.clear()
         self.head_rows.clear()
 
-    def note_pass(self, rows: int, seconds: float) -> None:
-        """Note the layers' products of a pass that computed all layers in one call."""
+    def note_pass(self, rows: int, seconds: float, *, has_head: bool) -> None:
+        """Note the products of a pass that computed all layers, and perhaps the head, in one call."""
         self.seconds += seconds
         self.layer_rows[rows] += 1
+        self.head_rows[rows] += has_head
 
     def watch(self, weights: DecoderWeights) -> DecoderWeights:
         """Return the same weights, whose products are timed."""

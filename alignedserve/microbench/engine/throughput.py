@@ -267,8 +267,9 @@ class WorkloadRun:
             times.prefill_s += output.times.forward_s
         else:
             times.decode_s += output.times.forward_s
-        if self.clock is not None and self.engine.model.products_s:
-            self.clock.note_pass(len(output.sampled), self.engine.model.products_s)
+        model = self.engine.model
+        if self.clock is not None and model.products_s:
+            self.clock.note_pass(len(output.sampled), model.products_s, has_head=model.had_head)
 
     def _finish(self, output: StepOutput, allocator: BlockAllocator) -> None:
         assert not output.failed, "the model's logits are not numbers"

@@ -14,6 +14,7 @@ from alignedserve.runtime.engine.rope_frequencies import inverse_frequencies
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
+from kernels.cpu.decode_pass import PassTimes
 from kernels.norm import Norm
 from kernels.rotary import HeadPlacement, rotary_angles
 
@@ -32,8 +33,9 @@ class Decoder:
         # queued (a GPU).
         self.attention_s = 0.0
         self.chunk_attention_s = 0.0
-        # The same of its layers' products, where all layers were computed in one call; else 0.
+        # The same of its products where all layers were computed in one call, else 0; and whether the head was in it.
         self.products_s = 0.0
+        self.had_head = False
         rope_of_layer = [config.rope_of(layer) for layer in range(config.num_layers)]
         ropes = [rope for rope in dict.fromkeys(rope_of_layer) if rope is not None]
         self._ropes = [(inverse_frequencies(rope).to(self.device), rope.angle_factor) for rope in ropes]
@@ -59,12 +61,9 @@ class Decoder:
             storage.zero_tail(block_id, first_slot)
         hidden = self._embed(batch)
         rotations = self._rotations(batch.positions)
-        if self._native_pass is not None:
-            passed = self._native_pass.run(hidden, batch, storage, rotations)
-            if passed is not None:
-                self.attention_s, self.products_s = passed.times
-                self.chunk_attention_s = 0.0
-                return hidden.add_(passed.pending)
+        if self._native_pass is not None and self._native_pass.suits(batch):
+            self._note(self._native_pass.run(hidden, batch, storage, rotations), has_head=False)
+            return hidden
         run = _Pass(batch, storage, self._by_layer(rotations))
         if batch.hidden is not None:
             own = self._by_layer(self._rotations(batch.hidden.positions))
@@ -76,6 +75,24 @@ class Decoder:
             self.attention_s, self.chunk_attention_s = run.attention_s, run.chunk_attention_s
             self.products_s = 0.0
         return hidden if pending is None else hidden.add_(pending)
+
+    @torch.inference_mode()
+    def decode(self, batch: ForwardBatch, storage: BlockStorage) -> Tensor | None:
+        """Compute a batch of decodes as `forward` does, and return the logits of all its rows [tokens, vocab_size].
+
+        None: not in one call; nothing has changed then.
+        """
+        native = self._native_pass
+        if native is None or not native.has_head or not native.suits(batch):
+            return None
+        logits, times = native.logits(self._embed(batch), batch, storage, self._rotations(batch.positions))
+        self._note(times, has_head=True)
+        return logits
+
+    def _note(self, times: PassTimes, *, has_head: bool) -> None:
+        self.attention_s, self.products_s = times
+        self.had_head = has_head
+        self.chunk_attention_s = 0.0
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,61 +1,79 @@
 """Steps of decodes through all layers by one call of the native kernels, for models and steps that they cover."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from alignedserve.runtime.attention.native_backend import PagedStep
 from alignedserve.runtime.engine.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.hidden_pass import Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.model_config import ModelConfig
 from alignedserve.runtime.model.weight_loader import DecoderWeights, LayerWeights
 from kernels.cpu.decode_pass import (
     CacheSlots,
     DecodePass,
+    HeadParts,
     LayerParts,
     NativeParts,
     NativeProduct,
     PassTimes,
     decode_pass_available,
 )
-from kernels.cpu.rows import NormRows
+from kernels.cpu.paged_attention import PagedPlan
+from kernels.cpu.rows import HeadRows, NormRows
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
 from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadPlacement
 
 
-class PassResult(NamedTuple):
-    """A step's last addition to the residual stream [tokens, hidden_size], and its times."""
-
-    pending: Tensor
-    times: PassTimes
-
-
 class NativePass:
     """All layers of a model whose every part has a native kernel; only for steps without chunks and hidden caches."""
 
     def __init__(
-        self, layers: Sequence[LayerParts], place: HeadPlacement, hidden_size: int, dtype: torch.dtype
+        self, layers: Sequence[LayerParts], place: HeadRows, config: ModelConfig, head: HeadParts | None
     ) -> None:
-        assert place.native_rows is not None, "see native_pass"
-        self._pass = DecodePass(layers, place.native_rows, hidden_size, dtype)
+        """`head`: None where logits are computed apart."""
+        norm = layers[0].attention_norm
+        self._pass = DecodePass(layers, place, config.hidden_size, norm.dtype, head)
         self._num_layers = len(layers)
+        self._vocab_size = config.vocab_size
+        self.has_head = head is not None
         self._storage: BlockStorage | None = None
         self._slots = CacheSlots(0, 0, 0, 0, False)
 
+    def suits(self, batch: ForwardBatch) -> bool:
+        """Return whether `run` and `logits` take this batch."""
+        return batch.hidden is None and _decode_plan(batch) is not None
+
     def run(
-        self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[tuple[Tensor, Tensor]]
-    ) -> PassResult | None:
-        """Run the residual stream [tokens, hidden_size], updated in place. `rotations` of every rope. None: this step
-        is not for it, and nothing has changed."""
-        step = batch.attention
-        plan = step.decode_plan if isinstance(step, PagedStep) and batch.hidden is None else None
-        if plan is None:
-            return None
-        return PassResult(*self._pass.run(hidden, plan, rotations, batch.slots, self._slots_of(storage)))
+        self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
+    ) -> PassTimes:
+        """Run the residual stream [tokens, hidden_size], updated in place. `rotations` of every rope."""
+        pending, times = self._run(hidden, batch, storage, rotations, None)
+        hidden.add_(pending)
+        return times
+
+    def logits(
+        self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage, rotations: Sequence[Rotation]
+    ) -> tuple[Tensor, PassTimes]:
+        """Run likewise, and return the logits of every row [tokens, vocab_size]; `hidden` is of no use then."""
+        logits = torch.empty((len(hidden), self._vocab_size), dtype=hidden.dtype)
+        return logits, self._run(hidden, batch, storage, rotations, logits)[1]
+
+    def _run(
+        self,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        storage: BlockStorage,
+        rotations: Sequence[Rotation],
+        logits: Tensor | None,
+    ) -> tuple[Tensor, PassTimes]:
+        plan = _decode_plan(batch)
+        assert plan is not None, "see suits"
+        return self._pass.run(hidden, plan, rotations, batch.slots, self._slots_of(storage), logits)
 
     def _slots_of(self, storage: BlockStorage) -> CacheSlots:
         """Return where the storage's slots lie; an engine has one storage, so the latest is kept."""
@@ -82,7 +100,19 @@ def native_pass(
         if parts is None:
             return None
         layers.append(parts)
-    return NativePass(layers, place, config.hidden_size, weights.embedding.dtype)
+    return NativePass(layers, place.native_rows, config, _head_parts(config, weights))
+
+
+def _decode_plan(batch: ForwardBatch) -> PagedPlan | None:
+    step = batch.attention
+    return step.decode_plan if isinstance(step, PagedStep) else None
+
+
+def _head_parts(config: ModelConfig, weights: DecoderWeights) -> HeadParts | None:
+    norm = None if weights.final_norm is None else _native_norm(weights.final_norm)
+    products = _native_parts(weights.lm_head)
+    is_plain = weights.project_out is None and config.logits_divisor == 1.0
+    return HeadParts(norm, products) if norm is not None and products and is_plain else None
 
 
 def _layer_parts(layer: LayerWeights, rope: int | None, is_windowed: bool) -> LayerParts | None:

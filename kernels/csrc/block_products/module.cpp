@@ -211,6 +211,7 @@ void bind_blocks(nb::module_& module) {
         .def(nb::init<const std::string&, const std::string&, uintptr_t, int64_t, int64_t, uintptr_t,
                       const std::string&, bool>())
         .def_prop_ro("num_bytes", &BlockWeight::num_bytes)
+        .def_prop_ro("out_width", &BlockWeight::out_width)
         .def("run", &BlockWeight::run);
 }
 

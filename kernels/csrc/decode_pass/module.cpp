@@ -7,6 +7,7 @@
 //   normed = norm(residual += pending)          pending: what the layer before adds to the residual; the first has none
 //   attended = attention(place(qkv(normed)))    place: each head normalised, in some models, then rotated and cached
 //   pending = down(gate_up(norm(residual += output(attended))))
+// and, where they are asked for, logits = head(norm(residual += pending)) of the last.
 //
 // The step is a line of stages of some parts each (panels of a product, pieces of attention, rows of the rest). Threads
 // take parts of the current stage; who completes its last part goes on to the next one: it does a stage of a single part
@@ -108,8 +109,9 @@ struct Buffers {
 };
 
 struct Step {
-    char* residual;  // [rows, hidden_size], one run of memory, as is pending
+    char* residual;  // [rows, hidden_size], one run of memory, as are pending and logits
     char* pending;
+    char* logits;  // or null
     int64_t num_rows;
     CacheSlots cache;
     std::vector<Angles> angles;
@@ -187,9 +189,8 @@ class DecodePass {
                    const std::vector<const Product*>& output, const RowNorm& mlp_norm,
                    const std::vector<const Product*>& gate_up, const std::vector<const Product*>& down,
                    const std::vector<const RowNorm*>& head_norms, int rope, bool is_windowed) {
-        for (const RowNorm* norm : {&attention_norm, &mlp_norm})
-            if (norm->width() != hidden_size_ || norm->is_bfloat16() != placement_.is_bfloat16())
-                throw std::invalid_argument("a norm of other rows");
+        check(attention_norm);
+        check(mlp_norm);
         if (!head_norms.empty() && head_norms.size() != 2) throw std::invalid_argument("norms of other heads");
         for (const RowNorm* norm : head_norms)
             if (norm->width() != placement_.head_dim() || norm->is_bfloat16() != placement_.is_bfloat16())
@@ -202,15 +203,26 @@ class DecodePass {
             throw std::invalid_argument("products that do not follow one another");
     }
 
+    void set_head(const RowNorm& norm, const std::vector<const Product*>& head) {
+        check(norm);
+        head_norm_ = &norm;
+        head_ = joined(head, hidden_size_, -1);
+    }
+
     // residual [num_rows, hidden_size] changes in place; pending, of the same shape, is written: the last layer's part
-    // that the residual still lacks. `angles`: cos, sin, half of each rope. Returns the seconds of attention and products.
-    std::pair<double, double> run(uintptr_t residual, uintptr_t pending, int64_t num_rows, Attention& attention,
-                                  const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots, uintptr_t keys,
+    // that the residual still lacks, unless logits [num_rows, columns of the head] are asked for (0: not). `angles`: cos, sin, half of each rope. Returns the seconds of attention and products.
+    std::pair<double, double> run(uintptr_t residual, uintptr_t pending, uintptr_t logits, int64_t num_rows,
+                                  Attention& attention, const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots, uintptr_t keys,
                                   uintptr_t values, int64_t layer_bytes, int64_t num_slots, bool is_int8,
                                   int num_threads);
 
    private:
     class Run;
+
+    void check(const RowNorm& norm) const {
+        if (norm.width() != hidden_size_ || norm.is_bfloat16() != placement_.is_bfloat16())
+            throw std::invalid_argument("a norm of other rows");
+    }
 
     JoinedProduct joined(const std::vector<const Product*>& parts, int64_t in_width, int64_t out_width) const {
         if (parts.empty()) throw std::invalid_argument("no product");
@@ -225,6 +237,7 @@ class DecodePass {
 
     void check(const Step& step, int64_t num_slots, int num_threads) const {
         if (layers_.empty() || num_threads < 1 || step.num_rows < 1) throw std::invalid_argument("nothing to run");
+        if (step.logits && !head_norm_) throw std::invalid_argument("no head");
         const Attention& attention = *step.attention;
         if (attention.num_rows() != step.num_rows || attention.num_layers() != int64_t(layers_.size()) ||
             attention.query_width() != placement_.query_width() ||
@@ -240,7 +253,7 @@ class DecodePass {
     // Out of one run of memory that is kept from step to step.
     Buffers buffers(int64_t num_rows) {
         int64_t inner_width = 0;
-        size_t rounded = 0;
+        size_t rounded = head_norm_ ? head_.rounded_bytes(num_rows) : 0;
         for (const Layer& layer : layers_) {
             inner_width = std::max(inner_width, layer.down.in_width());
             for (int i = 0; i < kProducts; ++i) rounded = std::max(rounded, layer.product(i).rounded_bytes(num_rows));
@@ -262,6 +275,8 @@ class DecodePass {
     const int64_t hidden_size_;
     const int64_t size_;  // bytes of an element
     std::vector<Layer> layers_;
+    const RowNorm* head_norm_ = nullptr;
+    JoinedProduct head_;
     std::unique_ptr<Memory> memory_;
 };
 
@@ -272,7 +287,8 @@ class DecodePass::Run {
         : pass_(pass),
           step_(step),
           num_row_parts_(step.num_rows <= kRowsTogether ? 1 : std::min<int64_t>(step.num_rows, num_threads)),
-          end_(int64_t(pass.layers_.size()) * kStages),
+          head_(int64_t(pass.layers_.size()) * kStages),
+          end_(head_ + (step.logits ? kHeadStages : 0)),
           parts_(num_threads) {
         go_on(-1);
     }
@@ -297,6 +313,9 @@ class DecodePass::Run {
     enum Stage {
         kNormQkv, kQkv, kPlace, kAttend, kMerge, kRoundAttended, kOutput, kNormMlp, kGateUp, kRoundInner, kDown, kStages
     };
+
+    // Behind the last layer.
+    enum HeadStage { kFinalNorm, kHead, kHeadStages };
 
     // Count parts of the current stage, which does not end before; true: they were the last.
     bool completes(int64_t num_done) {
@@ -340,6 +359,7 @@ class DecodePass::Run {
 
     double* seconds_of(int64_t stage) {
         if (stage < 0) return nullptr;
+        if (stage >= head_) return stage == head_ + kHead ? &times_.products_s : nullptr;
         switch (stage % kStages) {
             case kQkv:
             case kOutput:
@@ -352,6 +372,7 @@ class DecodePass::Run {
     }
 
     int64_t num_parts(int64_t stage) const {
+        if (stage >= head_) return stage == head_ + kHead ? pass_.head_.num_parts(step_.num_rows) : num_row_parts_;
         const Layer& layer = layer_of(stage);
         switch (stage % kStages) {
             case kQkv: return layer.qkv.num_parts(step_.num_rows);
@@ -365,8 +386,10 @@ class DecodePass::Run {
     }
 
     void compute(int64_t stage, int64_t part) const {
-        const Layer& layer = layer_of(stage);
         const Buffers& rows = step_.buffers;
+        if (stage == head_ + kFinalNorm) return normalise(*pass_.head_norm_, step_.pending, pass_.head_, part);
+        if (stage == head_ + kHead) return multiply(pass_.head_, rows.normed, step_.logits, part);
+        const Layer& layer = layer_of(stage);
         switch (stage % kStages) {
             case kNormQkv: return normalise(*layer.attention_norm, stage ? step_.pending : nullptr, layer.qkv, part);
             case kQkv: return multiply(layer.qkv, rows.normed, rows.fused, part);
@@ -462,6 +485,7 @@ class DecodePass::Run {
     const DecodePass& pass_;
     const Step& step_;
     const int64_t num_row_parts_;
+    const int64_t head_;  // the first stage behind the layers
     const int64_t end_;
     Times times_;  // written by the thread that goes on, as num_parts_
     int64_t num_parts_ = 0;
@@ -470,11 +494,12 @@ class DecodePass::Run {
     alignas(64) std::atomic<int64_t> num_done_{0};
 };
 
-std::pair<double, double> DecodePass::run(uintptr_t residual, uintptr_t pending, int64_t num_rows, Attention& attention,
-                                          const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots,
+std::pair<double, double> DecodePass::run(uintptr_t residual, uintptr_t pending, uintptr_t logits, int64_t num_rows,
+                                          Attention& attention, const std::vector<std::vector<uintptr_t>>& angles, uintptr_t slots,
                                           uintptr_t keys, uintptr_t values, int64_t layer_bytes, int64_t num_slots,
                                           bool is_int8, int num_threads) {
-    Step step{reinterpret_cast<char*>(residual), reinterpret_cast<char*>(pending), num_rows,
+    Step step{reinterpret_cast<char*>(residual), reinterpret_cast<char*>(pending), reinterpret_cast<char*>(logits),
+              num_rows,
               {reinterpret_cast<char*>(keys), reinterpret_cast<char*>(values), layer_bytes, is_int8,
                reinterpret_cast<const int64_t*>(slots)},
               {}, &attention, {}};
@@ -503,6 +528,7 @@ void bind(nb::module_& module) {
     nb::class_<DecodePass>(module, "DecodePass")
         .def(nb::init<const Placement&, int64_t>(), nb::keep_alive<1, 2>())
         .def("add_layer", &DecodePass::add_layer)
+        .def("set_head", &DecodePass::set_head)
         .def("run", &DecodePass::run);
 }
 

@@ -3,17 +3,18 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import TORCH
 from alignedserve.runtime.engine.decoder import Decoder
-from alignedserve.runtime.engine.native_pass import NativePass, PassResult
+from alignedserve.runtime.engine.forward_batch import ForwardBatch
+from alignedserve.runtime.engine.native_pass import NativePass
 from kernels.cpu.decode_pass import decode_pass_available
 from kernels.cpu.paged_attention import supported_levels
-from tests.support.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
+from tests.support.tiny_engines import LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import make_tiny_model
 
@@ -49,17 +50,17 @@ def logits_of(decoder: Decoder, *, attention: str | None = None, cache_dtype: st
 def in_one_call_and_by_layers(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, cache_dtype: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    results: list[PassResult | None] = []
-    run = NativePass.run
+    suited: list[bool] = []
+    suits = NativePass.suits
 
-    def noted(self: NativePass, *args: Any) -> PassResult | None:
-        results.append(run(self, *args))
-        return results[-1]
+    def noted(self: NativePass, batch: ForwardBatch) -> bool:
+        suited.append(suits(self, batch))
+        return suited[-1]
 
-    monkeypatch.setattr(NativePass, "run", noted)
+    monkeypatch.setattr(NativePass, "suits", noted)
     fused = logits_of(decoder, cache_dtype=cache_dtype)
-    assert [result is None for result in results] == [True] + [False] * 36, "the prompt alone goes layer by layer"
-    monkeypatch.setattr(NativePass, "run", lambda *args: None)
+    assert suited == [False] + [True] * 36, "the prompt alone goes layer by layer"
+    monkeypatch.setattr(NativePass, "suits", lambda self, batch: False)
     return fused, logits_of(decoder, cache_dtype=cache_dtype)
 
 
@@ -97,3 +98,23 @@ def test_weights_in_blocks(types: tuple[str, ...], tmp_path: Path, monkeypatch: 
 def test_another_attention_backend_goes_layer_by_layer(folder_of: Callable[[str], Path]) -> None:
     decoder = tiny_decoder(folder_of("llama"))
     assert torch.allclose(logits_of(decoder, attention=TORCH), logits_of(decoder), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_log_probabilities_with_the_head_in_the_call_and_apart(
+    family: str, dtype: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = tiny_decoder(folder_of(family), dtype)
+    sampling = SamplingParams(temperature=0.0, max_tokens=100, num_logprobs=3)
+
+    def generated() -> list[SampledToken]:
+        tiny = TinyEngine(decoder)
+        tiny.add("other", random_tokens(2, 9, 128))
+        tiny.step(other=9)
+        tiny.add("own", random_tokens(1, 12, 128), sampling)
+        return tiny.generate("own", 20, "other")
+
+    together = generated()
+    monkeypatch.setattr(NativePass, "suits", lambda self, batch: False)
+    assert generated() == together
