@@ -48,7 +48,10 @@ HEADERS = (
     "block_products/block_products",
     "block_products/level",
     "block_products/packing",
+    "decode_pass/layers",
     "decode_pass/parts",
+    "decode_pass/stage_parts",
+    "decode_pass/step_run",
 )
 
 
