@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 import struct
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -13,12 +14,13 @@ import uvloop
 
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.caches import LeasesReleased
-from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.gateways import AbortRequest, SubmitRequest
 from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
 from alignedserve.runtime.process.tls import CertificateAuthority, Credentials
+from tests.harnesses import clock_peer
 
 AUTHORITY = CertificateAuthority("this cluster")
 CODEC = Codec(AbortRequest | Ping)
@@ -238,3 +240,35 @@ def test_whoever_was_stalled_does_not_take_its_peers_for_silent(address: str) ->
     thread.join()
     elsewhere.close()
     assert events == [("linked", "patient")]
+
+
+@pytest.mark.slow
+async def test_a_request_from_a_host_with_another_clock_arrives_now(unused_tcp_port: int) -> None:
+    address = f"tcp:127.0.0.1:{unused_tcp_port}"
+    arrived: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    class Handler(Recorder):
+        def on_message(self, peer: Peer, message: Message) -> None:
+            assert isinstance(message, SubmitRequest)
+            arrived.set_result(message.request.arrival_s)
+
+    listener = LinkManager(Identity(Role.ROUTER, "router", clock_peer.SECRET), Codec(SubmitRequest | Ping), Handler())
+    await listener.listen(address)
+    ahead_s = 5000
+    peer = await asyncio.create_subprocess_exec(
+        *("unshare", "--time", "--monotonic", str(ahead_s), "--fork", "--kill-child", sys.executable),
+        *("-m", "tests.harnesses.clock_peer", address),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        done, _ = await asyncio.wait(
+            (arrived, asyncio.ensure_future(peer.wait())), timeout=20, return_when=asyncio.FIRST_COMPLETED
+        )
+        if arrived not in done:
+            pytest.skip("needs the right to make a time namespace")
+        assert abs(arrived.result() - time.monotonic()) < 1.0
+    finally:
+        if peer.returncode is None:
+            peer.kill()
+        await peer.wait()
+        await listener.close()

@@ -209,7 +209,7 @@ EVERYTHING = Codec(OpenTransfer | WriteBlocks | ReadBlocks | RendezvousValue | H
 HUGE = 1 << 40
 NONSENSE: dict[str, list[Message | bytes]] = {
     "a request before the transfer is opened": [ReadBlocks(())],
-    "another message": [Ping()],
+    "another message": [Ping(1.0)],
     "another layout": [OpenTransfer("gloo", "00")],
     "another transport": [OpenTransfer("carrier pigeon", layout_of("float32").digest().hex())],
     "a message of the other side": [Welcome(Role.ROUTER, "x", bytes(32))],
