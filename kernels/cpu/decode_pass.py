@@ -42,6 +42,8 @@ class LayerParts(NamedTuple):
     rope: int | None  # index of its rotation; None: nothing is rotated
     is_windowed: bool
     head_norms: tuple[NormRows, NormRows] | None = None  # of each query and of each key head
+    attention_post_norm: NormRows | None = None  # of what attention adds to the residual
+    mlp_post_norm: NormRows | None = None  # of what the feed-forward part adds
 
 
 class HeadParts(NamedTuple):
@@ -94,12 +96,14 @@ class DecodePass:
         self._dtype = dtype
         self._kernel = _native.DecodePass(place.kernel, hidden_size)
         for layer in self._parts:
-            products = (layer.qkv, layer.output), (layer.gate_up, layer.down)
-            (qkv, output), (gate_up, down) = ([list(parts) for parts in pair] for pair in products)
-            rope = -1 if layer.rope is None else layer.rope
-            norms = layer.attention_norm.kernel, layer.mlp_norm.kernel
-            of_heads = [rows.kernel for rows in layer.head_norms or ()]
-            self._kernel.add_layer(norms[0], qkv, output, norms[1], gate_up, down, of_heads, rope, layer.is_windowed)
+            norms = (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
+            self._kernel.add_layer(
+                [None if norm is None else norm.kernel for norm in norms],
+                [list(parts) for parts in (layer.qkv, layer.output, layer.gate_up, layer.down)],
+                [norm.kernel for norm in layer.head_norms or ()],
+                -1 if layer.rope is None else layer.rope,
+                layer.is_windowed,
+            )
         self._head = head
         if head is not None:
             self._kernel.set_head(head.norm.kernel, list(head.products))

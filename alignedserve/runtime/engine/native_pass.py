@@ -116,18 +116,18 @@ def _head_parts(config: ModelConfig, weights: DecoderWeights) -> HeadParts | Non
 
 
 def _layer_parts(layer: LayerWeights, rope: int | None, is_windowed: bool) -> LayerParts | None:
-    has_post_norms = layer.attention_post_norm is not None or layer.mlp_post_norm is not None
-    if has_post_norms or not isinstance(layer.mlp, FeedForwardPart):
+    if not isinstance(layer.mlp, FeedForwardPart):
         return None
+    norms = (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
+    attention_norm, mlp_norm, *post_norms = native = [None if norm is None else _native_norm(norm) for norm in norms]
     head_norms = None if layer.head_norms is None else layer.head_norms.native_rows
-    if layer.head_norms is not None and head_norms is None:
-        return None
-    attention_norm, mlp_norm = _native_norm(layer.attention_norm), _native_norm(layer.mlp_norm)
     products = [_native_parts(product) for product in (layer.qkv, layer.output, *layer.mlp.products)]
-    if attention_norm is None or mlp_norm is None or not all(products):
+    is_native = all(norm is None or own is not None for norm, own in zip(norms, native, strict=True))
+    is_native &= layer.head_norms is None or head_norms is not None
+    if not is_native or attention_norm is None or mlp_norm is None or not all(products):
         return None
     qkv, output, gate_up, down = products
-    return LayerParts(attention_norm, qkv, output, mlp_norm, gate_up, down, rope, is_windowed, head_norms)
+    return LayerParts(attention_norm, qkv, output, mlp_norm, gate_up, down, rope, is_windowed, head_norms, *post_norms)
 
 
 def _native_norm(norm: Norm) -> NormRows | None:

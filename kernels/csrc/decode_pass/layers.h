@@ -42,9 +42,11 @@ struct Layer {
     const RowNorm* attention_norm;
     JoinedProduct qkv;
     JoinedProduct output;
+    const RowNorm* attention_post_norm;  // of what a half of the layer adds to the residual; or null
     const RowNorm* mlp_norm;
     JoinedProduct gate_up;
     JoinedProduct down;
+    const RowNorm* mlp_post_norm;            // likewise
     std::vector<const RowNorm*> head_norms;  // of each query head and of each key head; or none
     int rope;                                // index of its angles; -1: nothing is rotated
     bool is_windowed;

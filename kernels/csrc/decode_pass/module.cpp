@@ -7,7 +7,7 @@
 //   normed = norm(residual += pending)          pending: what the layer before adds to the residual; the first has none
 //   attended = attention(place(qkv(normed)))    place: each head normalised, in some models, then rotated and cached
 //   pending = down(gate_up(norm(residual += output(attended))))
-// and, where they are asked for, logits = head(norm(residual += pending)) of the last.
+// where some models normalise output(..) and pending as well; and, where they are asked for, logits = head(norm(residual += pending)) of the last.
 //
 // The step is a line of stages of some parts each (panels of a product, pieces of attention, rows of the rest). Threads
 // take parts of the current stage. The one that completes it goes on to the next: a stage of a single part, as most are
@@ -45,24 +45,34 @@ class DecodePass {
     DecodePass(const Placement& placement, int64_t hidden_size)
         : model_{placement, hidden_size, placement.is_bfloat16() ? 2 : 4, {}, nullptr, {}} {}
 
-    void add_layer(const RowNorm& attention_norm, const std::vector<const Product*>& qkv,
-                   const std::vector<const Product*>& output, const RowNorm& mlp_norm,
-                   const std::vector<const Product*>& gate_up, const std::vector<const Product*>& down,
+    // `norms`: before attention and before the second half; then of what these add, or null. `head_norms`: of each query
+    // and of each key head, or none.
+    void add_layer(const std::vector<const RowNorm*>& norms, const std::vector<std::vector<const Product*>>& products,
                    const std::vector<const RowNorm*>& head_norms, int rope, bool is_windowed) {
         if (model_.layers.size() == kMostLayers) throw std::invalid_argument("too many layers");
-        check(attention_norm);
-        check(mlp_norm);
+        if (norms.size() != 4 || !norms[0] || !norms[1]) throw std::invalid_argument("not the norms of a layer");
+        if (products.size() != kProducts) throw std::invalid_argument("not the products of a layer");
+        for (const RowNorm* norm : norms)
+            if (norm) check(*norm);
         if (!head_norms.empty() && head_norms.size() != 2) throw std::invalid_argument("norms of other heads");
         for (const RowNorm* norm : head_norms)
             if (norm->width() != model_.placement.head_dim() || norm->is_bfloat16() != model_.placement.is_bfloat16())
                 throw std::invalid_argument("norms of other heads");
-        const int64_t hidden_size = model_.hidden_size;
-        model_.layers.push_back({&attention_norm, joined(qkv, hidden_size, model_.placement.width()),
-                                 joined(output, model_.placement.query_width(), hidden_size), &mlp_norm,
-                                 joined(gate_up, hidden_size, -1), joined(down, -1, hidden_size), head_norms, rope,
-                                 is_windowed});
-        if (model_.layers.back().gate_up.out_width() != model_.layers.back().down.in_width())
+        const int64_t hidden_size = model_.hidden_size, query_width = model_.placement.query_width();
+        const Layer layer{norms[0],
+                          joined(products[0], hidden_size, model_.placement.width()),
+                          joined(products[1], query_width, hidden_size),
+                          norms[2],
+                          norms[1],
+                          joined(products[2], hidden_size, -1),
+                          joined(products[3], -1, hidden_size),
+                          norms[3],
+                          head_norms,
+                          rope,
+                          is_windowed};
+        if (layer.gate_up.out_width() != layer.down.in_width())
             throw std::invalid_argument("products that do not follow one another");
+        model_.layers.push_back(layer);
     }
 
     void set_head(const RowNorm& norm, const std::vector<const Product*>& head) {

@@ -66,7 +66,8 @@ class StepRun {
    private:
     // Of a layer, in order.
     enum Stage {
-        kNormQkv, kQkv, kPlace, kAttend, kMerge, kRoundAttended, kOutput, kNormMlp, kGateUp, kRoundInner, kDown, kStages
+        kNormQkv, kQkv, kPlace, kAttend, kMerge, kRoundAttended, kOutput, kPostAttention,
+        kNormMlp, kGateUp, kRoundInner, kDown, kPostMlp, kStages
     };
 
     // Behind the last layer.
@@ -136,6 +137,8 @@ class StepRun {
             case kDown: return layer.down.num_parts(step_.num_rows);
             case kAttend: begin_attention(stage / kStages); return step_.attention->num_pieces();
             case kMerge: return step_.attention->num_merges();
+            case kPostAttention: return layer.attention_post_norm ? num_row_parts_ : 0;
+            case kPostMlp: return layer.mlp_post_norm ? num_row_parts_ : 0;
             default: return num_row_parts_;
         }
     }
@@ -153,10 +156,12 @@ class StepRun {
             case kMerge: return step_.attention->merge(part);
             case kRoundAttended: return round(layer.output, rows.attended, part);
             case kOutput: return multiply(layer.output, rows.attended, rows.added, part);
+            case kPostAttention: return normalise_in_place(*layer.attention_post_norm, rows.added, part);
             case kNormMlp: return normalise(*layer.mlp_norm, rows.added, layer.gate_up, part);
             case kGateUp: return multiply(layer.gate_up, rows.normed, rows.inner, part);
             case kRoundInner: return round(layer.down, rows.inner, part);
             case kDown: return multiply(layer.down, rows.inner, step_.pending, part);
+            case kPostMlp: return normalise_in_place(*layer.mlp_post_norm, step_.pending, part);
         }
     }
 
@@ -169,6 +174,11 @@ class StepRun {
                                   row_bytes,                      step_.buffers.normed, row_bytes};
         norm.normalise(call, first_row(part), first_row(part + 1));
         round(product, step_.buffers.normed, part);
+    }
+
+    void normalise_in_place(const RowNorm& norm, char* rows, int64_t part) const {
+        const int64_t row_bytes = model_.hidden_size * model_.element_bytes;
+        norm.normalise({rows, row_bytes, nullptr, 0, rows, row_bytes}, first_row(part), first_row(part + 1));
     }
 
     void round(const JoinedProduct& product, const char* x, int64_t part) const {
