@@ -51,8 +51,15 @@ def main() -> None:
         rows.append(compare(num_streams, arguments))
         print(line_of(rows[-1]), flush=True)
         figures = {"model": arguments.model.name, "dtype": arguments.dtype, "rows": rows}
-        command = " ".join(["python -m benchmarks.compare.llama_cpp", *sys.argv[1:]])
-        write_result(arguments.name, figures, command=command)
+        write_result(arguments.name, figures, command=command_of(arguments))
+
+
+def command_of(arguments: argparse.Namespace) -> str:
+    """Return what repeats the run, wherever llama.cpp and the model lie."""
+    streams = " ".join(map(str, arguments.streams))
+    lengths = f"--prompt-len {arguments.prompt_len} --output-len {arguments.output_len}"
+    rest = f"--dtype {arguments.dtype} --rounds {arguments.rounds} --name {arguments.name}"
+    return f"python -m benchmarks.compare.llama_cpp --streams {streams} {lengths} {rest}"
 
 
 def compare(num_streams: int, arguments: argparse.Namespace) -> dict[str, Any]:
