@@ -29,6 +29,7 @@ SOURCES = (
     "block_products/plain",
     "block_products/avx2",
     "block_products/avx512vnni",
+    "decode_pass/module",
     "nanobind",
 )
 HEADERS = (
@@ -49,6 +50,10 @@ HEADERS = (
     "block_products/block_products",
     "block_products/level",
     "block_products/packing",
+    "decode_pass/layers",
+    "decode_pass/parts",
+    "decode_pass/stage_parts",
+    "decode_pass/step_run",
 )
 
 

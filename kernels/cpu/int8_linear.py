@@ -8,6 +8,7 @@ has scale 0.02 and becomes [127, 64]; the product is (127 * 50 - 64 * 127) * 0.0
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,11 @@ class Int8Linear:
         if scales is None:
             weight, scales = _rounded(weight)
         self._multiply = _OneDnnInt8(weight, scales, bias, computed, then)
+
+    @property
+    def native_parts(self) -> tuple[Any, ...]:
+        """Return the native product, see `kernels.cpu.decode_pass`; none where there is none."""
+        return self._multiply.native_parts if isinstance(self._multiply, PackedLinear) else ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [rows, in_width], rows >= 1 -> [rows, out_width]."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +90,11 @@ class PackedLinear:
         with _runs(weight) as runs:
             is_bfloat16, threads = self._dtype == torch.bfloat16, torch.get_num_threads()
             self._weight = _native.PackedWeight(level, name, is_bfloat16, runs, *then, threads)
+
+    @property
+    def native_parts(self) -> tuple[Any, ...]:
+        """Return the native product, see `kernels.cpu.decode_pass`."""
+        return (self._weight,)
 
     @property
     def num_bytes(self) -> int:

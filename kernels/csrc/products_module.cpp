@@ -17,6 +17,7 @@
 #include <tuple>
 #include <vector>
 
+#include "decode_pass/parts.h"
 #include "products.h"
 #include "weight_rows.h"
 #include "work.h"
@@ -114,7 +115,7 @@ struct PanelPacker {
     }
 };
 
-class PackedWeight {
+class PackedWeight : public decode_pass::Product {
    public:
     // The rows of `runs`, one per column, `bias` (0, or [columns] float32) and `scales` (0, or likewise, of rows that are
     // int8 already) are read here and not kept. Other rows become int8 from what the model computes with: bfloat16, or
@@ -169,7 +170,41 @@ class PackedWeight {
 
     size_t num_bytes() const { return panels_.bytes(); }
 
+    int64_t in_width() const override { return in_width_; }
+    int64_t out_width() const override { return out_width_; }
+
+    bool takes(bool is_bfloat16) const override {
+        return element_ == Element::int8 || is_bfloat16 == (element_ == Element::bfloat16);
+    }
+
+    // Of int8: the rows, then their scales.
+    size_t rounded_bytes(int64_t num_rows) const override {
+        return element_ == Element::int8 ? size_t(num_rows) * (num_steps_ * 4 + sizeof(float)) : 0;
+    }
+
+    void round(const decode_pass::ProductCall& call, int64_t first, int64_t last) const override {
+        if (element_ != Element::int8) return;
+        const Rounding rounding{call.x, call.x_row_bytes, in_width_, call.is_bfloat16,
+                                reinterpret_cast<uint8_t*>(call.rounded), num_steps_ * 4, row_scales(call)};
+        level_.round(rounding, first, last);
+    }
+
+    int64_t num_parts(int64_t num_rows) const override {
+        return (num_rows + rows_per_block() - 1) / rows_per_block() * num_panels_;
+    }
+
+    void multiply(const decode_pass::ProductCall& call, int64_t part) const override {
+        const bool is_int8 = element_ == Element::int8;
+        const Call own{is_int8 ? call.rounded : call.x, is_int8 ? num_steps_ * 4 : call.x_row_bytes,
+                       is_int8 ? row_scales(call) : nullptr, call.out, call.out_row_bytes, call.is_bfloat16};
+        multiply_part(own, call.num_rows, part);
+    }
+
    private:
+    float* row_scales(const decode_pass::ProductCall& call) const {
+        return reinterpret_cast<float*>(call.rounded + call.num_rows * num_steps_ * 4);
+    }
+
     int64_t panel_width(bool is_gated) const { return int64_t(level_.width) * (is_gated ? 1 : kVectors); }
 
     // The column of the weight that packed column `at` holds; -1: none.
@@ -257,19 +292,22 @@ class PackedWeight {
     }
 
     void multiply(const Call& call, int64_t num_rows, int num_threads) const {
-        const int64_t per_block = rows_per_block(), num_blocks = (num_rows + per_block - 1) / per_block;
-        const int64_t num_parts = num_blocks * num_panels_;
+        const int64_t num_parts = this->num_parts(num_rows);
         const int threads = int(std::min<int64_t>(num_threads, num_parts));
         Shares shares(num_parts, threads);
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
         for (int thread = 0; thread < threads; ++thread)
-            for (int64_t index = shares.take(thread); index >= 0; index = shares.take(thread)) {
-                const int64_t block = index / num_panels_, panel = index % num_panels_;
-                const int64_t next = panel + 1 < num_panels_ ? panel + 1 : 0;
-                const Part part{num_rows * block / num_blocks, num_rows * (block + 1) / num_blocks, panel,
-                                weights_.panels + next * num_steps_ * kVectors * level_.width * 4};
-                level_.multiply(weights_, call, part);
-            }
+            for (int64_t part = shares.take(thread); part >= 0; part = shares.take(thread))
+                multiply_part(call, num_rows, part);
+    }
+
+    void multiply_part(const Call& call, int64_t num_rows, int64_t index) const {
+        const int64_t num_blocks = (num_rows + rows_per_block() - 1) / rows_per_block();
+        const int64_t block = index / num_panels_, panel = index % num_panels_;
+        const int64_t next = panel + 1 < num_panels_ ? panel + 1 : 0;
+        const Part part{num_rows * block / num_blocks, num_rows * (block + 1) / num_blocks, panel,
+                        weights_.panels + next * num_steps_ * kVectors * level_.width * 4};
+        level_.multiply(weights_, call, part);
     }
 
     int64_t rows_per_block() const {
@@ -304,11 +342,12 @@ void raise_os_error(const std::exception_ptr& exception, void*) {
 void bind(nb::module_& module) {
     nb::register_exception_translator(raise_os_error);
     module.def("product_levels", product_levels);
-    nb::class_<PackedWeight>(module, "PackedWeight")
+    nb::class_<PackedWeight, decode_pass::Product>(module, "PackedWeight")
         .def(nb::init<const std::string&, const std::string&, bool,
                       const std::vector<std::tuple<int, int64_t, int64_t, std::string>>&, int64_t, uintptr_t,
                       const std::string&, bool, uintptr_t, int>())
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes)
+        .def_prop_ro("out_width", &PackedWeight::out_width)
         .def("run", &PackedWeight::run);
 }
 

@@ -19,6 +19,7 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.microbench.engine.ceilings import Ceilings, ProductClock, measure_ceilings
+from alignedserve.microbench.engine.random_blocks import BLOCK_TYPES, block_bytes, random_block_weights
 from alignedserve.microbench.engine.workloads import RequestGroup, parse_workload
 from alignedserve.microbench.results import EngineBenchmarkResult
 from alignedserve.microbench.shapes import SHAPES
@@ -54,7 +55,7 @@ class EngineBenchmarkSpec:
     model: str  # a name in SHAPES (random weights) or a model folder
     groups: tuple[RequestGroup, ...]
     dtype: str = "float32"
-    quantization: str | None = None  # int8: the linear layers
+    quantization: str | None = None  # of the linear layers: int8, or for a shape one of BLOCK_TYPES
     kv_cache_dtype: str = "auto"  # of keys and values: auto (`dtype`) or int8
     device: str = "cpu"
     attention: str = AUTO  # one of CHOICES of runtime.attention
@@ -66,13 +67,21 @@ class EngineBenchmarkSpec:
     def __post_init__(self) -> None:
         if not self.groups:
             raise ConfigError("groups must name at least one group of requests.")
-        if self.quantization not in (None, "int8"):
-            raise ConfigError(f"quantization {self.quantization!r} must be int8 or unset.")
+        if self.quantization not in (None, INT8) and not self.has_random_blocks:
+            types = ", ".join(BLOCK_TYPES)
+            raise ConfigError(
+                f"quantization {self.quantization!r} must be int8 or, for a shape on a CPU, one of {types}."
+            )
         if self.kv_cache_dtype not in ("auto", INT8):
             raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype!r} must be auto or int8.")
         for name in ("max_sequences", "max_step_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
+
+    @property
+    def has_random_blocks(self) -> bool:
+        """Return whether the weights are random ones in the blocks of GGUF files."""
+        return self.quantization in BLOCK_TYPES and self.model in SHAPES and self.device == "cpu"
 
     @property
     def cache_dtype(self) -> str:
@@ -94,6 +103,8 @@ def _load(spec: EngineBenchmarkSpec) -> tuple[ModelConfig, DecoderWeights]:
     dtype = torch_dtype(spec.dtype)
     if spec.model in SHAPES:
         config = SHAPES[spec.model]
+        if spec.has_random_blocks and spec.quantization is not None:
+            return config, random_block_weights(config, spec.seed, dtype, spec.quantization)
         return config, random_weights(config, spec.seed, dtype, spec.device, spec.quantization)
     folder = model_path(spec.model)
     if not folder.exists():
@@ -113,16 +124,16 @@ def run_engine_benchmark(spec: EngineBenchmarkSpec) -> EngineBenchmarkResult:
     engine = make_engine(Decoder(config, clock.watch(weights) if is_cpu else weights), spec)
     _warm_up(engine, spec)
     clock.reset()
-    run = WorkloadRun(engine, spec, spec.groups)
+    run = WorkloadRun(engine, spec, spec.groups, clock)
     started = time.perf_counter()
     run.run()
     wall_s = time.perf_counter() - started
+    held = _weight_bytes(config, spec, weights)
     if not is_cpu:
         peaks = (peak_rss_bytes(), int(torch.cuda.max_memory_allocated()))
-        return _result(spec, engine, _TimedRun(run.times, None, wall_s, *peaks), None)
-    measured = _TimedRun(run.times, clock.seconds, wall_s, peak_rss_bytes(), None)
-    bytes_per_step = weight_bytes(config, spec.model, spec.dtype, spec.device, spec.quantization).step_bytes
-    return _result(spec, engine, measured, measure_ceilings(weights, clock, bytes_per_step, run.times.num_steps))
+        return _result(spec, engine, _TimedRun(run.times, None, wall_s, held, *peaks), None)
+    measured = _TimedRun(run.times, clock.seconds, wall_s, held, peak_rss_bytes(), None)
+    return _result(spec, engine, measured, measure_ceilings(weights, clock, held.step_bytes, run.times.num_steps))
 
 
 class WeightBytes(NamedTuple):
@@ -144,6 +155,14 @@ def weight_bytes(
         return WeightBytes(stored.num_bytes, stored.step_bytes)
     step_bytes = config.num_multiplied * (1 if quantization == "int8" else torch_dtype(dtype).itemsize)
     return WeightBytes(config.loaded_weight_bytes(dtype, quantization), step_bytes)
+
+
+def _weight_bytes(config: ModelConfig, spec: EngineBenchmarkSpec, weights: DecoderWeights) -> WeightBytes:
+    if not spec.has_random_blocks:
+        return weight_bytes(config, spec.model, spec.dtype, spec.device, spec.quantization)
+    plain, step_bytes = weight_bytes(config, spec.model, spec.dtype), block_bytes(weights)
+    assert step_bytes is not None, "random blocks are in blocks"
+    return WeightBytes(plain.num_bytes - plain.step_bytes + step_bytes, step_bytes)
 
 
 def _warm_up(engine: Engine, spec: EngineBenchmarkSpec) -> None:
@@ -202,6 +221,7 @@ class _TimedRun:
     times: WorkloadTimes
     linear_s: float | None  # None on a GPU, as the ceilings
     wall_s: float
+    weight_bytes: WeightBytes
     peak_rss_bytes: int
     peak_device_bytes: int | None
 
@@ -213,6 +233,7 @@ class WorkloadRun:
     engine: Engine
     spec: EngineBenchmarkSpec
     groups: tuple[RequestGroup, ...]
+    clock: ProductClock | None = None
     times: WorkloadTimes = field(default_factory=WorkloadTimes)
     _running: dict[RequestId, _ActiveRequest] = field(default_factory=dict)
 
@@ -275,6 +296,9 @@ class WorkloadRun:
             times.prefill_s += output.times.forward_s
         else:
             times.decode_s += output.times.forward_s
+        model = self.engine.model
+        if self.clock is not None and model.products_s:
+            self.clock.note_pass(len(output.sampled), model.products_s, has_head=model.had_head)
 
     def _finish(self, output: StepOutput, allocator: BlockAllocator) -> None:
         assert not output.failed, "the model's logits are not numbers"
@@ -330,7 +354,7 @@ def _result(
         share_of_weight_reading=None if ceilings is None else ceilings.weight_reading_s / wall_s,
         read_gb_per_s=None if ceilings is None else ceilings.read_bytes_per_s / 1e9,
         outside_forward_share=1.0 - forward_s / wall_s,
-        weight_bytes=weight_bytes(config, spec.model, spec.dtype, spec.device, spec.quantization).num_bytes,
+        weight_bytes=measured.weight_bytes.num_bytes,
         kv_token_bytes=engine.storage.layout.token_bytes,
         kv_bytes=engine.storage.num_blocks * engine.storage.layout.block_bytes,
         peak_rss_bytes=measured.peak_rss_bytes,

@@ -314,7 +314,7 @@ class _WeightAssembler:
         queries, keys = (
             self._norm_weight(prefix + module, config.head_dim) for module in (names.query_norm, names.key_norm)
         )
-        return HeadNorms(queries, keys, config.norm_eps)
+        return HeadNorms(queries, keys, config.norm_eps, self._dtype)
 
     def _norm(self, module: str) -> Norm:
         width = self._config.hidden_size

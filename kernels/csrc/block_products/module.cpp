@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../decode_pass/parts.h"
 #include "block_products.h"
 #include "packing.h"
 #include "work.h"
@@ -70,7 +71,7 @@ std::vector<std::string> block_levels() {
     return names;
 }
 
-class BlockWeight {
+class BlockWeight : public decode_pass::Product {
    public:
     // `rows`: `columns` rows of the file, one after another; `bias`: 0, or [columns] float32. Read here and not kept.
     BlockWeight(const std::string& level, const std::string& format, uintptr_t rows, int64_t columns, int64_t in_width,
@@ -105,6 +106,28 @@ class BlockWeight {
     }
 
     size_t num_bytes() const { return panels_.bytes(); }
+
+    int64_t in_width() const override { return in_width_; }
+    int64_t out_width() const override { return out_width_; }
+    bool takes(bool) const override { return true; }
+
+    size_t rounded_bytes(int64_t num_rows) const override {
+        return size_t(num_rows * weights_.num_blocks) * sizeof(InputBlock);
+    }
+
+    void round(const decode_pass::ProductCall& call, int64_t first, int64_t last) const override {
+        const BlockRounding rounding{call.x, call.x_row_bytes, call.num_rows, weights_.num_blocks, call.is_bfloat16,
+                                     format_, reinterpret_cast<InputBlock*>(call.rounded)};
+        level_.round(rounding, first, last);
+    }
+
+    int64_t num_parts(int64_t num_rows) const override { return divided_up(num_rows, rows_at_once()) * num_panels_; }
+
+    void multiply(const decode_pass::ProductCall& call, int64_t part) const override {
+        multiply_part({reinterpret_cast<const InputBlock*>(call.rounded), call.num_rows, call.out, call.out_row_bytes,
+                       call.is_bfloat16},
+                      part);
+    }
 
    private:
     // Kept by the calling thread from product to product: fresh memory costs a page fault for every page.
@@ -155,17 +178,19 @@ class BlockWeight {
     }
 
     void multiply(const BlockCall& call, int num_threads) const {
-        const int64_t num_groups = divided_up(call.num_rows, rows_at_once()), num_parts = num_groups * num_panels_;
+        const int64_t num_parts = this->num_parts(call.num_rows);
         const int threads = int(std::min<int64_t>(num_threads, num_parts));
         Shares shares(num_parts, threads);
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
         for (int thread = 0; thread < threads; ++thread)
-            for (int64_t index = shares.take(thread); index >= 0; index = shares.take(thread)) {
-                const int64_t group = index / num_panels_;
-                level_.multiply(weights_, call,
-                                {call.num_rows * group / num_groups, call.num_rows * (group + 1) / num_groups,
-                                 index % num_panels_});
-            }
+            for (int64_t part = shares.take(thread); part >= 0; part = shares.take(thread)) multiply_part(call, part);
+    }
+
+    void multiply_part(const BlockCall& call, int64_t part) const {
+        const int64_t num_groups = divided_up(call.num_rows, rows_at_once()), group = part / num_panels_;
+        level_.multiply(weights_, call,
+                        {call.num_rows * group / num_groups, call.num_rows * (group + 1) / num_groups,
+                         part % num_panels_});
     }
 
     int64_t rows_at_once() const {
@@ -185,10 +210,11 @@ class BlockWeight {
 
 void bind_blocks(nb::module_& module) {
     module.def("block_levels", block_levels);
-    nb::class_<BlockWeight>(module, "BlockWeight")
+    nb::class_<BlockWeight, decode_pass::Product>(module, "BlockWeight")
         .def(nb::init<const std::string&, const std::string&, uintptr_t, int64_t, int64_t, uintptr_t,
                       const std::string&, bool>())
         .def_prop_ro("num_bytes", &BlockWeight::num_bytes)
+        .def_prop_ro("out_width", &BlockWeight::out_width)
         .def("run", &BlockWeight::run);
 }
 
