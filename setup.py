@@ -47,6 +47,7 @@ HEADERS = (
     "block_products/block_products",
     "block_products/level",
     "block_products/packing",
+    "block_products/round_four",
 )
 
 

@@ -253,45 +253,47 @@ __attribute__((noinline)) void multiply_few(const BlockWeights& weights, const B
     finish_rows(weights, call, part, sums);
 }
 
+// One block of `num_tiles` times kRows rows. Few rows at a time: their sums leave registers free, so that the processor
+// begins with the next tile while the last one's sums are being scaled.
 template <Format kFormat, int kRows>
-__attribute__((noinline)) void add_tile(const Block<kFormat>& block, const InputBlock* inputs,
-                                        Floats (*__restrict sums)[kVectors]) {
-    add_block<kFormat, kRows>(block, inputs, sums);
+__attribute__((noinline)) void add_tiles(const Block<kFormat>& block, const InputBlock* inputs,
+                                         Floats (*__restrict sums)[kVectors], int64_t num_tiles) {
+    for (int64_t i = 0; i < num_tiles; ++i) add_block<kFormat, kRows>(block, inputs + i * kRows, sums + i * kRows);
 }
 
 template <Format kFormat>
 struct Tiles {
-    typedef void (*Tile)(const Block<kFormat>&, const InputBlock*, Floats (*)[kVectors]);
+    typedef void (*Tile)(const Block<kFormat>&, const InputBlock*, Floats (*)[kVectors], int64_t);
 
     static Tile of(int64_t num_rows) {
-        static const Tile tiles[] = {
-            nullptr, add_tile<kFormat, 1>, add_tile<kFormat, 2>,
+        static constexpr Tile tiles[MAX_ROWS + 1] = {
+            nullptr, add_tiles<kFormat, 1>, add_tiles<kFormat, 2>,
 #if MAX_ROWS >= 4
-            add_tile<kFormat, 3>, add_tile<kFormat, 4>,
+            add_tiles<kFormat, 3>, add_tiles<kFormat, 4>,
 #endif
-#if MAX_ROWS == 14
-            add_tile<kFormat, 5>, add_tile<kFormat, 6>, add_tile<kFormat, 7>, add_tile<kFormat, 8>,
-            add_tile<kFormat, 9>, add_tile<kFormat, 10>, add_tile<kFormat, 11>, add_tile<kFormat, 12>,
-            add_tile<kFormat, 13>, add_tile<kFormat, 14>,
+#if MAX_ROWS >= 5
+            add_tiles<kFormat, 5>,
+#endif
+#if MAX_ROWS >= 6
+            add_tiles<kFormat, 6>,
 #endif
         };
-        static_assert(sizeof tiles / sizeof *tiles == MAX_ROWS + 1, "a tile for every number of rows");
         return tiles[num_rows];
     }
 };
 
-// Each block is unpacked once, into the first cache, for all rows.
+// Each block is unpacked once, into the first cache, for all rows: tiles of as many rows, or of one row more.
 template <Format kFormat>
 void multiply_many(const BlockWeights& weights, const BlockCall& call, const BlockPart& part) {
     Floats sums[kMaxBlockRows][kVectors];
     const int64_t num_rows = part.last - part.first, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t smaller = num_rows / num_tiles, num_larger = num_rows % num_tiles, num_smaller = num_tiles - num_larger;
+    const auto tile = Tiles<kFormat>::of(smaller), larger_tile = num_larger ? Tiles<kFormat>::of(smaller + 1) : nullptr;
     begin(weights, part.panel, num_rows, sums);
     for_blocks<kFormat>(weights, part.panel, [&](const Block<kFormat>& block, int64_t index) {
         const InputBlock* inputs = call.inputs + index * call.num_rows + part.first;
-        for (int64_t i = 0; i < num_tiles; ++i) {
-            const int64_t first = num_rows * i / num_tiles, last = num_rows * (i + 1) / num_tiles;
-            Tiles<kFormat>::of(last - first)(block, inputs + first, sums + first);
-        }
+        tile(block, inputs, sums, num_smaller);
+        if (num_larger) larger_tile(block, inputs + smaller * num_smaller, sums + smaller * num_smaller, num_larger);
     });
     finish_rows(weights, call, part, sums);
 }
@@ -360,14 +362,26 @@ inline void round_block(const char* x, bool is_bfloat16, int offset, bool has_ha
     out.starts[1] = -offset * last;
 }
 
+inline void round_one(const BlockRounding& call, const char* row, int64_t index, InputBlock* out) {
+    round_block(row + index * kBlock * (call.is_bfloat16 ? 2 : 4), call.is_bfloat16, quant_offset(call.format),
+                scales_per_block(call.format) == 2, out[index * call.num_rows]);
+}
+
+#if WIDTH == 16
+#include "round_four.h"
+#endif
+
 void round(const BlockRounding& call, int64_t first, int64_t last) {
-    const int offset = quant_offset(call.format);
-    const bool has_halves = scales_per_block(call.format) == 2;
     for (int64_t row = first; row < last; ++row) {
         const char* x = call.x + row * call.x_row_bytes;
-        for (int64_t index = 0; index < call.num_blocks; ++index)
-            round_block(x + index * kBlock * (call.is_bfloat16 ? 2 : 4), call.is_bfloat16, offset, has_halves,
-                        call.out[index * call.num_rows + row]);
+        InputBlock* out = call.out + row;
+#if WIDTH == 16
+        if (call.num_blocks >= 4) {
+            call.is_bfloat16 ? round_row<true>(call, x, out) : round_row<false>(call, x, out);
+            continue;
+        }
+#endif
+        for (int64_t index = 0; index < call.num_blocks; ++index) round_one(call, x, index, out);
     }
 }
 

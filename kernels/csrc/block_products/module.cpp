@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <memory>
@@ -26,8 +27,8 @@ extern const BlockLevel block_avx512vnni_level, block_avx2_level;
 
 namespace {
 
-// With fewer inputs than this, waking another thread takes longer than rounding them.
-constexpr int64_t kSerialInputs = 1 << 15;
+// With fewer inputs than this, waiting until every thread has rounded its share takes longer than rounding them all.
+constexpr int64_t kSerialInputs = 1 << 12;
 // Rounded inputs that are multiplied by all panels before the next rows are: they stay in the core's second cache.
 constexpr int64_t kInputBytes = 512 << 10;
 constexpr int64_t kFewestRows = 28;  // that a block is unpacked for
@@ -95,10 +96,9 @@ class BlockWeight {
         const int64_t size = is_bfloat16 ? 2 : 4;
         nb::gil_scoped_release released;
         InputBlock* inputs = scratch(size_t(num_rows * weights_.num_blocks));
-        round_inputs({reinterpret_cast<const char*>(x), x_stride * size, num_rows, weights_.num_blocks, is_bfloat16,
-                      format_, inputs},
-                     num_threads);
-        multiply({inputs, num_rows, reinterpret_cast<char*>(out), out_stride * size, is_bfloat16}, num_threads);
+        const BlockRounding rounding{reinterpret_cast<const char*>(x), x_stride * size, num_rows, weights_.num_blocks,
+                                     is_bfloat16, format_, inputs};
+        multiply(rounding, {inputs, num_rows, reinterpret_cast<char*>(out), out_stride * size, is_bfloat16}, num_threads);
     }
 
     size_t num_bytes() const { return panels_.bytes(); }
@@ -144,25 +144,31 @@ class BlockWeight {
         }
     }
 
-    void round_inputs(const BlockRounding& rounding, int num_threads) const {
-        const int threads = rounding.num_rows * in_width_ < kSerialInputs ? 1 : num_threads;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (int part = 0; part < threads; ++part)
-            level_.round(rounding, rounding.num_rows * part / threads, rounding.num_rows * (part + 1) / threads);
-    }
-
-    void multiply(const BlockCall& call, int num_threads) const {
+    // Rounds and multiplies in one parallel region: threads need to be woken only once.
+    void multiply(const BlockRounding& rounding, const BlockCall& call, int num_threads) const {
         const int64_t num_groups = divided_up(call.num_rows, rows_at_once()), num_parts = num_groups * num_panels_;
         const int threads = int(std::min<int64_t>(num_threads, num_parts));
+        const bool is_rounding_shared = threads > 1 && call.num_rows * in_width_ >= kSerialInputs;
+        if (!is_rounding_shared) level_.round(rounding, 0, call.num_rows);
         Shares shares(num_parts, threads);
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-        for (int thread = 0; thread < threads; ++thread)
-            for (int64_t index = shares.take(thread); index >= 0; index = shares.take(thread)) {
-                const int64_t group = index / num_panels_;
-                level_.multiply(weights_, call,
-                                {call.num_rows * group / num_groups, call.num_rows * (group + 1) / num_groups,
-                                 index % num_panels_});
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            const int thread = omp_get_thread_num(), count = omp_get_num_threads();  // fewer than asked for, perhaps
+            if (is_rounding_shared) {
+                level_.round(rounding, call.num_rows * thread / count, call.num_rows * (thread + 1) / count);
+#pragma omp barrier
             }
+            multiply_shares(call, shares, thread, num_groups);
+        }
+    }
+
+    void multiply_shares(const BlockCall& call, Shares& shares, int thread, int64_t num_groups) const {
+        for (int64_t index = shares.take(thread); index >= 0; index = shares.take(thread)) {
+            const int64_t group = index / num_panels_;
+            level_.multiply(weights_, call,
+                            {call.num_rows * group / num_groups, call.num_rows * (group + 1) / num_groups,
+                             index % num_panels_});
+        }
     }
 
     int64_t rows_at_once() const {
