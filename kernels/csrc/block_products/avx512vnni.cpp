@@ -9,7 +9,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,prefer-vector-width=512")
 #define LEVEL block_avx512vnni
 #define WIDTH 16
-#define MAX_ROWS 5
+#define MAX_ROWS 6
 #define HAS_BF16_DOT 0
 #include "level.h"
 

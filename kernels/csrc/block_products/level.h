@@ -1,7 +1,7 @@
 // The kernels of one level. Included by one source file per level, which sets the target and defines
 //   LEVEL the namespace
 //   WIDTH floats per vector
-//   MAX_ROWS rows whose sums fit in the registers: kVectors * MAX_ROWS, and some more for the operands
+//   MAX_ROWS rows whose sums fit in the registers twice, of a block and of all: 2 * kVectors * MAX_ROWS, and operands
 // after all headers: what a header defines must not be compiled for this level's instructions.
 
 namespace products {
@@ -12,8 +12,10 @@ namespace {
 #include "results_level.h"
 
 constexpr int kColumns = kVectors * WIDTH;
-// So many rows are multiplied straight from the packed weights, their sums in registers from first to last.
-constexpr int kRowsAlone = MAX_ROWS < 4 ? MAX_ROWS : 4;
+// Up to MAX_ROWS rows are multiplied straight from the packed weights, their sums in registers from first to last; of
+// more, so many at a time. Few: registers stay free, so that the processor begins with the next tile while the sums of
+// the last one are being scaled.
+constexpr int kTileRows = MAX_ROWS < 5 ? MAX_ROWS : 5;
 constexpr int64_t kBytesAhead = 8192;  // of the weights, fetched from memory meanwhile
 
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
@@ -210,7 +212,13 @@ inline __attribute__((always_inline)) void add_block(const Block<kFormat>& block
     }
 }
 
-// Every block of a panel, one after another. `use` takes it, and its index.
+template <Format kFormat>
+inline __attribute__((always_inline)) void unpack(const char* from, const Heads& heads, Block<kFormat>& block) {
+    read_scales<kFormat>(from, heads, block);
+    read_quants<kFormat>(from + small_scale_bytes(kFormat) * kColumns, block);
+}
+
+// Every block of a panel, one after another. `use` takes where it is, its superblock's heads, and its index.
 template <Format kFormat, typename Use>
 inline __attribute__((always_inline)) void for_blocks(const BlockWeights& weights, int64_t panel, const Use& use) {
     const char* at = weights.panels + panel * weights.panel_bytes;
@@ -222,10 +230,7 @@ inline __attribute__((always_inline)) void for_blocks(const BlockWeights& weight
             constexpr int kLines = (superblock_bytes(kFormat) * kColumns / blocks_together(kFormat) + 63) / 64;
 #pragma GCC unroll 20
             for (int line = 0; line < kLines; ++line) __builtin_prefetch(at + kBytesAhead + line * 64, 0, 3);
-            Block<kFormat> block;
-            read_scales<kFormat>(at, heads, block);
-            read_quants<kFormat>(at + small_scale_bytes(kFormat) * kColumns, block);
-            use(block, index);
+            use(at, heads, index);
             at += block_bytes(kFormat) * kColumns;
         }
     }
@@ -247,14 +252,15 @@ __attribute__((noinline)) void multiply_few(const BlockWeights& weights, const B
     Floats sums[kRows][kVectors];
     begin(weights, part.panel, kRows, sums);
     const InputBlock* inputs = call.inputs + part.first;
-    for_blocks<kFormat>(weights, part.panel, [&](const Block<kFormat>& block, int64_t index) {
+    for_blocks<kFormat>(weights, part.panel, [&](const char* at, const Heads& heads, int64_t index) {
+        Block<kFormat> block;
+        unpack(at, heads, block);
         add_block<kFormat, kRows>(block, inputs + index * call.num_rows, sums);
     });
     finish_rows(weights, call, part, sums);
 }
 
-// One block of `num_tiles` times kRows rows. Few rows at a time: their sums leave registers free, so that the processor
-// begins with the next tile while the last one's sums are being scaled.
+// One block of `num_tiles` times kRows rows.
 template <Format kFormat, int kRows>
 __attribute__((noinline)) void add_tiles(const Block<kFormat>& block, const InputBlock* inputs,
                                          Floats (*__restrict sums)[kVectors], int64_t num_tiles) {
@@ -266,7 +272,7 @@ struct Tiles {
     typedef void (*Tile)(const Block<kFormat>&, const InputBlock*, Floats (*)[kVectors], int64_t);
 
     static Tile of(int64_t num_rows) {
-        static constexpr Tile tiles[MAX_ROWS + 1] = {
+        static constexpr Tile tiles[] = {
             nullptr, add_tiles<kFormat, 1>, add_tiles<kFormat, 2>,
 #if MAX_ROWS >= 4
             add_tiles<kFormat, 3>, add_tiles<kFormat, 4>,
@@ -274,27 +280,33 @@ struct Tiles {
 #if MAX_ROWS >= 5
             add_tiles<kFormat, 5>,
 #endif
-#if MAX_ROWS >= 6
-            add_tiles<kFormat, 6>,
-#endif
         };
+        static_assert(sizeof tiles / sizeof *tiles == kTileRows + 1, "a tile for every number of rows");
         return tiles[num_rows];
     }
 };
 
-// Each block is unpacked once, into the first cache, for all rows: tiles of as many rows, or of one row more.
+// Each block is unpacked once, into the first cache, for all rows: tiles of as many rows, or of one row more. The next
+// block is unpacked before this one is multiplied, on units that products leave free.
 template <Format kFormat>
 void multiply_many(const BlockWeights& weights, const BlockCall& call, const BlockPart& part) {
     Floats sums[kMaxBlockRows][kVectors];
-    const int64_t num_rows = part.last - part.first, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    Block<kFormat> blocks[2];
+    const int64_t num_rows = part.last - part.first, num_tiles = (num_rows + kTileRows - 1) / kTileRows;
     const int64_t smaller = num_rows / num_tiles, num_larger = num_rows % num_tiles, num_smaller = num_tiles - num_larger;
     const auto tile = Tiles<kFormat>::of(smaller), larger_tile = num_larger ? Tiles<kFormat>::of(smaller + 1) : nullptr;
-    begin(weights, part.panel, num_rows, sums);
-    for_blocks<kFormat>(weights, part.panel, [&](const Block<kFormat>& block, int64_t index) {
+    const auto add = [&](int64_t index) {
         const InputBlock* inputs = call.inputs + index * call.num_rows + part.first;
-        tile(block, inputs, sums, num_smaller);
-        if (num_larger) larger_tile(block, inputs + smaller * num_smaller, sums + smaller * num_smaller, num_larger);
+        tile(blocks[index % 2], inputs, sums, num_smaller);
+        if (num_larger)
+            larger_tile(blocks[index % 2], inputs + smaller * num_smaller, sums + smaller * num_smaller, num_larger);
+    };
+    begin(weights, part.panel, num_rows, sums);
+    for_blocks<kFormat>(weights, part.panel, [&](const char* at, const Heads& heads, int64_t index) {
+        unpack(at, heads, blocks[index % 2]);
+        if (index) add(index - 1);
     });
+    add(weights.num_blocks - 1);
     finish_rows(weights, call, part, sums);
 }
 
@@ -306,6 +318,10 @@ void multiply_format(const BlockWeights& weights, const BlockCall& call, const B
 #if MAX_ROWS >= 4
         case 3: return multiply_few<kFormat, 3>(weights, call, part);
         case 4: return multiply_few<kFormat, 4>(weights, call, part);
+#endif
+#if MAX_ROWS >= 6
+        case 5: return multiply_few<kFormat, 5>(weights, call, part);
+        case 6: return multiply_few<kFormat, 6>(weights, call, part);
 #endif
         default: return multiply_many<kFormat>(weights, call, part);
     }
