@@ -37,7 +37,7 @@ class Packed(NamedTuple):
 
 def packed_weights(in_width: int, columns: int, count: int) -> list[Packed]:
     """Make random weights."""
-    elements = (INT8, torch.bfloat16)
+    elements: tuple[torch.dtype | str, ...] = (INT8, torch.bfloat16)
     levels = [packed_levels(element, torch.device("cpu")) for element in elements]
     made = []
     for _ in range(count):

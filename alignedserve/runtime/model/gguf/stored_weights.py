@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.runtime.model.gguf.config import EMBEDDING
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
-from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES, computed_as
+from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES, packed_row_bytes
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
 _BLOCK_DTYPES = ("float32", "bfloat16")
@@ -28,13 +28,13 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
     num_bytes = 0
     matrices, in_blocks, unpacked = Counter[str](), Counter[str](), Counter[str]()
     for tensor in file.tensors.values():
-        num_values = _num_values(tensor)
-        stays = len(tensor.shape) == 2 and is_in_blocks and computed_as(tensor.type.name) is not None
-        num_bytes += tensor.num_bytes if stays else num_values * packed_bytes
-        if len(tensor.shape) == 2:
+        width, is_matrix = tensor.shape[-1], len(tensor.shape) == 2
+        in_blocks_bytes = packed_row_bytes(tensor.type.name, width) if is_in_blocks and is_matrix else None
+        num_bytes += tensor.num_rows * (width * packed_bytes if in_blocks_bytes is None else in_blocks_bytes)
+        if is_matrix:
             matrices[tensor.type.name] += 1
             if tensor.type.name not in FLOAT_TYPES:
-                (in_blocks if stays else unpacked)[tensor.type.name] += 1
+                (unpacked if in_blocks_bytes is None else in_blocks)[tensor.type.name] += 1
     num_bytes += _num_values(file.tensors[EMBEDDING]) * DTYPE_BYTES[dtype]  # its rows are looked up unpacked
     described = "matrices " + ", ".join(f"{name} ({count})" for name, count in matrices.most_common())
     if in_blocks:
