@@ -28,6 +28,7 @@ SOURCES = (
     "block_products/packing",
     "block_products/plain",
     "block_products/avx2",
+    "block_products/avxvnni",
     "block_products/avx512vnni",
     "nanobind",
 )

@@ -11,6 +11,7 @@
 #define WIDTH 16
 #define MAX_ROWS 6
 #define HAS_BF16_DOT 0
+#define HAS_INT8_DOT 1
 #include "level.h"
 
 namespace products {

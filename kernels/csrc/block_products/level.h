@@ -2,6 +2,7 @@
 //   LEVEL the namespace
 //   WIDTH floats per vector
 //   MAX_ROWS rows whose sums fit in the registers twice, of a block and of all: 2 * kVectors * MAX_ROWS, and operands
+//   HAS_BF16_DOT whether there are products of bfloat16, HAS_INT8_DOT of int8
 // after all headers: what a header defines must not be compiled for this level's instructions.
 
 namespace products {
@@ -65,6 +66,12 @@ inline void store_bytes(int8_t* to, Ints x) {
     _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(pairs, pairs));
 }
 
+#if HAS_INT8_DOT
+template <Format kFormat>
+inline Ints added(Ints sums, Words quants, const int8_t* inputs) {
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)quants, _mm256_set1_epi32(read<int32_t>(inputs)));
+}
+#else
 // Sums of two products must fit in 16 bits: 2 * 63 * 127 do. With 8 bits |quant| * |input|, of signed quants, do.
 template <Format kFormat>
 inline Ints added(Ints sums, Words quants, const int8_t* inputs) {
@@ -75,6 +82,7 @@ inline Ints added(Ints sums, Words quants, const int8_t* inputs) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(four, weights));
     return sums + (Ints)_mm256_madd_epi16(pairs, ones);
 }
+#endif
 #else
 inline Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
 inline Floats broadcast(float x) { return Floats{x, x, x, x}; }
@@ -105,10 +113,10 @@ inline Ints added(Ints sums, Words quants, const int8_t* inputs) {
 }
 #endif
 
-// AVX2 multiplies signed quants of 8 bits.
+// Without products of int8, AVX2 multiplies signed quants of 8 bits.
 template <Format kFormat>
 constexpr bool has_offset() {
-    return quant_offset(kFormat) != 0 && !(WIDTH == 8 && quant_bits(kFormat) == 8);
+    return quant_offset(kFormat) != 0 && !(WIDTH == 8 && !HAS_INT8_DOT && quant_bits(kFormat) == 8);
 }
 
 // A block of a panel: a byte per quant, and the scales as numbers.

@@ -24,6 +24,9 @@ extern const BlockLevel block_plain_level;
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 extern const BlockLevel block_avx512vnni_level, block_avx2_level;
 #endif
+#if HAS_AVXVNNI_LEVEL
+extern const BlockLevel block_avxvnni_level;
+#endif
 
 namespace {
 
@@ -36,7 +39,11 @@ constexpr int64_t kFewestRows = 28;  // that a block is unpacked for
 const std::vector<BlockLevel>& levels() {
     static const std::vector<BlockLevel> all = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-        block_avx512vnni_level, block_avx2_level,
+        block_avx512vnni_level,
+#if HAS_AVXVNNI_LEVEL
+        block_avxvnni_level,
+#endif
+        block_avx2_level,
 #endif
         block_plain_level,
     };
@@ -144,9 +151,11 @@ class BlockWeight {
         }
     }
 
+    int64_t num_parts(int64_t num_rows) const { return divided_up(num_rows, rows_at_once()) * num_panels_; }
+
     // Rounds and multiplies in one parallel region: threads need to be woken only once.
     void multiply(const BlockRounding& rounding, const BlockCall& call, int num_threads) const {
-        const int64_t num_groups = divided_up(call.num_rows, rows_at_once()), num_parts = num_groups * num_panels_;
+        const int64_t num_parts = this->num_parts(call.num_rows);
         const int threads = int(std::min<int64_t>(num_threads, num_parts));
         const bool is_rounding_shared = threads > 1 && call.num_rows * in_width_ >= kSerialInputs;
         if (!is_rounding_shared) level_.round(rounding, 0, call.num_rows);
@@ -158,17 +167,15 @@ class BlockWeight {
                 level_.round(rounding, call.num_rows * thread / count, call.num_rows * (thread + 1) / count);
 #pragma omp barrier
             }
-            multiply_shares(call, shares, thread, num_groups);
+            for (int64_t part = shares.take(thread); part >= 0; part = shares.take(thread)) multiply_part(call, part);
         }
     }
 
-    void multiply_shares(const BlockCall& call, Shares& shares, int thread, int64_t num_groups) const {
-        for (int64_t index = shares.take(thread); index >= 0; index = shares.take(thread)) {
-            const int64_t group = index / num_panels_;
-            level_.multiply(weights_, call,
-                            {call.num_rows * group / num_groups, call.num_rows * (group + 1) / num_groups,
-                             index % num_panels_});
-        }
+    void multiply_part(const BlockCall& call, int64_t part) const {
+        const int64_t num_groups = divided_up(call.num_rows, rows_at_once()), group = part / num_panels_;
+        level_.multiply(weights_, call,
+                        {call.num_rows * group / num_groups, call.num_rows * (group + 1) / num_groups,
+                         part % num_panels_});
     }
 
     int64_t rows_at_once() const {
