@@ -31,7 +31,7 @@ extern const BlockLevel block_avxvnni_level;
 namespace {
 
 // With fewer inputs than this, waiting until every thread has rounded its share takes longer than rounding them all.
-constexpr int64_t kSerialInputs = 1 << 12;
+constexpr int64_t kSerialInputs = 1 << 13;
 // Rounded inputs that are multiplied by all panels before the next rows are: they stay in the core's second cache.
 constexpr int64_t kInputBytes = 512 << 10;
 constexpr int64_t kFewestRows = 28;  // that a block is unpacked for
@@ -157,7 +157,8 @@ class BlockWeight {
     void multiply(const BlockRounding& rounding, const BlockCall& call, int num_threads) const {
         const int64_t num_parts = this->num_parts(call.num_rows);
         const int threads = int(std::min<int64_t>(num_threads, num_parts));
-        const bool is_rounding_shared = threads > 1 && call.num_rows * in_width_ >= kSerialInputs;
+        const bool is_rounding_shared =
+            threads > 1 && call.num_rows >= threads && call.num_rows * in_width_ >= kSerialInputs;
         if (!is_rounding_shared) level_.round(rounding, 0, call.num_rows);
         Shares shares(num_parts, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
