@@ -71,8 +71,9 @@ def measure(type_names: Sequence[str], in_width: int, columns: int, seconds: flo
 def _measure_rows(
     blocks: Sequence[BlockQuantizedLinear], packed: Sequence[Packed], rows: int, seconds: float
 ) -> dict[str, Any]:
-    first, as_many = blocks[0], torch.ones(blocks[0].num_bytes // 4)
-    sides: dict[str, Sequence[Product]] = {"blocks": blocks, "read": [lambda _: as_many.sum()] * len(blocks)}
+    first = blocks[0]
+    reads = [_read_of(torch.ones(first.num_bytes // 4)) for _ in blocks]
+    sides: dict[str, Sequence[Product]] = {"blocks": blocks, "read": reads}
     for name in Packed._fields:
         products = [product for weights in packed if (product := getattr(weights, name))]
         sides |= {name: products} if products else {}
@@ -87,6 +88,10 @@ def _measure_rows(
         "GMAC_per_s": round(rows * first.in_width * first.out_width / best["blocks"] / 1e9, 1),
         **{f"times_{name}": round(best[name] / best["blocks"], 2) for name in Packed._fields if name in best},
     }
+
+
+def _read_of(numbers: Tensor) -> Product:
+    return lambda _: numbers.sum()
 
 
 def _best_times(sides: dict[str, Sequence[Product]], x: Tensor, seconds: float) -> dict[str, float]:

@@ -159,24 +159,50 @@ class BlockWeight {
         const int threads = int(std::min<int64_t>(num_threads, num_parts));
         const bool is_rounding_shared =
             threads > 1 && call.num_rows >= threads && call.num_rows * in_width_ >= kSerialInputs;
-        if (!is_rounding_shared) level_.round(rounding, 0, call.num_rows);
+        if (!is_rounding_shared) round_rows(rounding, 0, call.num_rows);
         Shares shares(num_parts, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
         {
             const int thread = omp_get_thread_num(), count = omp_get_num_threads();  // fewer than asked for, perhaps
             if (is_rounding_shared) {
-                level_.round(rounding, call.num_rows * thread / count, call.num_rows * (thread + 1) / count);
+                round_rows(rounding, call.num_rows * thread / count, call.num_rows * (thread + 1) / count);
 #pragma omp barrier
             }
             for (int64_t part = shares.take(thread); part >= 0; part = shares.take(thread)) multiply_part(call, part);
         }
     }
 
+    // Rows of one group lie together, so that reading them is a walk through memory.
+    struct Group {
+        int64_t first, last;  // rows
+    };
+
+    Group group_of(int64_t index, int64_t num_rows) const {
+        const int64_t num_groups = divided_up(num_rows, rows_at_once());
+        return {num_rows * index / num_groups, num_rows * (index + 1) / num_groups};
+    }
+
+    void round_rows(const BlockRounding& rounding, int64_t first, int64_t last) const {
+        Group group{0, 0};
+        for (int64_t index = 0; group.last < last; ++index) {
+            group = group_of(index, rounding.num_rows);
+            const int64_t from = std::max(first, group.first), to = std::min(last, group.last);
+            if (from >= to) continue;
+            BlockRounding part = rounding;
+            part.x += group.first * rounding.x_row_bytes;
+            part.out += group.first * weights_.num_blocks;
+            part.num_rows = group.last - group.first;
+            level_.round(part, from - group.first, to - group.first);
+        }
+    }
+
     void multiply_part(const BlockCall& call, int64_t part) const {
-        const int64_t num_groups = divided_up(call.num_rows, rows_at_once()), group = part / num_panels_;
-        level_.multiply(weights_, call,
-                        {call.num_rows * group / num_groups, call.num_rows * (group + 1) / num_groups,
-                         part % num_panels_});
+        const Group group = group_of(part / num_panels_, call.num_rows);
+        BlockCall rows = call;
+        rows.inputs += group.first * weights_.num_blocks;
+        rows.num_rows = group.last - group.first;
+        rows.out += group.first * call.out_row_bytes;
+        level_.multiply(weights_, rows, {0, rows.num_rows, part % num_panels_});
     }
 
     int64_t rows_at_once() const {
