@@ -28,6 +28,7 @@ SOURCES = (
     "block_products/packing",
     "block_products/plain",
     "block_products/avx2",
+    "block_products/avxvnni",
     "block_products/avx512vnni",
     "decode_pass/module",
     "nanobind",
@@ -54,6 +55,7 @@ HEADERS = (
     "decode_pass/parts",
     "decode_pass/stage_parts",
     "decode_pass/step_run",
+    "block_products/round_four",
 )
 
 

@@ -5,20 +5,20 @@ import math
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.block_products import BlockRows
 from alignedserve.runtime.model.model_config import ModelConfig
+from alignedserve.runtime.model.packed_products import BlockRows
 from alignedserve.runtime.model.weight_loader import DecoderWeights, assemble_weights
 from alignedserve.runtime.model.weight_names import PARAMETER_NAMES
 from kernels.block_formats import BLOCK_FORMATS
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear
 
-BLOCK_TYPES = tuple(BLOCK_FORMATS)
+BLOCK_TYPES = tuple(name for name, layout in BLOCK_FORMATS.items() if layout.scale_bytes == 2)  # those of files
 
 
 def random_block_weights(config: ModelConfig, seed: int, dtype: torch.dtype, type_name: str) -> DecoderWeights:
     """Make random weights, all matrices of products in blocks of this type."""
     source = _RandomBlocks(config, seed, dtype, type_name)
-    return assemble_weights(config, source, blocks=source)
+    return assemble_weights(config, source, packed=source)
 
 
 def block_bytes(weights: DecoderWeights) -> int | None:
@@ -29,7 +29,7 @@ def block_bytes(weights: DecoderWeights) -> int | None:
 
 
 class _RandomBlocks:
-    """A BlockSource of any name and shape: norms are 1, biases 0, quants any bits, scales as small as files have."""
+    """A PackedSource of any name and shape: norms are 1, biases 0, quants any bits, scales as small as files have."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, type_name: str) -> None:
         self.names = PARAMETER_NAMES[config.family]
@@ -48,12 +48,12 @@ class _RandomBlocks:
         values = torch.empty(shape, dtype=self.dtype)
         return values.normal_(0.0, 1.0 / math.sqrt(shape[1]), generator=self._generator)
 
-    def blocks(self, name: str, shape: tuple[int, ...]) -> BlockRows | None:
+    def packed(self, name: str, shape: tuple[int, ...]) -> BlockRows:
         rows, width = shape
         layout = BLOCK_FORMATS[self._type_name]
         num_blocks = rows * layout.row_bytes(width) // layout.num_bytes
         raw = torch.randint(0, 256, (num_blocks, layout.num_bytes), dtype=torch.uint8, generator=self._generator)
-        for place in layout.half_places:
+        for place in layout.scale_places:
             scales = torch.randn(num_blocks, 1, generator=self._generator).mul_(0.1 / math.sqrt(width)).half()
             raw[:, place : place + 2] = scales.view(torch.uint8)
         return BlockRows(raw.reshape(rows, -1), self._type_name, width)

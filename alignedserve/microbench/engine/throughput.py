@@ -320,7 +320,7 @@ def _check_context(config: ModelConfig, spec: EngineBenchmarkSpec) -> None:
 def _result(
     spec: EngineBenchmarkSpec, engine: Engine, measured: _TimedRun, ceilings: Ceilings | None
 ) -> EngineBenchmarkResult:
-    config, times, wall_s = engine.model.config, measured.times, measured.wall_s
+    times, wall_s = measured.times, measured.wall_s
     linear_s = measured.linear_s
     num_prompt_tokens = sum(group.num_requests * group.prompt_len for group in spec.groups)
     num_output_tokens = sum(group.num_requests * group.output_len for group in spec.groups)

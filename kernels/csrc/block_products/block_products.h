@@ -26,6 +26,13 @@
 
 #include "products.h"
 
+// Older compilers do not know its instructions.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define HAS_AVXVNNI_LEVEL 1
+#else
+#define HAS_AVXVNNI_LEVEL 0
+#endif
+
 namespace products {
 
 enum class Format { q8_0, q4_0, q4_1, q4_k, q6_k, g4_32, g4_64, g4_128 };

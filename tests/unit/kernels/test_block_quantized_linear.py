@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from alignedserve.runtime.model.gguf.tensor_types import packed_row_bytes
 from kernels.activation import ACTIVATIONS
 from kernels.block_formats import BLOCK_FORMATS, dequantize
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels, block_obstacle
@@ -111,7 +112,7 @@ def test_close_to_the_product_of_unrounded_inputs(dtype: torch.dtype, type_name:
 
 @levels
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1", "G4_32"])
-@pytest.mark.parametrize("width", [32, 96, 160])
+@pytest.mark.parametrize("width", [32, 96, 128, 160, 224])
 def test_rows_of_a_few_blocks(width: int, type_name: str, level: str) -> None:
     raw, x = random_blocks(type_name, 35, width), randoms(1, 6, width)
     expected, sizes = product(rounded_inputs(x), raw, type_name)
@@ -214,11 +215,12 @@ def test_what_cannot_be_rounded_makes_its_row_not_a_number(wrong: float, type_na
 
 
 @levels
-def test_the_weight_is_not_kept_and_packs_into_about_its_own_size(level: str) -> None:
+def test_the_weight_is_not_kept_and_packs_into_as_many_bytes_as_are_planned(level: str) -> None:
     for type_name in BLOCK_FORMATS:
         raw, x = random_blocks(type_name, 640, 512), randoms(1, 3, 512)
         linear = BlockQuantizedLinear(raw, type_name, 512, level=level)
         assert raw.nbytes <= linear.num_bytes <= 1.03 * raw.nbytes
+        assert linear.num_bytes == 640 * (packed_row_bytes(type_name, 512) or 0)
         before = linear(x)
         raw.fill_(0)
         assert torch.equal(linear(x), before)

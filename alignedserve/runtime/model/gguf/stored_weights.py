@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from alignedserve.core.block_layout import DTYPE_BYTES
 from alignedserve.runtime.model.gguf.config import EMBEDDING, HEAD
 from alignedserve.runtime.model.gguf.file import GgufFile, GgufTensor
-from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES, computed_as
+from alignedserve.runtime.model.gguf.tensor_types import FLOAT_TYPES, packed_row_bytes
 from alignedserve.runtime.model.stored_weights import StoredWeights
 
 _HAS_KERNELS = find_spec("kernels._native") is not None
@@ -20,16 +20,15 @@ def stored_weights(file: GgufFile, dtype: str, device: str, quantization: str | 
     num_bytes = step_bytes = 0
     matrices, in_blocks, unpacked = Counter[str](), Counter[str](), Counter[str]()
     for tensor in file.tensors.values():
-        num_values = _num_values(tensor)
-        is_matrix = len(tensor.shape) > 1  # or, of experts, many
-        stays = is_matrix and is_in_blocks and computed_as(tensor.type.name) is not None
-        loaded_bytes = tensor.num_bytes if stays else num_values * packed_bytes
+        width, is_matrix = tensor.shape[-1], len(tensor.shape) > 1  # or, of experts, many
+        in_blocks_bytes = packed_row_bytes(tensor.type.name, width) if is_in_blocks and is_matrix else None
+        loaded_bytes = tensor.num_rows * (width * packed_bytes if in_blocks_bytes is None else in_blocks_bytes)
         num_bytes += loaded_bytes
         if is_matrix:
             step_bytes += _step_bytes(file, tensor, loaded_bytes)
             matrices[tensor.type.name] += 1
             if tensor.type.name not in FLOAT_TYPES:
-                (in_blocks if stays else unpacked)[tensor.type.name] += 1
+                (unpacked if in_blocks_bytes is None else in_blocks)[tensor.type.name] += 1
     num_bytes += _num_values(file.tensors[EMBEDDING]) * DTYPE_BYTES[dtype]  # its rows are looked up unpacked
     described = "matrices " + ", ".join(f"{name} ({count})" for name, count in matrices.most_common())
     if in_blocks:

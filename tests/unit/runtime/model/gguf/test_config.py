@@ -120,6 +120,17 @@ def test_weights_in_memory_are_those_of_the_file_and_the_embedding(tmp_path: Pat
     assert random.weight_bytes == random.config.loaded_weight_bytes(random.dtype)
 
 
+def test_weights_in_memory_are_counted_as_they_are_packed(tmp_path: Path) -> None:
+    """Q4_K takes a thirty-sixth more than in the file, and a Q5_0 becomes a Q8_0."""
+    path = write(tmp_path / "a.gguf", "llama", ("Q4_K", "Q5_0"))
+    tensors = GgufFile(path).tensors.values()
+    packed = {"Q4_K": (256, 148), "Q5_0": (32, 34), "F32": (1, 4)}
+    sizes = [(tensor.num_rows * tensor.shape[-1], packed[tensor.type.name]) for tensor in tensors]
+    expected = sum(num_values // values * size for num_values, (values, size) in sizes)
+    served = resolve_model(ModelSectionConfig(path=str(path), dtype="float32"))
+    assert served.weight_bytes == expected + 4 * len(byte_level_tokens()) * HIDDEN
+
+
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFound, match=r"is a file; a model is a folder or a \.gguf file"):
