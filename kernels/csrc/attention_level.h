@@ -133,9 +133,9 @@ class Ahead {
     inline void fetch() {
         if (left_ == 0) return;
         const char* slot = base_ + *offsets_;
-        for (const int64_t last = at_ + share_; at_ < last; at_ += 64) __builtin_prefetch(slot + at_, 0, 3);
+        for (due_ += share_; at_ < due_; at_ += 64) __builtin_prefetch(slot + at_, 0, 3);
         if (at_ < slot_bytes_) return;
-        at_ = 0;
+        at_ = due_ = 0;
         ++offsets_;
         --left_;
     }
@@ -144,7 +144,7 @@ class Ahead {
     const char* base_;
     const int64_t* offsets_;
     int64_t slot_bytes_, share_;
-    int64_t at_ = 0;
+    int64_t at_ = 0, due_ = 0;
     int left_;
 };
 
