@@ -35,6 +35,7 @@ HEADERS = (
     "attention",
     "attention_int8",
     "attention_int8_chunks",
+    "attention_int8_decode",
     "attention_int8_words",
     "attention_level",
     "attention_packing",

@@ -5,13 +5,6 @@
 // Sums over a wider head could overflow 32 bits.
 constexpr int kWidestIntegerHead = 512;
 
-// Bits [first, last) of the 16 from `base` on.
-inline __mmask16 lanes(int first, int last, int base) {
-    const int low = first - base < 0 ? 0 : first - base > 16 ? 16 : first - base;
-    const int high = last - base < 0 ? 0 : last - base > 16 ? 16 : last - base;
-    return __mmask16(((1u << high) - 1) & ~((1u << low) - 1));
-}
-
 // A tile of integers. A score times its key's scale is the score; a weight times `value_factors` is rounded, and a sum of
 // products times `value_scale` is the sum of values.
 struct IntegerTile : Tile {
@@ -61,17 +54,6 @@ inline void pack_integer_values(const Shape& shape, const char* values, const in
         }
 }
 
-// 2^x, NaN of NaN. Relative error under 3e-6: less than what rounding to 16 bits adds.
-inline Floats exact_power_of_two(Floats x) {
-    const Floats r = (Floats)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
-    Floats y = same(0.0135341675f);
-    y = y * r + 0.0520114639f;
-    y = y * r + 0.241442753f;
-    y = y * r + 0.693003836f;
-    y = y * r + 1.0f;
-    return (Floats)_mm512_scalef_ps((__m512)y, (__m512)x);
-}
-
 // Sums of products of one row -> scores, but for the factor of the query; returns the highest of the span.
 inline float scale_scores(float* scores, int count, const Span& span, const float* key_scales) {
     Floats high = same(kLowest);
@@ -93,23 +75,6 @@ struct Shares {
     float& before(int r) { return both[r]; }
     float& now(int r) { return both[WIDTH / 2 + r]; }
 };
-
-// Scores of one row -> rounded weights, 0 outside the span; returns their sum before. `factor` makes scores powers of two,
-// `most` is the highest of these. A score that is not a number makes the sum none.
-inline float round_weights(const float* scores, int count, const Span& span, float factor, float most,
-                           const float* value_factors, void* words) {
-    Floats sums{};
-    const bool is_whole = span.first == 0 && span.last == count;
-    for (int t = 0; t < count; t += WIDTH) {
-        Floats weights = exact_power_of_two(load(scores + t) * factor - most);
-        if (!is_whole || t + WIDTH > count)
-            weights = (Floats)_mm512_maskz_mov_ps(lanes(span.first, span.last, t), (__m512)weights);
-        const __m512i rounded = _mm512_cvtps_epi32((__m512)(weights * load(value_factors + t)));
-        _mm256_storeu_si256((__m256i*)((int16_t*)words + t), _mm512_cvtsepi32_epi16(rounded));
-        sums += weights;
-    }
-    return total(sums);
-}
 
 // accumulators[N, dim] = accumulators * shares before + weights[N, keys] * values * shares now. `products`: [N, kKeys].
 template <int N>
@@ -157,8 +122,8 @@ void attend_rows(const Shape& shape, const Scratch& scratch, const QueryRows& ro
     for (int r = 0; r < N; ++r) {
         const Span span(rows, at + r, tile, count, count);
         const float factor = queries[r * padded + padded / 2];
-        const float weights = round_weights(scratch.scores + r * kKeys, count, span, factor, most[r], tile.value_factors,
-                                            scratch.weights + r * kKeys);
+        const float weights = round_weights(scratch.scores + r * kKeys, count, span.first, span.last, factor, most[r],
+                                            tile.value_factors, scratch.weights + r * kKeys);
         if (span.first >= span.last) shares.now(r) = 0.0f;
         float* sum = &scratch.sums[own + r];
         *sum = *sum * shares.before(r) + weights * shares.now(r);

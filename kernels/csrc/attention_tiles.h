@@ -292,9 +292,19 @@ inline void decode_any(const Shape& shape, const Call& call, const Piece& piece,
     decode(shape, call, piece, next, scratch, partials);
 }
 
+#if HAS_BF16_DOT
+#include "attention_int8_decode.h"
+#else
+template <typename Type>
+inline void decode_int8(const Shape& shape, const Call& call, const Piece& piece, const Piece* next,
+                        const Scratch& scratch, float* partials) {
+    decode_any<Int8<Type>>(shape, call, piece, next, scratch, partials);
+}
+#endif
+
 void decode_piece(const Shape& shape, const Call& call, const Piece& piece, const Piece* next, const Scratch& scratch,
                   float* partials) {
-    const auto decode = shape.is_int8 ? shape.is_bfloat16 ? decode_any<Int8<NaturalBFloat16>> : decode_any<Int8<Float32>>
+    const auto decode = shape.is_int8 ? shape.is_bfloat16 ? decode_int8<NaturalBFloat16> : decode_int8<Float32>
                         : shape.is_bfloat16 ? decode_any<BFloat16> : decode_any<Float32>;
     decode(shape, call, piece, next, scratch, partials);
 }
