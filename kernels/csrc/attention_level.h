@@ -255,7 +255,8 @@ inline void add_all_values(const Shape& shape, const float* weights, const char*
     }
 }
 
-// Scores -> weights relative to the running maximum; corrects what was summed under a lower one.
+// Scores -> weights relative to the running maximum; corrects what was summed under a lower one. A score that is not
+// finite makes the sum NaN, and so fails its request: its weight would be 0.
 inline void soften(float* scores, int count, float* maximum, float* sum, float* accumulator, int padded_dim) {
     for (int t = count; t < kTile; ++t) scores[t] = kLowest;
     Floats high = load(scores);
@@ -269,9 +270,9 @@ inline void soften(float* scores, int count, float* maximum, float* sum, float* 
     }
     Floats sums{};
     for (int t = 0; t < kTile; t += WIDTH) {
-        const Floats weight = exponential(load(scores + t) - *maximum);
+        const Floats score = load(scores + t), weight = exponential(score - *maximum);
         store(scores + t, weight);
-        sums += weight;
+        sums += weight + (score - score);
     }
     *sum += total(sums);
 }

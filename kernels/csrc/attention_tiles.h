@@ -107,24 +107,26 @@ inline Floats power_of_two(Floats x) {
     return (Floats)((Ints)y + (((Ints)shifted) << 23));
 }
 
-// Two vectors of weights relative to `maximum`; returns their sum.
+// Two vectors of weights relative to `maximum`; returns their sum, NaN where a score is not finite.
 template <int kDepth>
 inline Floats soften_two(const float* scores, float scale, float maximum, float* weights) {
+    const Floats first = load(scores), second = load(scores + WIDTH);
+    const Floats remainders = (first - first) + (second - second);
 #if HAS_BF16_DOT
     if constexpr (kDepth == 2) {
         const Floats factor = same(scale * 1.44269504f), shift = same(maximum * 1.44269504f);
-        const Floats a = power_of_two(load(scores) * factor - shift);
-        const Floats b = power_of_two(load(scores + WIDTH) * factor - shift);
+        const Floats a = power_of_two(first * factor - shift);
+        const Floats b = power_of_two(second * factor - shift);
         const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
         std::memcpy(weights, &pairs, sizeof pairs);
-        return a + b;
+        return a + b + remainders;
     }
 #endif
-    const Floats a = exponential(load(scores) * scale - maximum);
-    const Floats b = exponential(load(scores + WIDTH) * scale - maximum);
+    const Floats a = exponential(first * scale - maximum);
+    const Floats b = exponential(second * scale - maximum);
     store(weights, a);
     store(weights + WIDTH, b);
-    return a + b;
+    return a + b + remainders;
 }
 
 // One row: scores -> weights, `count` of them (a multiple of two vectors); corrects what was summed before.
