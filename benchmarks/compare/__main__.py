@@ -4,8 +4,8 @@ Every contender is a process of its own that sleeps while the others run; rounds
 GenAI gets an environment of its own (.venv-compare), made on the first run from the package registry, and its own
 defaults but for precision, cache size and the 2048 tokens that a step may have. One of these defaults is a cache of 8
 bits, whatever the precision: `openvino_exact` keeps keys and values in the dtype, as `alignedserve` does;
-`alignedserve_int8` has a cache of 8 bits too. transformers gets static batches of equal prompts, so it is left out where
-every length differs.
+`alignedserve_int8` has a cache of 8 bits too. transformers gets static batches of equal prompts, so it is left out
+where every length differs.
 
     python -m benchmarks.compare [--shape opt-125m] [--workload w1 ...] [--dtype float32 ...] [--rounds 3]
     python -m benchmarks.compare --shape opt-125m --workload w4 --contenders alignedserve_int8 openvino

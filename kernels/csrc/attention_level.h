@@ -12,13 +12,6 @@ namespace {
 
 constexpr float kLowest = -3.0e38f;
 
-inline float highest(Floats x) {
-    if (WIDTH > 8) x = larger(x, HALVES(x));
-    if (WIDTH > 4) x = larger(x, QUARTERS(x));
-    x = larger(x, PAIRS(x));
-    return larger(x, ONES(x))[0];
-}
-
 inline float exponential_of(float x) { return exponential(same(x))[0]; }
 
 // How a cache type is read: in units of `kElements`, each `kVectors` vectors of floats. A unit of bfloat16 is taken
