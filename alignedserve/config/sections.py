@@ -218,7 +218,7 @@ class EngineConfig(Section, frozen=True):
         "auto"  # native kernels (avx512bf16, avx2, plain), triton on a GPU, or torch; auto: the best here
     )
     calibration_s: float = 2.0  # of measuring what iterations cost, at a worker's start; 0: it learns while it serves
-    kv_transport: str = "auto"  # how blocks travel between prefill and decode workers: auto, shm or gloo
+    kv_transport: str = "auto"  # how blocks travel between prefill and decode workers: auto, shm, tcp or gloo
     kv_cache_dtype: str = (
         "auto"  # of keys and values: auto (the model's dtype), or int8 with a scale per token and head
     )
@@ -234,9 +234,12 @@ class EngineConfig(Section, frozen=True):
         self._require(
             self.kv_transport not in ("cuda_ipc", "nccl"),
             "kv_transport",
-            f"must be auto, shm or gloo ({self.kv_transport} is not served yet: candidate buffers lie in host memory)",
+            f"must be auto, shm, tcp or gloo ({self.kv_transport} is not served yet: "
+            "candidate buffers lie in host memory)",
         )
-        self._require(self.kv_transport in ("auto", "shm", "gloo"), "kv_transport", "must be auto, shm or gloo")
+        self._require(
+            self.kv_transport in ("auto", "shm", "tcp", "gloo"), "kv_transport", "must be auto, shm, tcp or gloo"
+        )
         kv_cache_dtypes = ("auto", "int8")
         self._require(
             self.kv_cache_dtype in kv_cache_dtypes, "kv_cache_dtype", f"must be one of {', '.join(kv_cache_dtypes)}"

@@ -50,7 +50,7 @@ class LinkManager:
     async def listen(self, address: str) -> None:
         """Accept links at this address. A stale Unix socket of a killed process is replaced."""
         _remove_stale_socket(address)
-        self._server = await listen(address, partial(self._make_link, None))
+        self._server = await listen(address, partial(self._make_link, None), self._identity)
 
     def dial(self, address: str) -> None:
         """Keep a link to this address until closed, redialling whenever it is lost."""
@@ -145,7 +145,7 @@ class LinkManager:
         retry_s = _FIRST_RETRY_S
         while True:
             try:
-                link = await connect(address, partial(self._make_link, address))
+                link = await connect(address, partial(self._make_link, address), self._identity)
                 retry_s = _FIRST_RETRY_S
                 await link.lost
             except PeerLost:

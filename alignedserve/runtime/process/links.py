@@ -2,21 +2,26 @@
 
 A frame is a 4-byte little-endian length and a MessagePack message. The listener challenges, the dialler answers and
 challenges back; until both proofs hold, nothing but handshake messages is decoded. A peer that is silent for
-`peer_timeout_s` is lost, whether it died, was stopped or was cut off.
+`peer_timeout_s` is lost, whether it died, was stopped or was cut off. Times in messages from another host are converted
+to this one's clock.
 """
 
 import asyncio
 import hmac
 import logging
 import secrets
+import socket
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 from alignedserve.core.errors import PeerLost, ProtocolError
+from alignedserve.messages.clocks import ClockOffset, on_this_clock
 from alignedserve.messages.handshake import Challenge, HandshakeMessage, Hello, Ping, Role, Welcome
 from alignedserve.messages.wire import MAX_FRAME_BYTES, PROTOCOL_VERSION, Codec, Message
+from alignedserve.runtime.process.tls import Credentials, check_certificate
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,12 @@ class Identity:
     name: str
     secret: bytes
     peer_timeout_s: float = 5.0
+    credentials: Credentials | None = None  # for addresses that begin with tls:
+
+    def trusted(self) -> Credentials:
+        """Return the credentials, without which no process has an address that begins with tls."""
+        assert self.credentials is not None, "TLS without credentials"
+        return self.credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +83,15 @@ class Link(asyncio.Protocol):
         self.lost: asyncio.Future[None] = self._loop.create_future()  # done when the connection is gone
         self._last_heard_s = self._loop.time()
         self._watch: asyncio.TimerHandle | None = None
+        self._peer_clock: ClockOffset | None = None  # of another host
 
     # --- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the handshake and the liveness timer."""
         self._transport = cast(asyncio.Transport, transport)  # of a stream; uvloop's are of no asyncio class
+        if self._transport.get_extra_info("socket").family != socket.AF_UNIX:
+            self._peer_clock = ClockOffset()
         self._watch_silence()
         if not self._is_dialler:
             self._write(_HANDSHAKE_CODEC.encode(Challenge(PROTOCOL_VERSION, self._nonce)))
@@ -144,8 +158,13 @@ class Link(asyncio.Protocol):
 
     def _receive(self, payload: bytes) -> None:
         message = self._codec.decode(payload)
-        if not isinstance(message, Ping):
-            self._on_message(self, message)
+        if isinstance(message, Ping):
+            if self._peer_clock is not None:
+                self._peer_clock.observe(message.clock_s, time.monotonic())
+            return
+        if self._peer_clock is not None:
+            message = on_this_clock(message, self._peer_clock.seconds)
+        self._on_message(self, message)
 
     def _handshake(self, message: Message) -> None:
         match message:
@@ -167,7 +186,11 @@ class Link(asyncio.Protocol):
                 raise ProtocolError("a handshake message out of turn")
 
     def _linked(self, peer: Peer) -> None:
+        assert self._transport is not None, "linked without a connection"
+        if self._transport.get_extra_info("ssl_object") is not None:
+            check_certificate(self._transport.get_extra_info("peercert"), peer.name)
         self.peer = peer
+        self.send(Ping(time.monotonic()))
         self._on_linked(self)
 
     def _proof(self, side: str, nonce: bytes, name: str) -> bytes:
@@ -184,7 +207,7 @@ class Link(asyncio.Protocol):
             self.close()
             return
         if self.peer is not None:
-            self.send(Ping())
+            self.send(Ping(time.monotonic()))
         self._watch = self._loop.call_later(timeout_s / 5, self._watch_silence)
 
 
@@ -205,24 +228,31 @@ def check_version(version: int) -> None:
         raise ProtocolError(f"the peer speaks protocol version {version}, this process {PROTOCOL_VERSION}")
 
 
-async def connect(address: str, make_link: Callable[[], Link]) -> Link:
-    """Dial `unix:/path` or `tcp:host:port`. Raises PeerLost when that fails."""
+async def connect(address: str, make_link: Callable[[], Link], identity: Identity) -> Link:
+    """Dial `unix:/path`, `tls:host:port` or, in clear, `tcp:host:port`. Raises PeerLost when that fails."""
     loop = asyncio.get_running_loop()
     kind, _, rest = address.partition(":")
     try:
         if kind == "unix":
             return (await loop.create_unix_connection(make_link, rest))[1]
         host, _, port = rest.rpartition(":")
-        return (await loop.create_connection(make_link, host, int(port)))[1]
+        async with asyncio.timeout(identity.peer_timeout_s):
+            if kind == "tcp":
+                return (await loop.create_connection(make_link, host, int(port)))[1]
+            context = identity.trusted().dialler_context()
+            return (await loop.create_connection(make_link, host, int(port), ssl=context, server_hostname=""))[1]
     except (OSError, ValueError) as error:
         raise PeerLost(f"no connection to {address}") from error
 
 
-async def listen(address: str, make_link: Callable[[], Link]) -> asyncio.Server:
-    """Listen at `unix:/path` or `tcp:host:port`. Raises OSError when the address is taken."""
+async def listen(address: str, make_link: Callable[[], Link], identity: Identity) -> asyncio.Server:
+    """Listen at an address that `connect` dials. Raises OSError when it is taken."""
     loop = asyncio.get_running_loop()
     kind, _, rest = address.partition(":")
     if kind == "unix":
         return await loop.create_unix_server(make_link, rest)
     host, _, port = rest.rpartition(":")
-    return await loop.create_server(make_link, host, int(port))
+    if kind == "tcp":
+        return await loop.create_server(make_link, host, int(port))
+    context, timeout_s = identity.trusted().listener_context(), identity.peer_timeout_s
+    return await loop.create_server(make_link, host, int(port), ssl=context, ssl_handshake_timeout=timeout_s)
