@@ -32,7 +32,8 @@ LAYER = 1
 levels = pytest.mark.parametrize("level", supported_levels() or [pytest.param("", marks=pytest.mark.skip("not built"))])
 backends = pytest.mark.parametrize("backend", [*supported_levels(), TORCH])
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCES))
-head_dims = pytest.mark.parametrize("head_dim", [64, 80, 7, *slow(96, 128, 24)])
+# Sums of integers over 520 elements might overflow: floats take their place.
+head_dims = pytest.mark.parametrize("head_dim", [64, 80, 7, 520, *slow(96, 128, 24, 512)])
 groups = pytest.mark.parametrize("group", [1, 3, 8, *slow(2, 4, 5, 6, 7)])
 
 
@@ -205,6 +206,21 @@ def test_random_shapes(dtype: torch.dtype, level: str) -> None:
         group, window = int(draw(1, 9)), int(draw(1, 300))
         check_decode(batch, group, dtype, level, window, int(draw(1, 4)))
         check_chunks(batch, [int(draw(1, length + 1)) for length in lengths], group, dtype, level, window)
+
+
+@levels
+def test_the_largest_sums_of_integers_do_not_overflow(level: str) -> None:
+    """Every element as large as the next: those of the widest head that is summed in integers add up to 2^31 - 2^24."""
+    length, head_dim = 64, 512
+    batch = make_batch((1, head_dim), length, [length])
+    signs = torch.tensor([1.0, -1.0]).repeat(length // 2)
+    rows = quantise_rows(signs.view(length, 1, 1).expand(length, 1, head_dim))
+    first = int(batch.table.block_tables[batch.rows[0], 0]) * batch.storage.slot_stride
+    for slots in (batch.storage.key_slots(LAYER), batch.storage.value_slots(LAYER)):
+        slots[first : first + length] = rows
+    for counts, num_rows in ((None, 1), ([2], 2)):
+        out = attend(batch, counts, torch.ones(num_rows, 1, 1, head_dim), level, None)
+        assert torch.allclose(out, torch.ones_like(out), atol=1e-3)
 
 
 def test_a_gpu_is_refused_by_name() -> None:
