@@ -76,7 +76,7 @@ def make_transformers(shape: str, dtype: str, lengths: Lengths) -> Callable[[], 
     return play
 
 
-CONTENDERS = {
+CONTENDERS: dict[str, Callable[[str, str, Lengths], Callable[[], None]]] = {
     "alignedserve": make_alignedserve,
     "alignedserve_int8": partial(make_alignedserve, kv_cache_dtype=INT8),
     "transformers": make_transformers,
