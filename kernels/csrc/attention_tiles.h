@@ -260,10 +260,15 @@ inline void prefetch_slots(const Call& call, int64_t head, int64_t bytes, const 
 template <typename Type, typename Tiles = PackedTiles<Type>>
 void chunk_typed(const Shape& shape, const Call& call, const ChunkPiece& piece, const Scratch& scratch) {
     const int64_t head_bytes = shape.head_bytes(), head = piece.kv_head * head_bytes;
-    const int64_t query = piece.kv_head * shape.row_head_bytes() * shape.group;
+    const int64_t row_bytes = shape.row_head_bytes() * shape.group, query = piece.kv_head * row_bytes;
+    for (int64_t i = 0; i < piece.num_tokens; ++i)
+        prefetch(call.queries + (piece.row + i) * call.query_row_bytes + query, row_bytes);
     for (int64_t i = 0; i < piece.num_tokens; ++i)
         begin_rows<Type>(shape, scratch, int(i) * shape.group, shape.group,
                          call.queries + (piece.row + i) * call.query_row_bytes + query);
+    for (int64_t i = 0; i < piece.num_tokens; ++i)
+        for (int64_t at = 0; at < row_bytes; at += 64)
+            __builtin_prefetch(call.out + (piece.row + i) * call.out_row_bytes + query + at, 1);
     Tiles::begin(shape, scratch, int(piece.num_tokens) * shape.group);
     const QueryRows rows = {0, int(piece.num_tokens) * shape.group, shape.group, piece.position, piece.window};
     const int64_t last = piece.position + piece.num_tokens;
