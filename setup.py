@@ -36,8 +36,11 @@ SOURCES = (
 HEADERS = (
     "attention",
     "attention_int8",
+    "attention_int8_chunks",
+    "attention_int8_decode",
     "attention_int8_words",
     "attention_level",
+    "attention_packing",
     "attention_tiles",
     "rows",
     "rows_level",
