@@ -78,6 +78,5 @@ def test_one_quantisation_of_a_split_gguf_model(tmp_path: Path) -> None:
             assert answer["usage"]["completion_tokens"] == len(expected.token_ids)
             code, out, _ = cluster.stop()
             assert (code, cluster.leftovers()) == (0, [])
-        assert "Weights" in out
-        assert "multiplied in" in out
+        assert "multiplied in blocks" in " ".join(out.replace("│", " ").split())  # in a box, on lines of any width
         assert len(server.downloads()) == len(parts)
