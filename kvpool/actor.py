@@ -26,7 +26,7 @@ class KvPoolActor(ActorHost):
                 arena_path=arena_path(process_spec.cluster_id, process_spec.name),
                 process_spec=process_spec,
             )
-            await pool.start(listen_at=process_spec.own_address(), router_at=process_spec.addresses.of(ROUTER))
+            await pool.start(listen_at=process_spec.name, router_at=ROUTER)
             return pool
 
         super().__init__(process_spec, build)

@@ -10,7 +10,7 @@ from alignedserve.runtime.kv.candidate_memory import BufferSizes, CandidateMemor
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.addresses import ROUTER
-from alignedserve.runtime.process.process_spec import POOL, ProcessSpec
+from alignedserve.runtime.process.process_spec import ProcessSpec
 from alignedserve.scheduling.factory import calibration_s
 from alignedserve.worker_core.registration import registration_of
 from prefill_worker.factory import buffer_blocks_of, make_logic
@@ -32,12 +32,13 @@ class PrefillWorkerActor(ActorHost):
     ) -> None:
         sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
         layout = served.block_layout(engine_config.block_size)
+        pool_name = process_spec.pool_name
         buffer_blocks = buffer_blocks_of(config, layout, num_decode_workers)
 
         async def build() -> PrefillWorker:
             executor = ModelExecutor(served, sizes, process_spec.progress_path())
             registered = registration_of(
-                layout, executor.num_blocks, config.max_running_requests, POOL, can_prefill=True
+                layout, executor.num_blocks, config.max_running_requests, pool_name, can_prefill=True
             )
             make = partial(
                 make_logic,
@@ -51,13 +52,10 @@ class PrefillWorkerActor(ActorHost):
                 make=make,
                 executor=executor,
                 memory=CandidateMemory(layout, BufferSizes(buffer_blocks, engine_config.kv_transport), process_spec),
-                pool_name=POOL,
+                pool_name=pool_name,
                 process_spec=process_spec,
             )
-            addresses = process_spec.addresses
-            await worker.start(
-                listen_at=process_spec.own_address(), router_at=addresses.of(ROUTER), pool_at=addresses.of(POOL)
-            )
+            await worker.start(listen_at=process_spec.name, router_at=ROUTER, pool_at=pool_name)
             return worker
 
         super().__init__(process_spec, build)

@@ -9,7 +9,9 @@ import asyncio
 import hmac
 import logging
 import secrets
+import socket
 import struct
+from asyncio.trsock import TransportSocket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -226,3 +228,11 @@ async def listen(address: str, make_link: Callable[[], Link]) -> asyncio.Server:
         return await loop.create_unix_server(make_link, rest)
     host, _, port = rest.rpartition(":")
     return await loop.create_server(make_link, host, int(port))
+
+
+def real_address(listener: "socket.socket | TransportSocket", address: str) -> str:
+    """Return where a listener at this address is reached: a TCP port of 0 stands for any free one."""
+    if listener.family == socket.AF_UNIX:
+        return address
+    host, port = listener.getsockname()[:2]
+    return f"tcp:{host}:{port}"

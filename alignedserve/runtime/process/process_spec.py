@@ -11,7 +11,7 @@ from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
 
-POOL = "pool-0"  # one node, one pool
+POOL = "pool-0"  # of the first node; every node has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class ProcessSpec:
     addresses: AddressBook
     log_folder: Path
     recording: RecordingConfig = field(default_factory=RecordingConfig)
+    pool_name: str = POOL  # the KV pool of its node
 
     def identity(self) -> Identity:
         """Return its identity on links."""
@@ -38,7 +39,3 @@ class ProcessSpec:
     def progress_path(self) -> Path:
         """Return the file in which it reports how far its model is loaded."""
         return self.addresses.progress_of(self.name)
-
-    def own_address(self) -> str:
-        """Return the address at which it listens."""
-        return self.addresses.of(self.name)

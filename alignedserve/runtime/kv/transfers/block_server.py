@@ -18,7 +18,7 @@ from alignedserve.messages.blocks import OpenTransfer, TransferOpened, TransferR
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
 from alignedserve.runtime.kv.transfers.process_pair import OWNER_RANK, make_pair
 from alignedserve.runtime.kv.transfers.session import ServedBuffer, TransferSession
-from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.runtime.process.links import Identity, Peer, real_address
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class BlockServer:
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
         self._listener = listen_at(address)
-        self.address = _real_address(self._listener, address)
+        self.address = real_address(self._listener, address)
         self._accepting = threading.Thread(target=self._accept, name="block server", daemon=True)
         self._accepting.start()
 
@@ -140,10 +140,3 @@ class BlockServer:
             device=buffer.device if transport == "nccl" else torch.device("cpu"),
         )
         return TransferSession(buffer, control, pair)
-
-
-def _real_address(listener: socket.socket, address: str) -> str:
-    if listener.family == socket.AF_UNIX:
-        return address
-    host, port = listener.getsockname()[:2]
-    return f"tcp:{host}:{port}"
