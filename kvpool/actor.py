@@ -4,7 +4,7 @@ import ray
 
 from alignedserve.config.sections import BatchingConfig, PoolConfig
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.kv.shm_arena import arena_path
+from alignedserve.runtime.kv.arena_files import arena_path
 from alignedserve.runtime.process.actor_host import ActorHost
 from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.process_spec import ProcessSpec

@@ -1,7 +1,8 @@
 """Wiring of gateway and batch worker to the cluster: only the CLI knows both."""
 
 from alignedserve.batch_worker.actor import BatchActor
-from alignedserve.cluster.launch import ActorClasses, RunningCluster, launch_cluster
+from alignedserve.cluster.actor_factory import ActorClasses
+from alignedserve.cluster.launch import RunningCluster, launch_cluster
 from alignedserve.cluster.start_observer import StartObserver
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.gateway.actor import GatewayActor

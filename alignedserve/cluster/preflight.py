@@ -10,7 +10,7 @@ from alignedserve.core.block_layout import INT8
 from alignedserve.core.errors import AddressInUse, ConfigError, NotEnoughMemory
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.engine.model_executor import engine_mechanisms, hidden_block_tokens, storage_blocks
-from alignedserve.runtime.kv.shm_arena import arena_folder
+from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.model.model_files import check_weight_files
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.tokenizer import Tokenizer

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.messages.caches import ArenaOffered
-from alignedserve.runtime.kv.shm_arena import Arena, arena_path
+from alignedserve.runtime.kv.arena_files import arena_path
+from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.process.links import Identity

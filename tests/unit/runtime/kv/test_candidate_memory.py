@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from alignedserve.messages.handshake import Role
+from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.candidate_memory import BufferSizes, CandidateMemory
-from alignedserve.runtime.kv.shm_arena import Arena, arena_folder
+from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.process_spec import ProcessSpec
 from tests.harnesses.transfer import layout_of
