@@ -110,6 +110,10 @@ class RunningCluster:
         """Return all actors by name."""
         return {name: actor for actors in self._actors.values() for name, actor in actors.items()}
 
+    def check(self) -> bool:
+        """Look after the cluster; False: it was asked to stop. A cluster of one host needs nothing."""
+        return True
+
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until a token has passed through the whole system.
 
@@ -158,7 +162,7 @@ class RunningCluster:
                 ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
             except (RayError, ValueError):
                 logger.debug("an actor was gone before it was stopped")
-        ray.shutdown()
+        self._leave_ray()
         self._actors.clear()
         if self._redis is not None:
             self._redis.stop()
@@ -168,6 +172,9 @@ class RunningCluster:
         remove_stale_arenas(arena_folder(), f"{ARENA_PREFIX}{self.folder.name}-")
         for path in (*self.folder.glob("*.sock"), *self.folder.glob("*.progress")):
             path.unlink(missing_ok=True)
+
+    def _leave_ray(self) -> None:
+        ray.shutdown()
 
     def _wait_for_actors(self) -> None:
         """Wait until every actor is up, as long as models load. Raises the error of the first failing one."""

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Iterable
 
 import psutil
 
@@ -26,8 +27,14 @@ _MIB = 1024 * 1024
 
 def check(config: ClusterConfig, served: ServedModel) -> None:
     """Check everything. Raises ConfigError, ModelError, NotEnoughMemory or AddressInUse saying what to change."""
-    config = resolve_policy(config)
     worker_devices(config.engine.device, 1)
+    check_configuration(config, served)
+    check_machine(config, served, range(config.gateway.port, config.gateway.port + config.gateway.count))
+
+
+def check_configuration(config: ClusterConfig, served: ServedModel) -> None:
+    """Check what does not depend on the machine. Raises ConfigError or ModelError."""
+    config = resolve_policy(config)
     make_prefill_order(config.router.prefill_order or "")
     make_length_predictor(config.router, served)
     make_batch_former(
@@ -40,8 +47,15 @@ def check(config: ClusterConfig, served: ServedModel) -> None:
     Tokenizer.load(served.folder)
     if not served.has_random_weights:
         check_weight_files(served.folder)
-    _check_ports(config)
     _check_blocks(config, served, block_tokens)
+
+
+def check_machine(config: ClusterConfig, served: ServedModel, ports: Iterable[int]) -> None:
+    """Check this machine: its memory for the workers, and these ports for gateways.
+
+    Raises NotEnoughMemory or AddressInUse.
+    """
+    _check_ports(config.gateway.host, ports)
     _check_memory(config, served)
 
 
@@ -81,17 +95,16 @@ def _check_int8_cache(config: ClusterConfig) -> None:
         )
 
 
-def _check_ports(config: ClusterConfig) -> None:
-    for index in range(config.gateway.count):
-        port = config.gateway.port + index
-        family = socket.AF_INET6 if ":" in config.gateway.host else socket.AF_INET
+def _check_ports(host: str, ports: Iterable[int]) -> None:
+    for port in ports:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((config.gateway.host, port))
+                probe.bind((host, port))
             except OSError as error:
                 raise AddressInUse(
-                    f"cannot listen on {config.gateway.host}:{port} ({error.strerror}); "
+                    f"cannot listen on {host}:{port} ({error.strerror}); "
                     "is another server running there? Choose another with --port or --set gateway.port=N"
                 ) from error
 
