@@ -1,6 +1,6 @@
 """Moving KV blocks, as `alignedserve bench transfer`, recorded.
 
-python -m benchmarks.transfer      # targets: shm 80 % of a plain copy, gloo 70 % of a bare send
+python -m benchmarks.transfer      # targets: shm 80 % of a plain copy, tcp 80 % of a bare stream
 """
 
 import argparse
@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from alignedserve.microbench.transfer.host_transfers import host_rows
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
+from alignedserve.microbench.transfer.stream_transfers import stream_rows
 from benchmarks.support.recording import write_result
 
 
@@ -15,7 +16,8 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rows = [asdict(one) for one in host_rows(TransferBenchmarkSpec(num_rounds=parser.parse_args().rounds))]
+    spec = TransferBenchmarkSpec(num_rounds=parser.parse_args().rounds)
+    rows = [asdict(one) for one in (*host_rows(spec), *stream_rows(spec))]
     for row in rows:
         print(row)
     write_result("transfer", rows)

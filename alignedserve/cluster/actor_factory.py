@@ -1,5 +1,6 @@
 """Creates the actors of a node: who they are, what they get, where Ray is to keep them."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.addresses import ROUTER, AddressBook
 from alignedserve.runtime.process.process_spec import ProcessSpec
+from alignedserve.runtime.process.tls import CertificateAuthority
 from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor
 from kvpool.actor import KvPoolActor
 from prefill_worker.actor import PrefillWorkerActor
@@ -45,10 +47,14 @@ class PreparedNode:
 class ActorFactory:
     """Creates actors that belong to one cluster: they share its secret and serve its model."""
 
-    def __init__(self, served: ServedModel, secret: bytes, actor_classes: ActorClasses) -> None:
+    def __init__(
+        self, served: ServedModel, actor_classes: ActorClasses, authority: CertificateAuthority | None = None
+    ) -> None:
+        """`authority`: of processes on several hosts; None: all are on one."""
         self._served = served
-        self._secret = secret
+        self._secret = secrets.token_bytes(32)
         self._actor_classes = actor_classes
+        self._authority = authority
 
     def create(self, node: PreparedNode, batches: BatchLocation | None, max_lines: int | None = None) -> dict[str, Any]:
         """Create all of a node's actors; return them by name.
@@ -101,6 +107,7 @@ class ActorFactory:
             log_folder=node.folder / "logs",
             recording=node.config.recording,
             pool_name=node.share.pool_name,
+            credentials=self._authority.issue(name) if self._authority is not None else None,
         )
         # Placement is by node, not by CPU shares; a dead actor is restarted for as long as its node lives.
         options = actor_class.options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=0, **node.placed_by)

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import secrets
 import time
 import urllib.error
 import urllib.request
@@ -54,9 +53,7 @@ class RunningCluster:
     `node` is this host; more are added by `add_node` and removed by `remove_node`, all on one thread at a time.
     """
 
-    def __init__(
-        self, node: PreparedNode, served: ServedModel, actor_classes: ActorClasses, observer: StartObserver
-    ) -> None:
+    def __init__(self, node: PreparedNode, served: ServedModel, factory: ActorFactory, observer: StartObserver) -> None:
         self.config = node.config
         self.served = served
         self.folder = node.folder
@@ -67,7 +64,7 @@ class RunningCluster:
         self._state_lock: StateLock | None = None
         self._watchdogs: dict[str, Watchdog] = {}  # by node
         self._actors: dict[str, dict[str, Any]] = {}  # by node and name
-        self._factory = ActorFactory(served, secrets.token_bytes(32), actor_classes)
+        self._factory = factory
 
     @property
     def url(self) -> str:
@@ -215,7 +212,8 @@ def launch_cluster(
     remove_stale_arenas(arena_folder(), ARENA_PREFIX)
     folder = make_run_folder()
     observer.sizes_chosen(choice)  # when nothing is left that refuses the start in one line
-    cluster = RunningCluster(_this_host(config, folder), served, actor_classes, observer)
+    factory = ActorFactory(served, actor_classes)
+    cluster = RunningCluster(_this_host(config, folder), served, factory, observer)
     try:
         cluster.start()
     except BaseException:

@@ -219,7 +219,7 @@ class EngineConfig(Section, frozen=True):
         "auto"  # native kernels (avx512bf16, avx2, plain), triton on a GPU, or torch; auto: the best here
     )
     calibration_s: float = 2.0  # of measuring what iterations cost, at a worker's start; 0: it learns while it serves
-    kv_transport: str = "auto"  # how blocks travel between prefill and decode workers: auto, shm or gloo
+    kv_transport: str = "auto"  # how blocks travel between prefill and decode workers: auto, shm, tcp or gloo
     kv_cache_dtype: str = (
         "auto"  # of keys and values: auto (the model's dtype), or int8 with a scale per token and head
     )
@@ -235,9 +235,12 @@ class EngineConfig(Section, frozen=True):
         self._require(
             self.kv_transport not in ("cuda_ipc", "nccl"),
             "kv_transport",
-            f"must be auto, shm or gloo ({self.kv_transport} is not served yet: candidate buffers lie in host memory)",
+            f"must be auto, shm, tcp or gloo ({self.kv_transport} is not served yet: "
+            "candidate buffers lie in host memory)",
         )
-        self._require(self.kv_transport in ("auto", "shm", "gloo"), "kv_transport", "must be auto, shm or gloo")
+        self._require(
+            self.kv_transport in ("auto", "shm", "tcp", "gloo"), "kv_transport", "must be auto, shm, tcp or gloo"
+        )
         kv_cache_dtypes = ("auto", "int8")
         self._require(
             self.kv_cache_dtype in kv_cache_dtypes, "kv_cache_dtype", f"must be one of {', '.join(kv_cache_dtypes)}"
@@ -251,12 +254,15 @@ class LinksConfig(Section, frozen=True):
 
     peer_timeout_s: float = 5.0  # a peer silent for this long is lost
     hang_timeout_s: float = 20.0  # a process that has answered nothing for this long is ended and started again
-    transport: str = "unix"  # sockets of one host
+    transport: str = "unix"  # between processes of one host
+    tls: bool = (
+        True  # between hosts, with certificates that the cluster makes; false: in clear, on a network of its own
+    )
 
     def __post_init__(self) -> None:
         self._require(0.5 <= self.peer_timeout_s <= 3600.0, "peer_timeout_s", "must be between 0.5 and 3600")
         self._require(self.hang_timeout_s >= 2.0, "hang_timeout_s", "must be at least 2")
-        self._require(self.transport == "unix", "transport", "must be unix: links between hosts are not built yet")
+        self._require(self.transport == "unix", "transport", "must be unix: between hosts links.tls decides")
 
 
 class RecordingConfig(Section, frozen=True):

@@ -38,7 +38,7 @@ async def test_after_a_decode_worker_is_killed_requests_go_on_from_the_pools_cop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
 async def test_evicted_requests_come_back_unchanged(tmp_path: Path, random_model: Path, transport: str) -> None:
     """Half of the requests fit the decode worker at a time: they take turns, by way of the candidate buffers."""
     settings = ("model.max_context_len=640", f"engine.kv_transport={transport}")

@@ -1,6 +1,7 @@
 """Links between processes: proof of the secret, order, loss, silence, malformed input."""
 
 import asyncio
+import ssl
 import struct
 import threading
 import time
@@ -17,7 +18,9 @@ from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.wire import Codec, Message
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
+from alignedserve.runtime.process.tls import CertificateAuthority, Credentials
 
+AUTHORITY = CertificateAuthority("this cluster")
 CODEC = Codec(AbortRequest | Ping)
 
 
@@ -47,13 +50,20 @@ class Recorder:
                 await self.changed.wait()
 
 
-def board(name: str, recorder: Recorder, secret: bytes = b"s" * 32, peer_timeout_s: float = 5.0) -> LinkManager:
-    return LinkManager(Identity(Role.ROUTER, name, secret, peer_timeout_s), CODEC, recorder)
+def board(
+    name: str,
+    recorder: Recorder,
+    secret: bytes = b"s" * 32,
+    peer_timeout_s: float = 5.0,
+    credentials: Credentials | None = None,
+) -> LinkManager:
+    identity = Identity(Role.ROUTER, name, secret, peer_timeout_s, credentials or AUTHORITY.issue(name))
+    return LinkManager(identity, CODEC, recorder)
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture(params=["unix", "tcp", "tls"])
 def address(request: pytest.FixtureRequest, tmp_path: Path, unused_tcp_port: int) -> str:
-    return f"unix:{tmp_path}/a.sock" if request.param == "unix" else f"tcp:127.0.0.1:{unused_tcp_port}"
+    return f"unix:{tmp_path}/a.sock" if request.param == "unix" else f"{request.param}:127.0.0.1:{unused_tcp_port}"
 
 
 async def test_messages_arrive_in_order_both_ways(address: str) -> None:
@@ -94,6 +104,47 @@ async def test_a_peer_without_the_secret_is_refused(address: str, caplog: pytest
     assert there.events == []
     assert "does not know this cluster's secret" in caplog.text
     await dialler.close()
+    await listener.close()
+
+
+@pytest.mark.parametrize(
+    ("credentials", "said"),
+    [
+        pytest.param(CertificateAuthority("another").issue("dialler"), "", id="another cluster's certificate"),
+        pytest.param(AUTHORITY.issue("prefill-3"), "of another process", id="another process's certificate"),
+    ],
+)
+async def test_a_peer_with_another_certificate_is_refused(
+    credentials: Credentials, said: str, unused_tcp_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"tls:127.0.0.1:{unused_tcp_port}"
+    here, there = Recorder(), Recorder()
+    listener, dialler = board("listener", here), board("dialler", there, credentials=credentials)
+    await listener.listen(address)
+    dialler.dial(address)
+    await asyncio.sleep(0.3)
+    assert here.events == []
+    assert said in caplog.text
+    await dialler.close()
+    await listener.close()
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_without_a_certificate_nothing_is_answered(has_tls: bool, unused_tcp_port: int) -> None:
+    here = Recorder()
+    listener = board("listener", here)
+    await listener.listen(f"tls:127.0.0.1:{unused_tcp_port}")
+    context = None
+    if has_tls:
+        context = ssl.create_default_context(cadata=AUTHORITY.issue("nobody").authority.decode())
+        context.check_hostname = False
+    reader, writer = await asyncio.open_connection("127.0.0.1", unused_tcp_port, ssl=context)
+    writer.write(b"hello, hello, hello")
+    async with asyncio.timeout(3):
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError, ssl.SSLError)):
+            await reader.readexactly(64)
+    writer.close()
+    assert here.events == []
     await listener.close()
 
 
@@ -159,9 +210,8 @@ async def test_a_silent_peer_is_lost_within_its_timeout(tmp_path: Path) -> None:
     await listener.close()
 
 
-def test_whoever_was_stalled_does_not_take_its_peers_for_silent(tmp_path: Path) -> None:
+def test_whoever_was_stalled_does_not_take_its_peers_for_silent(address: str) -> None:
     """On uvloop, as in production: what has arrived must be read before timers run."""
-    address = f"unix:{tmp_path}/a.sock"
     elsewhere = asyncio.new_event_loop()
     thread = threading.Thread(target=elsewhere.run_forever)
     thread.start()

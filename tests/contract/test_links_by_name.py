@@ -15,6 +15,7 @@ from alignedserve.runtime.process import addresses
 from alignedserve.runtime.process.addresses import AddressBook, AddressResolver, Publication
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.process.tls import CertificateAuthority
 from tests.contract.test_links import CODEC, Recorder
 from tests.support.waiting import holds
 
@@ -46,9 +47,13 @@ class SharedDirectory:
             raise PeerLost("the directory is away")
 
 
+AUTHORITY = CertificateAuthority("test")
+
+
 def manager(name: str, book: AddressBook | None) -> tuple[LinkManager, Recorder]:
     recorder = Recorder()
-    return LinkManager(Identity(Role.ROUTER, name, b"s" * 32), CODEC, recorder, book), recorder
+    identity = Identity(Role.ROUTER, name, b"s" * 32, credentials=AUTHORITY.issue(name))
+    return LinkManager(identity, CODEC, recorder, book), recorder
 
 
 @pytest.fixture
@@ -56,20 +61,25 @@ def directory() -> SharedDirectory:
     return SharedDirectory()
 
 
+@pytest.fixture(params=["tls", "tcp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def here(tmp_path: Path, directory: SharedDirectory) -> AddressBook:
+def here(tmp_path: Path, directory: SharedDirectory, kind: str) -> AddressBook:
     (tmp_path / "here").mkdir()
-    return AddressBook(tmp_path / "here", "node-0", "127.0.0.1", directory)
+    return AddressBook(tmp_path / "here", "node-0", "127.0.0.1", directory, has_tls=kind == "tls")
 
 
 @pytest.fixture
-def there(tmp_path: Path, directory: SharedDirectory) -> AddressBook:
+def there(tmp_path: Path, directory: SharedDirectory, kind: str) -> AddressBook:
     (tmp_path / "there").mkdir()
-    return AddressBook(tmp_path / "there", "node-1", "127.0.0.1", directory)
+    return AddressBook(tmp_path / "there", "node-1", "127.0.0.1", directory, has_tls=kind == "tls")
 
 
 async def test_a_process_of_another_node_is_reached_at_its_published_port(
-    here: AddressBook, there: AddressBook, directory: SharedDirectory
+    here: AddressBook, there: AddressBook, directory: SharedDirectory, kind: str
 ) -> None:
     listener, heard = manager("router", here)
     dialler, _ = manager("decode-0", there)
@@ -78,7 +88,7 @@ async def test_a_process_of_another_node_is_reached_at_its_published_port(
     await heard.wait_for(("message", "r1"))
     place = Publication.decode(directory.entries["router"])
     assert place.node == "node-0"
-    assert place.address.startswith("tcp:127.0.0.1:")
+    assert place.address.startswith(f"{kind}:127.0.0.1:")
     await dialler.close()
     await listener.close()
 

@@ -18,6 +18,7 @@ import pytest
 from alignedserve.core.errors import PeerLost
 from tests.harnesses.block_peer import BlockClient, Owner, PeerProcess
 
+CHANNELS = ("gloo", "tcp")
 TIMEOUT_S = 1.5
 # Above the configured time: a loaded machine, and the rest of a piece.
 PLUS_S = 1.5
@@ -89,11 +90,12 @@ def until(condition: Callable[[], bool], within_s: float, *, or_never: bool = Fa
     "how",
     [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
 )
+@pytest.mark.parametrize("transport", CHANNELS)
 def test_a_lost_owner_is_noticed_and_a_new_one_works(
-    processes: Processes, owner: Owner, tmp_path: Path, how: signal.Signals
+    processes: Processes, owner: Owner, tmp_path: Path, how: signal.Signals, transport: str
 ) -> None:
     owner_process = processes.start("owner", "tcp:127.0.0.1:0", str(tmp_path))
-    client = BlockClient(owner_process.said, TIMEOUT_S)
+    client = BlockClient(owner_process.said, TIMEOUT_S, transport=transport)
     busy = Busy(client)
     assert busy.noticed_after_s(owner_process.signal(how)) < TIMEOUT_S + PLUS_S
     with pytest.raises(PeerLost):
@@ -120,9 +122,12 @@ def test_an_owner_that_closes_is_lost(owner: Owner) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_asking_end_is_dropped_and_others_are_served(processes: Processes, owner: Owner) -> None:
-    other = BlockClient(owner.server.address, 5.0, name="decode-1")
-    process = processes.start("client", owner.server.address, "decode-0")
+@pytest.mark.parametrize("transport", CHANNELS)
+def test_a_killed_asking_end_is_dropped_and_others_are_served(
+    processes: Processes, owner: Owner, transport: str
+) -> None:
+    other = BlockClient(owner.server.address, 5.0, name="decode-1", transport=transport)
+    process = processes.start("client", owner.server.address, "decode-0", transport)
     assert owner.server.num_peers == 2
     process.signal(signal.SIGKILL)
     other.round(5000, 4)
@@ -135,9 +140,12 @@ def test_a_killed_asking_end_is_dropped_and_others_are_served(processes: Process
 
 
 @pytest.mark.slow
-def test_an_asking_end_that_is_stopped_in_the_middle_is_dropped(processes: Processes, owner: Owner) -> None:
-    other = BlockClient(owner.server.address, 5.0, name="decode-1")
-    process = processes.start("client", owner.server.address, "decode-0")
+@pytest.mark.parametrize("transport", CHANNELS)
+def test_an_asking_end_that_is_stopped_in_the_middle_is_dropped(
+    processes: Processes, owner: Owner, transport: str
+) -> None:
+    other = BlockClient(owner.server.address, 5.0, name="decode-1", transport=transport)
+    process = processes.start("client", owner.server.address, "decode-0", transport)
     for _ in range(8):
         process.signal(signal.SIGSTOP)
         other.round(5000, 4)
@@ -230,9 +238,12 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 @pytest.mark.slow
-def test_a_cable_that_is_cut_in_the_middle(hosts: TwoHosts, processes: Processes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", CHANNELS)
+def test_a_cable_that_is_cut_in_the_middle(
+    hosts: TwoHosts, processes: Processes, tmp_path: Path, transport: str
+) -> None:
     there = processes.start("owner", "tcp:10.123.45.2:0", str(tmp_path), prefix=hosts.within(1))
-    here = processes.start("client", there.said, "decode-0", prefix=hosts.within(0))
+    here = processes.start("client", there.said, "decode-0", transport, prefix=hosts.within(0))
     assert here.said == "round"  # both directions, whole and right
     cut_at_s = hosts.cut()
     while (said := here.line()) == "round":
@@ -240,5 +251,5 @@ def test_a_cable_that_is_cut_in_the_middle(hosts: TwoHosts, processes: Processes
     assert said.startswith("lost")
     assert float(said.split()[1]) - cut_at_s < TIMEOUT_S + PLUS_S
     hosts.mend()
-    again = processes.start("client", there.said, "decode-0", prefix=hosts.within(0))
+    again = processes.start("client", there.said, "decode-0", transport, prefix=hosts.within(0))
     assert again.said == "round"

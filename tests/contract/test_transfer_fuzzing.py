@@ -27,8 +27,8 @@ from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcom
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, dial
-from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.requests import negotiate
@@ -244,7 +244,7 @@ QUESTIONS: dict[str, Message] = {
 @pytest.mark.parametrize("what", QUESTIONS)
 def test_questions_that_no_peer_of_ours_asks_end_the_connection(served: ServedMedium, what: str) -> None:
     transfer = served.transfer(filled(served.layout, 1))
-    assert isinstance(transfer, GroupTransfer)
+    assert isinstance(transfer, ChannelTransfer)
     transfer._control.send(QUESTIONS[what])
     assert ends(transfer._control._socket)
     with pytest.raises(PeerLost):
@@ -268,7 +268,7 @@ def test_a_request_that_does_not_hold_is_refused_by_the_owner(
 ) -> None:
     """The client end would not send these: the owner checks for itself."""
     transfer = served.transfer(filled(served.layout, 1))
-    assert isinstance(transfer, GroupTransfer)
+    assert isinstance(transfer, ChannelTransfer)
     transfer._control.send(ReadBlocks((named,)))
     assert [transfer._control.receive(), transfer._control.receive()] == [_answered(expected)] * 2
     transfer.close()
@@ -284,7 +284,7 @@ def _answered(is_held: bool) -> Message:
 def test_a_peer_without_the_secret_is_refused(served: ServedMedium) -> None:
     stranger = replace(CLIENT, secret=b"x" * 32)
     with pytest.raises((PeerLost, ProtocolError)):
-        GroupTransfer(filled(served.layout, 1), served.server.address, identity=stranger)
+        ChannelTransfer(filled(served.layout, 1), served.server.address, identity=stranger)
     still_serves(served)
 
 
@@ -353,11 +353,11 @@ def test_a_peer_that_does_not_make_its_pair_is_dropped(impatient: BlockServer, s
 
 
 def test_bytes_that_never_come_end_the_connection(impatient: BlockServer) -> None:
-    transfer = GroupTransfer(filled(layout_of("float32"), 1), impatient.address, identity=CLIENT)
+    transfer = ChannelTransfer(filled(layout_of("float32"), 1), impatient.address, identity=CLIENT)
     transfer._control.send(WriteBlocks((NamedBlocks(7, ((0, 5),)),)))
     assert hangs_up_in_time(transfer._control._socket)
 
 
 def test_a_refused_transport_says_what_there_is(served: ServedMedium) -> None:
     with pytest.raises(HandoffRejected, match="served by gloo, not by 'nccl'"):
-        GroupTransfer(filled(served.layout, 1), served.server.address, identity=CLIENT, transport="nccl")
+        ChannelTransfer(filled(served.layout, 1), served.server.address, identity=CLIENT, transport="nccl")

@@ -1,7 +1,7 @@
 """One end of block transfers as a process of its own, to be killed, stopped and cut off.
 
 python -m tests.harnesses.block_peer owner ADDRESS TIMEOUT_S     prints where it listens, then serves
-python -m tests.harnesses.block_peer client ADDRESS TIMEOUT_S    prints after every round, or "lost"
+python -m tests.harnesses.block_peer client ADDRESS TIMEOUT_S NAME TRANSPORT    prints after every round, or "lost"
 """
 
 import os
@@ -22,7 +22,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.process.links import Identity
@@ -44,7 +44,7 @@ class Owner:
     def __init__(self, folder: Path, address: str, timeout_s: float) -> None:
         self.arena = Arena.create(folder / "candidates.arena", LAYOUT, NUM_BLOCKS)
         who = identity("prefill-0", timeout_s)
-        self.server = BlockServer(ArenaBuffer(self.arena), address, identity=who, transports=("gloo",))
+        self.server = BlockServer(ArenaBuffer(self.arena), address, identity=who, transports=("gloo", "tcp"))
 
     def close(self) -> None:
         self.server.close()
@@ -54,13 +54,13 @@ class Owner:
 class BlockClient:
     """A storage full of random bytes and a transfer to a block server, where it uses blocks that no other one does."""
 
-    def __init__(self, address: str, timeout_s: float, name: str = "decode-0") -> None:
+    def __init__(self, address: str, timeout_s: float, name: str = "decode-0", transport: str = "gloo") -> None:
         index = int(name.rpartition("-")[2])
         self._far = BLOCKS[index * PER_PEER : (index + 1) * PER_PEER]
         self.storage = BlockStorage(LAYOUT, PER_PEER)
         self.bytes = self.storage.bytes.numpy()
         self.bytes[:] = np.random.default_rng(3).integers(0, 256, self.bytes.shape, np.uint8)
-        self.transfer = GroupTransfer(self.storage, address, identity=identity(name, timeout_s))
+        self.transfer = ChannelTransfer(self.storage, address, identity=identity(name, timeout_s), transport=transport)
 
     def round(self, generation: int, num_blocks: int = PER_PEER) -> None:
         """Offload and fetch, compared. Raises PeerLost."""
@@ -113,7 +113,7 @@ def main() -> None:
         print(owner.server.address, flush=True)
         time.sleep(60)
         return
-    client = BlockClient(address, timeout_s, name=sys.argv[4])
+    client = BlockClient(address, timeout_s, name=sys.argv[4], transport=sys.argv[5])
     for generation in range(1, 10_000):
         try:
             client.round(generation)

@@ -18,8 +18,8 @@ from alignedserve.messages.handshake import Role
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
-from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
@@ -105,7 +105,7 @@ class ProcessMedium:
         if self._transport == "cuda_ipc":
             transfer = IpcTransfer(storage, self._address, identity=identity)
         else:
-            transfer = GroupTransfer(storage, self._address, identity=identity, transport=self._transport)
+            transfer = ChannelTransfer(storage, self._address, identity=identity, transport=self._transport)
         self._transfers.append(transfer)
         return transfer
 

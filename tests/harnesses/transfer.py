@@ -18,21 +18,23 @@ from alignedserve.messages.handshake import Role
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, DeviceBuffer
-from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.process.tls import CertificateAuthority
 from tests.harnesses.owner_process import ProcessMedium
 from tests.support.samples import blocks
 from tests.support.stored_blocks import read_blocks, write_blocks
 
 NUM_POOL_BLOCKS, NUM_STORAGE_BLOCKS, BLOCK_SIZE = 24, 16, 8
 SECRET = b"t" * 32
-OWNER = Identity(Role.PREFILL_WORKER, "prefill-0", SECRET, peer_timeout_s=3.0)
-CLIENT = Identity(Role.DECODE_WORKER, "decode-0", SECRET, peer_timeout_s=3.0)
+AUTHORITY = CertificateAuthority("tests")
+OWNER = Identity(Role.PREFILL_WORKER, "prefill-0", SECRET, 3.0, AUTHORITY.issue("prefill-0"))
+CLIENT = Identity(Role.DECODE_WORKER, "decode-0", SECRET, 3.0, AUTHORITY.issue("decode-0"))
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -78,20 +80,23 @@ class ShmMedium:
 
 
 class ServedMedium(ShmMedium):
-    """A candidate buffer behind a block server, reached through a process group."""
+    """An arena behind a block server, reached over a connection or through a process group."""
 
     is_shared = False
 
-    def __init__(self, folder: Path, layout: BlockLayout, *, transport: str, address: str) -> None:
-        super().__init__(folder, layout, writer_stamps=True)
+    def __init__(
+        self, folder: Path, layout: BlockLayout, *, transport: str, address: str, writer_stamps: bool = True
+    ) -> None:
+        super().__init__(folder, layout, writer_stamps=writer_stamps)
         self._transport = transport
-        buffer = ArenaBuffer(self._arena)
+        buffer = ArenaBuffer(self._arena, writer_stamps=writer_stamps)
         self.server = BlockServer(buffer, address, identity=OWNER, transports=(transport,))
-        self._transfers: list[GroupTransfer] = []
+        self._transfers: list[ChannelTransfer] = []
 
     def transfer(self, storage: BlockStorage) -> KVTransfer:
-        identity = replace(CLIENT, name=f"decode-{len(self._transfers)}")
-        transfer = GroupTransfer(storage, self.server.address, identity=identity, transport=self._transport)
+        name = f"decode-{len(self._transfers)}"
+        identity = replace(CLIENT, name=name, credentials=AUTHORITY.issue(name))
+        transfer = ChannelTransfer(storage, self.server.address, identity=identity, transport=self._transport)
         self._transfers.append(transfer)
         return transfer
 
@@ -123,7 +128,7 @@ class DeviceMedium:
             transfer = IpcTransfer(storage, self.server.address, identity=identity, map_blocks=lambda *_: blocks_here)
         else:
             memory = DeviceBlocks(storage.bytes)
-            transfer = GroupTransfer(storage, self.server.address, identity=identity, memory=memory)
+            transfer = ChannelTransfer(storage, self.server.address, identity=identity, memory=memory)
         self._transfers.append(transfer)
         return transfer
 
@@ -146,6 +151,10 @@ MEDIA: dict[str, Callable[[Path, BlockLayout], Medium]] = {
     "shm pool": ShmMedium,
     "shm buffer": lambda folder, layout: ShmMedium(folder, layout, writer_stamps=True),
     "gloo unix": lambda folder, layout: ServedMedium(folder, layout, transport="gloo", address=f"unix:{folder}/b.sock"),
+    "tcp": lambda folder, layout: ServedMedium(folder, layout, transport="tcp", address="tcp:127.0.0.1:0"),
+    "tcp pool, tls": lambda folder, layout: ServedMedium(
+        folder, layout, transport="tcp", address="tls:127.0.0.1:0", writer_stamps=False
+    ),
     "gloo tcp": lambda folder, layout: ServedMedium(folder, layout, transport="gloo", address="tcp:127.0.0.1:0"),
     # What cuda_ipc and nccl do, on the CPU: everything but mapping the memory, and NCCL itself.
     "device mapped": lambda folder, layout: DeviceMedium(folder, layout, transport="cuda_ipc"),

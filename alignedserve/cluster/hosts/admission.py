@@ -13,7 +13,7 @@ from alignedserve.cluster.hosts.node_actor import NodeActor
 from alignedserve.cluster.hosts.node_report import NodeReport, check_node, report_node
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.config.sections import ClusterConfig
+from alignedserve.config.sections import ClusterConfig, LinksConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.addresses import AddressBook
@@ -52,7 +52,7 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
     return found
 
 
-def start_keeper(node: RayNode, folder_name: str, cluster_id: str) -> Keeper:
+def start_keeper(node: RayNode, folder_name: str, cluster_id: str, links: LinksConfig) -> Keeper:
     """Start the keeper of a node. Raises the error for which its folder cannot be made, or PeerLost."""
     options = {"num_cpus": 0, "max_restarts": -1, "name": keeper_name(folder_name), **node.options}
     actor = NodeActor.options(**options).remote(folder_name)
@@ -60,7 +60,8 @@ def start_keeper(node: RayNode, folder_name: str, cluster_id: str) -> Keeper:
     if failure is not None:
         raise ResourceError(f"{node}: {failure}") from failure
     folder: Path = _answer(node, actor.folder.remote())
-    return Keeper(actor, AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id)))
+    book = AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id), has_tls=links.tls)
+    return Keeper(actor, book)
 
 
 def keeper_name(folder_name: str) -> str:

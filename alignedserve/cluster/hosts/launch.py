@@ -11,7 +11,7 @@ import msgspec
 import ray
 
 from alignedserve.cluster import preflight
-from alignedserve.cluster.actor_factory import ActorClasses, PreparedNode
+from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.hosts.admission import (
     Keeper,
     check_resources,
@@ -42,6 +42,7 @@ from alignedserve.runtime.engine.model_executor import hidden_block_tokens, reco
 from alignedserve.runtime.model.hub.local_model import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.runtime.process.addresses import ROUTER
+from alignedserve.runtime.process.tls import CertificateAuthority
 from alignedserve.scheduling.factory import resolve_policy
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,9 @@ class ClusterOnHosts(RunningCluster):
     """A started cluster of several nodes. `check` is to be called about once a second."""
 
     def __init__(
-        self, plan: ClusterPlan, members: Sequence[_Member], actor_classes: ActorClasses, observer: StartObserver
+        self, plan: ClusterPlan, members: Sequence[_Member], factory: ActorFactory, observer: StartObserver
     ) -> None:
-        super().__init__(members[0].prepared, plan.served, actor_classes, observer)
+        super().__init__(members[0].prepared, plan.served, factory, observer)
         self._plan = plan
         self._members = {member.ray_node.node_id: member for member in members}
         self._vacant: dict[tuple[str, str], NodeShare] = {}  # of hosts that are gone, for when they come back
@@ -163,7 +164,7 @@ class ClusterOnHosts(RunningCluster):
             self._num_nodes += 1
         sized = plan_joining(self._plan, share, resources.machine, _beside(config, served))
         self._num_folders += 1
-        keeper = start_keeper(node, f"{self._cluster_id}-{self._num_folders}", self._cluster_id)
+        keeper = start_keeper(node, f"{self._cluster_id}-{self._num_folders}", self._cluster_id, config.links)
         return _prepare(node, share, resources.capacity, node_config(sized, share, node.address), keeper, served)
 
     def _look_at_starting(self) -> None:
@@ -247,11 +248,12 @@ def _prepare_cluster(
     cluster_id = secrets.token_hex(4)
     members = []
     for index, (node, one, share) in enumerate(zip(used, found, plan.shares, strict=True)):
-        keeper = start_keeper(node, f"{cluster_id}-{index}", cluster_id)
+        keeper = start_keeper(node, f"{cluster_id}-{index}", cluster_id, config.links)
         sized = plan.config_of(share, node.address)
         members.append(_prepare(node, share, one.capacity, sized, keeper, plan.served))
     observer.sizes_chosen(next(iter(plan.choices.values())))
-    cluster = ClusterOnHosts(plan, members, actor_classes, observer)
+    authority = CertificateAuthority(cluster_id) if config.links.tls else None
+    cluster = ClusterOnHosts(plan, members, ActorFactory(plan.served, actor_classes, authority), observer)
     for node, problem in refused.items():
         cluster.refuse(node, problem)
     return cluster

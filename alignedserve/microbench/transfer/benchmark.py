@@ -1,7 +1,8 @@
 """Speed of block transfers by every way of this machine, against moving the same bytes without looking at them.
 
-Between processes on the host (`host_transfers`), between a device and page-locked memory (`device_transfers`), between
-processes on devices (`peer_transfers`). What moves between processes needs msgspec, as a server does.
+Between processes on the host (`host_transfers`), over TCP (`stream_transfers`), between a device and page-locked memory
+(`device_transfers`), between processes on devices (`peer_transfers`). What moves between processes needs msgspec, as a
+server does.
 """
 
 import importlib
@@ -25,6 +26,7 @@ def measure_host_transfers(
 ) -> None:
     """Add to the report what goes between processes on the host; `on_measured` sees it after each."""
     _between_processes("shm and gloo", report, on_measured, lambda: _module("host_transfers").host_rows(spec))
+    _between_processes("tcp", report, on_measured, lambda: _module("stream_transfers").stream_rows(spec))
 
 
 def measure_device_transfers(

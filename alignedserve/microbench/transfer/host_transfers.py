@@ -23,12 +23,12 @@ from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.handshake import Role
 from alignedserve.microbench.results import TransferResult
 from alignedserve.microbench.transfer.block_moves import GENERATION, BlockMoves
-from alignedserve.microbench.transfer.peer_process import END, address, identity, peer_process
+from alignedserve.microbench.transfer.peer_process import END, address, identity, memory_folder, peer_process
 from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer, relay
 
@@ -37,7 +37,7 @@ def host_rows(spec: TransferBenchmarkSpec) -> Iterator[TransferResult]:
     """Measure every way between processes without a device, one after the other."""
     torch.set_num_threads(1)
     for shape, num_blocks in spec.sizes():
-        with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
+        with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
             bench = _HostTransferBenchmark(BlockMoves(spec, shape, num_blocks), Path(folder), spec.seed)
             yield from bench.in_shared_memory()
             yield from bench.between_processes()
@@ -78,7 +78,7 @@ class _HostTransferBenchmark:
     def between_processes(self) -> Iterator[TransferResult]:
         moves = self._moves
         with peer_process(_own_blocks, self._folder, moves.layout, moves.num_blocks) as connection:
-            transfer = GroupTransfer(self._storage, address(self._folder), identity=identity(Role.DECODE_WORKER))
+            transfer = ChannelTransfer(self._storage, address(self._folder), identity=identity(Role.DECODE_WORKER))
             group = _bare_group(self._folder, rank=1)
             flat = torch.zeros(moves.num_bytes, dtype=torch.uint8)
             copy = moves.offload(transfer)
@@ -138,8 +138,3 @@ def _bare_group(folder: Path, rank: int) -> Any:
     options._timeout = timedelta(seconds=60)
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     return gloo(distributed.FileStore(str(folder / "store"), 2), rank, 2, options)
-
-
-def _memory_folder() -> str | None:
-    """Return the folder in which the pool's arena would lie."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108

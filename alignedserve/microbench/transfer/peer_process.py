@@ -10,6 +10,7 @@ from typing import Any
 from alignedserve.core.errors import PeerLost
 from alignedserve.messages.handshake import Role
 from alignedserve.runtime.process.links import Identity
+from alignedserve.runtime.process.tls import CertificateAuthority
 
 END = "end"
 _SECRET = bytes(32)  # of two processes that live for this measurement
@@ -46,9 +47,15 @@ def _await_ready(here: Connection) -> None:
         raise PeerLost("the other process ended as it began; what it printed says why") from error
 
 
-def identity(role: Role) -> Identity:
-    """Return the identity of one of the two processes."""
-    return Identity(role, role.value, _SECRET, peer_timeout_s=30.0)
+def identity(role: Role, authority: CertificateAuthority | None = None) -> Identity:
+    """Return the identity of one of the two processes, with a certificate of the authority if there is one."""
+    credentials = authority.issue(role.value) if authority is not None else None
+    return Identity(role, role.value, _SECRET, 30.0, credentials)
+
+
+def memory_folder() -> str | None:
+    """Return the folder in which the pool's arena would lie."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
 
 
 def address(folder: Path) -> str:

@@ -21,8 +21,8 @@ from alignedserve.microbench.transfer.spec import TransferBenchmarkSpec
 from alignedserve.runtime.device.timing import synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
+from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks, DeviceBuffer
-from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 
@@ -72,7 +72,7 @@ def _opened(way: PeerWay, storage: BlockStorage, folder: Path) -> KVTransfer:
     if way.transport == CUDA_IPC:
         return IpcTransfer(storage, address(folder), identity=own)
     memory = DeviceBlocks(storage.bytes)
-    return GroupTransfer(storage, address(folder), identity=own, transport=way.transport, memory=memory)
+    return ChannelTransfer(storage, address(folder), identity=own, transport=way.transport, memory=memory)
 
 
 def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:

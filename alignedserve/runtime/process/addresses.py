@@ -1,8 +1,9 @@
 """The addresses at which the processes of one cluster listen, and how one is found by its process's name.
 
-An address is `unix:/path`, `tcp:host:port`, or a name: of a process of the cluster, resolved at every attempt to reach
-it. On one host every process listens at a Unix socket in the cluster's private folder. Among several hosts each also
-listens at a TCP port of its host and publishes it; processes of the same host keep to the sockets.
+An address is `unix:/path`, `tls:host:port`, `tcp:host:port` (in clear), or a name: of a process of the cluster,
+resolved at every attempt to reach it. On one host every process listens at a Unix socket in the cluster's private
+folder. Among several hosts each also listens at a port of its host, for TLS, and publishes it; processes of the same
+host keep to the sockets.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ class Publication:
     def decode(cls, entry: str) -> "Publication":
         """Parse an entry. Raises ProtocolError when it is none."""
         node, _, address = entry.partition(" ")
-        if not node or not address.startswith("tcp:"):
+        if not node or not address.startswith(("tls:", "tcp:")):
             raise ProtocolError("a published address that cannot be read")
         return cls(node, address)
 
@@ -57,6 +58,7 @@ class AddressBook:
     node: str = ""
     host: str = ""  # where this node listens for others; empty: there are no others
     directory: Directory | None = None
+    has_tls: bool = True  # between nodes
 
     def of(self, name: str) -> str:
         """Return the address on this node of the process with this name."""
@@ -70,7 +72,9 @@ class AddressBook:
         """Return where to listen for an address: a process's own name stands for all that it has."""
         if not is_name(address):
             return (address,)
-        return (self.of(address), f"tcp:{self.host}:0") if self.directory is not None else (self.of(address),)
+        if self.directory is None:
+            return (self.of(address),)
+        return (self.of(address), f"{'tls' if self.has_tls else 'tcp'}:{self.host}:0")
 
 
 class AddressResolver:
@@ -98,7 +102,7 @@ class AddressResolver:
         await asyncio.to_thread(directory.publish, name, Publication(book.node, address).encode())
 
     async def resolve(self, address: str) -> str:
-        """Return the `unix:` or `tcp:` address. Raises PeerLost for a name that is published nowhere."""
+        """Return the address of a socket. Raises PeerLost for a name that is published nowhere."""
         if not is_name(address):
             return address
         if self._book is None:

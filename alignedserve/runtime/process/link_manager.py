@@ -62,9 +62,9 @@ class LinkManager:
         """
         for place in self._resolver.listening(address):
             _remove_stale_socket(place)
-            server = await listen(place, partial(self._make_link, None))
+            server = await listen(place, partial(self._make_link, None), self._identity)
             self._servers.append(server)
-            if is_name(address) and place.startswith("tcp:"):
+            if is_name(address) and not place.startswith("unix:"):
                 await self._resolver.publish(address, real_address(server.sockets[0], place))
 
     def dial(self, address: str) -> None:
@@ -167,7 +167,7 @@ class LinkManager:
         while True:
             try:
                 place = await self._resolver.resolve(address)
-                link = await connect(place, partial(self._make_link, address))
+                link = await connect(place, partial(self._make_link, address), self._identity)
                 retry_s = _FIRST_RETRY_S
                 await link.lost
             except PeerLost:

@@ -19,6 +19,7 @@ from typing import cast
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.handshake import Challenge, HandshakeMessage, Hello, Ping, Role, Welcome
 from alignedserve.messages.wire import MAX_FRAME_BYTES, PROTOCOL_VERSION, Codec, Message
+from alignedserve.runtime.process.tls import Credentials, check_certificate
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,12 @@ class Identity:
     name: str
     secret: bytes
     peer_timeout_s: float = 5.0
+    credentials: Credentials | None = None  # for addresses that begin with tls:
+
+    def trusted(self) -> Credentials:
+        """Return the credentials, without which no process has an address that begins with tls."""
+        assert self.credentials is not None, "TLS without credentials"
+        return self.credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +176,9 @@ class Link(asyncio.Protocol):
                 raise ProtocolError("a handshake message out of turn")
 
     def _linked(self, peer: Peer) -> None:
+        assert self._transport is not None, "linked without a connection"
+        if self._transport.get_extra_info("ssl_object") is not None:
+            check_certificate(self._transport.get_extra_info("peercert"), peer.name)
         self.peer = peer
         self._on_linked(self)
 
@@ -207,32 +217,39 @@ def check_version(version: int) -> None:
         raise ProtocolError(f"the peer speaks protocol version {version}, this process {PROTOCOL_VERSION}")
 
 
-async def connect(address: str, make_link: Callable[[], Link]) -> Link:
-    """Dial `unix:/path` or `tcp:host:port`. Raises PeerLost when that fails."""
+async def connect(address: str, make_link: Callable[[], Link], identity: Identity) -> Link:
+    """Dial `unix:/path`, `tls:host:port` or, in clear, `tcp:host:port`. Raises PeerLost when that fails."""
     loop = asyncio.get_running_loop()
     kind, _, rest = address.partition(":")
     try:
         if kind == "unix":
             return (await loop.create_unix_connection(make_link, rest))[1]
         host, _, port = rest.rpartition(":")
-        return (await loop.create_connection(make_link, host, int(port)))[1]
+        async with asyncio.timeout(identity.peer_timeout_s):
+            if kind == "tcp":
+                return (await loop.create_connection(make_link, host, int(port)))[1]
+            context = identity.trusted().dialler_context()
+            return (await loop.create_connection(make_link, host, int(port), ssl=context, server_hostname=""))[1]
     except (OSError, ValueError) as error:
         raise PeerLost(f"no connection to {address}") from error
 
 
-async def listen(address: str, make_link: Callable[[], Link]) -> asyncio.Server:
-    """Listen at `unix:/path` or `tcp:host:port`. Raises OSError when the address is taken."""
+async def listen(address: str, make_link: Callable[[], Link], identity: Identity) -> asyncio.Server:
+    """Listen at an address that `connect` dials. Raises OSError when it is taken."""
     loop = asyncio.get_running_loop()
     kind, _, rest = address.partition(":")
     if kind == "unix":
         return await loop.create_unix_server(make_link, rest)
     host, _, port = rest.rpartition(":")
-    return await loop.create_server(make_link, host, int(port))
+    if kind == "tcp":
+        return await loop.create_server(make_link, host, int(port))
+    context, timeout_s = identity.trusted().listener_context(), identity.peer_timeout_s
+    return await loop.create_server(make_link, host, int(port), ssl=context, ssl_handshake_timeout=timeout_s)
 
 
 def real_address(listener: "socket.socket | TransportSocket", address: str) -> str:
-    """Return where a listener at this address is reached: a TCP port of 0 stands for any free one."""
+    """Return where a listener at this address is reached: a port of 0 stands for any free one."""
     if listener.family == socket.AF_UNIX:
         return address
     host, port = listener.getsockname()[:2]
-    return f"tcp:{host}:{port}"
+    return f"{address.partition(':')[0]}:{host}:{port}"

@@ -10,6 +10,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.runtime.process.addresses import AddressBook
 from alignedserve.runtime.process.links import Identity
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
+from alignedserve.runtime.process.tls import Credentials
 
 POOL = "pool-0"  # of the first node; every node has its own
 
@@ -27,10 +28,11 @@ class ProcessSpec:
     log_folder: Path
     recording: RecordingConfig = field(default_factory=RecordingConfig)
     pool_name: str = POOL  # the KV pool of its node
+    credentials: Credentials | None = None  # for other hosts
 
     def identity(self) -> Identity:
         """Return its identity on links."""
-        return Identity(self.role, self.name, self.secret, self.peer_timeout_s)
+        return Identity(self.role, self.name, self.secret, self.peer_timeout_s, self.credentials)
 
     def recorder(self, make: "partial[Any]") -> Recorder | None:
         """Return a recorder of the decisions of the logic that `make` makes; None: recording is off."""

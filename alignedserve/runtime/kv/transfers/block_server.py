@@ -16,7 +16,8 @@ import torch
 from alignedserve.core.errors import PeerError, ProtocolError
 from alignedserve.messages.blocks import OpenTransfer, TransferOpened, TransferRefused
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
-from alignedserve.runtime.kv.transfers.process_pair import OWNER_RANK, make_pair
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
+from alignedserve.runtime.kv.transfers.process_pair import OWNER_RANK
 from alignedserve.runtime.kv.transfers.session import ServedBuffer, TransferSession
 from alignedserve.runtime.process.links import Identity, Peer, real_address
 
@@ -40,6 +41,7 @@ class BlockServer:
         self._connections: dict[ControlSocket, str] = {}  # with the peer's name, empty until it is authenticated
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
+        self._context = identity.trusted().listener_context() if address.startswith("tls:") else None
         self._listener = listen_at(address)
         self.address = real_address(self._listener, address)
         self._accepting = threading.Thread(target=self._accept, name="block server", daemon=True)
@@ -89,7 +91,10 @@ class BlockServer:
 
     def _serve(self, control: ControlSocket) -> None:
         name = "unknown peer"
+        session = None
         try:
+            if self._context is not None:
+                control.encrypt(self._context, is_listener=True)
             peer = control.authenticate_as_listener(self._identity)
             name = peer.name
             self._replace_older(control, peer)
@@ -102,6 +107,8 @@ class BlockServer:
                 logger.info("block transfer with %s ended: %s", name, error)
         finally:
             control.close()
+            if session is not None:
+                session.close()
             with self._lock:
                 del self._connections[control]
                 self._threads.discard(threading.current_thread())
@@ -131,7 +138,7 @@ class BlockServer:
             control.send(TransferOpened(buffer.num_blocks, buffer.exported()))
             return TransferSession(buffer, control, None)
         control.send(TransferOpened(buffer.num_blocks))
-        pair = make_pair(
+        channel = open_channel(
             control,
             OWNER_RANK,
             transport=transport,
@@ -139,4 +146,4 @@ class BlockServer:
             timeout_s=self._identity.peer_timeout_s,
             device=buffer.device if transport == "nccl" else torch.device("cpu"),
         )
-        return TransferSession(buffer, control, pair)
+        return TransferSession(buffer, control, channel)

@@ -8,6 +8,7 @@ that a proof made for one kind of connection is invalid on the other.
 import contextlib
 import select
 import socket
+import ssl
 import struct
 import time
 from pathlib import Path
@@ -18,10 +19,12 @@ from alignedserve.messages.blocks import BlockClientInbound, BlockServerInbound
 from alignedserve.messages.handshake import Challenge, HandshakeMessage, Hello, Welcome
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
 from alignedserve.runtime.process.links import Identity, Peer, check_proof, check_version, proof_of
+from alignedserve.runtime.process.tls import check_certificate
 
 _HEADER = struct.Struct("<I")
 _MAX_HANDSHAKE_BYTES = 4096
 _MAX_REQUEST_BYTES = 8 * 1024 * 1024
+_TLS = "tls:"
 _DIALLER, _LISTENER = "block dialler", "block listener"
 _HANDSHAKE = Codec(HandshakeMessage)
 _SERVER_INBOUND, _CLIENT_INBOUND = Codec(BlockServerInbound), Codec(BlockClientInbound)
@@ -48,9 +51,13 @@ class ControlSocket:
     def send(self, message: Message) -> None:
         """Send one message."""
         payload = self._codec.encode(message)
+        self.send_bytes(_HEADER.pack(len(payload)) + payload)
+
+    def send_bytes(self, content: bytes | memoryview) -> None:
+        """Send bytes as they are: the blocks that a message has named."""
         try:
             self._socket.settimeout(self._timeout_s)
-            self._socket.sendall(_HEADER.pack(len(payload)) + payload)
+            self._socket.sendall(content)
         except OSError as error:
             raise PeerLost(f"the other end of a block transfer does not read: {error}") from error
 
@@ -62,8 +69,14 @@ class ControlSocket:
             raise ProtocolError(f"a frame of {length} bytes, more than {self._max_bytes}")
         return self._codec.decode(self._read(length, deadline_s))
 
+    def receive_bytes(self, content: memoryview) -> None:
+        """Fill this memory with what follows, which must arrive within the timeout."""
+        self._fill(content, time.monotonic() + self._timeout_s)
+
     def wait_readable(self) -> None:
         """Wait without limit until there is something to receive."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return
         try:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
@@ -85,6 +98,14 @@ class ControlSocket:
         self.disconnect()
         self._socket.close()
 
+    def encrypt(self, context: ssl.SSLContext, *, is_listener: bool) -> None:
+        """Go over to TLS before anything else is said. Raises PeerLost: the other end does not, or is not trusted."""
+        try:
+            self._socket.settimeout(self._timeout_s)
+            self._socket = context.wrap_socket(self._socket, server_side=is_listener)
+        except OSError as error:
+            raise PeerLost(f"no TLS with the other end of a block transfer: {error}") from error
+
     def authenticate_as_listener(self, identity: Identity) -> Peer:
         """Challenge the dialler and answer its challenge; from then on it may send requests."""
         nonce = token_bytes(32)
@@ -93,6 +114,7 @@ class ControlSocket:
             case Hello(version=version, role=role, name=name, proof=proof, nonce=its_nonce):
                 check_version(version)
                 check_proof(identity.secret, proof, _DIALLER, nonce, name)
+                self._check_certificate(name)
             case _:
                 raise ProtocolError("a handshake message out of turn")
         own_proof = proof_of(identity.secret, _LISTENER, its_nonce, identity.name)
@@ -113,10 +135,15 @@ class ControlSocket:
         match self.receive():
             case Welcome(role=role, name=name, proof=proof):
                 check_proof(identity.secret, proof, _LISTENER, nonce, name)
+                self._check_certificate(name)
             case _:
                 raise ProtocolError("a handshake message out of turn")
         self._use_codec(_CLIENT_INBOUND)
         return Peer(role, name)
+
+    def _check_certificate(self, name: str) -> None:
+        if isinstance(self._socket, ssl.SSLSocket):
+            check_certificate(self._socket.getpeercert(), name)
 
     def _use_codec(self, codec: Codec) -> None:
         self._codec = codec
@@ -124,26 +151,38 @@ class ControlSocket:
 
     def _read(self, count: int, deadline_s: float) -> bytes:
         content = bytearray()
+        while len(content) < count:
+            part = bytearray(min(count - len(content), 1 << 20))
+            self._fill(memoryview(part), deadline_s)
+            content += part
+        return bytes(content)
+
+    def _fill(self, content: memoryview, deadline_s: float) -> None:
+        received = 0
         try:
-            while len(content) < count:
+            while received < len(content):
                 self._socket.settimeout(max(deadline_s - time.monotonic(), 0.001))
-                part = self._socket.recv(min(count - len(content), 1 << 20))
-                if not part:
+                count = self._socket.recv_into(content[received:])
+                if not count:
                     raise PeerLost("the other end of a block transfer closed the connection")
-                content += part
+                received += count
         except OSError as error:
             raise PeerLost(f"nothing came from the other end of a block transfer: {error}") from error
-        return bytes(content)
 
 
 def dial(address: str, identity: Identity) -> ControlSocket:
-    """Connect to `unix:/path` or `tcp:host:port` and authenticate both ends. Raises PeerLost or ProtocolError."""
+    """Connect to `unix:/path`, `tls:host:port` or `tcp:host:port` and authenticate both ends.
+
+    Raises PeerLost or ProtocolError.
+    """
     try:
         connection = _connected(address, identity.peer_timeout_s)
     except (OSError, ValueError) as error:
         raise PeerLost(f"no connection to {address}") from error
     control = ControlSocket(connection, identity.peer_timeout_s)
     try:
+        if address.startswith(_TLS):
+            control.encrypt(identity.trusted().dialler_context(), is_listener=False)
         control.authenticate_as_dialler(identity)
     except (PeerLost, ProtocolError):
         control.close()
@@ -169,7 +208,7 @@ def _connected(address: str, timeout_s: float) -> socket.socket:
 
 
 def listen_at(address: str) -> socket.socket:
-    """Return a listening socket at `unix:/path` or `tcp:host:port` (0: any free port).
+    """Return a listening socket at `unix:/path`, `tls:host:port` or `tcp:host:port` (0: any free port).
 
     Raises OSError when the address is taken.
     """

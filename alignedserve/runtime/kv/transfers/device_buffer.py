@@ -74,6 +74,7 @@ class DeviceBuffer:
     def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
         assert layout.block_bytes % WORD_BYTES == 0, "blocks on a device are made of 8-byte words"
         self.layout = layout
+        self.writer_stamps = True
         self.num_blocks = num_blocks
         self.device = device
         try:

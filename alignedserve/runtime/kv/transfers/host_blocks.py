@@ -49,7 +49,8 @@ class HostBlocks:
 class ArenaBuffer:
     """A ServedBuffer over an arena, which it does not own."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, writer_stamps: bool = True) -> None:
+        self.writer_stamps = writer_stamps
         self.layout = arena.layout
         self.num_blocks = arena.num_blocks
         self.device = torch.device("cpu")

@@ -35,7 +35,7 @@ MapBlocks = Callable[[DeviceMemoryHandle | None, int, int], Tensor]
 class IpcTransfer(ServedTransfer):
     """KVTransfer to a block server of this host whose buffer is mapped here. Connects on construction.
 
-    Raises PeerLost or HandoffRejected as GroupTransfer does, and HandoffRejected when the memory cannot be mapped.
+    Raises PeerLost or HandoffRejected as ChannelTransfer does, and HandoffRejected when the memory cannot be mapped.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,43 +19,39 @@ from torch import Tensor
 
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import RendezvousValue
+from alignedserve.runtime.kv.transfers.block_channel import NUM_PIECES, Fill, Take, cut
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 
 _DISTRIBUTED: Any = dist  # untyped: its content depends on how torch was built
 _CUDA: Any = torch.cuda
 _Store: Any = _DISTRIBUTED.Store
 OWNER_RANK, CLIENT_RANK = 0, 1
-# Some pieces are filled, or emptied, while others travel.
 _PIECE_BYTES = 4 * 1024 * 1024
-_NUM_PIECES = 3
 _POLL_S = 20e-6
 # By default NCCL's watchdog ends the process when a peer is lost; read when a group is made.
 _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _NCCL_NEVER = timedelta(days=365)
 _settings_lock = threading.Lock()
 
-Fill = Callable[[int, Tensor], None]  # (number of the first block, rows to fill: uint8 [n, block_bytes])
-Take = Callable[[int, Tensor], None]
-
 
 class ProcessPair:
-    """Streams blocks in either direction. Raises PeerLost when the other end is gone, or silent for too long."""
+    """A BlockChannel through a process group of two."""
 
     def __init__(self, group: Any, rank: int, block_bytes: int, timeout_s: float, device: torch.device) -> None:
         self._group = group
         self._other = CLIENT_RANK if rank == OWNER_RANK else OWNER_RANK
         self._timeout_s = timeout_s
         self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
-        shape = (_NUM_PIECES, self._piece_blocks, block_bytes)
+        shape = (NUM_PIECES, self._piece_blocks, block_bytes)
         self._pieces = torch.empty(shape, dtype=torch.uint8, device=device)
         self._stream: Any = _CUDA.Stream(device) if device.type == "cuda" else None
 
     def send(self, num_blocks: int, fill: Fill) -> None:
-        """Send this many blocks; `fill` gathers the next ones while the ones before travel."""
+        """See BlockChannel."""
         works: deque[Any] = deque()
         with self._exchange("blocks could not be sent"):
-            for slot, first, count in self._cut(num_blocks):
-                if len(works) == _NUM_PIECES:
+            for slot, first, count in cut(num_blocks, self._piece_blocks):
+                if len(works) == NUM_PIECES:
                     self._wait(works.popleft())
                 rows = self._pieces[slot, :count]
                 fill(first, rows)
@@ -64,16 +60,19 @@ class ProcessPair:
                 self._wait(work)
 
     def receive(self, num_blocks: int, take: Take) -> None:
-        """Receive this many blocks; `take` empties a piece while the next one travels."""
+        """See BlockChannel."""
         works: deque[tuple[int, Tensor, Any]] = deque()
         with self._exchange("blocks did not arrive"):
-            for slot, first, count in self._cut(num_blocks):
-                if len(works) == _NUM_PIECES:
+            for slot, first, count in cut(num_blocks, self._piece_blocks):
+                if len(works) == NUM_PIECES:
                     self._take_next(works, take)
                 rows = self._pieces[slot, :count]
                 works.append((first, rows, self._group.recv([rows], self._other, 0)))
             while works:
                 self._take_next(works, take)
+
+    def close(self) -> None:
+        """See BlockChannel: the group goes with its last reference."""
 
     def _take_next(self, works: "deque[tuple[int, Tensor, Any]]", take: Take) -> None:
         first, rows, work = works.popleft()
@@ -109,11 +108,6 @@ class ProcessPair:
             self._stream.synchronize()
         except RuntimeError as error:
             raise PeerLost(f"{problem}: {_first_line(error)}") from error
-
-    def _cut(self, num_blocks: int) -> Iterable[tuple[int, int, int]]:
-        """Yield (slot, first block, blocks) of each piece; both ends cut alike."""
-        for index, first in enumerate(range(0, num_blocks, self._piece_blocks)):
-            yield index % _NUM_PIECES, first, min(self._piece_blocks, num_blocks - first)
 
 
 class ControlStore(_Store):  # type: ignore[misc]

@@ -10,7 +10,7 @@ from alignedserve.core.errors import HandoffRejected, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.ipc_transfer import IpcTransfer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
@@ -19,7 +19,7 @@ from alignedserve.runtime.process.links import Identity
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-FASTEST_FIRST = ("cuda_ipc", "shm", "nccl", "gloo")
+FASTEST_FIRST = ("cuda_ipc", "shm", "nccl", "tcp", "gloo")
 TRANSPORTS = (AUTO, *FASTEST_FIRST)
 
 _Opener = Callable[[ArenaOffered, BlockStorage, Identity, bool], KVTransfer]
@@ -53,7 +53,13 @@ def available_transports(storage_device: torch.device) -> tuple[str, ...]:
     """List the transports of a process with blocks on this device, fastest first."""
     is_cuda = storage_device.type == "cuda"
     has_nccl = is_cuda and torch.distributed.is_nccl_available()
-    has = {"cuda_ipc": is_cuda, "shm": True, "nccl": has_nccl, "gloo": torch.distributed.is_gloo_available()}
+    has = {
+        "cuda_ipc": is_cuda,
+        "shm": True,
+        "nccl": has_nccl,
+        "tcp": True,
+        "gloo": torch.distributed.is_gloo_available(),
+    }
     return tuple(name for name in FASTEST_FIRST if has[name])
 
 
@@ -80,26 +86,22 @@ def _open_shm(offered: ArenaOffered, storage: BlockStorage, identity: Identity, 
     return ShmTransfer(storage, arena, stamps=stamps)
 
 
-def _open_group(name: str) -> _Opener:
+def _open_channel(name: str) -> _Opener:
     def opened(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
-        _check_served(stamps)
-        return GroupTransfer(storage, offered.served_at, identity=identity, transport=name)
+        return ChannelTransfer(storage, offered.served_at, identity=identity, transport=name)
 
     return opened
 
 
 def _open_ipc(offered: ArenaOffered, storage: BlockStorage, identity: Identity, stamps: bool) -> KVTransfer:
-    _check_served(stamps)
+    assert stamps, "blocks on a device are a candidate buffer, in which the writer stamps"
     return IpcTransfer(storage, offered.served_at, identity=identity)
-
-
-def _check_served(stamps: bool) -> None:
-    assert stamps, "a block server serves candidate buffers, in which the writer stamps"
 
 
 _OPENERS: dict[str, _Opener] = {
     "cuda_ipc": _open_ipc,
     "shm": _open_shm,
-    "nccl": _open_group("nccl"),
-    "gloo": _open_group("gloo"),
+    "nccl": _open_channel("nccl"),
+    "tcp": _open_channel("tcp"),
+    "gloo": _open_channel("gloo"),
 }

@@ -19,8 +19,8 @@ from alignedserve.messages.blocks import (
     WriteBlocks,
 )
 from alignedserve.runtime.kv.block_checksums import check_target, expand_runs
+from alignedserve.runtime.kv.transfers.block_channel import BlockChannel
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
-from alignedserve.runtime.kv.transfers.process_pair import ProcessPair
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class ServedBuffer(Protocol):
     layout: BlockLayout
     num_blocks: int
     device: torch.device
+    writer_stamps: bool  # the writer stamps the blocks (a candidate buffer); in the pool's arena their owner has
 
     def stamp(self, block_ids: Sequence[BlockId], generation: int) -> None:
         """Mark these blocks as written under this generation."""
@@ -51,12 +52,12 @@ class ServedBuffer(Protocol):
 
 
 class TransferSession:
-    """Handles the requests of one peer in order. Without a pair the peer moves the bytes itself (cuda_ipc)."""
+    """Handles the requests of one peer in order. Without a channel the peer moves the bytes itself (cuda_ipc)."""
 
-    def __init__(self, buffer: ServedBuffer, control: ControlSocket, pair: ProcessPair | None) -> None:
+    def __init__(self, buffer: ServedBuffer, control: ControlSocket, channel: BlockChannel | None) -> None:
         self._buffer = buffer
         self._control = control
-        self._pair = pair
+        self._channel = channel
         self._current: list[tuple[int, list[BlockId] | None]] = []  # generation and blocks of the latest requests
 
     def handle(self, message: object) -> None:
@@ -65,22 +66,27 @@ class TransferSession:
             case WriteBlocks(requests=requests):
                 self._check_sizes(requests)
                 self._current = [(one.generation, self._writable(one)) for one in requests]
-                if self._pair is not None:
-                    self._receive(self._pair, requests)
-                self._answer()
+                if self._channel is not None:
+                    self._receive(self._channel, requests)
+                self._answer_again()
             case ReadBlocks(requests=requests):
                 self._check_sizes(requests)
                 self._current = [(one.generation, self._readable(one)) for one in requests]
                 self._answer()
-                if self._pair is not None:
-                    self._send(self._pair)
+                if self._channel is not None:
+                    self._send(self._channel)
                     self._answer_again()
-            case BlocksCopied() if self._pair is None:
+            case BlocksCopied() if self._channel is None:
                 self._answer_again()
             case _:
                 raise ProtocolError("a message out of turn")
 
-    def _receive(self, pair: ProcessPair, requests: Sequence[NamedBlocks]) -> None:
+    def close(self) -> None:
+        """Close the channel, not during a transfer."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _receive(self, channel: BlockChannel, requests: Sequence[NamedBlocks]) -> None:
         """Receive all bytes, and write those of accepted requests."""
         targets: list[BlockId | None] = []
         for named, (_, blocks) in zip(requests, self._current, strict=True):
@@ -96,21 +102,21 @@ class TransferSession:
             for row, target in wanted:
                 self._buffer.scatter([target], rows[row : row + 1])
 
-        pair.receive(len(targets), take)
+        channel.receive(len(targets), take)
 
-    def _send(self, pair: ProcessPair) -> None:
+    def _send(self, channel: BlockChannel) -> None:
         sources = [block_id for _, blocks in self._current for block_id in blocks or ()]
 
         def fill(first: int, rows: Tensor) -> None:
             self._buffer.gather(sources[first : first + len(rows)], rows)
 
-        pair.send(len(sources), fill)
+        channel.send(len(sources), fill)
 
     def _answer(self) -> None:
         self._control.send(BlocksAnswered(tuple(blocks is not None for _, blocks in self._current)))
 
     def _answer_again(self) -> None:
-        """Answer with the generations checked again: one may have been replaced while its blocks were read."""
+        """Answer with the generations checked again: one may have been replaced while its blocks were copied."""
         self._current = [
             (generation, blocks if blocks is not None and self._buffer.is_stamped(blocks, generation) else None)
             for generation, blocks in self._current
@@ -129,10 +135,13 @@ class TransferSession:
         try:
             blocks = expand_runs(named.runs, self._buffer.num_blocks)
             check_target(blocks, len(blocks), named.generation, self._buffer.num_blocks)
+            if self._buffer.writer_stamps:
+                self._buffer.stamp(blocks, named.generation)
+            elif not self._buffer.is_stamped(blocks, named.generation):
+                raise HandoffRejected("the lease is no longer valid")
         except HandoffRejected as error:
             logger.warning("write under generation %d refused: %s", named.generation, error)
             return None
-        self._buffer.stamp(blocks, named.generation)
         return blocks
 
     def _readable(self, named: NamedBlocks) -> list[BlockId] | None:

@@ -12,7 +12,7 @@ from alignedserve.core.errors import PeerLost, TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.group_transfer import GroupTransfer
+from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from alignedserve.runtime.kv.transfers.registry import open_transfer
@@ -37,16 +37,19 @@ class Offer:
 @pytest.fixture
 def offer(tmp_path: Path) -> Iterator[Offer]:
     arena = Arena.create(tmp_path / "b.arena", LAYOUT, 8)
-    server = BlockServer(ArenaBuffer(arena), f"unix:{tmp_path}/b.sock", identity=OWNER, transports=("gloo",))
+    server = BlockServer(ArenaBuffer(arena), f"unix:{tmp_path}/b.sock", identity=OWNER, transports=("tcp", "gloo"))
     digest = LAYOUT.digest().hex()
     path = str(arena.path)
-    yield Offer(ArenaOffered(path, 8, LAYOUT.block_bytes, digest, server.address, ("shm", "gloo"), arena.file_id))
+    yield Offer(
+        ArenaOffered(path, 8, LAYOUT.block_bytes, digest, server.address, ("shm", "tcp", "gloo"), arena.file_id)
+    )
     server.close()
     arena.close(unlink=True)
 
 
 @pytest.mark.parametrize(
-    ("transport", "expected"), [("auto", ShmTransfer), ("shm", ShmTransfer), ("gloo", GroupTransfer)]
+    ("transport", "expected"),
+    [("auto", ShmTransfer), ("shm", ShmTransfer), ("tcp", ChannelTransfer), ("gloo", ChannelTransfer)],
 )
 def test_the_fastest_or_the_one_that_was_asked_for(offer: Offer, transport: str, expected: type) -> None:
     transfer = offer.open(transport)
@@ -61,7 +64,7 @@ def test_the_fastest_or_the_one_that_was_asked_for(offer: Offer, transport: str,
 )
 def test_what_is_not_to_be_had_is_passed_over(offer: Offer, changes: dict[str, Any]) -> None:
     transfer = offer.open(**changes)
-    assert isinstance(transfer, GroupTransfer)
+    assert isinstance(transfer, ChannelTransfer)
     transfer.close()
     with pytest.raises(TransportUnavailable, match="shm: "):
         offer.open("shm", **changes)
@@ -70,7 +73,7 @@ def test_what_is_not_to_be_had_is_passed_over(offer: Offer, changes: dict[str, A
 @pytest.mark.parametrize(
     ("transport", "changes", "reason"),
     [
-        ("carrier pigeon", {}, "unknown transport 'carrier pigeon'; there are auto, cuda_ipc, shm, nccl, gloo"),
+        ("carrier pigeon", {}, "unknown transport 'carrier pigeon'; there are auto, cuda_ipc, shm, nccl, tcp, gloo"),
         ("nccl", {}, "nccl: the other end does not offer it"),
         ("cuda_ipc", {"transports": ("cuda_ipc",)}, "cuda_ipc: this end does not have it"),
         ("gloo", {"served_at": ""}, "gloo: the blocks are served nowhere"),

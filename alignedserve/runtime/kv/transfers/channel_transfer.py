@@ -1,4 +1,4 @@
-"""KVTransfer to a block server through a process group of two: gloo or nccl."""
+"""KVTransfer to a block server: over its connection (tcp), or through a process group of two (gloo, nccl)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,8 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.control_socket import dial
 from alignedserve.runtime.kv.transfers.device_buffer import DeviceBlocks
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
-from alignedserve.runtime.kv.transfers.process_pair import CLIENT_RANK, make_pair
+from alignedserve.runtime.kv.transfers.open_channel import open_channel
+from alignedserve.runtime.kv.transfers.process_pair import CLIENT_RANK
 from alignedserve.runtime.kv.transfers.requests import (
     PlannedRequest,
     ServedTransfer,
@@ -23,7 +24,7 @@ from alignedserve.runtime.kv.transfers.requests import (
 from alignedserve.runtime.process.links import Identity
 
 
-class GroupTransfer(ServedTransfer):
+class ChannelTransfer(ServedTransfer):
     """KVTransfer to a block server. Connects on construction.
 
     Raises PeerLost when the server is unreachable or has another secret, HandoffRejected when it does not serve this
@@ -39,7 +40,7 @@ class GroupTransfer(ServedTransfer):
         transport: str = "gloo",
         memory: HostBlocks | DeviceBlocks | None = None,
     ) -> None:
-        """`memory` moves this end's blocks; by default on their device for nccl, through the host for gloo."""
+        """`memory` moves this end's blocks; by default on their device for nccl, through the host otherwise."""
         self._storage = storage
         on_device = transport == "nccl"
         self._memory: Any = memory or (
@@ -48,7 +49,7 @@ class GroupTransfer(ServedTransfer):
         self._control = dial(address, identity)
         try:
             self._num_blocks = negotiate(self._control, transport, storage.layout).num_blocks
-            self._pair = make_pair(
+            self._channel = open_channel(
                 self._control,
                 CLIENT_RANK,
                 transport=transport,
@@ -60,6 +61,11 @@ class GroupTransfer(ServedTransfer):
             self._control.close()
             raise
 
+    def close(self) -> None:
+        """See KVTransfer."""
+        super().close()
+        self._channel.close()
+
     def _offload(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
         sources = blocks_in_order(planned)
         self._storage.pending_copies.synchronize(np.array(sources, np.int64))
@@ -69,7 +75,7 @@ class GroupTransfer(ServedTransfer):
             self._memory.gather(sources[first : first + len(rows)], rows, checksums)
 
         self._control.send(WriteBlocks(tuple(one.named for one in planned)))
-        self._pair.send(len(sources), fill)
+        self._channel.send(len(sources), fill)
         return self._settled(planned, planned, checksums.values)
 
     def _fetch(self, planned: Sequence[PlannedRequest]) -> list[list[int] | None]:
@@ -82,5 +88,5 @@ class GroupTransfer(ServedTransfer):
         def take(first: int, rows: Tensor) -> None:
             self._memory.scatter(targets[first : first + len(rows)], rows, checksums)
 
-        self._pair.receive(len(targets), take)
+        self._channel.receive(len(targets), take)
         return self._settled(planned, granted, checksums.values)

@@ -1,0 +1,75 @@
+"""Blocks as plain bytes on the connection that names them: between hosts on CPUs, encrypted where the connection is."""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignedserve.runtime.kv.transfers.block_channel import NUM_PIECES, Fill, Take, cut
+from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
+
+_PIECE_BYTES = 1048576
+
+
+class BlockStream:
+    """A BlockChannel on a control socket: pieces follow the message that names their blocks, without a header.
+
+    A second thread fills or empties a piece while another one travels. `close` ends it.
+    """
+
+    def __init__(self, control: ControlSocket, block_bytes: int) -> None:
+        self._control = control
+        self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
+        self._pieces = torch.empty((NUM_PIECES, self._piece_blocks, block_bytes), dtype=torch.uint8)
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="block stream")
+
+    def send(self, num_blocks: int, fill: Fill) -> None:
+        """See BlockChannel."""
+        filled: deque[tuple[Tensor, Future[None]]] = deque()
+        with self._copying():
+            for slot, first, count in cut(num_blocks, self._piece_blocks):
+                if len(filled) == NUM_PIECES:
+                    self._send_next(filled)
+                rows = self._pieces[slot, :count]
+                filled.append((rows, self._copier.submit(fill, first, rows)))
+            while filled:
+                self._send_next(filled)
+
+    def receive(self, num_blocks: int, take: Take) -> None:
+        """See BlockChannel."""
+        taken: deque[Future[None]] = deque()
+        with self._copying():
+            for slot, first, count in cut(num_blocks, self._piece_blocks):
+                if len(taken) == NUM_PIECES:
+                    taken.popleft().result()
+                rows = self._pieces[slot, :count]
+                self._control.receive_bytes(_bytes_of(rows))
+                taken.append(self._copier.submit(take, first, rows))
+            for one in taken:
+                one.result()
+
+    def close(self) -> None:
+        """End the second thread; nothing is being transferred."""
+        self._copier.shutdown()
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Wait for the second thread, whatever happens: it must not touch blocks that are another request's by then."""
+        try:
+            yield
+        finally:
+            self._copier.submit(bool).result()  # it does one thing after the other
+
+    def _send_next(self, filled: "deque[tuple[Tensor, Future[None]]]") -> None:
+        rows, is_filled = filled.popleft()
+        is_filled.result()
+        self._control.send_bytes(_bytes_of(rows))
+
+
+def _bytes_of(rows: Tensor) -> memoryview:
+    content: Any = rows.numpy()
+    return memoryview(content).cast("B")

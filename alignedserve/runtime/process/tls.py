@@ -1,0 +1,116 @@
+"""Mutual TLS between hosts: every process of a cluster has a certificate of the cluster's own authority.
+
+A certificate proves a process's name, in addition to the cluster's secret; without one of this authority no byte of a
+message is read. Certificates live as long as the cluster: they are made when it starts, are handed out with a process's
+specification, and are valid on clocks that are some hours apart.
+"""
+
+import datetime
+import ssl
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from alignedserve.core.errors import ProtocolError
+
+_CLOCK_SKEW = datetime.timedelta(days=1)
+_LIFETIME = datetime.timedelta(days=3650)  # longer than any cluster runs: an expired one would stop it
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """One process's certificate and key, and the authority that it believes. All in PEM."""
+
+    authority: bytes
+    certificate: bytes
+    private_key: bytes
+
+    def listener_context(self) -> ssl.SSLContext:
+        """Return the TLS settings of a process that accepts connections: TLS 1.3, certificates on both ends."""
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def dialler_context(self) -> ssl.SSLContext:
+        """Return the TLS settings of a process that opens connections. Names are checked by `check_certificate`."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # a certificate has the name of a process, which may move to another host
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.authority.decode())
+        # OpenSSL reads certificates and keys from files alone.
+        with tempfile.NamedTemporaryFile() as file:  # mode 600
+            file.write(self.private_key + self.certificate)
+            file.flush()
+            context.load_cert_chain(file.name)
+        return context
+
+
+class CertificateAuthority:
+    """Issues the certificates of one cluster. Its key is never written anywhere."""
+
+    def __init__(self, cluster_id: str) -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _named(f"AlignedServe {cluster_id}")
+        builder = _builder(self._name, self._name, self._key.public_key())
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+        self._certificate = builder.sign(self._key, hashes.SHA256())
+
+    def issue(self, process_name: str) -> Credentials:
+        """Return new credentials for the process with this name."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = _builder(_named(process_name), self._name, key.public_key())
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
+        both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        certificate = builder.add_extension(both_ends, critical=False).sign(self._key, hashes.SHA256())
+        private_key = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        return Credentials(_pem(self._certificate), _pem(certificate), private_key)
+
+
+def check_certificate(peer_certificate: dict[str, Any] | None, process_name: str) -> None:
+    """Check that the other end's verified certificate, as `ssl` describes it, is of the process that it claims to be.
+
+    Raises ProtocolError: it has the certificate of another process.
+    """
+    parts = [part for parts in (peer_certificate or {}).get("subject", ()) for part in parts]
+    if dict(parts).get("commonName") != process_name:
+        raise ProtocolError("the peer's certificate is of another process than its name says")
+
+
+def _named(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(subject_name=subject, issuer_name=issuer, public_key=key)
+    builder = builder.serial_number(x509.random_serial_number())
+    return builder.not_valid_before(now - _CLOCK_SKEW).not_valid_after(now + _LIFETIME)
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
