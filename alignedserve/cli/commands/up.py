@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+import yaml
 from rich.table import Table
 
 from alignedserve.cli.commands.options import ServeOptions
@@ -18,6 +19,7 @@ from alignedserve.core.errors import ResourceError
 _READY_S = 900.0
 _POLL_S = 0.5
 _TAIL_LINES = 15
+_BOOTSTRAP_NAME = "ray_bootstrap_config.yaml"  # in the head's home
 
 
 def up(options: ServeOptions) -> None:
@@ -52,7 +54,18 @@ def _command(options: ServeOptions) -> list[str]:
         command += ["--config", str(options.config.absolute())]
     for override in options.all_overrides:
         command += ["--set", override]
-    return [*command, "--nodes", str(options.nodes or 1)]
+    return [*command, "--nodes", str(options.nodes or expected_nodes(Path.home() / _BOOTSTRAP_NAME))]
+
+
+def expected_nodes(bootstrap: Path) -> int:
+    """Return how many nodes `ray up` starts at least, by what it leaves on the head; 1 where it leaves nothing."""
+    try:
+        given = yaml.safe_load(bootstrap.read_text(encoding="utf-8"))
+        types = given.get("available_node_types") or {}
+        num_workers = sum(int(one.get("min_workers") or 0) for one in types.values())
+        return 1 + max(num_workers, int(given.get("min_workers") or 0))
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
+        return 1
 
 
 def _wait_ready(former: ClusterRecord | None) -> ClusterRecord:
