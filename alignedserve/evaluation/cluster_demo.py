@@ -1,12 +1,13 @@
-"""The rehearsal of a cluster on one machine: hosts of namespaces, the very `ray up`, a checked trace, a host that is lost.
+"""The rehearsal of a cluster on one machine: hosts of namespaces, the very `ray up`, a checked trace, a lost host.
 
-Run as `python -m alignedserve.evaluation.cluster_demo`, as root, from the top of the checkout. It differs from servers in
-three things: the software is there already (no copying, no installing), all hosts share this machine's cores, and the
-file system is one.
+Run as `python -m alignedserve.evaluation.cluster_demo`, as root, from the top of the checkout. It differs from servers
+in three things: the software is there already (no copying, no installing), all hosts share this machine's cores, and
+the file system is one.
 """
 
 import argparse
 import asyncio
+import itertools
 import os
 import shutil
 import subprocess
@@ -158,7 +159,7 @@ async def replay(urls: Sequence[str], duration_s: float, rate: float, at_s: floa
 
 def _longest_pause(outcome: CompletionOutcome) -> float:
     times = [outcome.sent_s, *outcome.token_times_s]
-    return max((after - before for before, after in zip(times, times[1:], strict=False)), default=0.0)
+    return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
 def _ready_after(url: str, timeout_s: float) -> float:
@@ -210,9 +211,7 @@ def run(options: argparse.Namespace) -> bool:
     rehearsal = Rehearsal(hosts, settings)
     rehearsal.prepare()
     with hosts:
-        print(
-            f"{len(hosts.hosts)} hosts: {', '.join(f'{host.name} {host.address}' for host in hosts.hosts)}", flush=True
-        )
+        print(", ".join(f"{host.name} {host.address}" for host in hosts.hosts), flush=True)
         began_s = time.monotonic()
         print("\n".join(rehearsal.ray("up --no-config-cache").splitlines()[-14:]), flush=True)
         print(f"`ray up` took {time.monotonic() - began_s:.1f} s, until the cluster answered", flush=True)
