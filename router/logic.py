@@ -286,7 +286,8 @@ class RouterLogic:
 
     def _prefill_request(self, tracked: TrackedRequest, worker: WorkerRecord) -> PrefillRequest:
         pool = self._placement.copy_of(tracked)
-        decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, self._placement.workers.values())
+        beside = self._placement.beside(worker)
+        decoder = self._bypass.target(tracked.request, tracked.num_prefill_tokens, beside)
         tracked.destination = decoder.name if decoder is not None else None
         return PrefillRequest(
             tracked.request,

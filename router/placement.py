@@ -54,6 +54,11 @@ class Placement:
         worker = self.workers.get(worker_name)
         return self.pools.get(worker.registered.pool_name) if worker is not None else None
 
+    def beside(self, worker: WorkerRecord) -> list[WorkerRecord]:
+        """Return the workers of its node: those that take requests straight from it."""
+        pool_name = worker.registered.pool_name
+        return [other for other in self.workers.values() if other.registered.pool_name == pool_name]
+
     def can_ever_hold(self, max_context_len: int) -> bool:
         """Return True if a request of this length fits some decode worker, or while no decode worker is registered."""
         decoders = [worker.registered for worker in self.workers.values() if worker.registered.can_decode]

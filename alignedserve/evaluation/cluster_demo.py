@@ -36,7 +36,7 @@ _PORT = 8000
 _RAY_UP_S = 400.0
 _NOTICED_S = 30.0
 # Small, as all hosts share the cores of one machine.
-_SETTINGS = (
+SETTINGS = (
     "gateway.host=node",
     "engine.threads_per_worker=1",
     "engine.calibration_s=0.2",
@@ -205,7 +205,7 @@ def _print_verdict(verdict: Verdict) -> None:
 def run(options: argparse.Namespace) -> bool:
     """Run the rehearsal and print it; return whether nothing was lost, corrupted or left behind."""
     shutil.rmtree(options.base, ignore_errors=True)
-    settings = (*_SETTINGS, *options.set)
+    settings = (*SETTINGS, *options.set)
     kept = [Path(entry) for entry in sys.path if Path(entry).is_dir()]
     hosts = NamespaceHosts(options.hosts, options.base, kept)
     rehearsal = Rehearsal(hosts, settings)

@@ -214,6 +214,12 @@ def test_who_cannot_wait_that_long_goes_straight_to_a_decode_worker() -> None:
     assert made.submit(request("r3", slo=Slo(tpot_s=0.07))) == [given(request("r3", slo=Slo(tpot_s=0.07)), 1001)]
 
 
+def test_it_goes_to_a_decode_worker_of_the_prefill_workers_own_node() -> None:
+    made = urgent_router()
+    made.hear("decode-00", worker(pool_name="pool-1"))  # idle, and first by name, but linked to other prefill workers
+    assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName(DECODE))]
+
+
 def test_a_request_that_skipped_the_pool_is_the_workers_when_it_says_so() -> None:
     made = urgent_router()
     made.submit(urgent())
