@@ -1,19 +1,22 @@
 """Admission of nodes to a cluster: they report, are compared with the head, and get a keeper."""
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.hosts.node_actor import NodeActor
-from alignedserve.cluster.hosts.node_report import NodeReport, check_node, report_node
+from alignedserve.cluster.hosts.node_report import NodeReport, NodeSurveyor
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.ray_nodes import RayNode
-from alignedserve.config.sections import ClusterConfig, LinksConfig
+from alignedserve.config.sections import LinksConfig
 from alignedserve.core.errors import AlignedServeError, PeerLost, ResourceError
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.process.addresses import AddressBook
@@ -31,10 +34,43 @@ class Keeper:
     book: AddressBook
 
 
-def reports_of(nodes: Sequence[RayNode], device: str, model: Path) -> dict[RayNode, NodeReport]:
-    """Ask every node at once. Raises PeerLost naming the node that does not answer."""
-    asked = {node: report_node.options(**node.options).remote(device, model) for node in nodes}
-    return {node: _answer(node, reference) for node, reference in asked.items()}
+class Admission:
+    """Nodes under examination, each by a process on the node. A context manager: those processes end with it.
+
+    They load PyTorch, which no node has to keep in memory for this.
+    """
+
+    def __init__(self, nodes: Sequence[RayNode]) -> None:
+        self._surveyors = {node: NodeSurveyor.options(num_cpus=0, **node.options).remote() for node in nodes}
+
+    def __enter__(self) -> "Admission":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for surveyor in self._surveyors.values():
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(surveyor)
+
+    def reports(self, device: str, model: Path) -> dict[RayNode, NodeReport]:
+        """Ask every node at once. Raises PeerLost naming the node that does not answer."""
+        asked = {node: surveyor.report.remote(device, model) for node, surveyor in self._surveyors.items()}
+        return {node: _answer(node, reference) for node, reference in asked.items()}
+
+    def check(self, nodes: Mapping[RayNode, PreparedNode], served: ServedModel) -> None:
+        """Check memory and ports on the nodes themselves. Raises the first error found there, or PeerLost."""
+        asked = {
+            node: self._surveyors[node].check.remote(
+                prepared.config, served, [port for _, port in prepared.share.gateways]
+            )
+            for node, prepared in nodes.items()
+            if prepared.share.num_workers
+        }
+        for node, reference in asked.items():
+            failure: AlignedServeError | None = _answer(node, reference)
+            if failure is not None:
+                raise type(failure)(f"{node}: {failure}") from failure
 
 
 def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict[RayNode, str]:
@@ -52,28 +88,29 @@ def differences(reports: Mapping[RayNode, NodeReport], head: NodeReport) -> dict
     return found
 
 
-def start_keeper(node: RayNode, folder_name: str, cluster_id: str, links: LinksConfig) -> Keeper:
-    """Start the keeper of a node. Raises the error for which its folder cannot be made, or PeerLost."""
-    options = {"num_cpus": 0, "max_restarts": -1, "name": keeper_name(folder_name), **node.options}
-    actor = NodeActor.options(**options).remote(folder_name)
-    failure: AlignedServeError | None = _answer(node, actor.failure.remote())
-    if failure is not None:
-        raise ResourceError(f"{node}: {failure}") from failure
-    folder: Path = _answer(node, actor.folder.remote())
-    book = AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id), has_tls=links.tls)
-    return Keeper(actor, book)
+def start_keepers(folder_names: Mapping[RayNode, str], cluster_id: str, links: LinksConfig) -> dict[RayNode, Keeper]:
+    """Start the keepers of these folders, each on its node.
+
+    Raises the error for which a folder cannot be made, or PeerLost.
+    """
+    actors = {
+        node: NodeActor.options(num_cpus=0, max_restarts=-1, name=keeper_name(name), **node.options).remote(name)
+        for node, name in folder_names.items()
+    }
+    keepers = {}
+    for node, actor in actors.items():
+        failure: AlignedServeError | None = _answer(node, actor.failure.remote())
+        if failure is not None:
+            raise ResourceError(f"{node}: {failure}") from failure
+        folder: Path = _answer(node, actor.folder.remote())
+        book = AddressBook(folder, node.node_id, node.address, RayDirectory(cluster_id), has_tls=links.tls)
+        keepers[node] = Keeper(actor, book)
+    return keepers
 
 
 def keeper_name(folder_name: str) -> str:
     """Return the name of the keeper of this folder, among Ray's named actors."""
     return f"keeper-{folder_name}"
-
-
-def check_resources(node: RayNode, config: ClusterConfig, served: ServedModel, ports: Sequence[int]) -> None:
-    """Check a node's memory and ports on the node itself. Raises the error found there, or PeerLost."""
-    failure: AlignedServeError | None = _answer(node, check_node.options(**node.options).remote(config, served, ports))
-    if failure is not None:
-        raise type(failure)(f"{node}: {failure}") from failure
 
 
 def _answer(node: RayNode, reference: Any) -> Any:

@@ -3,7 +3,7 @@
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,7 @@ import ray
 
 from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
-from alignedserve.cluster.hosts.admission import (
-    Keeper,
-    check_resources,
-    differences,
-    keeper_name,
-    reports_of,
-    start_keeper,
-)
+from alignedserve.cluster.hosts.admission import Admission, Keeper, differences, keeper_name, start_keepers
 from alignedserve.cluster.hosts.node_report import NodeReport, own_versions
 from alignedserve.cluster.hosts.plan import ClusterPlan, NodeResources, node_config, plan_cluster, plan_joining
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
@@ -153,19 +146,23 @@ class ClusterOnHosts(RunningCluster):
     def _prepare_joining(self, node: RayNode) -> _Member:
         config, served = self._plan.config, self._plan.served
         head = next(iter(self._members.values())).ray_node
-        reports = reports_of((head, node), config.engine.device, served.folder)
-        found = differences({node: reports[node]}, reports[head])
-        if found:
-            raise ResourceError(found[node])
-        resources = _resources(f"node-{self._num_nodes}", node, reports[node])
-        share = self._vacant.pop(_host(node), None)
-        if share is None:
-            share = self._plan.placement.join(resources.capacity)
-            self._num_nodes += 1
-        sized = plan_joining(self._plan, share, resources.machine, _beside(config, served))
-        self._num_folders += 1
-        keeper = start_keeper(node, f"{self._cluster_id}-{self._num_folders}", self._cluster_id, config.links)
-        return _prepare(node, share, resources.capacity, node_config(sized, share, node.address), keeper, served)
+        with Admission((head, node)) as admission:
+            reports = admission.reports(config.engine.device, served.folder)
+            found = differences({node: reports[node]}, reports[head])
+            if found:
+                raise ResourceError(found[node])
+            resources = _resources(f"node-{self._num_nodes}", node, reports[node])
+            share = self._vacant.pop(_host(node), None)
+            if share is None:
+                share = self._plan.placement.join(resources.capacity)
+                self._num_nodes += 1
+            sized = plan_joining(self._plan, share, resources.machine, _beside(config, served))
+            self._num_folders += 1
+            folder_name = f"{self._cluster_id}-{self._num_folders}"
+            keeper = start_keepers({node: folder_name}, self._cluster_id, config.links)[node]
+            member = _member(node, share, resources.capacity, node_config(sized, share, node.address), keeper)
+            admission.check({node: member.prepared}, served)
+        return member
 
     def _look_at_starting(self) -> None:
         if not self._starting:
@@ -229,28 +226,25 @@ def _prepare_cluster(
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
     if len(nodes) < hosts.num_nodes:
         logger.warning("%d of %d nodes are there after %.0f s", len(nodes), hosts.num_nodes, hosts.wait_s)
-    folder = resolve_model(config.model, config.engine.device, config.engine.kv_cache_dtype).folder
-    reports = reports_of(nodes, config.engine.device, folder)
-    refused = differences(reports, reports[nodes[0]])
-    if nodes[0] in refused:
-        raise ResourceError(f"{nodes[0]}: {refused[nodes[0]]}")
-    used = [node for node in nodes if node not in refused]
-    found = [_resources(f"node-{index}", node, reports[node]) for index, node in enumerate(used)]
-    served = resolve_model(
-        config.model,
-        config.engine.device,
-        config.engine.kv_cache_dtype,
-        has_bfloat16=all(one.machine.has_bfloat16 for one in found),
-    )
-    plan = plan_cluster(config, served, found, recomputing_bytes=_beside(config, served))
-    for choice in plan.choices.values():
-        preflight.check_configuration(choice.config, plan.served)
-    cluster_id = secrets.token_hex(4)
-    members = []
-    for index, (node, one, share) in enumerate(zip(used, found, plan.shares, strict=True)):
-        keeper = start_keeper(node, f"{cluster_id}-{index}", cluster_id, config.links)
-        sized = plan.config_of(share, node.address)
-        members.append(_prepare(node, share, one.capacity, sized, keeper, plan.served))
+    with Admission(nodes) as admission:
+        folder = resolve_model(config.model, config.engine.device, config.engine.kv_cache_dtype).folder
+        reports = admission.reports(config.engine.device, folder)
+        refused = differences(reports, reports[nodes[0]])
+        if nodes[0] in refused:
+            raise ResourceError(f"{nodes[0]}: {refused[nodes[0]]}")
+        found = {
+            node: _resources(f"node-{index}", node, reports[node])
+            for index, node in enumerate(node for node in nodes if node not in refused)
+        }
+        plan = _plan(config, found)
+        cluster_id = secrets.token_hex(4)
+        names = {node: f"{cluster_id}-{index}" for index, node in enumerate(found)}
+        keepers = start_keepers(names, cluster_id, config.links)
+        members = [
+            _member(node, share, one.capacity, plan.config_of(share, node.address), keepers[node])
+            for (node, one), share in zip(found.items(), plan.shares, strict=True)
+        ]
+        admission.check({member.ray_node: member.prepared for member in members}, plan.served)
     observer.sizes_chosen(next(iter(plan.choices.values())))
     authority = CertificateAuthority(cluster_id) if config.links.tls else None
     cluster = ClusterOnHosts(plan, members, ActorFactory(plan.served, actor_classes, authority), observer)
@@ -259,11 +253,20 @@ def _prepare_cluster(
     return cluster
 
 
-def _prepare(
-    node: RayNode, share: NodeShare, capacity: NodeCapacity, config: ClusterConfig, keeper: Keeper, served: ServedModel
-) -> _Member:
-    if share.num_workers:
-        check_resources(node, config, served, [port for _, port in share.gateways])
+def _plan(config: ClusterConfig, found: Mapping[RayNode, NodeResources]) -> ClusterPlan:
+    served = resolve_model(
+        config.model,
+        config.engine.device,
+        config.engine.kv_cache_dtype,
+        has_bfloat16=all(one.machine.has_bfloat16 for one in found.values()),
+    )
+    plan = plan_cluster(config, served, list(found.values()), recomputing_bytes=_beside(config, served))
+    for choice in plan.choices.values():
+        preflight.check_configuration(choice.config, plan.served)
+    return plan
+
+
+def _member(node: RayNode, share: NodeShare, capacity: NodeCapacity, config: ClusterConfig, keeper: Keeper) -> _Member:
     return _Member(node, PreparedNode(share, capacity, config, keeper.book, node.options), keeper)
 
 

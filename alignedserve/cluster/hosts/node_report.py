@@ -62,24 +62,26 @@ def model_digest(path: Path) -> str | None:
     return digest.hexdigest()
 
 
-def _report(device: str, model: Path) -> NodeReport:
-    versions, digest = own_versions(), model_digest(model)
-    try:
-        machine = this_machine(device)
-        gpus = dict.fromkeys(name for name in worker_devices(device, _MAX_GPUS) if name != CPU)
-    except AlignedServeError as error:
-        return NodeReport(versions, model_digest=digest, problem=error)
-    return NodeReport(versions, machine, tuple(gpus), digest)
+class Surveyor:
+    """Examines the node it runs on."""
+
+    def report(self, device: str, model: Path) -> NodeReport:
+        """Return what this node has; `device` as engine.device."""
+        versions, digest = own_versions(), model_digest(model)
+        try:
+            machine = this_machine(device)
+            gpus = dict.fromkeys(name for name in worker_devices(device, _MAX_GPUS) if name != CPU)
+        except AlignedServeError as error:
+            return NodeReport(versions, model_digest=digest, problem=error)
+        return NodeReport(versions, machine, tuple(gpus), digest)
+
+    def check(self, config: ClusterConfig, served: ServedModel, ports: Sequence[int]) -> AlignedServeError | None:
+        """Return why this node has no room for its workers or its gateways; None: it has."""
+        try:
+            preflight.check_machine(config, served, ports)
+        except AlignedServeError as error:
+            return error
+        return None
 
 
-def _check(config: ClusterConfig, served: ServedModel, ports: Sequence[int]) -> AlignedServeError | None:
-    try:
-        preflight.check_machine(config, served, ports)
-    except AlignedServeError as error:
-        return error
-    return None
-
-
-# In tasks of their own: PyTorch, which they load, is gone from the node's memory with them.
-report_node: Any = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_report)
-check_node: Any = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_check)
+NodeSurveyor: Any = ray.remote(Surveyor)
