@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,6 +41,8 @@ from alignedserve.scheduling.factory import resolve_policy
 
 logger = logging.getLogger(__name__)
 
+_HEAD_SILENT_S = 20.0
+_DRIVER = "driver"
 _FORMER_ENDS_S = 15.0  # Ray ends the actors of a driver that has died
 
 
@@ -77,6 +80,8 @@ class ClusterOnHosts(RunningCluster):
         self._cluster_id = self.folder.name.partition("-")[0]
         self._started = time.time()
         self._is_ready = False
+        self._heard_s = time.monotonic()  # from Ray's head
+        _log_to(self.folder / "logs")
 
     def refuse(self, node: RayNode, problem: str) -> None:
         """Note a node that is not used, and why."""
@@ -97,8 +102,18 @@ class ClusterOnHosts(RunningCluster):
     def check(self) -> bool:
         """Take in nodes that have come and give up those that are gone; False: somebody asked the cluster to stop.
 
-        Raises PeerLost when Ray's head does not answer.
+        Raises PeerLost when Ray's head has not answered for long.
         """
+        try:
+            goes_on = self._look_around()
+        except PeerLost:
+            if time.monotonic() - self._heard_s > _HEAD_SILENT_S:
+                raise
+            return True
+        self._heard_s = time.monotonic()
+        return goes_on
+
+    def _look_around(self) -> bool:
         if is_asked_to_stop(self._cluster_id):
             return False
         alive = {node.node_id: node for node in alive_nodes()}
@@ -108,6 +123,7 @@ class ClusterOnHosts(RunningCluster):
             logger.warning("%s is lost, and with it %s", member.ray_node, member.prepared.share.node)
             self.remove_node(member.prepared.share.node)
             self._vacant[_host(member.ray_node)] = member.prepared.share
+        self._refused = {node_id: refused for node_id, refused in self._refused.items() if node_id in alive}
         known = {*self._members, *self._refused}
         come = [node for node_id, node in alive.items() if node_id not in known]
         for node in come:
@@ -294,6 +310,16 @@ def _beside(config: ClusterConfig, served: ServedModel) -> int:
     return recomputing_bytes(served.block_layout(config.engine.block_size), block_tokens)
 
 
+def _log_to(folder: Path) -> None:
+    """Write what the driver says beside the logs of the head's other processes."""
+    folder.mkdir(exist_ok=True)
+    handler = logging.FileHandler(folder / f"{_DRIVER}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger("alignedserve")
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+
+
 def _host(node: RayNode) -> tuple[str, str]:
     return node.hostname, node.address
 
@@ -306,7 +332,7 @@ def _record_of(member: _Member) -> NodeRecord:
         for name, engine in engines.items()
     )
     has_pool = bool(share.prefill)
-    others = [*(["router"] if share.is_head else []), *([share.pool_name] if has_pool else [])]
+    others = [*([_DRIVER, ROUTER] if share.is_head else []), *([share.pool_name] if has_pool else [])]
     host = config.gateway.host
     reachable = f"[{host}]" if ":" in host else host
     return NodeRecord(

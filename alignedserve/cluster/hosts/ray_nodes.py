@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from alignedserve.core.errors import PeerLost
 
 _HEAD_RESOURCE = "node:__internal_head__"
 _POLL_S = 0.5
@@ -29,10 +32,14 @@ class RayNode(NamedTuple):
 
 
 def alive_nodes() -> list[RayNode]:
-    """Return the nodes, the head first and the others by address."""
+    """Return the nodes, the head first and the others by address. Raises PeerLost when Ray's head does not answer."""
+    try:
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    except (RayError, RuntimeError, OSError) as error:
+        raise PeerLost(f"Ray's head does not answer: {error}") from error
     found = [
         RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"], _HEAD_RESOURCE in resources)
-        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        for node in nodes
         if node["Alive"] and (resources := node["Resources"]) is not None
     ]
     return sorted(found, key=lambda node: (not node.is_head, node.address, node.node_id))
