@@ -11,7 +11,7 @@ from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.process import addresses
+from alignedserve.runtime.process import addresses, link_manager
 from alignedserve.runtime.process.addresses import AddressBook, AddressResolver, Publication
 from alignedserve.runtime.process.link_manager import LinkManager
 from alignedserve.runtime.process.links import Identity
@@ -193,3 +193,15 @@ async def test_names_need_a_book_and_addresses_stand_for_themselves(here: Addres
 def test_an_entry_that_cannot_be_read_is_refused(entry: str) -> None:
     with pytest.raises(ProtocolError):
         Publication.decode(entry)
+
+
+async def test_a_port_that_cannot_be_reached_is_named(
+    there: AddressBook, directory: SharedDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_manager, "_SAY_AFTER_S", 0.0)
+    directory.entries["router"] = Publication("node-0", "tls:127.0.0.1:1").encode()
+    dialler, _ = manager("decode-0", there)
+    dialler.dial("router")
+    await holds(lambda: "decode-0 has not reached router" in caplog.text)
+    assert "no connection to tls:127.0.0.1:1" in caplog.text
+    await dialler.close()

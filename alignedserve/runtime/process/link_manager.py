@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _TURNS_TO_ACCEPT = 3
 _FIRST_RETRY_S = 0.02
 _LAST_RETRY_S = 0.5
+_SAY_AFTER_S = 15.0  # of failing, and again
 # Messages kept for an address that does not answer yet; a gateway that is gone must not fill a worker's memory.
 _MAX_PENDING_MESSAGES = 4096
 
@@ -164,13 +165,21 @@ class LinkManager:
 
     async def _keep_dialling(self, address: str) -> None:
         retry_s = _FIRST_RETRY_S
+        loop = asyncio.get_running_loop()
+        failing_since_s: float | None = None
         while True:
             try:
                 place = await self._resolver.resolve(address)
                 link = await connect(place, partial(self._make_link, address), self._identity)
-                retry_s = _FIRST_RETRY_S
+                retry_s, failing_since_s = _FIRST_RETRY_S, None
                 await link.lost
-            except PeerLost:
+            except PeerLost as error:
+                failing_since_s = failing_since_s or loop.time()
+                if loop.time() - failing_since_s > _SAY_AFTER_S:
+                    logger.warning(
+                        "%s has not reached %s for %.0f s: %s", self._identity.name, address, _SAY_AFTER_S, error
+                    )
+                    failing_since_s = loop.time()
                 self._pending[address] = self._pending[address][-_MAX_PENDING_MESSAGES:]
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _LAST_RETRY_S)

@@ -231,7 +231,7 @@ async def connect(address: str, make_link: Callable[[], Link], identity: Identit
             context = identity.trusted().dialler_context()
             return (await loop.create_connection(make_link, host, int(port), ssl=context, server_hostname=""))[1]
     except (OSError, ValueError) as error:
-        raise PeerLost(f"no connection to {address}") from error
+        raise PeerLost(f"no connection to {address} ({str(error) or 'no answer'})") from error
 
 
 async def listen(address: str, make_link: Callable[[], Link], identity: Identity) -> asyncio.Server:
