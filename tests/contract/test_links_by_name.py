@@ -202,6 +202,6 @@ async def test_a_port_that_cannot_be_reached_is_named(
     directory.entries["router"] = Publication("node-0", "tls:127.0.0.1:1").encode()
     dialler, _ = manager("decode-0", there)
     dialler.dial("router")
-    await holds(lambda: "decode-0 has not reached router" in caplog.text)
+    await holds(lambda: "decode-0: no link to router" in caplog.text)
     assert "no connection to tls:127.0.0.1:1" in caplog.text
     await dialler.close()

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _TURNS_TO_ACCEPT = 3
 _FIRST_RETRY_S = 0.02
 _LAST_RETRY_S = 0.5
-_SAY_AFTER_S = 15.0  # of failing, and again
+_SAY_AFTER_S = 15.0  # of failing; then after twice as long, and so on
 # Messages kept for an address that does not answer yet; a gateway that is gone must not fill a worker's memory.
 _MAX_PENDING_MESSAGES = 4096
 
@@ -167,19 +167,18 @@ class LinkManager:
         retry_s = _FIRST_RETRY_S
         loop = asyncio.get_running_loop()
         failing_since_s: float | None = None
+        say_after_s = _SAY_AFTER_S
         while True:
             try:
                 place = await self._resolver.resolve(address)
                 link = await connect(place, partial(self._make_link, address), self._identity)
-                retry_s, failing_since_s = _FIRST_RETRY_S, None
+                retry_s, failing_since_s, say_after_s = _FIRST_RETRY_S, None, _SAY_AFTER_S
                 await link.lost
             except PeerLost as error:
                 failing_since_s = failing_since_s or loop.time()
-                if loop.time() - failing_since_s > _SAY_AFTER_S:
-                    logger.warning(
-                        "%s has not reached %s for %.0f s: %s", self._identity.name, address, _SAY_AFTER_S, error
-                    )
-                    failing_since_s = loop.time()
+                if loop.time() - failing_since_s > say_after_s:
+                    logger.warning("%s: no link to %s for %.0f s: %s", self._identity.name, address, say_after_s, error)
+                    say_after_s *= 2.0
                 self._pending[address] = self._pending[address][-_MAX_PENDING_MESSAGES:]
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _LAST_RETRY_S)
