@@ -26,14 +26,19 @@ class PrefillWorkerActor(ActorHost):
         config: PrefillWorkerConfig,
         scheduling: SchedulingConfig,
         engine_config: EngineConfig,
-        num_decode_workers: int,
+        decoders: tuple[str, ...],
+        num_far_decoders: int,
         served: ServedModel,
         process_spec: ProcessSpec,
     ) -> None:
+        """`decoders`: names of the decode workers of this node; `num_far_decoders`: how many others have."""
         sizes = engine_sizes(engine_config, config.kv_cache_bytes, config.max_running_requests)
         layout = served.block_layout(engine_config.block_size)
         pool_name = process_spec.pool_name
-        buffer_blocks = buffer_blocks_of(config, layout, num_decode_workers)
+        # Those of other nodes together have as much as one of this node.
+        buffer_blocks = buffer_blocks_of(config, layout, len(decoders) + min(num_far_decoders, 1))
+        far_blocks = buffer_blocks // max(num_far_decoders, 1)
+        buffers = BufferSizes(buffer_blocks, engine_config.kv_transport, frozenset(decoders), far_blocks)
 
         async def build() -> PrefillWorker:
             executor = ModelExecutor(served, sizes, process_spec.progress_path())
@@ -51,7 +56,7 @@ class PrefillWorkerActor(ActorHost):
             worker = PrefillWorker(
                 make=make,
                 executor=executor,
-                memory=CandidateMemory(layout, BufferSizes(buffer_blocks, engine_config.kv_transport), process_spec),
+                memory=CandidateMemory(layout, buffers, process_spec),
                 pool_name=pool_name,
                 process_spec=process_spec,
             )

@@ -72,9 +72,11 @@ class AddressBook:
         """Return where to listen for an address: a process's own name stands for all that it has."""
         if not is_name(address):
             return (address,)
-        if self.directory is None:
-            return (self.of(address),)
-        return (self.of(address), f"{'tls' if self.has_tls else 'tcp'}:{self.host}:0")
+        return (self.of(address), *self.beyond_node())
+
+    def beyond_node(self) -> tuple[str, ...]:
+        """Return where to listen for other nodes: at any free port of this one; nowhere while there are no others."""
+        return (f"{'tls' if self.has_tls else 'tcp'}:{self.host}:0",) if self.directory is not None else ()
 
 
 class AddressResolver:

@@ -220,6 +220,21 @@ def test_it_goes_to_a_decode_worker_of_the_prefill_workers_own_node() -> None:
     assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName(DECODE))]
 
 
+def test_it_goes_to_one_of_another_node_while_its_own_has_no_slot() -> None:
+    made = RouterHarness()
+    made.hear(POOL, PoolRegistered(100))
+    made.hear(PREFILL, worker(can_prefill=True, can_decode=False))
+    made.hear(DECODE, worker(max_running_requests=1))
+    made.submit(request())
+    made.hear(PREFILL, PrefillCompleted(R1, DISPATCHED, 4))
+    made.hear(POOL, RequestPooled(R1, POOLED, 4, 1))
+    made.hear(POOL, BatchFormed(BATCH, ASKED, ((R1, GRANTED),)))
+    made.now = 1.0
+    made.hear(DECODE, BatchReceived(BATCH, ((R1, GRANTED),)))
+    made.hear("decode-far", worker(pool_name="pool-1"))
+    assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName("decode-far"))]
+
+
 def test_a_request_that_skipped_the_pool_is_the_workers_when_it_says_so() -> None:
     made = urgent_router()
     made.submit(urgent())
