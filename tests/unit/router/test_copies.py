@@ -94,7 +94,7 @@ def test_a_late_message_of_a_pool_does_not_touch_what_another_has(message: CopyK
     made = decoding()
     other_node(made)
     made.hear(OTHER_POOL, RequestPooled(R1, RETURNED, 6, 2))
-    assert made.hear(POOL, message) == [dropped()]
+    assert made.hear(POOL, message) == [Send(POOL, DropRequest(R1, message.attempt))]
     assert made.status().num_pooled == 1
     assert made.hear(GATEWAY, AbortRequest(R1)) == [Send(OTHER_POOL, DropRequest(R1, END))]
 
