@@ -64,7 +64,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 bench: install-dev  ## every recorded benchmark, one after the other; results under benchmarks/results
-	@for name in startup iteration_gap iteration_log schedule decisions transfer attention alignment gateway_streams engine_overhead engine_vs_transformers; do \
+	@for name in serving.startup engine.iteration_gap engine.iteration_log scheduling.schedule scheduling.decisions serving.transfer kernels.attention scheduling.alignment serving.gateway_streams engine.overhead engine.vs_transformers; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:

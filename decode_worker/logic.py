@@ -166,8 +166,8 @@ class DecodeLogic:
             case BatchGranted():
                 return self._granted(message, now)
             case SetPredictedLength(request_id=request_id):
-                set_predicted_length((self._candidates.get(request_id), self._batch.get(request_id)), message)
-                if self._scheduler is not None:
+                known = (self._candidates.get(request_id), self._batch.get(request_id))
+                if set_predicted_length(known, message) and self._scheduler is not None:
                     self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
                 return []
             case AbortRequest():

@@ -108,11 +108,12 @@ class Candidate(WorkerRequest):
         return copy.num_blocks if copy is not None else 0
 
 
-def set_predicted_length(known: Iterable[Candidate | RunningRequest | None], message: SetPredictedLength) -> None:
-    """Set it on those of the request's records that belong to the message's epoch."""
-    for one in known:
-        if one is not None and is_same_epoch(one.attempt, message.attempt):
-            one.predicted_output_len = message.predicted_output_len
+def set_predicted_length(known: Iterable[Candidate | RunningRequest | None], message: SetPredictedLength) -> bool:
+    """Set it on those of the request's records that belong to the message's epoch; return whether any does."""
+    current = [one for one in known if one is not None and is_same_epoch(one.attempt, message.attempt)]
+    for one in current:
+        one.predicted_output_len = message.predicted_output_len
+    return bool(current)
 
 
 @dataclass(slots=True)

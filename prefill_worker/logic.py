@@ -55,7 +55,7 @@ from alignedserve.worker_core.iteration_cycle import IterationCycle
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.candidate_buffers import BufferOpened, CandidateBuffers, CloseBuffer, OpenBuffer
 from prefill_worker.departure import Departure, DepartureStep, JobEnd
-from prefill_worker.state import JobStage, PrefillJob, set_predicted_length, waiting_jobs
+from prefill_worker.state import JobStage, PrefillJob, waiting_jobs
 
 CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
 PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
@@ -150,8 +150,9 @@ class PrefillLogic:
             case PrefillRequest():
                 return self._begin(message)
             case SetPredictedLength(request_id=request_id):
-                set_predicted_length(self._jobs.get(request_id), message)
-                self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
+                job = self._jobs.get(request_id)
+                if job is not None and job.set_predicted_length(message):
+                    self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
                 return []
             case AbortRequest():
                 return self._abort(message.request_id, message.attempt)

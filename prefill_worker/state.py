@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from alignedserve.core.ids import BlockId
 from alignedserve.core.request import RequestClass
 from alignedserve.messages.caches import Handoff, ReturnRequest
-from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
+from alignedserve.messages.workers import PrefillRequest
 from alignedserve.worker_core.request import WorkerRequest
 
 
@@ -70,12 +70,6 @@ class PrefillJob(WorkerRequest):
             :num_generated
         ] == tuple(self.generated_token_ids[:num_generated])
         return num_usable if is_same else 0
-
-
-def set_predicted_length(job: PrefillJob | None, message: SetPredictedLength) -> None:
-    """Set it, if the message is about the job's attempt."""
-    if job is not None and job.attempt == message.attempt:
-        job.predicted_output_len = message.predicted_output_len
 
 
 def waiting_jobs(jobs: Iterable[PrefillJob], *, real_time_first: bool) -> list[PrefillJob]:

@@ -280,7 +280,7 @@ class RouterLogic:
             pool = self._placement.pool_of(worker.name)
             tracked.pool_epoch = pool.epoch if pool is not None else None
             prefill = DispatchedPrefill(tracked.attempt, tracked.num_prefill_tokens, tracked.is_real_time)
-            worker.prefilling[request_id] = prefill
+            worker.start_prefill(request_id, prefill)
             commands.append(Send(worker.name, self._prefill_request(tracked, worker)))
         return commands
 

@@ -129,7 +129,7 @@ class Placement:
         request_id: RequestId = tracked.request.request_id
         worker = self.workers.get(tracked.holder or "")
         if worker is not None:
-            worker.prefilling.pop(request_id, None)
+            worker.end_prefill(request_id)
             worker.decoding.discard(request_id)
             worker.refused_kinds.clear()
         if tracked.stage is Stage.POOLED and tracked.holder in self.pools:

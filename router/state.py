@@ -84,7 +84,9 @@ class WorkerRecord:
     name: str
     registered: WorkerRegistered
     load: WorkerLoad | None = None
-    prefilling: dict[RequestId, DispatchedPrefill] = field(default_factory=dict)
+    prefilling: dict[RequestId, DispatchedPrefill] = field(default_factory=dict)  # changed by the methods below
+    num_prefill_tokens: int = 0  # of prompts that it has yet to compute
+    num_real_time_tokens: int = 0  # those of real-time requests
     decoding: set[RequestId] = field(default_factory=set)  # running or candidate; membership only
     pending_batch: BatchId | None = None  # of a FormBatch without an answer
     requested_kind: BatchKind = BatchKind.BATCH  # of that FormBatch, or the last one
@@ -95,23 +97,27 @@ class WorkerRecord:
     )  # answered with an empty batch since the last change; membership only
     last_batch_s: float = float("-inf")  # when it last got a new batch
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Number of prompt tokens that it has yet to compute."""
-        return sum(prefill.num_tokens for prefill in self.prefilling.values())
-
-    @property
-    def num_real_time_tokens(self) -> int:
-        """Number of prompt tokens of real-time requests that it has yet to compute."""
-        return sum(prefill.num_tokens for prefill in self.prefilling.values() if prefill.is_real_time)
+    def start_prefill(self, request_id: RequestId, prefill: DispatchedPrefill) -> None:
+        """Add a prefill that the worker is given."""
+        self.end_prefill(request_id)
+        self.prefilling[request_id] = prefill
+        self.num_prefill_tokens += prefill.num_tokens
+        self.num_real_time_tokens += prefill.num_tokens if prefill.is_real_time else 0
 
     def complete_prefill(self, request_id: RequestId, attempt: int) -> bool:
         """Remove a prefill that the worker has completed; return False if the report is stale."""
         prefill = self.prefilling.get(request_id)
         if prefill is None or not is_same_epoch(prefill.attempt, attempt):
             return False
-        del self.prefilling[request_id]
+        self.end_prefill(request_id)
         return True
+
+    def end_prefill(self, request_id: RequestId) -> None:
+        """Remove a prefill, completed or not, if the worker has it."""
+        prefill = self.prefilling.pop(request_id, None)
+        if prefill is not None:
+            self.num_prefill_tokens -= prefill.num_tokens
+            self.num_real_time_tokens -= prefill.num_tokens if prefill.is_real_time else 0
 
     @property
     def num_blocks_used(self) -> int:

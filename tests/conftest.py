@@ -11,6 +11,10 @@ from xdist.scheduler import LoadFileScheduling
 
 from alignedserve.config.environment import limit_thread_spinning
 
+# Compiled files are kept, as by `make test`: the processes that tests start would compile every module anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Without a GPU the kernels for it run in Triton's interpreter, which reads its switch when a kernel is defined.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -22,6 +22,9 @@ RAY_ENVIRONMENT = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
+    # Off: Ray would kill actors, several at a time, whenever 95 % of this machine's memory is in use, by any program.
+    # Our sizes are planned with memory to spare; where it is short, the kernel ends Ray's workers first.
+    "RAY_memory_monitor_refresh_ms": "0",
     # Ray's default is 15, with which a single busy program on this machine starves every actor for seconds.
     "RAY_worker_niceness": "0",
     # Two workers share the cores: a thread that waits must sleep, not spin.

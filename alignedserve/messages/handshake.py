@@ -47,7 +47,9 @@ class Welcome(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Either way, about once a second: a sign of life. A silent peer is a lost peer."""
+    """Either way, about once a second and first of all: a sign of life. A silent peer is a lost peer."""
+
+    clock_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]  # the sender's monotonic clock
 
 
 HandshakeMessage = Challenge | Hello | Welcome

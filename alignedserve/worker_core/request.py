@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from alignedserve.core.request import Request, SampledToken
 from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.iterations import delta_of
-from alignedserve.messages.workers import PrefillRequest, RequestPreempted
+from alignedserve.messages.workers import PrefillRequest, RequestPreempted, SetPredictedLength
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +49,16 @@ class WorkerRequest:
             return False
         self.is_aborted = True
         return True
+
+    def set_predicted_length(self, message: SetPredictedLength) -> bool:
+        """Set the prediction of this attempt or of its successor; return whether it is of this one."""
+        if self.attempt == message.attempt:
+            self.predicted_output_len = message.predicted_output_len
+            return True
+        if self.successor is not None and self.successor.attempt == message.attempt:
+            predicted_len = message.predicted_output_len
+            self.successor = msgspec.structs.replace(self.successor, predicted_output_len=predicted_len)
+        return False
 
     def preempted(self, *, is_refused: bool = False) -> RequestPreempted:
         """Build the report that its only cache is gone. `is_refused`: the copy did not verify."""

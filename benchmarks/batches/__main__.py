@@ -27,9 +27,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.batch_kills import kill_cluster, make_tasks
 from benchmarks.batches.bookkeeping import measure_bookkeeping
-from benchmarks.live_policies import SETTINGS, make_model
+from benchmarks.batches.kills import kill_cluster, make_tasks
+from benchmarks.scheduling.live_policies import SETTINGS, make_model
 from benchmarks.support.batch_client import BatchHttpClient, chat_file
 from benchmarks.support.kill_cluster import KillCluster
 from benchmarks.support.kill_schedules import Target

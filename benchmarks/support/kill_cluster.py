@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.startup import free_port, wait_ready
+from benchmarks.serving.startup import free_port, wait_ready
 from benchmarks.support.kill_schedules import Hit, KillFault, Target
 
 _COMMAND = Path(sys.executable).with_name("alignedserve")

@@ -16,8 +16,9 @@ RESULTS = Path(__file__).parent.parent / "results"
 def write_result(name: str, figures: Any, *, folder: Path = RESULTS, command: str | None = None) -> Path:
     """Write `figures` to <name>.json in the results folder and return the path. `command`: what repeats them, where it
     is not what was called."""
-    script = Path(sys.argv[0])
-    called = " ".join(["python", "-m", f"{script.parent.name}.{script.stem}", *sys.argv[1:]])
+    spec = sys.modules["__main__"].__spec__  # of `python -m`
+    module = spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).stem
+    called = " ".join(["python", "-m", module, *sys.argv[1:]])
     record = {
         "benchmark": name,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -12,8 +12,6 @@ Requests are never sent back to the router: a preempted one waits here and resum
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
@@ -135,13 +133,9 @@ class ColocatedLogic:
         self._state.add(request, now, predicted_len=message.predicted_output_len, num_generated=len(generated))
 
     def _set_predicted_length(self, message: SetPredictedLength) -> list[ColocatedCommand]:
-        tracked, predicted_len = self._requests.get(message.request_id), message.predicted_output_len
-        if tracked is None:
-            return []
-        if tracked.attempt == message.attempt:
-            self._state.set_predicted_length(message.request_id, predicted_len)
-        elif tracked.successor is not None and tracked.successor.attempt == message.attempt:
-            tracked.successor = msgspec.structs.replace(tracked.successor, predicted_output_len=predicted_len)
+        tracked = self._requests.get(message.request_id)
+        if tracked is not None and tracked.set_predicted_length(message):
+            self._state.set_predicted_length(message.request_id, message.predicted_output_len)
         return []
 
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[ColocatedCommand]:

@@ -5,7 +5,7 @@ import pytest
 from alignedserve.evaluation.accuracy import make_items
 from alignedserve.loadgen.prompts import load_tokenizer
 from alignedserve.runtime.model.served_model import pocket_folder
-from benchmarks.int8_swaps import answer_all
+from benchmarks.precision.int8_swaps import answer_all
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.batch_kills import Verdict, answered_alone, judge, kill_cluster, make_tasks
+from benchmarks.batches.kills import Verdict, answered_alone, judge, kill_cluster, make_tasks
 from benchmarks.support.batch_client import BatchHttpClient, chat_file
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -1,4 +1,4 @@
-"""The harness of benchmarks/batch_kills.py: its judge always, runs of it where there is time."""
+"""The harness of benchmarks/batches/kills.py: its judge always, runs of it where there is time."""
 
 import random
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from alignedserve.pocket.tasks import PocketTask
-from benchmarks.batch_kills import NUM_LINES, answered_alone, judge, kill_cluster, make_tasks, run_schedule
+from benchmarks.batches.kills import NUM_LINES, answered_alone, judge, kill_cluster, make_tasks, run_schedule
 from benchmarks.support.batch_client import BatchHttpClient
 from benchmarks.support.kill_cluster import KillCluster
 from benchmarks.support.kill_schedules import Hit, KillFault, KillSchedule, Target, make_schedule

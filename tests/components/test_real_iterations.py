@@ -46,7 +46,7 @@ async def test_the_gateway_hears_of_it_and_a_clean_stop_leaves_a_file(tmp_path: 
     async with running(config, tmp_path) as cluster:
         await serve(cluster)
         status = await cluster.gateway.idle()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while status.iteration_log.num_requests < NUM_REQUESTS * (
                 NUM_TOKENS - 1
             ):  # the first is the prefill worker's

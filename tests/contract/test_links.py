@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 import struct
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -13,12 +14,14 @@ import uvloop
 
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.messages.caches import LeasesReleased
-from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.gateways import AbortRequest, SubmitRequest
 from alignedserve.messages.handshake import Ping, Role
 from alignedserve.messages.wire import Codec, Message
-from alignedserve.runtime.process.link_manager import LinkManager
+from alignedserve.runtime.process.link_manager import _MAX_PENDING_MESSAGES, LinkManager
 from alignedserve.runtime.process.links import Identity, Peer
 from alignedserve.runtime.process.tls import CertificateAuthority, Credentials
+from tests.harnesses import clock_peer
+from tests.support.waiting import holds
 
 AUTHORITY = CertificateAuthority("this cluster")
 CODEC = Codec(AbortRequest | Ping)
@@ -43,7 +46,7 @@ class Recorder:
         self.events.append((kind, what))
         self.changed.set()
 
-    async def wait_for(self, event: tuple[str, str], timeout_s: float = 5.0) -> None:
+    async def wait_for(self, event: tuple[str, str], timeout_s: float = 20.0) -> None:
         async with asyncio.timeout(timeout_s):
             while event not in self.events:
                 self.changed.clear()
@@ -94,15 +97,30 @@ async def test_sending_to_an_address_before_anybody_listens(address: str) -> Non
     await listener.close()
 
 
+async def test_no_more_messages_are_kept_than_the_bound_for_an_address_where_nothing_listens(address: str) -> None:
+    here, there = Recorder(), Recorder()
+    listener, dialler = board("listener", here), board("dialler", there)
+    for number in range(_MAX_PENDING_MESSAGES + 20):
+        dialler.send_to(address, AbortRequest(RequestId(f"r{number}")))
+    await listener.listen(address)
+    await there.wait_for(("linked", "listener"))
+    assert dialler.send("listener", AbortRequest(RequestId("last")))
+    await here.wait_for(("message", "last"))
+    arrived = [what for kind, what in here.events if kind == "message"]
+    assert arrived == [*(f"r{number}" for number in range(_MAX_PENDING_MESSAGES)), "last"]
+    await dialler.close()
+    await listener.close()
+
+
 async def test_a_peer_without_the_secret_is_refused(address: str, caplog: pytest.LogCaptureFixture) -> None:
     here, there = Recorder(), Recorder()
     listener, dialler = board("listener", here), board("dialler", there, secret=b"x" * 32)
     await listener.listen(address)
     dialler.dial(address)
-    await asyncio.sleep(0.2)
+    await holds(lambda: "does not know this cluster's secret" in caplog.text)
+    await asyncio.sleep(0.1)
     assert here.events == []
     assert there.events == []
-    assert "does not know this cluster's secret" in caplog.text
     await dialler.close()
     await listener.close()
 
@@ -176,7 +194,7 @@ async def test_garbage_before_the_handshake_ends_the_connection(tmp_path: Path, 
     await listener.listen(f"unix:{tmp_path}/a.sock")
     reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/a.sock")
     writer.write(payload)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
             await reader.readexactly(1 << 20)
     writer.close()
@@ -201,11 +219,9 @@ async def test_a_silent_peer_is_lost_within_its_timeout(tmp_path: Path) -> None:
     listener = board("listener", here, peer_timeout_s=0.5)
     await listener.listen(f"unix:{tmp_path}/a.sock")
     reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/a.sock")
-    started_s = asyncio.get_running_loop().time()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(4):  # the default is five
         while await reader.read(1024):
             pass
-    assert asyncio.get_running_loop().time() - started_s < 2.0
     writer.close()
     await listener.close()
 
@@ -223,10 +239,10 @@ def test_whoever_was_stalled_does_not_take_its_peers_for_silent(address: str) ->
 
     async def stall() -> list[tuple[str, str]]:
         here = Recorder()
-        stalled = board("stalled", here, peer_timeout_s=1.0)
+        stalled = board("stalled", here, peer_timeout_s=1.5)
         stalled.dial(address)
         await here.wait_for(("linked", "patient"))
-        time.sleep(1.5)  # noqa: ASYNC251  (stopped, or starved of CPU, while pings pile up in the socket)
+        time.sleep(1.8)  # noqa: ASYNC251  (stopped, or starved of CPU, while pings pile up in the socket)
         await asyncio.sleep(0.5)
         await stalled.close()
         return here.events
@@ -238,3 +254,35 @@ def test_whoever_was_stalled_does_not_take_its_peers_for_silent(address: str) ->
     thread.join()
     elsewhere.close()
     assert events == [("linked", "patient")]
+
+
+@pytest.mark.slow
+async def test_a_request_from_a_host_with_another_clock_arrives_now(unused_tcp_port: int) -> None:
+    address = f"tcp:127.0.0.1:{unused_tcp_port}"
+    arrived: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    class Handler(Recorder):
+        def on_message(self, peer: Peer, message: Message) -> None:
+            assert isinstance(message, SubmitRequest)
+            arrived.set_result(message.request.arrival_s)
+
+    listener = LinkManager(Identity(Role.ROUTER, "router", clock_peer.SECRET), Codec(SubmitRequest | Ping), Handler())
+    await listener.listen(address)
+    ahead_s = 5000
+    peer = await asyncio.create_subprocess_exec(
+        *("unshare", "--time", "--monotonic", str(ahead_s), "--fork", "--kill-child", sys.executable),
+        *("-m", "tests.harnesses.clock_peer", address),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        done, _ = await asyncio.wait(
+            (arrived, asyncio.ensure_future(peer.wait())), timeout=20, return_when=asyncio.FIRST_COMPLETED
+        )
+        if arrived not in done:
+            pytest.skip("needs the right to make a time namespace")
+        assert abs(arrived.result() - time.monotonic()) < 1.0
+    finally:
+        if peer.returncode is None:
+            peer.kill()
+        await peer.wait()
+        await listener.close()

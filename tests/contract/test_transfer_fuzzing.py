@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from alignedserve.core.block_allocator import blocks_for
+from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, PeerLost, ProtocolError
 from alignedserve.messages.blocks import (
     BlocksAnswered,
@@ -25,6 +26,7 @@ from alignedserve.messages.blocks import (
 from alignedserve.messages.caches import BlockCopy, BlockRun
 from alignedserve.messages.handshake import Challenge, Hello, Ping, Role, Welcome
 from alignedserve.messages.wire import PROTOCOL_VERSION, Codec, Message
+from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.channel_transfer import ChannelTransfer
@@ -209,7 +211,7 @@ EVERYTHING = Codec(OpenTransfer | WriteBlocks | ReadBlocks | RendezvousValue | H
 HUGE = 1 << 40
 NONSENSE: dict[str, list[Message | bytes]] = {
     "a request before the transfer is opened": [ReadBlocks(())],
-    "another message": [Ping()],
+    "another message": [Ping(1.0)],
     "another layout": [OpenTransfer("gloo", "00")],
     "another transport": [OpenTransfer("carrier pigeon", layout_of("float32").digest().hex())],
     "a message of the other side": [Welcome(Role.ROUTER, "x", bytes(32))],
@@ -229,6 +231,13 @@ def test_nonsense_after_the_proof(served: ServedMedium, what: str) -> None:
         control._socket.sendall(framed)
     control._socket.shutdown(socket.SHUT_WR)
     assert ends(control._socket)
+    still_serves(served)
+
+
+def test_an_end_of_another_layout_is_told_so(served: ServedMedium) -> None:
+    other = BlockStorage(BlockLayout(BLOCK_SIZE, 2, 4, 2, "float32"), 4)  # of the same size
+    with pytest.raises(HandoffRejected, match="layouts of the two ends differ"):
+        served.transfer(other)
     still_serves(served)
 
 

@@ -56,7 +56,7 @@ class Recorder:
         self.changed.set()
 
     async def wait_for(self, kind: type[Message], count: int = 1) -> list[Message]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(found := [message for message in self.inbox if isinstance(message, kind)]) < count:
                 self.changed.clear()
                 await self.changed.wait()
@@ -113,13 +113,13 @@ async def cluster(folder: Path, **config: float) -> AsyncIterator[ClusterHarness
 
 
 async def read(stream: RequestStream) -> tuple[list[int], FinishReason | None, list[GeneratedTokens]]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         outputs = [output async for output in stream]
     return [token for output in outputs for token in output.token_ids], outputs[-1].finish_reason, outputs
 
 
 async def failure_of(stream: RequestStream) -> GenerationError:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         with pytest.raises(GenerationError) as caught:
             async for _ in stream:
                 pass

@@ -11,6 +11,7 @@ from alignedserve.gateway.backend.scripted import Script
 from alignedserve.gateway.errors import GenerationFailed, Overloaded, TimedOut, Unavailable, Unservable
 from alignedserve.gateway.openai import streaming
 from tests.gateway.support import error_of, gateway, saying, tokens_of
+from tests.support.waiting import holds
 
 CHAT_PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -251,9 +252,9 @@ async def test_faults_of_ours_show_nothing(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_too_many_requests_at_once_is_our_capacity() -> None:
-    async with gateway(saying("the", first_token_delay_s=0.2), max_concurrent_requests=2) as served:
+    async with gateway(saying("the", first_token_delay_s=0.4), max_concurrent_requests=2) as served:
         first = asyncio.create_task(served.chat(n=2))
-        await asyncio.sleep(0.05)
+        await holds(lambda: served.services.limiter.num_open == 2)
         response = await served.chat()
         assert error_of(response, 503)["code"] == "overloaded"
         assert response.headers["retry-after"] == "1"
@@ -305,7 +306,7 @@ async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyP
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1"}
     scope |= {"headers": [(b"content-type", b"application/json")]}
-    async with gateway(saying("the quick brown fox", token_delay_s=0.05)) as served, asyncio.timeout(5):
+    async with gateway(saying("the quick brown fox", token_delay_s=0.05)) as served, asyncio.timeout(20):
         await served.app(scope, receive, send)
         assert served.services.limiter.num_open == 0
     assert sent == ["http.response.start", "http.response.body"]

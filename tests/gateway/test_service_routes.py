@@ -13,6 +13,7 @@ from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.backend.scripted import IDLE_STATUS, Script
 from alignedserve.gateway.errors import QuotaExceeded, Unavailable
 from tests.gateway.support import EOS, error_of, gateway, saying, tokens_of
+from tests.support.waiting import holds
 
 CLOSED = ["/v1/models", "/v1/models/tiny", "/metrics", "/v1/nothing", "/tokenize", "/v1/chat/completions"]
 
@@ -80,10 +81,10 @@ async def test_ready_only_after_a_token_came_through() -> None:
         assert len(served.backend.submitted) == num_sent  # not repeated while ready
         served.backend.set_status(None)
         assert "the router is not connected" in error_of(await served.client.get("/ready"), 503)["message"]
-        await asyncio.sleep(0.03)
+        await holds(lambda: "since the cluster changed" in (served.services.readiness_probe._problem or ""))
         served.backend.set_status(IDLE_STATUS)
-        assert (await served.client.get("/ready")).status_code == 503
-        await asyncio.sleep(0.05)
+        assert "since the cluster changed" in (served.services.readiness_probe.missing() or "")
+        await holds(lambda: served.services.readiness_probe.missing() is None)
         assert (await served.client.get("/ready")).status_code == 200
         canary.cancel()
         await asyncio.gather(canary, return_exceptions=True)

@@ -1,7 +1,14 @@
 """Fixtures of the tests of the GPU kernels."""
 
+import importlib.util
+
 import pytest
 import torch
+
+if importlib.util.find_spec("triton") is not None:
+    from tests.support.quick_interpreter import patch_once_per_kernel
+
+    patch_once_per_kernel()
 
 
 @pytest.fixture

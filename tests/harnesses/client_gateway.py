@@ -61,7 +61,7 @@ class ClientGateway:
     async def start(self) -> None:
         await self._board.listen(self.address)
         self._board.dial(self._router_at)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await self.linked.wait()
 
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Answer:

@@ -20,6 +20,7 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.replay.component_replay import ComponentReplay, recordings_in
+from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.runtime.process.recorder import Recorder, open_recorder
 from alignedserve.sim.config import SimConfig
 from alignedserve.sim.simulation import Simulation
@@ -29,7 +30,7 @@ from kvpool import factory as pool_factory
 from prefill_worker import factory as prefill_factory
 from router import factory as router_factory
 from tests.harnesses.token_engine import BLOCK_SIZE, EOS
-from tests.support.logic_cluster import POOL, ROUTER, LogicCluster, Shape
+from tests.support.logic_cluster import POOL, LogicCluster, Shape
 
 PROMPT_TOKEN = 48_611  # as no other number of these runs
 STOP_TOKEN = 7

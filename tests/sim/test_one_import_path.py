@@ -33,17 +33,20 @@ def _calls(path: Path) -> list[str]:
     return [node.func.id for node in nodes if isinstance(node.func, ast.Name)]
 
 
-CALLS = {
-    path.relative_to(ROOT).as_posix(): _calls(path)
-    for component in COMPONENTS
-    for path in (ROOT / component).rglob("*.py")
-    if "microbench" not in path.parts
-}
+@pytest.fixture(scope="module")
+def calls() -> dict[str, list[str]]:
+    """Names of what every file of the components calls."""
+    return {
+        path.relative_to(ROOT).as_posix(): _calls(path)
+        for component in COMPONENTS
+        for path in (ROOT / component).rglob("*.py")
+        if "microbench" not in path.parts
+    }
 
 
 @pytest.mark.parametrize("logic", LOGICS)
-def test_a_logic_is_made_in_one_file(logic: str) -> None:
-    makers = [path for path, called in CALLS.items() if logic in called]
+def test_a_logic_is_made_in_one_file(logic: str, calls: dict[str, list[str]]) -> None:
+    makers = [path for path, called in calls.items() if logic in called]
     assert len(makers) == 1
     assert makers[0].endswith("/factory.py")
 

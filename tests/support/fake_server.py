@@ -23,6 +23,7 @@ class Script:
     pieces: tuple[str, ...] = ("Hello", " there", ".")  # one chunk each
     first_delay_s: float = 0.0
     gap_s: float = 0.0
+    held_until: asyncio.Event | None = None  # nothing is answered before
     status: int = 200
     error_after: int | None = None  # an error event after that many pieces
     cut_after: int | None = None  # the connection is cut after that many pieces
@@ -104,6 +105,8 @@ async def _plain(writer: asyncio.StreamWriter, status: int, body: bytes) -> bool
 async def _stream(script: Script, is_chat: bool, writer: asyncio.StreamWriter) -> bool:
     writer.write(_STREAM_HEAD)
     await asyncio.sleep(script.first_delay_s)
+    if script.held_until is not None:
+        await script.held_until.wait()
     for count, piece in enumerate(script.pieces):
         if count:
             await asyncio.sleep(script.gap_s)

@@ -17,18 +17,13 @@ from alignedserve.config.sections import (
     SchedulingConfig,
 )
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import FinishReason, Request
+from alignedserve.core.request import Request
 from alignedserve.messages.caches import ArenaOffered
 from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
 from alignedserve.messages.gateways import (
     AbortRequest,
     ClusterStatus,
-    RequestFailed,
-    RequestInterrupted,
-    RequestRejected,
-    ResumeRequest,
     SubmitRequest,
-    TokensEmitted,
 )
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
@@ -45,6 +40,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.runtime.process.addresses import ROUTER
 from alignedserve.scheduling.policy import DeviceMemory
 from decode_worker import factory as decode_factory
 from decode_worker.colocated.logic import ColocatedLogic
@@ -58,64 +54,12 @@ from router import factory as router_factory
 from router.logic import RouterLogic
 from tests.harnesses.scheduling import EasyCosts
 from tests.harnesses.token_engine import BLOCK_SIZE, EOS, FakeArena, FakeEngine
+from tests.support.logic_client import Client
 
-GATEWAY, ROUTER, POOL = "gateway-0", "router", "pool-0"
-
+GATEWAY, POOL = "gateway-0", "pool-0"
 
 Logic = RouterLogic | PoolLogic | PrefillLogic | DecodeLogic | ColocatedLogic
 WorkDone = IterationCompleted | BlocksLoaded | BlocksOffloaded | BlocksRelayed | BufferOpened
-
-
-@dataclass
-class Client:
-    """The gateway: collects tokens as a client sees them."""
-
-    requests: dict[RequestId, Request] = field(default_factory=dict)
-    answers: dict[RequestId, list[int]] = field(default_factory=dict)
-    ends: dict[RequestId, FinishReason | RequestFailed | RequestRejected] = field(default_factory=dict)
-    aborted: set[RequestId] = field(default_factory=set)
-    early: dict[tuple[RequestId, int], tuple[list[int], FinishReason | None]] = field(default_factory=dict)
-    status: ClusterStatus | None = None
-
-    def on_event(self, event: CommonEvent) -> list[Send]:
-        if isinstance(event, PeerConnected) and event.role is Role.ROUTER:
-            return [Send(ROUTER, self._resumption(request_id)) for request_id in self._open()]
-        if isinstance(event, PeerDisconnected) and event.role is not Role.ROUTER:
-            return [Send(ROUTER, self._resumption(request_id)) for request_id in self._open()]
-        if not isinstance(event, Received):
-            return []
-        message = event.message
-        match message:
-            case TokensEmitted():
-                for delta in message.deltas:
-                    self.early[delta.request_id, delta.first_index] = (list(delta.token_ids), delta.finish_reason)
-                    self._take(delta.request_id)
-            case RequestFailed() | RequestRejected():
-                self._end(message.request_id, message)
-            case RequestInterrupted() if message.request_id in self._open():
-                return [Send(ROUTER, self._resumption(message.request_id))]
-            case RequestInterrupted():
-                return [Send(ROUTER, AbortRequest(message.request_id))]
-            case ClusterStatus():
-                self.status = message
-        return []
-
-    def _open(self) -> list[RequestId]:
-        return [key for key in self.requests if key not in self.ends and key not in self.aborted]
-
-    def _resumption(self, request_id: RequestId) -> ResumeRequest:
-        return ResumeRequest(self.requests[request_id], tuple(self.answers[request_id]))
-
-    def _take(self, request_id: RequestId) -> None:
-        answer = self.answers[request_id]
-        while (entry := self.early.pop((request_id, len(answer)), None)) is not None and request_id not in self.ends:
-            answer += entry[0]
-            if entry[1] is not None:
-                self._end(request_id, entry[1])
-
-    def _end(self, request_id: RequestId, end: FinishReason | RequestFailed | RequestRejected) -> None:
-        assert request_id not in self.ends, "a request ended twice"
-        self.ends[request_id] = end
 
 
 @dataclass(frozen=True)

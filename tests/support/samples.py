@@ -179,7 +179,7 @@ EXAMPLES: tuple[Message, ...] = (
     Challenge(1, _NONCE),
     Hello(1, Role.PREFILL_WORKER, PREFILL, bytes(32), _NONCE),
     Welcome(Role.ROUTER, ROUTER, bytes(32)),
-    Ping(),
+    Ping(1.5),
     SubmitRequest(_FULL),
     AbortRequest(R1, 3),
     RequestRejected(R1, "the queue is full", 2.5),

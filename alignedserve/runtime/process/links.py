@@ -2,7 +2,8 @@
 
 A frame is a 4-byte little-endian length and a MessagePack message. The listener challenges, the dialler answers and
 challenges back; until both proofs hold, nothing but handshake messages is decoded. A peer that is silent for
-`peer_timeout_s` is lost, whether it died, was stopped or was cut off.
+`peer_timeout_s` is lost, whether it died, was stopped or was cut off. Times in messages from another host are converted
+to this one's clock.
 """
 
 import asyncio
@@ -11,12 +12,14 @@ import logging
 import secrets
 import socket
 import struct
+import time
 from asyncio.trsock import TransportSocket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 from alignedserve.core.errors import PeerLost, ProtocolError
+from alignedserve.messages.clocks import ClockOffset, on_this_clock
 from alignedserve.messages.handshake import Challenge, HandshakeMessage, Hello, Ping, Role, Welcome
 from alignedserve.messages.wire import MAX_FRAME_BYTES, PROTOCOL_VERSION, Codec, Message
 from alignedserve.runtime.process.tls import Credentials, check_certificate
@@ -81,12 +84,15 @@ class Link(asyncio.Protocol):
         self.lost: asyncio.Future[None] = self._loop.create_future()  # done when the connection is gone
         self._last_heard_s = self._loop.time()
         self._watch: asyncio.TimerHandle | None = None
+        self._peer_clock: ClockOffset | None = None  # of another host
 
     # --- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the handshake and the liveness timer."""
         self._transport = cast(asyncio.Transport, transport)  # of a stream; uvloop's are of no asyncio class
+        if self._transport.get_extra_info("socket").family != socket.AF_UNIX:
+            self._peer_clock = ClockOffset()
         self._watch_silence()
         if not self._is_dialler:
             self._write(_HANDSHAKE_CODEC.encode(Challenge(PROTOCOL_VERSION, self._nonce)))
@@ -153,8 +159,13 @@ class Link(asyncio.Protocol):
 
     def _receive(self, payload: bytes) -> None:
         message = self._codec.decode(payload)
-        if not isinstance(message, Ping):
-            self._on_message(self, message)
+        if isinstance(message, Ping):
+            if self._peer_clock is not None:
+                self._peer_clock.observe(message.clock_s, time.monotonic())
+            return
+        if self._peer_clock is not None:
+            message = on_this_clock(message, self._peer_clock.seconds)
+        self._on_message(self, message)
 
     def _handshake(self, message: Message) -> None:
         match message:
@@ -180,6 +191,7 @@ class Link(asyncio.Protocol):
         if self._transport.get_extra_info("ssl_object") is not None:
             check_certificate(self._transport.get_extra_info("peercert"), peer.name)
         self.peer = peer
+        self.send(Ping(time.monotonic()))
         self._on_linked(self)
 
     def _proof(self, side: str, nonce: bytes, name: str) -> bytes:
@@ -196,7 +208,7 @@ class Link(asyncio.Protocol):
             self.close()
             return
         if self.peer is not None:
-            self.send(Ping())
+            self.send(Ping(time.monotonic()))
         self._watch = self._loop.call_later(timeout_s / 5, self._watch_silence)
 
 

@@ -20,7 +20,7 @@ from alignedserve.messages.events import PeerDisconnected, Send
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, OffloadBlocks, UnmapArena
-from alignedserve.messages.workers import RequestPreempted
+from alignedserve.messages.workers import AttemptFailed, RequestPreempted
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.scheduler_state import Scheduler
@@ -96,6 +96,15 @@ def test_blocks_of_a_victim_are_free_when_they_are_copied() -> None:
 
 def test_evictions_are_counted() -> None:
     assert evicting().load().num_evictions == 1
+
+
+def test_the_only_request_is_not_evicted_though_it_outgrows_the_worker() -> None:
+    made = DecodeHarness(buffer_blocks=24)
+    commands = made.enter(handoff(request("r1", prompt_len=7, max_tokens=100), 11))
+    while runs(commands):
+        assert offloads(commands) == []
+        commands = made.sampled(r1=20)
+    assert [type(one.message) for one in commands if isinstance(one, Send)] == [AttemptFailed]
 
 
 def test_an_evicted_request_comes_back_with_all_its_tokens() -> None:

@@ -179,7 +179,7 @@ def test_an_empty_prompt_is_refused_on_the_wire_as_well() -> None:
 def test_a_later_field_is_ignored_and_an_optional_one_may_be_absent() -> None:
     assert EVERYTHING.decode(msgspec.msgpack.encode(["AbortRequest", "r1"])) == AbortRequest(R1)
     assert EVERYTHING.decode(msgspec.msgpack.encode([*ABORT, "new"])) == AbortRequest(R1, 3)
-    assert EVERYTHING.decode(msgspec.msgpack.encode(["Ping"])) == Ping()
+    assert EVERYTHING.decode(msgspec.msgpack.encode(["Ping", 1.5])) == Ping(1.5)
 
 
 def test_a_refusal_is_short_and_echoes_no_content() -> None:

@@ -24,9 +24,9 @@ def written(commands: list[PrefillCommand]) -> BlocksWritten:
     return message
 
 
-def left_for_the_pool(made: prefill_harness.PrefillHarness) -> BlocksWritten:
+def left_for_the_pool(made: prefill_harness.PrefillHarness, attempt: int = 1) -> BlocksWritten:
     made.sampled(prefill_harness.token(7))
-    (command,) = made.hear(prefill_harness.reserved(), POOL)
+    (command,) = made.hear(prefill_harness.reserved(attempt=attempt), POOL)
     assert isinstance(command, OffloadBlocks)
     return written(made.copied(command))
 
@@ -49,10 +49,17 @@ def test_a_prediction_of_another_epoch_or_request_changes_nothing() -> None:
     made.begin(request(), attempt=2, predicted_output_len=6.5)
     assert made.hear(SetPredictedLength(R1, 1, 3.5)) == []
     assert made.hear(SetPredictedLength(R2, 2, 3.5)) == []
+    assert left_for_the_pool(made, attempt=2).predicted_output_len == 6.5
+
+
+def test_a_prediction_for_a_later_attempt_that_waits_is_kept_for_it() -> None:
+    """The attempt before is in an iteration; its abort is on the way, over another link."""
+    made = prefill_harness.PrefillHarness()
+    made.begin(request())
+    made.begin(request(), attempt=2)
+    assert made.hear(SetPredictedLength(R1, 2, 3.5)) == []
     made.sampled(prefill_harness.token(7))
-    (command,) = made.hear(prefill_harness.reserved(attempt=2), POOL)
-    assert isinstance(command, OffloadBlocks)
-    assert written(made.copied(command)).predicted_output_len == 6.5
+    assert left_for_the_pool(made, attempt=2).predicted_output_len == 3.5
 
 
 def test_a_decode_worker_has_it_from_the_handoff_and_while_it_runs() -> None:

@@ -96,6 +96,17 @@ def test_a_late_prediction_reaches_the_policy() -> None:
     assert paced.script.view.table.predicted_len.tolist() == [3.5]
 
 
+def test_a_prediction_for_a_later_attempt_does_not_reach_the_policy_with_the_earlier_one() -> None:
+    paced = Paced(Step(r1=3))
+    paced.worker.begin(FOUR, predicted_output_len=6.5)
+    paced.worker.begin(FOUR, 2)
+    paced.worker.hear(SetPredictedLength(R1, 2, 3.5))
+    assert paced.script.view is not None
+    assert paced.script.view.table.predicted_len.tolist() == [6.5]
+    paced.worker.sampled()
+    assert paced.script.view.table.predicted_len.tolist() == [3.5]
+
+
 def test_what_was_generated_before_is_computed_too() -> None:
     paced = Paced(Step(r1=5))
     (iteration,) = runs(paced.worker.begin(FOUR, 2, 8))

@@ -3,7 +3,7 @@
 from alignedserve.messages.workers import WorkerLoad
 from router.state import BatchKind
 from tests.harnesses.placement import OTHER_POOL, RUNNING, busy, decoding, form, placement, pool_requests, refuse
-from tests.support.samples import DECODE
+from tests.support.samples import DECODE, worker
 
 # --- questions: when none is asked
 
@@ -52,6 +52,16 @@ def test_after_a_batch_the_next_question_waits_for_the_workers_report() -> None:
     assert where.batches_to_form(0.0) == []
     where.update_load(DECODE, WorkerLoad())
     assert len(where.batches_to_form(0.0)) == 1
+
+
+def test_what_a_question_without_an_answer_may_take_is_asked_of_the_pool_once() -> None:
+    where = placement(decode_0={})
+    pool_requests(where, 2)
+    assert where.batches_to_form(0.0) == form(1, 20, 2, 2)
+    where.register("decode-1", worker())
+    assert where.batches_to_form(0.0) == []
+    pool_requests(where, 1, "q")
+    assert [asked.worker for _, asked in where.batches_to_form(0.0)] == ["decode-1"]
 
 
 def test_nothing_is_asked_of_an_empty_pool_or_of_none() -> None:

@@ -80,6 +80,18 @@ def test_equals_do_not_displace_each_other() -> None:
     assert evicted_of(view, plan) == []
 
 
+def test_a_promotion_that_is_further_away_than_the_turn_is_not_waited_for() -> None:
+    """Both are in the last queue and run after the newcomer's quantum of 10 ms, long before either is promoted."""
+    rows = {
+        "earlier": {"arrival_s": 0.0, "service_s": 2.2, "prompt_len": 30, "num_generated": 4},  # promoted in 0.2 s
+        "later": {"arrival_s": 1.0, "service_s": 1.1, "prompt_len": 30, "num_generated": 4},  # promoted in 0.1 s
+        "new": {"arrival_s": 12.0, "prompt_len": 8},
+    }
+    view, plan = _decide(rows, {"now": 12.0, "num_blocks": 6, "num_free_host": 1000})
+    assert scheduled_of(view, plan) == {"new": 8, "earlier": 1}
+    assert evicted_of(view, plan) == [("later", "swap")]
+
+
 def test_a_paused_cache_leaves_ahead_of_need_where_the_pass_hides_it() -> None:
     """One place, two of eight blocks to be kept free: the last queue's cache is copied beside the prompt."""
     rows = {

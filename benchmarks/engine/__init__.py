@@ -1,0 +1,1 @@
+"""The engine of one worker, without a cluster."""

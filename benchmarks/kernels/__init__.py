@@ -1,0 +1,1 @@
+"""Kernels: attention and products of weights."""

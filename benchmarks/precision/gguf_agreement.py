@@ -1,0 +1,117 @@
+"""Agreement of products in a GGUF file's blocks with its weights unpacked to float32: greedy answers to 40 prompts.
+
+    python -m benchmarks.precision.gguf_agreement [FILE.gguf, otherwise SmolLM2 where it is installed] [--transformers]
+
+The reference answers are this engine's from unpacked float32 weights; with --transformers they are also compared with
+transformers' from the same file. For each form: the share of reference tokens that it would choose too after the same
+tokens, and the share of tokens before its own answer, running freely, first differs.
+"""
+
+import argparse
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from alignedserve.evaluation.questions import make_questions
+from alignedserve.runtime.engine.decoder import Decoder
+from alignedserve.runtime.model.gguf.config import gguf_config
+from alignedserve.runtime.model.gguf.file import GgufFile
+from alignedserve.runtime.model.gguf.source import GgufSource
+from alignedserve.runtime.model.smollm2 import smollm2_file
+from alignedserve.runtime.model.tokenizer import Tokenizer
+from alignedserve.runtime.model.weight_loader import assemble_weights
+from benchmarks.precision.quantization import logits_of
+from benchmarks.support.greedy import greedy_answers
+from benchmarks.support.recording import write_result
+
+NUM_PROMPTS = 40
+MAX_TOKENS = 64
+FORMS = (
+    ("bfloat16", torch.bfloat16, True),
+    ("blocks, float32", torch.float32, False),
+    ("blocks, bfloat16", torch.bfloat16, False),
+)
+
+
+class Agreement(NamedTuple):
+    """Shares of the reference's tokens."""
+
+    same_choice: float  # after the same tokens
+    same_before_difference: float
+    same_answers: float  # of answers, whole
+
+
+def load(file: GgufFile, dtype: torch.dtype, *, unpacks_all: bool) -> Decoder:
+    """Load the model, with products in blocks or without."""
+    config = gguf_config(file)
+    source = GgufSource(file, config, dtype, torch.device("cpu"), unpacks_all=unpacks_all)
+    return Decoder(config, assemble_weights(config, source, blocks=source))
+
+
+def prompts_of(tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the prompts as chats, spread over the groups of questions."""
+    questions = make_questions()
+    chosen = [questions[place * len(questions) // NUM_PROMPTS] for place in range(NUM_PROMPTS)]
+    now = datetime.now().astimezone()
+    return [tokenizer.encode_chat([{"role": "user", "content": question.prompt}], now=now) for question in chosen]
+
+
+def agreement(decoder: Decoder, prompts: list[list[int]], expected: list[list[int]], ends: set[int]) -> Agreement:
+    """Compare one form with the reference's answers."""
+    num_same = num_before = num_whole = 0
+    for prompt, answer, own in zip(prompts, expected, greedy_answers(decoder, prompts, MAX_TOKENS, ends), strict=True):
+        logits = logits_of(decoder, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
+        num_same += int((logits.argmax(-1) == torch.tensor(answer)).sum())
+        pairs = enumerate(zip(answer, own, strict=False))
+        num_before += next((place for place, (one, other) in pairs if one != other), min(len(answer), len(own)))
+        num_whole += own == answer
+    total = sum(map(len, expected))
+    return Agreement(num_same / total, num_before / total, num_whole / len(prompts))
+
+
+def transformers_share(path: Path, prompts: list[list[int]], expected: list[list[int]]) -> float:
+    """Return the share of reference tokens that transformers would choose too, from the file unpacked by itself."""
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils
+
+    reading: Any = modeling_gguf_pytorch_utils
+    config: Any = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    auto_model: Any = transformers.AutoModelForCausalLM
+    model = auto_model.from_config(config, dtype=torch.float32)
+    tensors = reading.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    if "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model.load_state_dict(tensors)
+    num_same = 0
+    for prompt, answer in zip(prompts, expected, strict=True):
+        logits = model(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
+        num_same += int((logits.argmax(-1) == torch.tensor(answer)).sum())
+    return num_same / sum(map(len, expected))
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--transformers", action="store_true")
+    options = parser.parse_args()
+    path: Path = options.file or smollm2_file()
+    file, tokenizer = GgufFile(path), Tokenizer.load(path)
+    prompts, ends = prompts_of(tokenizer), set(gguf_config(file).eos_token_ids)
+    reference = load(file, torch.float32, unpacks_all=True)
+    expected = greedy_answers(reference, prompts, MAX_TOKENS, ends)
+    figures: dict[str, Any] = {"file": path.name, "tokens": sum(map(len, expected))}
+    if options.transformers:
+        figures["transformers"] = transformers_share(path, prompts, expected)
+    for name, dtype, unpacks_all in FORMS:
+        decoder = load(file, dtype, unpacks_all=unpacks_all)
+        figures[name] = agreement(decoder, prompts, expected, ends)._asdict()
+        print(name, figures[name], flush=True)
+    write_result("gguf_agreement", figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Policies, the batches that they form and the lengths that they foresee."""

@@ -1,0 +1,77 @@
+"""Share of engine speed that the whole system keeps: 128 requests at once, through gateway, router and workers.
+
+    python -m benchmarks.serving.serve_vs_engine [--topology colocated disaggregated] [--rounds 3]
+
+The 125M OPT shape in bfloat16. A round is `bench engine` in a process of its own, then `bench serve` against a fresh
+server per topology; medians count. On this machine clients, gateway and router have the same cores as the workers.
+Targets: 90 % of the engine in colocated workers, 85 % in separate ones.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from alignedserve.microbench.engine.workloads import parse_workload
+from benchmarks.scheduling.live_policies import ALIGNEDSERVE, TOPOLOGIES, make_model, served
+from benchmarks.support.recording import write_result
+
+WORKLOAD = "w4"
+POLICY = "fcfs"
+
+
+def write_trace(path: Path) -> int:
+    """Return the workload's lengths as a trace in Azure's format, all arriving at once; how many tokens it answers."""
+    groups = parse_workload(WORKLOAD)
+    rows = [f"0.0,{group.prompt_len},{group.output_len}" for group in groups for _ in range(group.num_requests)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows, ""]))
+    return sum(group.num_requests * group.output_len for group in groups)
+
+
+def run_engine() -> float:
+    """Return the output tokens per second of `bench engine`."""
+    command = [ALIGNEDSERVE, "bench", "engine", "--shape", "opt-125m", "--workload", WORKLOAD]
+    answer = subprocess.run([*command, "--dtype", "bfloat16", "--json"], capture_output=True, text=True, check=True)
+    return float(json.loads(answer.stdout)["output_tokens_per_s"])
+
+
+def run_served(folder: Path, trace: Path, topology: str, num_tokens: int) -> float:
+    """Return the output tokens per second from the first request to the last answer, as clients see them."""
+    with served(folder, POLICY, topology) as port:
+        command = [ALIGNEDSERVE, "bench", "serve", "--url", f"http://127.0.0.1:{port}", "--tokenizer", str(folder)]
+        command += ["--endpoint", "completions", "--ignore-eos", "--trace", str(trace), "--json", "-"]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    report: dict[str, Any] = json.loads(answer.stdout)["report"]
+    total = report["total"]
+    assert total["num_completed"] == total["num_sent"], "a request failed"
+    assert total["output_tokens"] == num_tokens, "an answer of another length"
+    return num_tokens / float(report["duration_s"])
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", nargs="+", default=TOPOLOGIES, choices=TOPOLOGIES)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    rates: dict[str, list[float]] = {"engine": [], **{topology: [] for topology in arguments.topology}}
+    with tempfile.TemporaryDirectory() as name:
+        folder, trace = Path(name) / "model", Path(name) / "trace.csv"
+        make_model(folder)
+        num_tokens = write_trace(trace)
+        for _ in range(arguments.rounds):
+            rates["engine"].append(run_engine())
+            for topology in arguments.topology:
+                rates[topology].append(run_served(folder, trace, topology, num_tokens))
+            print(rates, flush=True)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    shares = {topology: medians[topology] / medians["engine"] for topology in arguments.topology}
+    print(shares)
+    print(write_result("serve_vs_engine", {"output_tokens_per_s": rates, "share_of_engine": shares}))
+
+
+if __name__ == "__main__":
+    main()

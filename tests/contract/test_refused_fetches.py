@@ -1,0 +1,201 @@
+"""Copies that a KVTransfer refuses to fetch: spoilt, of leases that ended, or changed while they are read.
+
+The contract of test_kv_transfer.py, at the receiving end.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import HandoffRejected
+from alignedserve.core.ids import BlockId
+from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
+from tests.harnesses.transfer import (
+    BLOCK_SIZE,
+    NUM_POOL_BLOCKS,
+    NUM_STORAGE_BLOCKS,
+    Medium,
+    Setup,
+    ShmMedium,
+    changed,
+    content,
+    layout_of,
+    run_of,
+)
+from tests.support.samples import blocks
+from tests.support.stored_blocks import write_blocks
+
+
+@dataclass
+class Sent:
+    """A valid copy of five blocks in three runs, of two, two and one, to be spoilt."""
+
+    setup: Setup
+    copy: BlockCopy
+
+    def is_refused(self, copy: BlockCopy, num_targets: int = 6) -> bool:
+        return self.setup.fetch(copy, *range(num_targets)) is None
+
+
+SOURCE = (3, 8, 1, 14, 6)
+
+
+@pytest.fixture
+def sent(setup: Setup) -> Sent:
+    setup.medium.stamp(blocks(4, 5, 1, 2, 9), 77)
+    copy = setup.send_to(blocks(4, 5, 1, 2, 9), 77, 37, SOURCE)
+    setup.expect(copy, range(5), SOURCE)
+    return Sent(setup, copy)
+
+
+def spoilt_runs(runs: tuple[BlockRun, ...]) -> dict[str, tuple[BlockRun, ...]]:
+    first, second, last = runs
+    return {
+        "none": (),
+        "the last one is missing": (first, second),
+        "the first one is missing": (second, last),
+        "one is shorter": (run_of(first, num_blocks=1), second, last),
+        "one is longer": (first, second, run_of(last, num_blocks=2)),
+        "one is shorter, another longer": (run_of(first, num_blocks=1), second, run_of(last, num_blocks=2)),
+        "reordered": (second, first, last),
+        "rotated": (last, first, second),
+        "one is there twice": (first, first, last),
+        "one is there twice and all the others": (first, second, second, last),
+        "another block": (first, run_of(second, first_block=4), last),
+        "another block with its checksum": (first, run_of(second, first_block=4, checksum=first.checksum), last),
+        "beyond the arena": (first, second, run_of(last, first_block=NUM_POOL_BLOCKS)),
+        "far beyond the arena": (first, second, run_of(last, first_block=1 << 40)),
+        "negative": (first, second, run_of(last, first_block=-1)),
+        "negative, from the end": (run_of(first, first_block=4 - NUM_POOL_BLOCKS), second, last),
+        "absurdly long": (first, second, run_of(last, num_blocks=1 << 40)),
+        "of negative length": (first, second, last, run_of(last, num_blocks=-1), run_of(last, num_blocks=1)),
+        "an empty one": (first, second, last, BlockRun(0, 0, 0)),
+        "a wrong checksum": (first, second, run_of(last, checksum=last.checksum ^ 1)),
+        "checksums swapped": (run_of(first, checksum=second.checksum), run_of(second, checksum=first.checksum), last),
+        "a negative checksum": (first, second, run_of(last, checksum=-1)),
+    }
+
+
+@pytest.mark.parametrize("how", spoilt_runs((BlockRun(4, 2, 1), BlockRun(1, 2, 2), BlockRun(9, 1, 3))))
+def test_spoilt_runs_are_refused(sent: Sent, how: str) -> None:
+    runs = spoilt_runs(sent.copy.runs)[how]
+    assert sent.is_refused(changed(sent.copy, runs=runs))
+
+
+@pytest.mark.parametrize("generation", [76, 78, 0, -77, 77 + (1 << 64)])
+def test_another_generation_is_refused(sent: Sent, generation: int) -> None:
+    assert sent.is_refused(changed(sent.copy, generation=generation))
+
+
+@pytest.mark.parametrize("block_id", [4, 5, 1, 2, 9])
+@pytest.mark.parametrize("generation", [0, 78])
+def test_a_lease_that_ended_before_the_copy_is_refused(sent: Sent, block_id: int, generation: int) -> None:
+    sent.setup.medium.stamp(blocks(block_id), generation)
+    assert sent.is_refused(sent.copy)
+
+
+def test_freed_blocks_are_refused_even_when_the_handoff_says_nobodys(sent: Sent) -> None:
+    sent.setup.medium.stamp(blocks(4, 5, 1, 2, 9), 0)
+    assert sent.is_refused(changed(sent.copy, generation=0))
+
+
+@pytest.mark.parametrize("block_id", [4, 5, 1, 2, 9])
+def test_a_flipped_bit_in_any_block_is_refused(sent: Sent, block_id: int) -> None:
+    for offset in (0, sent.setup.layout.block_bytes // 2, sent.setup.layout.block_bytes - 1):
+        sent.setup.medium.flip(BlockId(block_id), offset)
+        assert sent.is_refused(sent.copy)
+        sent.setup.medium.flip(BlockId(block_id), offset)
+    assert not sent.is_refused(sent.copy)
+
+
+@pytest.mark.parametrize("context_len", [0, 1, 32, 41, 48, 1 << 40])
+def test_a_context_of_other_blocks_is_refused(sent: Sent, context_len: int) -> None:
+    assert sent.is_refused(changed(sent.copy, context_len=context_len))
+
+
+@pytest.mark.parametrize("num_targets", [0, 1, 4])
+def test_too_few_target_blocks_are_refused(sent: Sent, num_targets: int) -> None:
+    assert sent.is_refused(sent.copy, num_targets)
+
+
+def test_a_receiver_of_another_layout_never_gets_to_it(tmp_path: Path) -> None:
+    medium = ShmMedium(tmp_path, layout_of("float32"))
+    other = BlockStorage(BlockLayout(BLOCK_SIZE, 2, 4, 2, "float32"), 4)  # of the same size
+    with pytest.raises(HandoffRejected, match="layout"):
+        ShmTransfer(other, Arena.attach(tmp_path / "shared.arena", other.layout))
+    medium.close()
+
+
+class InterferingStorage(BlockStorage):
+    """A storage around whose rows something happens to what lies in between."""
+
+    interfere: Callable[[], None]
+
+    def rows_to_read(self, block_ids: Any) -> Any:
+        for row in super().rows_to_read(block_ids):
+            yield row
+            self.interfere()
+
+    def rows_to_write(self, block_ids: Any) -> Any:
+        self.interfere()
+        for row in super().rows_to_write(block_ids):
+            yield row
+            self.interfere()
+
+
+def fetched_while(sent: Sent, interfere: Callable[[], None]) -> bool:
+    """Return whether the copy was refused; assert that it is right otherwise."""
+    storage = InterferingStorage(sent.setup.layout, NUM_STORAGE_BLOCKS, sent.setup.medium.device)
+    storage.interfere = interfere
+    transfer = sent.setup.medium.transfer(storage)
+    (is_held,) = transfer.fetch([FetchRequest(sent.copy, blocks(0, 1, 2, 3, 4))])
+    transfer.close()
+    assert not is_held or (content(storage, range(5)) == content(sent.setup.sender, SOURCE)).all()
+    return not is_held
+
+
+@pytest.mark.parametrize("generation", [0, 78])
+def test_a_lease_that_ends_during_the_copy_is_refused(sent: Sent, generation: int) -> None:
+    is_refused = fetched_while(sent, lambda: sent.setup.medium.stamp(blocks(9), generation))
+    # Elsewhere the bytes may have been read, and the lease checked, before anything is written here.
+    assert is_refused or not sent.setup.medium.is_shared
+
+
+# A worker that was stopped while it wrote goes on under a lease that it has lost, into blocks that are others' by now.
+
+
+def stray_writer(medium: Medium, block_id: int) -> Callable[[], None]:
+    """Spoils this block the first time it is called."""
+    strays = iter([BlockId(block_id)])
+
+    def stray() -> None:
+        for one in strays:
+            medium.flip(one, 3)
+
+    return stray
+
+
+@pytest.mark.parametrize("block_id", [4, 9])
+def test_a_stray_write_while_blocks_are_fetched_is_refused(sent: Sent, block_id: int) -> None:
+    is_refused = fetched_while(sent, stray_writer(sent.setup.medium, block_id))
+    assert is_refused or not sent.setup.medium.is_shared
+
+
+def test_a_stray_write_while_blocks_are_offloaded_changes_nothing_or_is_refused(setup: Setup) -> None:
+    storage = InterferingStorage(setup.layout, NUM_STORAGE_BLOCKS, setup.medium.device)
+    storage.interfere = stray_writer(setup.medium, 6)
+    write_blocks(storage, blocks(0, 1), content(setup.sender, [0, 1]))
+    setup.medium.stamp(blocks(6, 7), 3)
+    transfer = setup.medium.transfer(storage)
+    (runs,) = transfer.offload([OffloadRequest(blocks(0, 1), blocks(6, 7), 3)])
+    transfer.close()
+    rows = setup.fetch(BlockCopy(3, 16, runs or ()), 4, 5)
+    assert rows is None or (rows == content(setup.sender, [0, 1])).all()
