@@ -213,7 +213,11 @@ def run(options: argparse.Namespace) -> bool:
     with hosts:
         print(", ".join(f"{host.name} {host.address}" for host in hosts.hosts), flush=True)
         began_s = time.monotonic()
-        print("\n".join(rehearsal.ray("up --no-config-cache").splitlines()[-14:]), flush=True)
+        try:
+            print("\n".join(rehearsal.ray("up --no-config-cache").splitlines()[-14:]), flush=True)
+        except ResourceError:
+            print(rehearsal.on_host(0, "tail -n 40 /tmp/alignedserve-*/driver.log"), flush=True)
+            raise
         print(f"`ray up` took {time.monotonic() - began_s:.1f} s, until the cluster answered", flush=True)
         print(rehearsal.on_host(1, "alignedserve status"), flush=True)
         verdict = asyncio.run(_lose_a_host(rehearsal, options))

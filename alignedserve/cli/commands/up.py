@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -11,7 +12,7 @@ from alignedserve.cli.commands.options import ServeOptions
 from alignedserve.cli.console import notes, results
 from alignedserve.cluster.hosts.client import connected
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record
-from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, running_supervisor, start_supervisor
+from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
 from alignedserve.config.environment import ray_address
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import ResourceError
@@ -31,9 +32,9 @@ def up(options: ServeOptions) -> None:
     with connected():
         end_supervisor()
         former = read_record()
-        start_supervisor(_command(options), ray_address() or "auto")
+        supervisor = start_supervisor(_command(options), ray_address() or "auto")
         with notes().status("Starting the cluster …"):
-            record = _wait_ready(former)
+            record = _wait_ready(former, lambda: supervisor.poll() is not None)
     results().print(urls_of(record))
 
 
@@ -49,7 +50,7 @@ def urls_of(record: ClusterRecord) -> Table:
 
 def _command(options: ServeOptions) -> list[str]:
     """Return the driver's command line: that of `serve`, with paths as seen from any folder."""
-    command = [sys.argv[0], "serve"]
+    command = [sys.executable, "-m", "alignedserve", "serve"]
     if options.config is not None:
         command += ["--config", str(options.config.absolute())]
     for override in options.all_overrides:
@@ -68,7 +69,7 @@ def expected_nodes(bootstrap: Path) -> int:
         return 1
 
 
-def _wait_ready(former: ClusterRecord | None) -> ClusterRecord:
+def _wait_ready(former: ClusterRecord | None, has_ended: Callable[[], bool]) -> ClusterRecord:
     ends_s = time.monotonic() + _READY_S
     while time.monotonic() < ends_s:
         time.sleep(_POLL_S)
@@ -76,7 +77,7 @@ def _wait_ready(former: ClusterRecord | None) -> ClusterRecord:
         is_new = record is not None and (former is None or record.cluster_id != former.cluster_id)
         if record is not None and is_new and record.is_ready:
             return record
-        if running_supervisor() is None and time.monotonic() > ends_s - _READY_S + 5 * _POLL_S:
+        if has_ended():
             raise ResourceError(f"the driver has ended: {_last_words(driver_log())}")
     raise ResourceError(f"the cluster was not ready within {_READY_S:.0f} s; its driver writes to {driver_log()}")
 
