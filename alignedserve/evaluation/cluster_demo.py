@@ -42,6 +42,7 @@ SETTINGS = (
     "engine.calibration_s=0.2",
     "model.dtype=float32",
     "batches.enabled=false",
+    "topology=colocated",
 )
 
 

@@ -28,7 +28,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
     """Two hosts, the first of which has the only worker."""
     base = Path("/run") / f"alignedserve-{tmp_path_factory.getbasetemp().name}"
     hosts = NamespaceHosts(2, base, [Path(entry) for entry in sys.path if Path(entry).is_dir()])
-    made = Rehearsal(hosts, (*SETTINGS, "topology=colocated"))
+    made = Rehearsal(hosts, SETTINGS)
     made.prepare()
     with hosts:
         made.ray("up --no-config-cache")

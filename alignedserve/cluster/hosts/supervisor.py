@@ -29,6 +29,8 @@ _FIRST_PAUSE_S = 1.0
 _LAST_PAUSE_S = 15.0
 _SETTLED_S = 120.0  # after which a driver has served, and its end is no failure to start
 _MAX_FAILED_STARTS = 5
+_RAY_LOOK_S = 3.0  # between looks whether Ray still runs here
+_ABANDONED_S = 5.0  # for a driver to end after Ray has
 _USAGE_ERROR = 2  # exit code of a configuration that will never start
 
 
@@ -121,11 +123,20 @@ class Supervisor:
         self._driver = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)  # noqa: S603
         if self._is_stopping:
             self._driver.terminate()
+        asked_s: float | None = None  # since when it is to end, as Ray has ended
+        look_s = time.monotonic() + _RAY_LOOK_S
         while True:
             try:
                 return self._driver.wait(_POLL_S)
             except subprocess.TimeoutExpired:
-                continue
+                now = time.monotonic()
+            if asked_s is not None and now - asked_s > _ABANDONED_S:
+                self._driver.kill()  # it waits for an answer from Ray that will not come
+            elif asked_s is None and now > look_s:
+                look_s = now + _RAY_LOOK_S
+                if not has_raylet():
+                    asked_s = now
+                    self._driver.terminate()
 
     def _pause(self, seconds: float) -> None:
         ends_s = time.monotonic() + seconds
