@@ -124,7 +124,7 @@ class Supervisor:
         if self._is_stopping:
             self._driver.terminate()
         asked_s: float | None = None  # since when it is to end, as Ray has ended
-        look_s = time.monotonic() + _RAY_LOOK_S
+        look_s, has_ray = time.monotonic() + _RAY_LOOK_S, False
         while True:
             try:
                 return self._driver.wait(_POLL_S)
@@ -134,7 +134,8 @@ class Supervisor:
                 self._driver.kill()  # it waits for an answer from Ray that will not come
             elif asked_s is None and now > look_s:
                 look_s = now + _RAY_LOOK_S
-                if not has_raylet():
+                had_ray, has_ray = has_ray, has_raylet()
+                if had_ray and not has_ray:
                     asked_s = now
                     self._driver.terminate()
 

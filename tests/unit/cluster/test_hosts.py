@@ -191,7 +191,6 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def test_a_supervisor_is_alone_and_ends_with_its_driver(run_folder: Path) -> None:
-    # In processes of their own, where Ray does not run: they look for it after some seconds.
     started = run_folder / "started"
     driver = [sys.executable, "-c", f"open({str(started)!r}, 'a').write('x'); import time; time.sleep(60)"]
     assert supervisor.running_supervisor() is None
@@ -225,7 +224,8 @@ def test_a_driver_is_restarted_unless_it_ended_well_or_never_can_start(
 
 
 def test_a_driver_that_goes_on_without_ray_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "has_raylet", lambda: False)
+    found = iter((True, False))
+    monkeypatch.setattr(supervisor, "has_raylet", lambda: next(found, False))
     monkeypatch.setattr(supervisor, "_RAY_LOOK_S", 0.0)
     monkeypatch.setattr(supervisor, "_ABANDONED_S", 0.0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
