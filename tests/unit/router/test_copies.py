@@ -235,6 +235,18 @@ def test_it_goes_to_one_of_another_node_while_its_own_has_no_slot() -> None:
     assert made.submit(urgent()) == [given(urgent(), 1000, bypass_to=WorkerName("decode-far"))]
 
 
+def test_a_batch_from_another_nodes_pool_has_the_later_copy_whatever_is_heard_first() -> None:
+    made = decoding()  # by a worker beside POOL, which keeps a copy
+    made.hear("pool-1", PoolRegistered(100))
+    made.hear("decode-far", worker(pool_name="pool-1"))
+    pooled_there, granted_there = GRANTED + 1, GRANTED + 2
+    received = BatchReceived(BatchId(7), ((R1, granted_there),))
+    assert made.hear("decode-far", received) == [Send(DECODE, AbortRequest(R1, GRANTED)), dropped()]
+    late = made.hear("pool-1", RequestPooled(R1, pooled_there, 6, 2))
+    assert late == [Send("pool-1", DropRequest(R1, pooled_there))]  # and nothing later of it
+    assert made.hear("decode-far", RequestFinished(R1, granted_there, 8)) == [Send("pool-1", DropRequest(R1, END))]
+
+
 def test_a_request_that_skipped_the_pool_is_the_workers_when_it_says_so() -> None:
     made = urgent_router()
     made.submit(urgent())
