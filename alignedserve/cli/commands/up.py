@@ -13,13 +13,14 @@ from alignedserve.cli.console import notes, results
 from alignedserve.cluster.hosts.client import connected
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
-from alignedserve.config.environment import ray_address
+from alignedserve.config.environment import API_KEYS_VARIABLE, api_keys, ray_address
 from alignedserve.config.loading import load_config
 from alignedserve.core.errors import ResourceError
 
 _READY_S = 900.0
 _POLL_S = 0.5
 _TAIL_LINES = 15
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _BOOTSTRAP_NAME = "ray_bootstrap_config.yaml"  # in the head's home
 
 
@@ -28,7 +29,9 @@ def up(options: ServeOptions) -> None:
 
     Raises an error of the tree, with the driver's last words, when it does not.
     """
-    load_config(options.config, options.all_overrides)  # a mistake is reported here, not in a log
+    config = load_config(options.config, options.all_overrides)  # a mistake is reported here, not in a log
+    if config.gateway.host not in _LOOPBACK and not api_keys():
+        notes().print(f"warning: anyone who reaches the gateways may use them; set {API_KEYS_VARIABLE}", soft_wrap=True)
     with connected():
         end_supervisor()
         former = read_record()
