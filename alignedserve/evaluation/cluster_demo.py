@@ -215,7 +215,8 @@ def run(options: argparse.Namespace) -> bool:
         print(", ".join(f"{host.name} {host.address}" for host in hosts.hosts), flush=True)
         began_s = time.monotonic()
         try:
-            print("\n".join(rehearsal.ray("up --no-config-cache").splitlines()[-14:]), flush=True)
+            said = rehearsal.ray("up --no-config-cache")
+            print(said[max(said.find("AlignedServe serves"), 0) :].partition("Shared connection")[0], flush=True)
         except ResourceError:
             print(rehearsal.on_host(0, "tail -n 40 /tmp/alignedserve-*/driver.log"), flush=True)
             raise
