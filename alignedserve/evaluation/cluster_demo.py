@@ -33,6 +33,7 @@ from alignedserve.workload.traces import shipped_trace
 
 _MODEL = "pocket"
 _PORT = 8000
+_CLUSTER_NAME = "alignedserve-rehearsal"
 _RAY_UP_S = 400.0
 _NOTICED_S = 30.0
 # Small, as all hosts share the cores of one machine.
@@ -82,12 +83,15 @@ class Rehearsal:
         (base / "bashrc").write_text(
             f"export PATH={commands}:$PATH RAY_AUTH_MODE=token PYTHONPATH={Path.cwd()}\n", encoding="utf-8"
         )
+        for kept in Path("/tmp/ray").glob(f"cluster-{_CLUSTER_NAME}.*"):  # noqa: S108  (what Ray remembers of a former one)
+            kept.unlink()
         self._file.write_text(yaml.safe_dump(self._cluster_yaml(), width=10_000), encoding="utf-8")
 
     def _cluster_yaml(self) -> dict[str, Any]:
         """Return the shipped file with our hosts in it, and without copying and installing."""
         shipped: dict[str, Any] = yaml.safe_load(Path("cluster.yaml").read_text(encoding="utf-8"))
         addresses = [host.address for host in self.hosts.hosts]
+        shipped["cluster_name"] = _CLUSTER_NAME
         shipped["provider"] |= {"head_ip": addresses[0], "worker_ips": addresses[1:]}
         shipped["auth"] = {"ssh_user": "root", "ssh_private_key": str(self.hosts.key)}
         shipped["min_workers"] = shipped["max_workers"] = len(addresses) - 1
