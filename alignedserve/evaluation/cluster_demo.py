@@ -35,6 +35,8 @@ _MODEL = "pocket"
 _PORT = 8000
 _CLUSTER_NAME = "alignedserve-rehearsal"
 _RAY_UP_S = 400.0
+_NUM_UPS = 3
+_RAY_WAS_SLOW = "timed out during startup"
 _NOTICED_S = 30.0
 # Small, as all hosts share the cores of one machine.
 SETTINGS = (
@@ -114,8 +116,23 @@ class Rehearsal:
         )
         (self.hosts.base / f"ray-{command.split()[0]}.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
         if done.returncode:
-            raise ResourceError(f"`ray {command}` failed:\n{(done.stdout + done.stderr)[-4000:]}")
+            raise ResourceError(f"`ray {command}` failed:\n{(done.stdout + done.stderr)[-8000:]}")
         return done.stdout
+
+    def up(self) -> str:
+        """Run `ray up` and return what it said when the cluster answered.
+
+        It is safe to repeat, and is repeated where a machine that other programs keep busy did not start Ray within
+        the 30 s that Ray gives itself.
+        """
+        for _ in range(_NUM_UPS - 1):
+            try:
+                return self.ray("up --no-config-cache")
+            except ResourceError as error:
+                if _RAY_WAS_SLOW not in str(error):
+                    raise
+                print("Ray's own processes did not start within 30 s; again", flush=True)
+        return self.ray("up --no-config-cache")
 
     def on_host(self, index: int, command: str, timeout_s: float = 60.0) -> str:
         """Run a command in a shell of a host, as its user would."""
@@ -219,7 +236,7 @@ def run(options: argparse.Namespace) -> bool:
         print(", ".join(f"{host.name} {host.address}" for host in hosts.hosts), flush=True)
         began_s = time.monotonic()
         try:
-            said = rehearsal.ray("up --no-config-cache")
+            said = rehearsal.up()
             print(said[max(said.find("AlignedServe serves"), 0) :].partition("Shared connection")[0], flush=True)
         except ResourceError:
             print(rehearsal.on_host(0, "tail -n 40 /tmp/alignedserve-*/driver.log"), flush=True)

@@ -31,7 +31,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
     made = Rehearsal(hosts, SETTINGS)
     made.prepare()
     with hosts:
-        made.ray("up --no-config-cache")
+        made.up()
         yield made
 
 
