@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -265,8 +266,9 @@ def main() -> int:
     parser.add_argument("--duration", type=float, default=40.0, help="seconds of the trace")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")
     parser.add_argument("--kill-at", type=float, default=15.0, help="seconds into the trace")
-    parser.add_argument("--settle", type=float, default=10.0, help="seconds after `ray down`")
+    parser.add_argument("--settle", type=float, default=90.0, help="seconds after `ray down`")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the hosts are removed then, too
     try:
         return 0 if run(parser.parse_args()) else 1
     except AlignedServeError as error:
